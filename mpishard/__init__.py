@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         ZeRO1Optimizer,
         ZeRO2Optimizer,
         ZeRO3Optimizer,
+        minimize,
     )
     from mpishard.sharding import ParameterAnalyzer, ParameterGroup, ShardingConfiguration
 
@@ -103,6 +104,7 @@ __all__ = [
     "data",
     "init",
     "launch",
+    "minimize",
     "nn",
     "optimizers",
     "pipeline",
@@ -155,6 +157,7 @@ _ROOMS = {
         "ZeRO1Optimizer",
         "ZeRO2Optimizer",
         "ZeRO3Optimizer",
+        "minimize",
     ),
     "sharding": (
         "ParameterAnalyzer",

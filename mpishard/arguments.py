@@ -17,6 +17,7 @@ __all__ = [
     "adapter_hint",
     "as_flag",
     "as_integer",
+    "as_loss",
     "as_number",
     "check_path",
     "check_sizes",
@@ -50,6 +51,24 @@ def as_integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     return int(value)
+
+
+def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
+    """``value``, which a function of ``owner`` returned as a loss, as a float.
+
+    An array of one element is a number, too. ``kind`` is "mean" or "sum", over the samples.
+
+    Raises
+    ------
+    ValueError
+        Naming the owner's class, for an array of several elements.
+    """
+    if getattr(value, "size", 1) != 1:
+        raise ValueError(
+            f"the loss of {type(owner).__name__} must be one number, the {kind} over the samples; "
+            f"got an array of shape {value.shape}"
+        )
+    return float(value.item() if hasattr(value, "item") else value)
 
 
 def as_flag(name: str, value: Any) -> bool:

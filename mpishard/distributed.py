@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -84,6 +85,8 @@ def as_distributed(
     model_or_optimizer: optimizers.Optimizer,
     backend_or_config: CommunicationBackend | ShardingConfiguration,
     strategy: str | DistributedStrategy = ...,
+    *,
+    precision: str | None = ...,
     **degrees: Any,
 ) -> optimizers.ShardedOptimizerBase: ...
 
@@ -93,6 +96,8 @@ def as_distributed(
     model_or_optimizer: Any,
     backend_or_config: CommunicationBackend | ShardingConfiguration,
     strategy: str | DistributedStrategy = ...,
+    *,
+    precision: str | None = ...,
     **degrees: Any,
 ) -> Any: ...
 
@@ -101,6 +106,8 @@ def as_distributed(
     model_or_optimizer: Any,
     backend_or_config: CommunicationBackend | ShardingConfiguration,
     strategy: str | DistributedStrategy = DistributedStrategy.FSDP,
+    *,
+    precision: str | None = None,
     **degrees: Any,
 ) -> Any:
     """Wrap a model or an optimizer in a strategy.
@@ -115,6 +122,9 @@ def as_distributed(
     strategy : {"fsdp", "ddp", "zero1", "zero2", "zero3", "tensor", "pipeline", "hybrid", "none"} \
 or DistributedStrategy
         The strategy; "none" returns the object itself. Or a name of `register_strategy`.
+    precision : {"bfloat16"}, optional
+        See `ShardingConfiguration`, of which it is a choice: the given configuration stays as it
+        is. Default: the configuration's.
     **degrees
         Of "tensor", "pipeline" and "hybrid", as `TensorParallelModel`, `PipelineParallelModel` and
         `HybridShardedModel` describe them: ``pipeline_parallel_size``, ``tensor_parallel_size``,
@@ -175,6 +185,9 @@ or DistributedStrategy
     config = backend_or_config
     if isinstance(config, CommunicationBackend):
         config = ShardingConfiguration(config)
+    if precision is not None:
+        config = copy.copy(config)
+        config.precision = precision
     if isinstance(model_or_optimizer, IOptimizer):
         # It refuses what it cannot run.
         return optimizer_class(model_or_optimizer, config, **options)

@@ -46,6 +46,7 @@ __all__ = [
     "mpi_timeout",
     "mpi_warning",
     "numba_is_allowed",
+    "onednn_library",
     "open_mpi_starts_for_root",
     "openblas_kernel_is_set",
     "outside_launcher",
@@ -368,6 +369,14 @@ def numba_is_allowed() -> bool:
     ``off`` never does. The bits are the same.
     """
     return _choice("MPISHARD_NUMBA", "auto", "off") == "auto"
+
+
+def onednn_library() -> str:
+    """MPISHARD_ONEDNN: path of the oneDNN library that multiplies bfloat16; ``off`` uses none.
+
+    ``auto``, the default, looks for the extra ``bf16``, then for the system's or conda's library.
+    """
+    return os.environ.get("MPISHARD_ONEDNN", "auto")
 
 
 def cuda_aware() -> bool:

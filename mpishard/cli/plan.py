@@ -13,8 +13,7 @@ import typer
 from rich.table import Table
 
 from mpishard.cli.tables import figures_table, screen_width, show
-from mpishard.cli.usage import refuse
-from mpishard.cli.wording import counted
+from mpishard.cli.wording import counted, refuse
 from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
 from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
 
@@ -81,20 +80,23 @@ def schedule(
     Each of V stages of a rank takes a V-th of its times. Times have any unit, the same for all.
     """
     try:
-        times = (forward, backward_input, backward_weight)
-        _check_times(*times, communication)
-        if output is not None:
-            _check_output(output)
-        schedules = _schedules(schedule, virtual_stages)
-        _check_size(schedules, stages, micro_batches)
-        timelines = [
-            simulate(each, stages, micro_batches, _times(each, times, communication))
-            for each in schedules
-        ]
+        _check(output, forward, backward_input, backward_weight, communication)
+        schedules = _schedules(schedule, virtual_stages, stages, micro_batches)
+        timelines = []
+        for each in schedules:
+            scale = each.virtual_stages_per_rank
+            of_stage = StageTimes(
+                forward / scale, backward_input / scale, backward_weight / scale, communication
+            )
+            timelines.append(simulate(each, stages, micro_batches, of_stage))
     except ValueError as error:
         refuse("plan", error)
     if output is not None:
-        _draw(output, timelines)
+        try:
+            plot_timelines(output, timelines)
+        except OSError as error:
+            refuse("plan", f"--output: {error}")
+        typer.echo(f"mpishard plan: wrote {output}", err=True)
     if as_json:
         rows = [_as_dict(*pair) for pair in zip(schedules, timelines, strict=True)]
         typer.echo(json.dumps(rows, indent=1))
@@ -103,16 +105,16 @@ def schedule(
         _show_charts(timelines, is_drawn=output is not None)
 
 
-def _check_times(*times: float) -> None:
+def _check(output: Path | None, *times: float) -> None:
+    """Refuse times that none can be, and files that cannot be drawn."""
     flags = ("--forward", "--backward-input", "--backward-weight", "--communication")
     for flag, value in zip(flags, times, strict=True):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{flag} must be 0 or more and finite, got {value:g}")
     if not any(times):
         raise ValueError(f"{', '.join(flags[:-1])} and {flags[-1]} are all 0: one must take time")
-
-
-def _check_output(output: Path) -> None:
+    if output is None:
+        return
     if output.suffix.lower() != ".png":
         raise ValueError(f"--output: a PNG is drawn: give a name that ends with .png, got {output}")
     if not output.parent.is_dir():
@@ -121,20 +123,21 @@ def _check_output(output: Path) -> None:
         raise ValueError("--output needs matplotlib: pip install 'mpishard[plot]'")
 
 
-def _schedules(name: str, virtual_stages: int | None) -> list[RuleSchedule]:
+def _schedules(
+    name: str, virtual_stages: int | None, stages: int, micro_batches: int
+) -> list[RuleSchedule]:
+    """Return the schedule of that name, or all; refuse those with too many operations."""
+    if name.lower() not in (_ALL, *SCHEDULE_NAMES):
+        raise ValueError(
+            f"--schedule must be one of {', '.join(SCHEDULE_NAMES)}, or {_ALL}; got {name!r}"
+        )
     if name.lower() != _ALL:
-        if name.lower() not in SCHEDULE_NAMES:
-            raise ValueError(
-                f"--schedule must be one of {', '.join(SCHEDULE_NAMES)}, or {_ALL}; got {name!r}"
-            )
-        return [schedule_by_name(name, virtual_stages)]
-    return [
-        schedule_by_name(each, virtual_stages if each in _LOOPED else None)
-        for each in SCHEDULE_NAMES
-    ]
-
-
-def _check_size(schedules: Sequence[RuleSchedule], stages: int, micro_batches: int) -> None:
+        schedules = [schedule_by_name(name, virtual_stages)]
+    else:
+        schedules = [
+            schedule_by_name(each, virtual_stages if each in _LOOPED else None)
+            for each in SCHEDULE_NAMES
+        ]
     for each in schedules:
         count = 3 * stages * micro_batches * each.virtual_stages_per_rank
         if count > _MOST_OPERATIONS:
@@ -143,12 +146,7 @@ def _check_size(schedules: Sequence[RuleSchedule], stages: int, micro_batches: i
                 f"{count} operations, and {_MOST_OPERATIONS} can be looked at; the bubble hardly "
                 "changes beyond some ten micro-batches a rank"
             )
-
-
-def _times(schedule: RuleSchedule, times: Sequence[float], communication: float) -> StageTimes:
-    """Those of a stage, from those of all of a rank's stages."""
-    forward, backward_input, backward_weight = (t / schedule.virtual_stages_per_rank for t in times)
-    return StageTimes(forward, backward_input, backward_weight, communication)
+    return schedules
 
 
 def _table(schedules: Sequence[RuleSchedule], timelines: Sequence[Timeline]) -> Table:
@@ -220,11 +218,3 @@ def _as_dict(schedule: RuleSchedule, timeline: Timeline) -> dict[str, Any]:
         "peak_live": timeline.peak_live,
         "peak_held": timeline.peak_held,
     }
-
-
-def _draw(output: Path, timelines: Sequence[Timeline]) -> None:
-    try:
-        plot_timelines(output, timelines)
-    except OSError as error:
-        refuse("plan", f"--output: {error}")
-    typer.echo(f"mpishard plan: wrote {output}", err=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import numpy as np
 import typer
 
+from mpishard.cli.wording import refuse
 from mpishard.observe import Curve, Panel, losses_of, plot_loss_curve, plot_panels
 from mpishard.observe.plots import moving_mean
 
@@ -43,14 +44,14 @@ def plot(
     first = runs[0] if runs[0].is_dir() else runs[0].parent
     target = first / "loss.png" if output is None else output
     if target.suffix.lower() != ".png":
-        _refuse(f"--output writes PNG files, got {target}")
+        refuse("plot", f"--output writes PNG files, got {target}")
     try:
         if len(runs) == 1:
             plot_loss_curve(target, runs[0], title=title or _name(runs[0]), unit=unit)
         else:
             plot_panels(target, _panels(runs, title, unit))
     except (OSError, ValueError, ImportError) as error:
-        _refuse(str(error))
+        refuse("plot", error)
     typer.echo(target)
 
 
@@ -82,8 +83,3 @@ def _name(run: Path) -> str:
     if run.is_dir() or run.name == "metrics.jsonl":
         return (run if run.is_dir() else run.parent).resolve().name
     return run.stem
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"mpishard plot: {message}", err=True)
-    raise typer.Exit(2)

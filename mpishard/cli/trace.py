@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from mpishard.cli.run.command import (
     HostsOption,
@@ -18,9 +17,9 @@ from mpishard.cli.run.command import (
     RanksOption,
     ScriptArgument,
 )
-from mpishard.cli.run.prepared_job import prepare_job
+from mpishard.cli.run.job import prepare_job
 from mpishard.cli.tables import figures_table, show
-from mpishard.cli.wording import bytes_text, counted, milliseconds
+from mpishard.cli.wording import bytes_text, counted, milliseconds, refuse
 from mpishard.observe import (
     JobTrace,
     TraceSummary,
@@ -125,8 +124,7 @@ def _said(code: int = 0) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        typer.echo(f"mpishard trace: {error}", err=True)
-        raise typer.Exit(code or 2) from None
+        refuse("trace", error, code or 2)
 
 
 def _print_notes(recorded: JobTrace) -> None:
@@ -156,13 +154,7 @@ def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
     if found.uncertainty:
         words.append(f"clocks of nodes agree to {found.uncertainty * 1e6:.0f} us")
     typer.echo("; ".join(words))
-    show(_rank_table(found))
-    show(_call_table(found))
-    _print_notes(recorded)
-
-
-def _rank_table(found: TraceSummary) -> Table:
-    columns = (
+    columns: tuple[str, ...] = (
         "rank", "node", "steps", "in steps", "computing", "waiting", "idle", "in flight", "hidden",
         "last",
     )  # fmt: skip
@@ -175,10 +167,7 @@ def _rank_table(found: TraceSummary) -> Table:
             *(f"{share / whole:.1%}" for share in shares),
             f"{rank.hidden / rank.in_flight if rank.in_flight else 0.0:.1%}", f"{rank.last:.0%}",
         )  # fmt: skip
-    return table
-
-
-def _call_table(found: TraceSummary) -> Table:
+    show(table)
     columns = ("call", "of", "calls", "bytes", "in flight", "waited", "median wait")
     table = figures_table("What was called, all ranks together", columns, ("call", "of"))
     for call in found.calls:
@@ -186,4 +175,5 @@ def _call_table(found: TraceSummary) -> Table:
             call.kind, call.group, str(call.calls), bytes_text(call.nbytes),
             f"{call.in_flight:.3f} s", f"{call.waiting:.3f} s", milliseconds(call.median_wait),
         )  # fmt: skip
-    return table
+    show(table)
+    _print_notes(recorded)

@@ -1,10 +1,16 @@
-"""Numbers as text for people: counts, bytes, times."""
+"""Text for people: counts, bytes and times in words, and refusals with exit code 2."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import NoReturn
 
-__all__ = ["bytes_text", "counted", "milliseconds", "parse_bytes"]
+import typer
+
+from mpishard.arguments import nearest
+
+__all__ = ["bytes_text", "check_choice", "counted", "milliseconds", "parse_bytes", "refuse"]
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -51,3 +57,25 @@ def parse_bytes(text: str) -> int:
             f"64KiB or 5GB; got {text!r}"
         )
     return int(size)
+
+
+def refuse(command: str, message: object, code: int = 2) -> NoReturn:
+    """Print ``message`` as that of ``mpishard <command>``, and end with exit code 2 or another.
+
+    Raises
+    ------
+    typer.Exit
+        Always.
+    """
+    typer.echo(f"mpishard {command}: {message}", err=True)
+    raise typer.Exit(code) from None
+
+
+def check_choice(command: str, flag: str, given: str, choices: Iterable[str]) -> None:
+    """Refuse a value of ``flag`` that is not among ``choices``."""
+    names = list(choices)
+    if given not in names:
+        refuse(
+            command,
+            f"{flag} must be one of {', '.join(names)}; got {given!r}{nearest(given, names)}",
+        )

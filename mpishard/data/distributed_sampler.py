@@ -109,7 +109,8 @@ class DistributedSampler:
 
     def __iter__(self) -> Iterator[int]:
         share = len(self)
-        order = self._padded(self._order(), share)
+        # Cut, or repeated from the beginning, because every replica needs as many indices.
+        order = np.resize(self._order(), share * self.num_replicas)
         yield from order[self.rank * share : (self.rank + 1) * share].tolist()
 
     def __repr__(self) -> str:
@@ -141,10 +142,6 @@ class DistributedSampler:
     def _order(self) -> Indices:
         name = f"{int(self.seed)}/distributed sampler/{self.epoch}"
         return order_of(self.length, name, shuffle=self.shuffle)
-
-    def _padded(self, order: Indices, share: int) -> Indices:
-        """Cut the order, or repeat it from its beginning, to `share` indices for each replica."""
-        return np.resize(order, share * self.num_replicas)
 
 
 class ElasticDistributedSampler(DistributedSampler):

@@ -13,11 +13,13 @@ from mpishard.models.strategies.pipeline import PipelineParallelModel
 from mpishard.models.strategies.tensor import TensorParallelModel
 from mpishard.models.strategies.zero import ZeRO1Model, ZeRO2Model, ZeRO3Model
 from mpishard.models.wrapper.base import ShardedModelBase
+from mpishard.models.wrapper.paged import PagedModel
 
 __all__ = [
     "DDPModel",
     "FSDPModel",
     "HybridShardedModel",
+    "PagedModel",
     "PipelineParallelModel",
     "ShardedModelBase",
     "TensorParallelModel",

@@ -14,23 +14,21 @@ This room imports arrays, contracts, sharding, and the files of plain models fro
 
 from __future__ import annotations
 
-from mpishard.nn.graph.node import ComputationNode
+from mpishard.nn.graph.tracing import ComputationNode
 from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Softmax, SwiGLU, Tanh
 from mpishard.nn.layers.attention import Attention, CausalAttention
+from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.composites import Residual, Sequential
-from mpishard.nn.layers.convolution import Conv2D
+from mpishard.nn.layers.convolution import Conv2D, Flatten, MaxPool2D
 from mpishard.nn.layers.dropout import Dropout
 from mpishard.nn.layers.embedding import Embedding, PositionalEmbedding
-from mpishard.nn.layers.layer import Context, KeyValueCache, Layer, ParameterSpec
+from mpishard.nn.layers.layer import Context, Layer, ParameterSpec
 from mpishard.nn.layers.linear import FeatureLinear, Linear
 from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
-from mpishard.nn.layers.pooling import Flatten, MaxPool2D
 from mpishard.nn.layers.targets import GradientTargets
-from mpishard.nn.losses.cross_entropy import BinaryCrossEntropy, CrossEntropy
-from mpishard.nn.losses.regression import MAE, MSE, Huber, Loss
+from mpishard.nn.losses import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber, Loss
 from mpishard.nn.models.gpt import GPT, generate
-from mpishard.nn.models.linear_models import LinearModel, LinearRegression, LogisticRegression
-from mpishard.nn.models.mlp import MLP
+from mpishard.nn.models.linear_models import MLP, LinearModel, LinearRegression, LogisticRegression
 from mpishard.nn.models.model import Model, SubModel
 
 __all__ = [

@@ -97,6 +97,10 @@ class MemoryLedger:
             if held and isinstance(key, MemoryCategory)
         }
 
+    def __repr__(self) -> str:
+        held = ", ".join(f"{name} {nbytes:,} B" for name, nbytes in self.as_dict().items())
+        return f"{type(self).__name__}({held or 'nothing held'})"
+
 
 _Key = MemoryCategory | tuple[MemoryCategory, Place]
 

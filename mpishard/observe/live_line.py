@@ -54,27 +54,25 @@ class LiveLine:
 
     def show(self, position: str, step: int, words: str) -> None:
         """Draw the line anew."""
-        self._live.update(self._picture(Text(position), step, Text(words)), refresh=True)
-
-    def stop(self) -> None:
-        """Leave the line as it is, and the terminal to others."""
-        self._live.stop()
-
-    def _picture(self, position: Text, step: int, words: Text) -> Table | Text:
-        """The line, with a bar if it fits."""
+        left, right = Text(position), Text(words)
         width = self._console.width
-        space = width - position.cell_len - words.cell_len - 5
-        if space < _BAR // 3:
-            line = Text("  ").join([position, words])
+        space = width - left.cell_len - right.cell_len - 5
+        if space < _BAR // 3:  # there is no room for a bar
+            line = Text("  ").join([left, right])
             line.truncate(max(1, width - 1), overflow="crop")
             line.no_wrap = True
-            return line
+            self._live.update(line, refresh=True)
+            return
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)
         grid.add_column(width=min(_BAR, space))
         grid.add_column(no_wrap=True)
-        grid.add_row(position, ProgressBar(total=self._total, completed=step), words)
-        return grid
+        grid.add_row(left, ProgressBar(total=self._total, completed=step), right)
+        self._live.update(grid, refresh=True)
+
+    def stop(self) -> None:
+        """Leave the line as it is, and the terminal to others."""
+        self._live.stop()
 
 
 class _PatientConsole(Console):

@@ -183,21 +183,17 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
         if axis in panel.logarithmic:
             axes.set(**{f"{axis}scale": "log"})
     if "y" in panel.logarithmic:
-        _plain_ticks(axes.yaxis)
+        from matplotlib.ticker import LogFormatter, StrMethodFormatter
+
+        # Numbers as people write them, and some between the powers of ten if there are few.
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     else:
         axes.set_ylim(bottom=0)
     plain_axes(axes, panel.title, grid="both")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.legend(frameon=False, fontsize=8)
-
-
-def _plain_ticks(axis: Any) -> None:
-    """Numbers as people write them, and some between the powers of ten if there are few."""
-    from matplotlib.ticker import LogFormatter, StrMethodFormatter
-
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 Points = Sequence[tuple[int, float]]
@@ -245,8 +241,13 @@ def plot_loss_curve(
     ImportError
         If matplotlib is not installed; the message says how to get it.
     FileNotFoundError, ValueError
-        If `training` names no metrics file, or one that is damaged.
+        If `training` names no metrics file, or one that is damaged; if ``path`` is named like
+        one, which the picture would overwrite.
     """
+    if path is not None and Path(path).suffix in (".jsonl", ".json"):
+        raise ValueError(
+            f"{path} is the PNG to write, and named like a metrics file: pass that as training"
+        )
     if isinstance(training, str | os.PathLike):
         training, in_file = losses_of(training)
         validation = validation or in_file
@@ -326,12 +327,9 @@ def _draw(
             linewidth=1.4,
             label=f"{name} ({loss:.3f})",
         )
-    _set_limits(axes, losses, [*validation[1], *([] if baseline is None else [baseline[1]])])
-
-
-def _set_limits(axes: Any, losses: np.ndarray[Any, Any], others: list[float]) -> None:
-    """Show all but the first steep fall, which would press the rest flat."""
-    values = np.array([*losses[losses.size // 50 :], *others])
+    # All but the first steep fall, which would press the rest flat.
+    others = [] if baseline is None else [baseline[1]]
+    values = np.array([*losses[losses.size // 50 :], *validation[1], *others])
     if values.size:
         low, high = float(values.min()), float(values.max())
         margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0

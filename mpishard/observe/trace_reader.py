@@ -165,7 +165,11 @@ class _Folder(JobTrace):
         self.ranks = _of_one_job(folder, found)
         self.job = self.ranks[0]["job"]
         self._files = [found[rank] for rank in range(len(found))]
-        clocks = _best_clocks(self.ranks)
+        # The ranks of a node share a clock, and one of them measured it best.
+        clocks: dict[int, tuple[float, float]] = {}
+        for about in sorted(self.ranks, key=lambda about: about["clock_uncertainty_us"]):
+            best = about["clock_offset_us"], about["clock_uncertainty_us"]
+            clocks.setdefault(about["node"], best)
         starts = [about["origin_us"] + clocks[about["node"]][0] for about in self.ranks]
         for about, start in zip(self.ranks, starts, strict=True):
             offset, uncertainty = clocks[about["node"]]
@@ -225,17 +229,6 @@ def _of_one_job(folder: Path, found: dict[int, _Lines]) -> list[dict[str, Any]]:
             f"{names}; if nodes have disks of their own, copy each node's files there"
         )
     return [found[rank].about for rank in range(world_size)]
-
-
-def _best_clocks(ranks: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
-    """(offset, uncertainty) of each node: its ranks share a clock, and one measured it best."""
-    best: dict[int, tuple[float, float]] = {}
-    for about in ranks:
-        offset, uncertainty = about["clock_offset_us"], about["clock_uncertainty_us"]
-        node = about["node"]
-        if node not in best or uncertainty < best[node][1]:
-            best[node] = offset, uncertainty
-    return best
 
 
 _ENDS = {"send": "s", "receive": "f"}

@@ -3,15 +3,19 @@
 `rules` has what an update computes: begin with `rules.elementwise`. `sharded` runs a rule on the
 part of a model that each rank owns: `sharded.base`, and `sharded.strategies` for the table of
 strategies. `loop` is `optimize`: epochs, evaluation, early stopping, checkpoints and resume, in
-`loop.loop`. `plain` runs a rule on plain models and vectors in one process.
+`loop.loop`. `plain` runs a rule on plain models and vectors in one process; `minimization` is
+`minimize`, which runs L-BFGS on a function.
 
-The order is loop, rules, sharded, plain; a chapter imports from those before it. Only this module
+The order is loop, rules, sharded, and plain or minimization; a chapter imports from those before
+it. Only this module
 joins a rule to its holder in `plain`, because a rule's own `optimize` runs all other chapters.
 """
 
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.evaluation import DatasetResult
 from mpishard.optimizers.loop.result import FitDetectionResult, FitType, OptimizationResult
+from mpishard.optimizers.minimization.minimize import minimize
+from mpishard.optimizers.minimization.result import OptimizeResult
 from mpishard.optimizers.plain.training import PlainTraining
 from mpishard.optimizers.rules.algorithm_options import (
     AdamOptimizerOptions,
@@ -30,6 +34,7 @@ from mpishard.optimizers.rules.schedules import (
     StepDecay,
     WarmUp,
 )
+from mpishard.optimizers.rules.search import LBFGS
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.strategies import (
     DDPOptimizer,
@@ -46,6 +51,7 @@ Optimizer.holder_of = PlainTraining
 
 __all__ = [
     "LAMB",
+    "LBFGS",
     "SGD",
     "Adagrad",
     "Adam",
@@ -65,6 +71,7 @@ __all__ = [
     "OptimizationAlgorithmOptions",
     "OptimizationInputData",
     "OptimizationResult",
+    "OptimizeResult",
     "Optimizer",
     "OwnedRange",
     "PipelineParallelOptimizer",
@@ -78,5 +85,6 @@ __all__ = [
     "ZeRO1Optimizer",
     "ZeRO2Optimizer",
     "ZeRO3Optimizer",
+    "minimize",
     "no_decay_on_biases_and_norms",
 ]

@@ -1,10 +1,11 @@
 """Pipelines: schedules as data, layers of each stage, and the execution of a schedule.
 
-Begin with ``operations.py``, the data of a schedule, and ``schedules.py``, the seven schedules of
-the package. ``clock.py`` runs a schedule on a virtual clock, which also checks it.
+Begin with ``operations.py``, the data of a schedule and the messages of one rank, and
+``schedules.py``, the seven schedules of the package. ``clock.py`` runs a schedule on a virtual
+clock, which also checks it.
 
-``partition.py`` cuts a flat vector, and ``layers.py`` a chain of layers, into stages. ``plan.py``
-lists the messages of one rank, ``executor.py`` runs its operations and sends them.
+``layers.py`` cuts a flat vector, or a chain of layers, into stages. ``executor.py`` runs one rank's
+operations and sends its messages.
 ``activation_checkpointing.py`` chooses the activations that backward computes again. This room
 imports nn, observe, communication and contracts.
 """
@@ -26,16 +27,17 @@ from mpishard.pipeline.executor import (
     PipelineExecutor,
     PipelineRecord,
 )
-from mpishard.pipeline.layers import measured_layer_costs, partition_layers
+from mpishard.pipeline.layers import (
+    IPipelinePartitionStrategy,
+    LoadBalancedPartitionStrategy,
+    UniformPartitionStrategy,
+    measured_layer_costs,
+    partition_layers,
+)
 from mpishard.pipeline.operations import (
     IPipelineSchedule,
     PipelineOperation,
     PipelineOperationType,
-)
-from mpishard.pipeline.partition import (
-    IPipelinePartitionStrategy,
-    LoadBalancedPartitionStrategy,
-    UniformPartitionStrategy,
 )
 from mpishard.pipeline.schedules import (
     SCHEDULE_NAMES,

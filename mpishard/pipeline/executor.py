@@ -19,8 +19,16 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.work import Transfer
 from mpishard.observe import span
 from mpishard.pipeline.clock import check_schedule
-from mpishard.pipeline.operations import IPipelineSchedule, PipelineOperation, PipelineOperationType
-from mpishard.pipeline.plan import Flow, PipelinePlan, Step, forward_orders, schedule_orders
+from mpishard.pipeline.operations import (
+    Flow,
+    IPipelineSchedule,
+    PipelineOperation,
+    PipelineOperationType,
+    PipelinePlan,
+    Step,
+    forward_orders,
+    schedule_orders,
+)
 
 __all__ = ["IPipelineStage", "OperationTimes", "PipelineExecutor", "PipelineRecord"]
 
@@ -281,7 +289,12 @@ class _Run:
                 self._give(step.gives, result, step.operation.virtual_stage_index)
             del result
             if is_training:
-                self._count_live(step, record.peak_live)
+                virtual = operation.virtual_stage_index
+                if operation.type is FORWARD:
+                    self._live[virtual] += 1
+                    record.peak_live[virtual] = max(record.peak_live[virtual], self._live[virtual])
+                elif operation.type is not BACKWARD_INPUT:
+                    self._live[virtual] -= 1
         while self._going:
             self._going.pop().wait()
         record.ended = time.perf_counter()
@@ -303,14 +316,6 @@ class _Run:
             return self._stage.backward_input(*place, given)
         self._stage.backward_weight(*place)
         return None
-
-    def _count_live(self, step: Step, peaks: list[int]) -> None:
-        virtual = step.operation.virtual_stage_index
-        if step.operation.type is FORWARD:
-            self._live[virtual] += 1
-            peaks[virtual] = max(peaks[virtual], self._live[virtual])
-        elif step.operation.type is not BACKWARD_INPUT:
-            self._live[virtual] -= 1
 
     # ---------------------------------------------------------------------------------- messages
 

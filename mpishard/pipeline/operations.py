@@ -1,13 +1,27 @@
-"""Operations of a pipeline's ranks, as data."""
+"""Operations of a pipeline's ranks, as data; and one rank's plan of its messages.
+
+The plan names the input of each operation with its sender, and the output with its receiver.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
-__all__ = ["IPipelineSchedule", "PipelineOperation", "PipelineOperationType"]
+__all__ = [
+    "Flow",
+    "IPipelineSchedule",
+    "PipelineOperation",
+    "PipelineOperationType",
+    "PipelinePlan",
+    "Step",
+    "forward_orders",
+    "most_saved",
+    "schedule_orders",
+]
 
 
 class PipelineOperationType(StrEnum):
@@ -89,3 +103,161 @@ class IPipelineSchedule(ABC):
         Round robin unless a schedule places them otherwise: r, r + P, r + 2 P, ...
         """
         return virtual_stage_index * num_stages + stage_id
+
+
+FORWARD, BACKWARD, BACKWARD_INPUT, _ = PipelineOperationType
+
+
+class Flow(NamedTuple):
+    """One micro-batch's activation on its way into a global stage, or gradient of its output.
+
+    Parameters
+    ----------
+    is_gradient : bool
+        Whether it flows back.
+    stage : int
+        The global stage that takes it.
+    micro_batch : int
+        Index of the micro-batch.
+    """
+
+    is_gradient: bool
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        what = "gradient of the output" if self.is_gradient else "input"
+        return f"{what} of global stage {self.stage}, micro-batch {self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation, the flow that it takes, if any, and the flow that it gives."""
+
+    operation: PipelineOperation
+    takes: Flow | None
+    gives: Flow | None
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """The steps of one rank, and what comes to it.
+
+    Parameters
+    ----------
+    steps : sequence of Step
+        In the rank's order.
+    rank_of : sequence of int
+        Rank of each global stage.
+    virtual_of : mapping
+        The rank's own global stages -> their virtual index.
+    arrivals : mapping
+        (is_gradient, global stage) -> the micro-batches that another rank sends there, in the
+        order in which it does.
+    """
+
+    steps: Sequence[Step]
+    rank_of: Sequence[int]
+    virtual_of: Mapping[int, int]
+    arrivals: Mapping[tuple[bool, int], Sequence[int]]
+
+    @classmethod
+    def make(
+        cls,
+        schedule: IPipelineSchedule,
+        rank: int,
+        num_stages: int,
+        orders: Sequence[Sequence[PipelineOperation]],
+    ) -> PipelinePlan:
+        """The plan of ``rank``, if every rank's operations are ``orders``."""
+        virtual = range(schedule.virtual_stages_per_rank)
+        places = {
+            schedule.global_stage(r, v, num_stages): (r, v)
+            for r in range(num_stages)
+            for v in virtual
+        }
+        last = len(places) - 1
+        stages = {place: stage for stage, place in places.items()}
+        rank_of = tuple(places[stage][0] for stage in range(last + 1))
+
+        def steps_of(other: int) -> list[Step]:
+            return [
+                _step(operation, stages[other, operation.virtual_stage_index], last)
+                for operation in orders[other]
+            ]
+
+        # Receives are posted in the order of sending, because messages of one tag keep their order.
+        arrivals: dict[tuple[bool, int], list[int]] = {}
+        for other in range(num_stages):
+            for step in steps_of(other) if other != rank else ():
+                flow = step.gives
+                if flow is not None and rank_of[flow.stage] == rank:
+                    link = flow.is_gradient, flow.stage
+                    arrivals.setdefault(link, []).append(flow.micro_batch)
+        virtual_of = {stages[rank, v]: v for v in virtual}
+        return cls(steps_of(rank), rank_of, virtual_of, arrivals)
+
+    def sender(self, flow: Flow) -> int:
+        """The rank that a flow comes from."""
+        return self.rank_of[flow.stage + 1 if flow.is_gradient else flow.stage - 1]
+
+
+def _step(operation: PipelineOperation, stage: int, last: int) -> Step:
+    micro_batch = operation.micro_batch_index
+    if operation.type is FORWARD:
+        return Step(
+            operation,
+            Flow(False, stage, micro_batch) if stage > 0 else None,
+            Flow(False, stage + 1, micro_batch) if stage < last else None,
+        )
+    if operation.type in (BACKWARD, BACKWARD_INPUT):
+        return Step(
+            operation,
+            Flow(True, stage, micro_batch) if stage < last else None,
+            Flow(True, stage - 1, micro_batch) if stage > 0 else None,
+        )
+    return Step(operation, None, None)
+
+
+def schedule_orders(
+    schedule: IPipelineSchedule, num_stages: int, micro_batches: int
+) -> list[Sequence[PipelineOperation]]:
+    """The operations of every rank, as the schedule says."""
+    return [schedule.get_schedule(rank, num_stages, micro_batches) for rank in range(num_stages)]
+
+
+def forward_orders(
+    schedule: IPipelineSchedule, num_stages: int, micro_batches: int
+) -> list[Sequence[PipelineOperation]]:
+    """Forward alone: as soon as it can be if every stage takes one unit of time.
+
+    Micro-batch m reaches global stage g at time m + g, so that in each rank's order nothing waits
+    for what comes after it, wherever the stages are.
+    """
+    virtual = range(schedule.virtual_stages_per_rank)
+
+    def when(rank: int, operation: PipelineOperation) -> tuple[int, int]:
+        stage = schedule.global_stage(rank, operation.virtual_stage_index, num_stages)
+        return operation.micro_batch_index + stage, -stage
+
+    return [
+        sorted(
+            (PipelineOperation(FORWARD, m, virtual_stage_index=v)
+             for m in range(micro_batches) for v in virtual),
+            key=lambda operation, rank=rank: when(rank, operation),  # type: ignore[misc]
+        )
+        for rank in range(num_stages)
+    ]  # fmt: skip
+
+
+def most_saved(order: Sequence[PipelineOperation], virtual_stage: int) -> int:
+    """The most micro-batches whose saved activations a rank holds at a time for a stage."""
+    saved = most = 0
+    for operation in order:
+        if operation.virtual_stage_index == virtual_stage:
+            if operation.type is FORWARD:
+                saved += 1
+                most = max(most, saved)
+            elif operation.type in (BACKWARD, BACKWARD_INPUT):
+                saved -= 1
+    return most

@@ -1,7 +1,7 @@
 """Owners of elements: parameter table, units, pieces, configuration.
 
-Begin with ``table.py``, the place of each parameter in the flat vector, and ``units.py``, the runs
-of layers that are gathered as one, and each rank's pieces of them.
+Begin with ``table.py``: the place of each parameter in the flat vector, the runs of layers that are
+gathered as one (units), and each rank's pieces of them.
 
 ``regions.py`` computes with boxes of tensors. ``placement.py`` relates the flat vector of a rank
 of a mesh to the model's. ``configuration.py`` holds the user's choices, ``analyzer.py`` makes
@@ -14,13 +14,15 @@ from mpishard.sharding.configuration import ShardingConfiguration
 from mpishard.sharding.numerics import numerics_differences, numerics_fingerprint
 from mpishard.sharding.placement import Placement, Slice, written_part
 from mpishard.sharding.regions import Box, Region, whole_box
-from mpishard.sharding.table import ParameterEntry, ParameterTable, nested_views
-from mpishard.sharding.units import (
+from mpishard.sharding.table import (
+    ParameterEntry,
+    ParameterTable,
     Piece,
     Unit,
     build_units,
     cells_of,
     cut_at_cells,
+    nested_views,
     owned_pieces,
     pieces_within,
 )

@@ -10,7 +10,7 @@ from typing import Any
 from mpishard.arrays import Array
 from mpishard.contracts import ILayeredModel
 from mpishard.errors import ShardingError
-from mpishard.sharding.units import build_units
+from mpishard.sharding.table import build_units
 
 __all__ = ["ParameterAnalyzer", "ParameterGroup"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from typing import Any, Self
 
@@ -13,11 +14,11 @@ __all__ = ["ShardingConfiguration", "shared_choices"]
 _SHARED = (
     "auto_sync_gradients", "minimum_parameter_group_size", "enable_gradient_compression",
     "cpu_offload_optimizer", "cpu_offload_gradients", "cpu_offload_parameters", "gradient_leaves",
-    "check_collectives", "allow_nonfinite",
+    "check_collectives", "allow_nonfinite", "precision",
 )  # fmt: skip
 
 
-def shared_choices(config: ShardingConfiguration) -> dict[str, bool | int | None]:
+def shared_choices(config: ShardingConfiguration) -> dict[str, bool | int | str | None]:
     """The choices that decide which collectives a rank calls: they must be equal on all ranks."""
     return {name: getattr(config, name) for name in _SHARED}
 
@@ -35,8 +36,9 @@ class ShardingConfiguration:
     """Choices that a sharded model and its sharded optimizer share.
 
     All but the backend can be set afterwards too. Where memory lies and how units are cut is
-    decided when a model is wrapped: ``minimum_parameter_group_size``, ``gradient_leaves`` and the
-    three flags of CPU offload are read then, and a later change holds for the next model.
+    decided when a model is wrapped: ``minimum_parameter_group_size``, ``gradient_leaves``,
+    ``precision`` and the three flags of CPU offload are read then, and a later change holds for
+    the next model.
 
     Parameters
     ----------
@@ -81,14 +83,20 @@ class ShardingConfiguration:
         Go on if a loss or gradient is infinite or NaN, instead of raising
         `NonFiniteLossError` on every rank before the update.
 
+    precision : {"bfloat16"}, optional
+        Compute with bfloat16 parameters and activations, while the owners keep float32 parameters
+        and optimizer state: products are summed in float32, and weight gradients are float32.
+        For a float32 model of `mpishard.nn` on the host. Default: None, the model's dtype. See
+        the page "Mixed precision". float16 is not offered, because it needs loss scaling.
+
     Raises
     ------
     TypeError
         If the backend is None or no `CommunicationBackend`, a flag is no bool, or a number
         is none.
     ValueError
-        If ``learning_rate`` is not above 0, the group size is below 1, or ``gradient_leaves``
-        is no power of two.
+        If ``learning_rate`` is not above 0, the group size is below 1, ``gradient_leaves``
+        is no power of two, or ``precision`` is another one.
     """
 
     def __init__(
@@ -105,6 +113,7 @@ class ShardingConfiguration:
         gradient_leaves: int | None = None,
         check_collectives: bool = True,
         allow_nonfinite: bool = False,
+        precision: str | None = None,
     ) -> None:
         if not isinstance(communication_backend, CommunicationBackend):
             raise TypeError(
@@ -122,6 +131,17 @@ class ShardingConfiguration:
         self.gradient_leaves = gradient_leaves
         self.check_collectives = check_collectives
         self.allow_nonfinite = allow_nonfinite
+        self.precision = precision
+
+    def __repr__(self) -> str:
+        """The backend, and the choices that are not the defaults."""
+        defaults = inspect.signature(ShardingConfiguration).parameters.values()
+        chosen = [
+            f", {each.name}={getattr(self, each.name)!r}"
+            for each in defaults
+            if each.default is not each.empty and getattr(self, each.name) != each.default
+        ]
+        return f"{type(self).__name__}({self._backend!r}{''.join(chosen)})"
 
     # ------------------------------------------------------------------------------------ presets
 
@@ -237,6 +257,20 @@ class ShardingConfiguration:
                     f"reproduce, or None; got {value}"
                 )
         self._gradient_leaves = value
+
+    @property
+    def precision(self) -> str | None:
+        """Precision that layers compute in: "bfloat16", or None for the model's dtype."""
+        return self._precision
+
+    @precision.setter
+    def precision(self, value: str | None) -> None:
+        if value not in (None, "bfloat16"):
+            raise ValueError(
+                f'precision must be "bfloat16", or None for the model\'s own dtype; got {value!r}'
+                + ("; float16 needs loss scaling, which there is not" if value == "float16" else "")
+            )
+        self._precision = value
 
     allow_nonfinite: bool = _flag(
         "allow_nonfinite",

@@ -10,7 +10,11 @@ finds the runs of layers that are split together, ``chain_split.py`` splits them
 predicts on the threads of one process. This room imports nn, sharding, communication and contracts.
 """
 
-from mpishard.tensor.attention import TensorParallelAttention, TensorParallelTransformerBlock
+from mpishard.tensor.attention import (
+    TensorParallelAttention,
+    TensorParallelPagedAttention,
+    TensorParallelTransformerBlock,
+)
 from mpishard.tensor.embedding import VocabularyParallelEmbedding
 from mpishard.tensor.inference import TensorParallelInference
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
@@ -59,6 +63,7 @@ __all__ = [
     "TensorParallelInference",
     "TensorParallelLayer",
     "TensorParallelLayerPartitioner",
+    "TensorParallelPagedAttention",
     "TensorParallelTransformerBlock",
     "TensorPartition",
     "VocabularyParallelCrossEntropy",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpishard.arguments import check_sizes
@@ -10,15 +10,43 @@ from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.nn.layers.activations import ReLU
 from mpishard.nn.layers.attention import Attention, CausalAttention
+from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.composites import Residual, Sequential
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 from mpishard.nn.layers.normalization import LayerNorm
 from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
-__all__ = ["TensorParallelAttention", "TensorParallelTransformerBlock", "attention_layers"]
+__all__ = [
+    "TensorParallelAttention",
+    "TensorParallelPagedAttention",
+    "TensorParallelTransformerBlock",
+    "attention_layers",
+]
 
 
-class TensorParallelAttention(Sequential):
+class _SequenceChain(Sequential):
+    """A chain on inputs of shape (B, T, D), which it checks before the ranks communicate."""
+
+    def __init__(self, children: Mapping[str, Layer], embed_dim: int) -> None:
+        super().__init__(children)
+        self.embed_dim = int(embed_dim)
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(T, D) -> (T, D)."""
+        if len(input_shape) != 2 or input_shape[1] != self.embed_dim:
+            raise ValueError(
+                f"{type(self).__name__} needs an input of shape (batch, time, {self.embed_dim}), "
+                f"got samples of shape {input_shape}"
+            )
+        return super().output_shape(input_shape)
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """x_BTD -> y_BTD, refused if the shape is another. Collective."""
+        self.output_shape(x.shape[1:])
+        return super().forward(p, x, context)
+
+
+class TensorParallelAttention(_SequenceChain):
     """Multi-head self-attention, the heads dealt evenly to the ranks.
 
     Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), section 3, figure 3b. A chain of
@@ -63,25 +91,87 @@ class TensorParallelAttention(Sequential):
         super().__init__(
             attention_layers(
                 type(self).__name__, backend, embed_dim, num_heads, causal, num_kv_heads
-            )
+            ),
+            embed_dim,
         )
-        self.embed_dim = int(embed_dim)
         self.num_heads = int(num_heads)
         self.num_kv_heads = int(num_heads if num_kv_heads is None else num_kv_heads)
 
-    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(T, D) -> (T, D)."""
-        if len(input_shape) != 2 or input_shape[1] != self.embed_dim:
-            raise ValueError(
-                f"{type(self).__name__} needs an input of shape (batch, time, {self.embed_dim}), "
-                f"got samples of shape {input_shape}"
-            )
-        return super().output_shape(input_shape)
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """x_BTD -> y_BTD, refused if the shape is another. Collective."""
-        self.output_shape(x.shape[1:])
-        return super().forward(p, x, context)
+class TensorParallelPagedAttention:
+    """Causal `TensorParallelAttention` that reads many sequences, their past in blocks of memory.
+
+    For prediction. Each rank keeps the keys and values of its own heads: see
+    `mpishard.nn.KeyValueCache`, in which sequences begin (`add`), and give their blocks back
+    (`free`). Begin and free the same sequences on all ranks, in the same order.
+
+    Parameters
+    ----------
+    backend, embed_dim, num_heads, num_kv_heads
+        As for `TensorParallelAttention`.
+    block_count : int
+        Number of blocks that all sequences share.
+    block_size : int
+        Positions of a block.
+
+    Attributes
+    ----------
+    layer : TensorParallelAttention
+        The layers, of which ``layer.walk_parameters()`` names the parameters.
+    cache : KeyValueCache
+        The blocks.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `TensorParallelAttention`; ValueError also for blocks that are no integers >= 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpishard.sharding import ParameterTable
+    >>> from mpishard.tensor import TensorParallelInference, TensorParallelPagedAttention
+    >>> def build_rank(backend):
+    ...     attention = TensorParallelPagedAttention(backend, 8, 2, block_count=4, block_size=2)
+    ...     table = ParameterTable(attention.layer.walk_parameters())
+    ...     p, sequence = table.nested_views(np.ones(table.length)), attention.cache.add()
+    ...     def read(x):
+    ...         start = attention.forward(p, x[:, :3], [sequence])
+    ...         return np.concatenate([start, attention.forward(p, x[:, 3:], [sequence])], axis=1)
+    ...     return read
+    >>> x = np.random.default_rng(0).standard_normal((1, 5, 8))
+    >>> TensorParallelInference.forward_in_process(2, x, build_rank).shape
+    (1, 5, 8)
+    """
+
+    def __init__(
+        self,
+        backend: CommunicationBackend,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        block_count: int,
+        block_size: int = 16,
+    ) -> None:
+        self.layer = TensorParallelAttention(
+            backend, embed_dim, num_heads, causal=True, num_kv_heads=num_kv_heads
+        )
+        self.cache = KeyValueCache(block_count, block_size)
+
+    def forward(self, p: Parameters, x: Array, sequences: Sequence[int]) -> Array:
+        """Read T more positions of each sequence: x_BTD -> y_BTD. Collective.
+
+        Raises
+        ------
+        ValueError
+            For another shape, unknown sequences, or too few free blocks; before anything changes.
+        """
+        self.layer.output_shape(x.shape[1:])
+        if len(x) != len(sequences):
+            raise ValueError(f"got {len(x)} rows for {len(sequences)} sequences: one for each")
+        with self.cache.reading(sequences, x.shape[1]):
+            return self.layer.forward(p, x, Context(training=False, cache=self.cache))[0]
 
 
 def attention_layers(
@@ -127,7 +217,7 @@ def attention_layers(
     }  # fmt: skip
 
 
-class TensorParallelTransformerBlock(Sequential):
+class TensorParallelTransformerBlock(_SequenceChain):
     """Attention and a two-layer perceptron, each behind a norm and with a way around it.
 
     y = z + W2 f(W1 norm(z)) with z = x + attention(norm(x)): the block of GPT-2, split as in
@@ -192,22 +282,8 @@ class TensorParallelTransformerBlock(Sequential):
             {
                 "attention": Residual({"norm": LayerNorm(embed_dim)} | attention),
                 "mlp": Residual({"norm": LayerNorm(embed_dim)} | mlp),
-            }
+            },
+            embed_dim,
         )
-        self.embed_dim = int(embed_dim)
         self.num_heads = int(num_heads)
         self.ffn_dim = int(ffn_dim)
-
-    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(T, D) -> (T, D)."""
-        if len(input_shape) != 2 or input_shape[1] != self.embed_dim:
-            raise ValueError(
-                f"{type(self).__name__} needs an input of shape (batch, time, {self.embed_dim}), "
-                f"got samples of shape {input_shape}"
-            )
-        return super().output_shape(input_shape)
-
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """x_BTD -> y_BTD, refused if the shape is another. Collective."""
-        self.output_shape(x.shape[1:])
-        return super().forward(p, x, context)

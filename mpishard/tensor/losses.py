@@ -7,7 +7,7 @@ from typing import Any
 from mpishard.arrays import Array, array_namespace, chunks
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import ILossFunction
-from mpishard.nn.losses.cross_entropy import CrossEntropy
+from mpishard.nn.losses import CrossEntropy
 from mpishard.tensor.layer import DimSplit
 
 __all__ = ["GatheredOutputLoss", "VocabularyParallelCrossEntropy", "parallel_loss"]

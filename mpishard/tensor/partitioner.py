@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from mpishard.communication import CommunicationBackend
-from mpishard.nn.layers.convolution import Conv2D
+from mpishard.nn.layers.convolution import Conv2D, Flatten, MaxPool2D
 from mpishard.nn.layers.layer import Layer
-from mpishard.nn.layers.pooling import Flatten, MaxPool2D
 from mpishard.tensor.chain_split import ChainSplit, Extent
 from mpishard.tensor.partition import (
     LayerDecision,

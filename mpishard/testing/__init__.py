@@ -1,11 +1,10 @@
 """Checks that backends and models of your own can run: conformance, random sequences, gradients.
 
 Begin with ``gradients.py``, which checks layers and models, and ``communication.py``, the
-conformance suite of backends. The suite is made of ``reductions.py``, ``twins.py`` and
-``refusals.py``; ``reference.py`` computes the expected results the plain way. ``fuzz.py`` runs the
-random sequences that ``fuzz_plan.py`` draws. ``parallel_layers.py`` compares split layers with
-whole ones, and ``worlds.py`` runs one test on threads and under MPI. The package itself imports
-nothing from here.
+conformance suite of backends. The suite is made of ``reductions.py``, which also computes the
+expected results the plain way, ``twins.py`` and ``refusals.py``. ``fuzz.py`` runs the random
+sequences that ``fuzz_plan.py`` draws. ``worlds.py`` runs one test on threads and under MPI. The
+package itself imports nothing from here.
 """
 
 from mpishard.testing.communication import CommunicationConformance
@@ -14,8 +13,8 @@ from mpishard.testing.gradients import (
     GradientMismatchError,
     check_gradients,
     check_layer_gradients,
+    check_parallel_layer,
 )
-from mpishard.testing.parallel_layers import check_parallel_layer
 from mpishard.testing.worlds import in_worlds
 
 __all__ = [

@@ -23,8 +23,15 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.reduction import ReductionOperation
-from mpishard.testing.reductions import MovementChecks, ReductionChecks
-from mpishard.testing.reference import assert_same, bounds, even_sizes, tree_reduce, values
+from mpishard.testing.reductions import (
+    MovementChecks,
+    ReductionChecks,
+    assert_same,
+    bounds,
+    even_sizes,
+    tree_reduce,
+    values,
+)
 from mpishard.testing.refusals import RefusalChecks
 from mpishard.testing.twins import TransferChecks, TwinChecks
 

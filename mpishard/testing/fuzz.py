@@ -18,7 +18,7 @@ from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.fuzz_plan import SHARED_BYTES, Step, draw_plan, spoil
-from mpishard.testing.reference import assert_same, bounds, tree_reduce, values
+from mpishard.testing.reductions import assert_same, bounds, tree_reduce, values
 
 __all__ = ["fuzz_sequence"]
 
@@ -122,18 +122,15 @@ class _Run:
         elif step.method == "message":
             self._message(backend, step)
         else:
-            self._collective(backend, step)
+            arguments, options, check = self._arguments(backend, step)
+            if step.is_twin:
+                work = getattr(backend, f"{step.method}_async")(*arguments, **options)
+                self._pending.append((step, work, check))
+            else:
+                check(getattr(backend, step.method)(*arguments, **options))
+                self._good += 1
 
     # ------------------------------------------------------------------------------- one step
-
-    def _collective(self, backend: CommunicationBackend, step: Step) -> None:
-        arguments, options, check = self._arguments(backend, step)
-        if step.is_twin:
-            work = getattr(backend, f"{step.method}_async")(*arguments, **options)
-            self._pending.append((step, work, check))
-            return
-        check(getattr(backend, step.method)(*arguments, **options))
-        self._good += 1
 
     def _refused(self, backend: CommunicationBackend, step: Step) -> None:
         arguments, options, _ = self._arguments(backend, step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.reduction import ReductionOperation
-from mpishard.testing.reference import even_sizes, operations
+from mpishard.testing.reductions import even_sizes, operations
 
 __all__ = ["SHARED_BYTES", "Spoiled", "Step", "draw_plan", "spoil"]
 
@@ -224,51 +223,42 @@ def spoil(plan: list[Step], seed: int) -> Spoiled | None:
         return None
     step = steps[generator.integers(len(steps))]
     rank = int(generator.integers(len(step.rows)))
-    wrongs = [make for make in _WRONGS if step.method in _WRONGS[make]]
-    return Spoiled(wrongs[generator.integers(len(wrongs))](step), rank)
+    wrongs = [name for name, methods in _DIFFERENCES.items() if step.method in methods]
+    return Spoiled(_made_wrong(step, wrongs[generator.integers(len(wrongs))]), rank)
 
 
-def _another_method(step: Step) -> Step:
+def _made_wrong(step: Step, difference: str) -> Step:
+    """Return ``step`` as a rank calls it that differs from the others in ``difference``."""
+    size, known = len(step.rows), operations(step.dtype)
     place = _METHODS.index(step.method)
-    method = _METHODS[(place + 1 + sum(step.rows) % (len(_METHODS) - 1)) % len(_METHODS)]
-    # What the other one takes, whatever this one was.
-    return replace(
-        step, method=method, rows=(step.rows[0],) * len(step.rows), has_out=False, at=-1,
-        counts=tuple(even_sizes(step.rows[0], len(step.rows))), operation=ReductionOperation.SUM,
-    )  # fmt: skip
+    longer = tuple(n + 1 for n in step.rows)
+    plain = {"operation": ReductionOperation.SUM, "has_out": False, "at": -1}
+    changes: dict[str, dict[str, Any]] = {
+        # What the other one takes, whatever this one was.
+        "method": plain | {
+            "method": _METHODS[(place + 1 + sum(step.rows) % (len(_METHODS) - 1)) % len(_METHODS)],
+            "rows": (step.rows[0],) * size,
+            "counts": tuple(even_sizes(step.rows[0], size)),
+        },
+        "operation": {"operation": known[(known.index(step.operation) + 1) % len(known)]},
+        "dtype": plain | {
+            "dtype": DTYPES[(DTYPES.index(step.dtype) + 1) % len(DTYPES)], "out_at": -1
+        },
+        "rows": {
+            "rows": longer, "counts": tuple(even_sizes(longer[0], size)), "at": -1, "out_at": -1
+        },
+        "dims": {"trailing": (*step.trailing, 2), "has_out": False, "at": -1, "out_at": -1},
+        "root": {"root": (step.root + 1) % size},
+    }  # fmt: skip
+    return replace(step, **changes[difference])
 
 
-def _another_operation(step: Step) -> Step:
-    other = operations(step.dtype)
-    return replace(step, operation=other[(other.index(step.operation) + 1) % len(other)])
-
-
-def _another_dtype(step: Step) -> Step:
-    dtype = DTYPES[(DTYPES.index(step.dtype) + 1) % len(DTYPES)]
-    return replace(
-        step, dtype=dtype, operation=ReductionOperation.SUM, at=-1, out_at=-1, has_out=False
-    )
-
-
-def _a_row_more(step: Step) -> Step:
-    rows = tuple(n + 1 for n in step.rows)
-    return replace(step, rows=rows, counts=tuple(even_sizes(rows[0], len(rows))), at=-1, out_at=-1)
-
-
-def _a_dim_more(step: Step) -> Step:
-    return replace(step, trailing=(*step.trailing, 2), has_out=False, at=-1, out_at=-1)
-
-
-def _another_root(step: Step) -> Step:
-    root = (step.root + 1) % len(step.rows)
-    return replace(step, root=root)
-
-
-_WRONGS: dict[Callable[[Step], Step], tuple[str, ...]] = {
-    _another_method: _METHODS,
-    _another_operation: _REDUCTIONS,
-    _another_dtype: (*_REDUCTIONS, "all_gather", "gather", "all_to_all"),
-    _a_row_more: _REDUCTIONS,
-    _a_dim_more: (*_REDUCTIONS, "all_gather", "gather"),
-    _another_root: ("broadcast", "scatter", "gather"),
+_DIFFERENCES = {
+    "method": _METHODS,
+    "operation": _REDUCTIONS,
+    "dtype": (*_REDUCTIONS, "all_gather", "gather", "all_to_all"),
+    "rows": _REDUCTIONS,
+    "dims": (*_REDUCTIONS, "all_gather", "gather"),
+    "root": ("broadcast", "scatter", "gather"),
 }
+"""Possible difference -> the collectives that must refuse it."""

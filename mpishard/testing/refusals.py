@@ -14,7 +14,7 @@ from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.errors import CollectiveMismatchError, PeerError
-from mpishard.testing.reference import CommunicationChecks, assert_raises, assert_same
+from mpishard.testing.reductions import CommunicationChecks, assert_raises, assert_same
 
 __all__ = ["COLLECTIVES", "MISMATCHES", "Arguments", "Ask", "Mismatch", "RefusalChecks", "refusal"]
 
@@ -139,119 +139,80 @@ def _counts(a: Arguments) -> list[int]:
     return [0] * (a.world_size - 1) + [a.length]
 
 
-def _same_call(method: str, difference: str, odd: dict[str, Asking]) -> Iterator[Mismatch]:
-    for name, asking in odd.items():
-        yield Mismatch(method, difference, name, COLLECTIVES[method], asking)
+_REDUCTIONS, _GATHERS = ("all_reduce", "reduce_scatter"), ("all_gather", "gather")
+_ROOTED = ("broadcast", "scatter", "gather")
+
+# Methods, difference, name, and the call of the odd rank where the others make the right one.
+_ODD: tuple[tuple[tuple[str, ...], str, str, Callable[[str, Arguments], Ask]], ...] = (
+    (_REDUCTIONS, "operation", "another operation", lambda m, a: Ask(m, (a.ones(), MAX))),
+    (_REDUCTIONS, "shape", "a row less", lambda m, a: Ask(m, (a.ones(a.length - 1),))),
+    (_REDUCTIONS, "shape", "no rows", lambda m, a: Ask(m, (a.ones(0),))),
+    (_REDUCTIONS, "shape", "many more rows", lambda m, a: Ask(m, (a.ones(a.length + 500),))),
+    (_REDUCTIONS, "shape", "a dim more", lambda m, a: Ask(m, (a.ones(a.length, 1),))),
+    (_REDUCTIONS, "shape", "as many elements in two dims",
+     lambda m, a: Ask(m, (a.ones(2, a.length // 2),))),
+    ((*_REDUCTIONS, *_GATHERS), "dtype", "a narrower dtype",
+     lambda m, a: Ask(m, (a.ones(dtype=np.float32),))),
+    ((*_REDUCTIONS, *_GATHERS), "dtype", "a dtype as wide",
+     lambda m, a: Ask(m, (a.ones(dtype=np.int64),))),
+    (("reduce_scatter",), "counts", "counts of its own",
+     lambda m, a: Ask(m, (a.ones(),), {"counts": _counts(a)})),
+    (_GATHERS, "trailing dims", "a dim more", lambda m, a: Ask(m, (a.ones(a.length, 1),))),
+    (_GATHERS, "trailing dims", "a dim more, no rows", lambda m, a: Ask(m, (a.ones(0, 1),))),
+    (_GATHERS, "dtype", "another dtype, no rows",
+     lambda m, a: Ask(m, (a.ones(0, dtype=np.int8),))),
+    (("broadcast",), "shape or dtype", "a row less",
+     lambda m, a: Ask(m, (a.ones(a.length - 1), 0))),
+    (("broadcast",), "shape or dtype", "no rows", lambda m, a: Ask(m, (a.ones(0), 0))),
+    (("broadcast",), "shape or dtype", "a dim more", lambda m, a: Ask(m, (a.ones(a.length, 1), 0))),
+    (("broadcast",), "shape or dtype", "a narrower dtype",
+     lambda m, a: Ask(m, (a.ones(dtype=np.float32), 0))),
+    (("broadcast",), "shape or dtype", "a dtype as wide",
+     lambda m, a: Ask(m, (a.ones(dtype=np.int64), 0))),
+    (_ROOTED, "root", "another root", lambda m, a: Ask(m, (a.ones(), 1))),
+    (("all_to_all",), "dtype", "another dtype",
+     lambda m, a: Ask(m, ([a.ones(dtype=np.int64) for _ in range(a.world_size)],))),
+    (("all_to_all",), "dtype", "another dtype, nothing in it",
+     lambda m, a: Ask(m, ([a.ones(0, dtype=np.int8) for _ in range(a.world_size)],))),
+    (("allocate_shared",), "shape", "an element more",
+     lambda m, a: Ask(m, (a.length + 1, np.float64))),
+    (("allocate_shared",), "dtype", "another dtype", lambda m, a: Ask(m, (a.length, np.float32))),
+)  # fmt: skip
 
 
-def _reductions(method: str) -> Iterator[Mismatch]:
-    yield from _same_call(method, "operation", {
-        "another operation": lambda a: Ask(method, (a.ones(), MAX)),
-    })  # fmt: skip
-    yield from _same_call(method, "shape", {
-        "a row less": lambda a: Ask(method, (a.ones(a.length - 1),)),
-        "no rows": lambda a: Ask(method, (a.ones(0),)),
-        "many more rows": lambda a: Ask(method, (a.ones(a.length + 500),)),
-        "a dim more": lambda a: Ask(method, (a.ones(a.length, 1),)),
-        "as many elements in two dims": lambda a: Ask(method, (a.ones(2, a.length // 2),)),
-    })  # fmt: skip
-    yield from _same_call(method, "dtype", {
-        "a narrower dtype": lambda a: Ask(method, (a.ones(dtype=np.float32),)),
-        "a dtype as wide": lambda a: Ask(method, (a.ones(dtype=np.int64),)),
-    })  # fmt: skip
-    yield Mismatch(
-        method, "operation", "another operation, into out",
-        lambda a: Ask(method, (a.ones(),), {"out": _out(a, method)}),
-        lambda a: Ask(method, (a.ones(), MAX), {"out": _out(a, method)}),
-    )  # fmt: skip
-    yield Mismatch(
-        method, "shape", "another trailing dim",
-        lambda a: Ask(method, (a.ones(a.length, 2),)),
-        lambda a: Ask(method, (a.ones(a.length, 3),)),
-    )  # fmt: skip
-
-
-def _out(a: Arguments, method: str) -> Array | None:
-    return a.ones() if method == "all_reduce" else None
-
-
-def _counted() -> Iterator[Mismatch]:
-    def asking(counts: Callable[[Arguments], list[int]]) -> Asking:
-        return lambda a: Ask("reduce_scatter", (a.ones(),), {"counts": counts(a)})
-
-    yield from _same_call("reduce_scatter", "counts", {"counts of its own": asking(_counts)})
-    yield Mismatch(
-        "reduce_scatter", "counts", "other counts",
-        asking(_counts), asking(lambda a: _counts(a)[::-1]),
-    )  # fmt: skip
-
-
-def _gathers(method: str) -> Iterator[Mismatch]:
-    yield from _same_call(method, "trailing dims", {
-        "a dim more": lambda a: Ask(method, (a.ones(a.length, 1),)),
-        "a dim more, no rows": lambda a: Ask(method, (a.ones(0, 1),)),
-    })  # fmt: skip
-    yield from _same_call(method, "dtype", {
-        "a narrower dtype": lambda a: Ask(method, (a.ones(dtype=np.float32),)),
-        "a dtype as wide": lambda a: Ask(method, (a.ones(dtype=np.int64),)),
-        "another dtype, no rows": lambda a: Ask(method, (a.ones(0, dtype=np.int8),)),
-    })  # fmt: skip
-    yield Mismatch(
-        method, "trailing dims", "another trailing dim",
-        lambda a: Ask(method, (a.ones(a.length, 2),)),
-        lambda a: Ask(method, (a.ones(a.length, 3),)),
-    )  # fmt: skip
-
-
-def _broadcasts() -> Iterator[Mismatch]:
-    def asking(*shape: int, dtype: DTypeLike = np.float64) -> Asking:
-        return lambda a: Ask("broadcast", (a.ones(*(shape or (a.length - 1,)), dtype=dtype), 0))
-
-    yield from _same_call("broadcast", "shape or dtype", {
-        "a row less": asking(),
-        "no rows": asking(0),
-        "a dim more": lambda a: Ask("broadcast", (a.ones(a.length, 1), 0)),
-        "a narrower dtype": lambda a: Ask("broadcast", (a.ones(dtype=np.float32), 0)),
-        "a dtype as wide": lambda a: Ask("broadcast", (a.ones(dtype=np.int64), 0)),
-    })  # fmt: skip
-
-
-def _rooted(method: str) -> Mismatch:
-    return Mismatch(
-        method, "root", "another root", COLLECTIVES[method], lambda a: Ask(method, (a.ones(), 1))
-    )
-
-
-def _all() -> Iterator[Mismatch]:
+def _mismatches() -> Iterator[Mismatch]:
     for method, many in COLLECTIVES.items():
         for other, odd in COLLECTIVES.items():
             if other != method:
                 yield Mismatch(method, "kind or order", f"calls {other}", many, odd)
-    for method in ("all_reduce", "reduce_scatter"):
-        yield from _reductions(method)
-    yield from _counted()
-    for method in ("all_gather", "gather"):
-        yield from _gathers(method)
-    yield from _broadcasts()
-    for method in ("broadcast", "scatter", "gather"):
-        yield _rooted(method)
-    yield from _same_call("all_to_all", "dtype", {
-        "another dtype": lambda a: Ask(
-            "all_to_all", ([a.ones(dtype=np.int64) for _ in range(a.world_size)],)
-        ),
-        "another dtype, nothing in it": lambda a: Ask(
-            "all_to_all", ([a.ones(0, dtype=np.int8) for _ in range(a.world_size)],)
-        ),
-    })  # fmt: skip
-    yield from _same_call("allocate_shared", "shape", {
-        "an element more": lambda a: Ask("allocate_shared", (a.length + 1, np.float64)),
-    })  # fmt: skip
-    yield from _same_call("allocate_shared", "dtype", {
-        "another dtype": lambda a: Ask("allocate_shared", (a.length, np.float32)),
-    })  # fmt: skip
+    for methods, difference, name, ask in _ODD:
+        for method in methods:
+            yield Mismatch(method, difference, name, COLLECTIVES[method], partial(ask, method))
+
+    def wide(method: str, dims: int) -> Asking:
+        return lambda a: Ask(method, (a.ones(a.length, dims),))
+
+    def into(method: str, *operation: ReductionOperation) -> Asking:
+        return lambda a: Ask(
+            method,
+            (a.ones(), *operation),
+            {"out": a.ones() if method == "all_reduce" else None},
+        )
+
+    def counted(order: int) -> Asking:
+        return lambda a: Ask("reduce_scatter", (a.ones(),), {"counts": _counts(a)[::order]})
+
+    name = "another trailing dim"
+    for method in _REDUCTIONS:
+        many, odd = into(method), into(method, MAX)
+        yield Mismatch(method, "operation", "another operation, into out", many, odd)
+        yield Mismatch(method, "shape", name, wide(method, 2), wide(method, 3))
+    for method in _GATHERS:
+        yield Mismatch(method, "trailing dims", name, wide(method, 2), wide(method, 3))
+    yield Mismatch("reduce_scatter", "counts", "other counts", counted(1), counted(-1))
 
 
-MISMATCHES = tuple(_all())
+MISMATCHES = tuple(_mismatches())
 """Every pair of different collectives, and all that must match in each collective."""
 
 
@@ -331,11 +292,8 @@ class RefusalChecks(CommunicationChecks):
                 message = refusal(backend, ask, odd, twin=twin, what=str(mismatch))
                 assert mismatch.difference in message, f"{mismatch}: {message}"
                 arguments.check(str(mismatch))
-        self._check_works_beside_refused_ones(backend)
-
-    @staticmethod
-    def _check_works_beside_refused_ones(backend: CommunicationBackend) -> None:
-        world, last = backend.world_size, backend.rank == backend.world_size - 1
+        # Works beside refused ones.
+        last = rank == world - 1
         short = backend.all_reduce_async(np.ones(2 if last else 3))
         good = backend.all_reduce_async(np.ones(700))
         assert_same(good.wait(), np.full(700, float(world)), "a work behind a refused one")

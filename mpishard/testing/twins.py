@@ -12,7 +12,7 @@ from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.errors import CommunicationError
-from mpishard.testing.reference import (
+from mpishard.testing.reductions import (
     CommunicationChecks,
     assert_raises,
     assert_same,

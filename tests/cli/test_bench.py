@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from mpishard import run_in_threads
 from mpishard.cli import app
-from mpishard.cli.bench.checks import ChecksBenchmark
 from mpishard.cli.bench.collectives import CollectiveBenchmark, CollectiveResult, collective_table
-from mpishard.cli.bench.report import write_json
-from mpishard.cli.bench.step import StepBenchmark
+from mpishard.cli.bench.step import ChecksBenchmark, StepBenchmark
+from mpishard.cli.bench.workload import write_json
 from mpishard.cli.wording import bytes_text, counted, milliseconds, parse_bytes
 from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.pipeline import SCHEDULE_NAMES
@@ -55,6 +54,20 @@ def test_step(monkeypatch, tmp_path, model, parameters):
         assert rows[strategy]["bytes_sent"] == 2 * (size + totals)
     assert rows["fsdp"]["bytes_sent"] > rows["ddp"]["bytes_sent"]
     assert "ddp" in ended.stdout
+
+
+def test_busy_processes_run_beside_the_ranks_and_end_with_them(monkeypatch):
+    started = []
+    start = subprocess.Popen
+
+    def popen(*arguments, **options):
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    few = ["--collective", "barrier", "--repeats", 1, "--world-size", 2]
+    assert bench("collectives", *few, "--busy", 2).exit_code == 0
+    assert [process.poll() for process in started] == [-9, -9]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")

@@ -15,7 +15,6 @@ from mpishard.cli import app, machine
 from mpishard.cli import probe as doctor_probe
 from mpishard.cli.doctor import command as doctor
 from mpishard.cli.doctor import host as doctor_host
-from mpishard.cli.doctor import numpy_blas as doctor_numpy
 from mpishard.cli.doctor import shm as doctor_shm
 from mpishard.cli.doctor.finding import (
     Finding,
@@ -171,9 +170,9 @@ def rates(float32):
 
 def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
-    monkeypatch.setattr(doctor_numpy, "better_kernel", lambda loaded: "SkylakeX")
-    asked = answers(doctor_numpy, HASWELL, rates(122), rates(235))
-    found = by_name(doctor_numpy.look_at_numpy(quick=False))
+    monkeypatch.setattr(doctor_host, "better_kernel", lambda loaded: "SkylakeX")
+    asked = answers(doctor_host, HASWELL, rates(122), rates(235))
+    found = by_name(doctor_host.look_at_numpy(quick=False))
     assert asked[2][1] == {"OPENBLAS_CORETYPE": "SkylakeX"}
     assert found["numpy.kernel"].mend == "export OPENBLAS_CORETYPE=SkylakeX"
     assert "235 instead of 122 GFLOP/s" in found["numpy.kernel"].text
@@ -182,23 +181,23 @@ def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
 
 def test_a_kernel_that_is_hardly_faster_is_no_advice(monkeypatch, answers):
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
-    monkeypatch.setattr(doctor_numpy, "better_kernel", lambda loaded: "SkylakeX")
-    answers(doctor_numpy, HASWELL, rates(100), rates(105))
-    found = by_name(doctor_numpy.look_at_numpy(quick=False))["numpy.kernel"]
+    monkeypatch.setattr(doctor_host, "better_kernel", lambda loaded: "SkylakeX")
+    answers(doctor_host, HASWELL, rates(100), rates(105))
+    found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.kernel"]
     assert (found.verdict, found.value["better"]) == (OK, None)
     assert "105 instead of 100 GFLOP/s" in found.text
-    answers(doctor_numpy, HASWELL)  # nothing is measured: what the processor's name tells
-    found = by_name(doctor_numpy.look_at_numpy(quick=True))["numpy.kernel"]
+    answers(doctor_host, HASWELL)  # nothing is measured: what the processor's name tells
+    found = by_name(doctor_host.look_at_numpy(quick=True))["numpy.kernel"]
     assert (found.verdict, found.value["better"]) == (NOTE, "SkylakeX")
 
 
 @pytest.mark.parametrize(("all_threads", "verdict"), [(8, NOTE), (95, OK), (180, OK)])
 def test_threads_that_fight_for_cores(all_threads, verdict, monkeypatch, answers):
-    monkeypatch.setattr(doctor_numpy, "better_kernel", lambda kernel: None)
+    monkeypatch.setattr(doctor_host, "better_kernel", lambda kernel: None)
     measured = {"1": {"float32": 101, "float64": 46}}
     measured["2"] = {"float32": all_threads, "float64": all_threads}
-    answers(doctor_numpy, HASWELL, measured)
-    found = by_name(doctor_numpy.look_at_numpy(quick=False))["numpy.speed"]
+    answers(doctor_host, HASWELL, measured)
+    found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.speed"]
     assert found.verdict is verdict
     assert ("slower than one" in found.text) == (verdict is NOTE)
     assert found.mend == ("export OMP_NUM_THREADS=1" if verdict is NOTE else None)
@@ -208,29 +207,47 @@ def test_threads_that_fight_for_cores(all_threads, verdict, monkeypatch, answers
 def test_a_kernel_of_the_users_choice(monkeypatch, without, verdict, answers):
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
     own = {**HASWELL, "architecture": "SkylakeX"}
-    asked = answers(doctor_numpy, HASWELL, rates(100), own, rates(without))
-    found = by_name(doctor_numpy.look_at_numpy(quick=False))["numpy.kernel"]
+    asked = answers(doctor_host, HASWELL, rates(100), own, rates(without))
+    found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.kernel"]
     assert [variables for _, variables in asked[2:]] == [{"OPENBLAS_CORETYPE": None}] * 2
     assert found.verdict is verdict
     assert found.mend == ("unset OPENBLAS_CORETYPE" if verdict is NOTE else None)
 
 
 def test_more_threads_than_cores(monkeypatch, answers):
-    monkeypatch.setattr(doctor_numpy, "usable_cores", lambda: 2)
-    monkeypatch.setattr(doctor_numpy, "core_quota", lambda: None)
+    monkeypatch.setattr(doctor_host, "usable_cores", lambda: 2)
+    monkeypatch.setattr(doctor_host, "core_quota", lambda: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    answers(doctor_numpy, {**HASWELL, "internal_api": "mkl", "num_threads": 8})
-    found = by_name(doctor_numpy.look_at_numpy(quick=True))
+    answers(doctor_host, {**HASWELL, "internal_api": "mkl", "num_threads": 8})
+    found = by_name(doctor_host.look_at_numpy(quick=True))
     assert found["numpy.threads"].mend == "export OMP_NUM_THREADS=2"
     assert "from OMP_NUM_THREADS=8" in found["numpy.threads"].text
     assert "numpy.speed" not in found
 
 
+def test_bfloat16_names_unit_library_and_speeds(monkeypatch, answers):
+    monkeypatch.setattr(doctor_host, "processor_has_unit", lambda: True)
+    measured = {"library": ["3.2.0", "/l/libdnnl.so.3"], "reason": "", "float32": 98.0}
+    measured["bfloat16"] = 211.0
+    answers(doctor_host, measured, measured | {"library": None, "reason": "no oneDNN: pip .."})
+    (found,) = doctor_host.look_at_bfloat16(quick=False)
+    assert "oneDNN 3.2.0 at /l/libdnnl.so.3; 211 GFLOP/s of bfloat16 and 98" in found.text
+    assert found.value["unit"]
+    (found,) = doctor_host.look_at_bfloat16(quick=False)
+    assert "computed as float32: no oneDNN" in found.text
+    assert found.value["library"] is None
+    (found,) = doctor_host.look_at_bfloat16(quick=True)
+    assert found.value == {"unit": True, "library": None}
+    answers(doctor_host, Answer(-4, "", "", 30))
+    (found,) = doctor_host.look_at_bfloat16(quick=False)
+    assert (found.verdict, found.mend) == (NOTE, "export MPISHARD_ONEDNN=off")
+
+
 def test_numpy_without_a_library_and_numpy_that_does_not_load(monkeypatch, answers):
-    answers(doctor_numpy, None)
-    assert by_name(doctor_numpy.look_at_numpy(quick=True))["numpy.blas"].verdict is NOTE
-    answers(doctor_numpy, Answer(1, "", "ImportError: libgfortran.so.5\n", 30))
-    found = by_name(doctor_numpy.look_at_numpy(quick=True))["numpy.blas"]
+    answers(doctor_host, None)
+    assert by_name(doctor_host.look_at_numpy(quick=True))["numpy.blas"].verdict is NOTE
+    answers(doctor_host, Answer(1, "", "ImportError: libgfortran.so.5\n", 30))
+    found = by_name(doctor_host.look_at_numpy(quick=True))["numpy.blas"]
     assert found.verdict is PROBLEM
     assert "libgfortran" in found.text
 
@@ -380,6 +397,7 @@ def test_the_whole_report():
         "host", "numpy", "mpi", "memory", "job", "gpu", "slurm", "packages",
     }  # fmt: skip
     assert found["numpy.speed"]["value"]["1"]["float32"] > 0.1
+    assert found["numpy.bfloat16"]["value"]["bfloat16"] > 0.1
     # The probes printed their imports into files of their own.
     assert "mpi4py.MPI" not in job.stderr
     if "mpi.launcher" in found and found["mpi.launcher"]["value"]:

@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 from spawned_jobs import outside_launchers
 
-from mpishard.cli.doctor import causes as doctor_causes
 from mpishard.cli.doctor import gpu as doctor_gpu
 from mpishard.cli.doctor import host as doctor_host
 from mpishard.cli.doctor import job as doctor_job
 from mpishard.cli.doctor import mpi as doctor_mpi
 from mpishard.cli.doctor import shm as doctor_shm
-from mpishard.cli.doctor.causes import why_it_failed
 from mpishard.cli.doctor.finding import Verdict
-from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi
+from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi, why_it_failed
 from mpishard.cli.probe import Answer, answer_line, ask, python_command
 from mpishard.cli.run.launcher import Launcher, MPIFamily, MPILibrary
 from mpishard.communication.mpi import node_memory as arena
@@ -97,7 +95,7 @@ def test_fixes_are_commands_without_holes(monkeypatch, programs):
     found = [*look_at_mpi(MPIInstallation(MPICH, None, "no mpiexec"))]
     found += doctor_mpi.look_at_slurm(NO_MPI)
     mends = [finding.mend for finding in found if finding.mend]
-    mends += [cause.mend for cause in doctor_causes._KNOWN.values()]
+    mends += [cause.mend for cause in doctor_mpi._KNOWN.values()]
     assert len(mends) > 8
     assert not [mend for mend in mends if "<" in mend]
 
@@ -133,14 +131,14 @@ SAID = {
     ],
 )
 def test_causes(monkeypatch, said, text, mend):
-    monkeypatch.setattr(doctor_causes, "free_bytes", lambda: 2**33)
+    monkeypatch.setattr(doctor_mpi, "free_bytes", lambda: 2**33)
     cause = why_it_failed(Answer(1, "", SAID[said], 30), ["mpiexec", "-n", "2", "p"])
     assert text in cause.text
     assert mend in cause.mend
 
 
 def test_a_crash_with_little_shared_memory_is_for_want_of_it(monkeypatch):
-    monkeypatch.setattr(doctor_causes, "free_bytes", lambda: 16 * 2**20)
+    monkeypatch.setattr(doctor_mpi, "free_bytes", lambda: 16 * 2**20)
     cause = why_it_failed(Answer(11, "", SAID["crash"], 30), ["mpiexec"])
     assert "/dev/shm" in cause.text
     late = why_it_failed(Answer(None, "", "", 30), ["mpiexec", "p"])

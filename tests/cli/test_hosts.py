@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mpishard.cli.run.hosts import Host, parse_hosts, slots_are_even
+from mpishard.cli.run.arguments import Host, parse_hosts, slots_are_even
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from mpishard import settings
 from mpishard.cli.run.job_report import JobEnd, Verdict, interrupted
-from mpishard.cli.run.rank_logs import RankLogs
+from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.reduction import ReductionOperation

@@ -9,7 +9,7 @@ import pytest
 from mpishard.cli.machine import usable_cores
 from mpishard.cli.probe import Answer, answer_line
 from mpishard.cli.run import launcher
-from mpishard.cli.run.hosts import Host
+from mpishard.cli.run.arguments import Host
 from mpishard.cli.run.launcher import (
     Launcher,
     MPIFamily,

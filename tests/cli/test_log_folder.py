@@ -6,14 +6,14 @@ import fcntl
 import pytest
 import typer
 
-from mpishard.cli.run.log_folder import (
+from mpishard.cli.run.job import own_log_folder
+from mpishard.cli.run.logs import (
     CALLS,
     check_log_folder,
     folder_of_start,
     held_log_folder,
     prepare_log_folder,
 )
-from mpishard.cli.run.prepared_job import own_log_folder
 from mpishard.communication.contract.status import StatusPage
 
 

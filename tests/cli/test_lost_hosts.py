@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mpishard.cli.run import lost_hosts
-from mpishard.cli.run.hosts import Host
+from mpishard.cli.run import restarts
+from mpishard.cli.run.arguments import Host
 from mpishard.cli.run.launcher import Launcher, MPILibrary
-from mpishard.cli.run.lost_hosts import allocated_hosts, find_lost_hosts
+from mpishard.cli.run.restarts import allocated_hosts, find_lost_hosts
 
 MPICH = Launcher(Path("/opt/mpiexec"), MPILibrary("MPICH Version: 5.0.2"))
 OPEN_MPI = Launcher(Path("/opt/mpiexec"), MPILibrary("Open MPI v5.0.11"))
@@ -95,13 +95,13 @@ def test_by_the_program_that_the_launcher_is_told(shell, monkeypatch, launcher, 
 
 def test_one_that_does_not_answer_in_time_is_lost(shell, monkeypatch):
     shell("ssh")
-    monkeypatch.setattr(lost_hosts, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(restarts, "_ANSWER_SECONDS", 0.1)
     assert find_lost_hosts(MPICH, hosts("slow.test"), []) == ["slow.test"]
 
 
 def test_a_signal_ends_the_questions(shell, monkeypatch):
     shell("ssh")
-    monkeypatch.setattr(lost_hosts, "_ANSWER_SECONDS", 1e9)
+    monkeypatch.setattr(restarts, "_ANSWER_SECONDS", 1e9)
     find_lost_hosts(MPICH, hosts("slow.test"), [signal.SIGINT])
 
 

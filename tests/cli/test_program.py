@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from mpishard.cli import app
 from mpishard.cli.machine import usable_cores
-from mpishard.cli.run.program import python_arguments
+from mpishard.cli.run.arguments import python_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_a_slip_of_the_finger_starts_no_million_ranks(monkeypatch: Any) -> None:
     assert "ranks for each of" in refused("run", "-n", str(many), "train.py")
     started: list[int] = []
     monkeypatch.setattr(
-        "mpishard.cli.run.prepared_job.PreparedJob.run",
+        "mpishard.cli.run.job.Job.run",
         lambda self: started.append(self.ranks) or 0,
     )
     for words in (["-n", str(many - 1)], ["-n", str(many), "--oversubscribe"]):

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from mpishard import settings
 from mpishard.cli import app
-from mpishard.cli.run import prepared_job
-from mpishard.cli.run.hosts import Host
+from mpishard.cli.run import job as jobs
+from mpishard.cli.run.arguments import Host
 from mpishard.cli.run.job_report import Outcome, Verdict
 from mpishard.cli.run.launcher import Launcher, MPILibrary
 from mpishard.cli.run.restarts import Restarts
@@ -199,8 +199,8 @@ def test_slurm_restarts_a_job_on_the_nodes_that_are_left(tmp_path, monkeypatch, 
         return ends[len(starts) - 1]
 
     library = MPILibrary("MPICH Version: 5.0.2")
-    monkeypatch.setattr(prepared_job, "loaded_library", lambda: library)
-    monkeypatch.setattr(prepared_job, "find_launcher", lambda lib: Launcher(Path("/bin/srun"), lib))
+    monkeypatch.setattr(jobs, "loaded_library", lambda: library)
+    monkeypatch.setattr(jobs, "find_launcher", lambda lib: Launcher(Path("/bin/srun"), lib))
     monkeypatch.setattr(Supervisor, "run", supervise)
     monkeypatch.setattr(Restarts, "_wait", lambda *_: None)
     monkeypatch.setenv("SLURM_JOB_ID", "17")

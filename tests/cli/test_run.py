@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from mpishard import settings
 from mpishard.cli import app
-from mpishard.cli.run import prepared_job
+from mpishard.cli.run import job as jobs
 from mpishard.cli.run.job_report import Outcome, Verdict
 from mpishard.cli.run.launcher import Launcher, MPILibrary
 from mpishard.cli.run.supervisor import Supervisor
@@ -322,10 +322,8 @@ def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch,
         return Outcome(Verdict(0), "", True, 1.0)
 
     library = MPILibrary("Open MPI v5.0.11")
-    monkeypatch.setattr(prepared_job, "loaded_library", lambda: library)
-    monkeypatch.setattr(
-        prepared_job, "find_launcher", lambda lib: Launcher(Path("/bin/mpiexec"), lib)
-    )
+    monkeypatch.setattr(jobs, "loaded_library", lambda: library)
+    monkeypatch.setattr(jobs, "find_launcher", lambda lib: Launcher(Path("/bin/mpiexec"), lib))
     monkeypatch.setattr(Supervisor, "run", supervise)
     monkeypatch.setenv("MPISHARD_TIMEOUT", "7")
     monkeypatch.setenv("MY_OWN", "here")

@@ -15,18 +15,20 @@ from typer.testing import CliRunner
 
 import mpishard as ms
 from mpishard.cli import app
+from mpishard.cli.verify.comparison import Comparison, Verdict, compare, default_tolerance
 from mpishard.cli.verify.job import (
     DATA_STRATEGIES,
     MESH_FLAGS,
     MeshChoice,
+    Problem,
+    TargetError,
     UsageError,
     VerifyJob,
+    build_problem,
+    load_factory,
     relative_error,
 )
-from mpishard.cli.verify.rank import Comparison, compare
 from mpishard.cli.verify.reference import RULES, require_layers, settle_schedules, train_alone
-from mpishard.cli.verify.report import Verdict, default_tolerance
-from mpishard.cli.verify.target import Problem, TargetError, build_problem, load_factory
 from mpishard.distributed import DistributedStrategy
 from mpishard.testing.worlds import in_worlds
 

@@ -16,7 +16,7 @@ from mpishard.communication.mpi import messages
 from mpishard.communication.mpi.job import Job
 from mpishard.communication.mpi.node_memory import RowChannel
 from mpishard.testing.communication import CommunicationConformance
-from mpishard.testing.reference import ADVERSARIAL_VALUES, assert_same, tree_reduce
+from mpishard.testing.reductions import ADVERSARIAL_VALUES, assert_same, tree_reduce
 from mpishard.testing.worlds import in_worlds
 
 FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
@@ -85,7 +85,7 @@ def test_a_group_and_its_world_work_at_once(backend):
     group.shutdown()
 
 
-@in_worlds(2, 3, 4)  # tests/spawned: 5 to 8 ranks
+@in_worlds(2, 3, 4)  # tests/spawned: 5 ranks, --full: 8
 def test_mpi_and_memory_give_the_same_bits(backend):
     for dtype in (np.float16, np.float32, np.float64):
         for length in (5, 3001):

@@ -12,7 +12,7 @@ from mpishard import run_in_threads
 from mpishard.communication import MPICommunicationBackend
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
-from mpishard.testing.reference import tree_reduce
+from mpishard.testing.reductions import tree_reduce
 from mpishard.testing.worlds import in_worlds
 
 by_path = pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)
@@ -71,14 +71,14 @@ def test_adversarial_values_are_adversarial():
 
 
 def test_two_ranks_that_are_swapped_are_noticed(monkeypatch):
-    combine = TreeReducer._combine
+    combine = TreeReducer.reduce_subtrees
 
     def swapped(self, subtrees, count, operation, out):
         turned = {(slot ^ 3 if slot in (1, 2) else slot, level): array
                   for (slot, level), array in subtrees.items()}  # fmt: skip
         combine(self, turned if count > 3 else subtrees, count, operation, out)
 
-    monkeypatch.setattr(TreeReducer, "_combine", swapped)
+    monkeypatch.setattr(TreeReducer, "reduce_subtrees", swapped)
     with pytest.raises(AssertionError, match=r"SUM of \d+ float32 by all_reduce"):
         run_in_threads(4, reduction_digests, GROUPS["floats"])
 

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 
 from mpishard.communication import MPICommunicationBackend
-from mpishard.communication.mpi import job
 
 pytestmark = pytest.mark.mpi
 
 
-def test_a_late_rank_finds_no_notice_of_a_world_that_has_ended(backend, monkeypatch):
-    monkeypatch.setattr(job, "_NOTICE_SECONDS", 0.02)
+def test_a_late_rank_finds_no_notice_of_a_world_that_has_ended(backend):
     last = backend.world_size - 1
     for _ in range(3):
         backend.barrier()
@@ -56,3 +54,30 @@ def test_a_collective_that_one_rank_alone_began_and_nobody_waits_for(
         else:
             assert not error
         backend.barrier()
+
+
+def test_messages_of_a_rank_that_has_left_are_still_received(backend):
+    """Its notice comes while the data of the first are under way."""
+    sizes = 3_000_000, 10
+    with MPICommunicationBackend(backend._comm) as world:
+        if world.rank == 0:
+            for peer in range(1, world.world_size):
+                for tag, size in enumerate(sizes):
+                    world.send(np.arange(size), peer, tag)
+        else:
+            if world.rank == 1:
+                time.sleep(0.2)
+            first = world.receive_async(0, sizes[0], dtype=np.int64)
+            second = world.receive_async(0, sizes[1], 1, dtype=np.int64)
+            assert (second.wait() == np.arange(sizes[1])).all()
+            assert (first.wait() == np.arange(sizes[0])).all()
+
+
+@pytest.mark.parametrize("arena", ["auto", "off"])
+def test_collectives_of_all_ranks_that_nobody_waits_for(backend, arena, monkeypatch, capfd):
+    monkeypatch.setenv("MPISHARD_ARENA", arena)
+    with MPICommunicationBackend(backend._comm) as world:
+        for length in (3, 300_000):
+            world.all_reduce_async(np.ones(length))
+            world.all_gather_async(np.ones(length))
+    assert not capfd.readouterr().err

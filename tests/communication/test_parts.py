@@ -18,7 +18,7 @@ from mpishard.communication.contract.reduction import ReductionOperation, TreeRe
 from mpishard.communication.mpi.headers import INLINE_BYTES, ROW_BYTES, Headers, make_row
 from mpishard.communication.mpi.job import _cores_per_rank
 from mpishard.communication.mpi.messages import ScratchPool, Turn
-from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
+from mpishard.testing.reductions import ADVERSARIAL_VALUES, tree_reduce
 
 
 class TestTurn:
@@ -137,6 +137,22 @@ class TestBackoff:
             backoff.pause()
         assert time.monotonic() - started < 1
 
+    def test_one_long_yield_is_the_last(self, monkeypatch):
+        """Other programs use the core: it is left to them in sleeps, which cost no whole turn."""
+        yields = []
+        monkeypatch.setattr(
+            backoff_module, "yield_processor", lambda: (yields.append(1), time.sleep(0.002))
+        )
+        backoff = Backoff(False, lambda: None)
+        for _ in range(500):
+            backoff.pause()
+        assert len(yields) == 1
+        assert backoff.dozes
+        later = Backoff(False, lambda: None, dozes=True)
+        for _ in range(500):
+            later.pause()
+        assert len(yields) == 1
+
     def test_a_look_may_raise(self):
         def give_up():
             raise TimeoutError
@@ -164,7 +180,7 @@ class TestSettings:
 
 def test_every_blocking_method_has_a_twin():
     """Of all that moves data or waits; what makes worlds and memory blocks as MPI does."""
-    makers = {Kind.LEAVE, Kind.SPLIT, Kind.ALLOCATE_SHARED}
+    makers = {Kind.SPLIT, Kind.ALLOCATE_SHARED}
     blocking = {kind.label for kind in Kind if kind not in makers} | {"send", "receive"}
     names = {name for name in dir(CommunicationBackend) if name.endswith("_async")}
     assert names == {f"{name}_async" for name in blocking}

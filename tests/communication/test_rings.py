@@ -1,21 +1,19 @@
 """Headers through shared memory: rings that wrap round, ranks that run ahead, groups that end."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mpishard.communication import MPICommunicationBackend
-from mpishard.communication.contract.call import DTYPES, Call, Kind
-from mpishard.communication.mpi import headers
+from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.mpi.headers import (
     INLINE_BYTES,
-    NO_RING,
     ROW_BYTES,
     SLOTS,
     MessageExchange,
     RingExchange,
-    Rings,
 )
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.communication import CommunicationConformance
@@ -23,17 +21,9 @@ from mpishard.testing.communication import CommunicationConformance
 MOST = 99 if os.environ.get("MPISHARD_TEST_FULL") else 4
 
 
-CALL = Call.describe(1, Kind.BARRIER, None)
-
-
-def rings_of(world):
-    memory = np.zeros(Rings.nbytes(world), np.uint8)
-    return [Rings(memory, None, rank) for rank in range(world)]
-
-
-def exchanges(all_rings):
-    taken = [rings.take() for rings in all_rings]
-    return [RingExchange(rings, taken, rank) for rank, rings in enumerate(all_rings)]
+def exchanges(world):
+    memory = np.zeros(RingExchange.nbytes(world), np.uint8)
+    return [RingExchange(memory, rank, world) for rank in range(world)]
 
 
 def row(rank, number):
@@ -50,25 +40,25 @@ def said(rows):
 class TestExchange:
     @pytest.mark.parametrize("world", [2, 3, 5])
     def test_carries_rows_and_wraps_round(self, world):
-        boxes = exchanges(rings_of(world))
+        boxes = exchanges(world)
         for number in range(3 * SLOTS + 5):
             posted = []
             for rank in np.random.default_rng(number).permutation(world).tolist():
                 assert not any(each.test() for each in posted)
-                posted.append(boxes[rank].post(row(rank, number), CALL))
+                posted.append(boxes[rank].post(row(rank, number)))
             assert all(each.test() for each in posted)
             for each in posted:
                 assert said(each.rows) == [1000 * rank + number for rank in range(world)]
 
     def test_a_rank_ahead_waits_for_room_and_overtakes_nothing(self):
-        boxes = exchanges(rings_of(3))
+        boxes = exchanges(3)
         many = 3 * SLOTS
-        ahead = [boxes[0].post(row(0, number), CALL) for number in range(many)]
-        behind = [boxes[1].post(row(1, number), CALL) for number in range(many)]
+        ahead = [boxes[0].post(row(0, number)) for number in range(many)]
+        behind = [boxes[1].post(row(1, number)) for number in range(many)]
         assert not ahead[0].test()
         last = []
         for number in range(many):
-            last.append(boxes[2].post(row(2, number), CALL))
+            last.append(boxes[2].post(row(2, number)))
             # The newest is asked first, and takes those before it.
             for posted in (ahead, behind, last):
                 posted[-1].test()
@@ -79,13 +69,13 @@ class TestExchange:
             ]
 
     def test_a_rank_that_reads_nothing_holds_the_others_back(self):
-        first, second = exchanges(rings_of(2))
+        first, second = exchanges(2)
         for _ in range(SLOTS):
-            first.post(row(0, 0), CALL)
-            second.post(row(1, 0), CALL)
+            first.post(row(0, 0))
+            second.post(row(1, 0))
             first.collect()
-        waiting = first.post(row(0, 1), CALL)
-        latest = [second.post(row(1, 1), CALL)]
+        waiting = first.post(row(0, 1))
+        latest = [second.post(row(1, 1))]
         assert not latest[0].done
         assert not waiting.test()
         second.collect()
@@ -94,39 +84,12 @@ class TestExchange:
         assert latest[0].test()
 
     def test_fences_open_when_all_have_come(self):
-        boxes = exchanges(rings_of(3))
+        boxes = exchanges(3)
         for _ in range(2 * SLOTS):
             fences = [boxes[0].fence(), boxes[1].fence()]
             assert not any(fence.test() for fence in fences)
             fences.append(boxes[2].fence())
             assert all(fence.test() for fence in fences)
-
-
-class TestRings:
-    def test_a_ring_comes_back_when_the_others_have_read_it(self):
-        offices = rings_of(2)
-        rings = set()
-        for number in range(10 * headers._RINGS):
-            first, second = boxes = exchanges(offices)
-            rings.add(first._ring)
-            posted = [box.post(row(rank, number), CALL) for rank, box in enumerate(boxes)]
-            assert posted[1].test()
-            first.close()  # and has not read: a rank that left reads no more
-            second.close()
-            assert posted[0].test()
-            assert said(posted[0].rows) == said(posted[1].rows) == [number, 1000 + number]
-            assert [box.fence().test() for box in boxes] == [False, True]
-        assert len(rings) < 4
-
-    def test_rings_run_out(self):
-        (office,) = rings_of(1)
-        taken = [office.take() for _ in range(headers._RINGS)]
-        assert len(set(taken)) == headers._RINGS
-        assert office.take() == NO_RING
-        office.put_back(NO_RING)
-        assert office.take() == NO_RING
-        office.put_back(taken[3])
-        assert office.take() == taken[3]
 
 
 # ---------------------------------------------------------------------------------- under MPI
@@ -192,17 +155,22 @@ class TestWorlds:
             assert group.receive(0, 1_000_000)[-1] == 999_999
         backend.barrier()
 
-    def test_groups_beyond_the_rings_send_messages(self, backend):
-        groups = [backend.split(0) for _ in range(headers._RINGS + 4)]
+    def test_many_groups_have_rings_each_and_let_them_go(self, backend):
+        def descriptors():
+            return len(list(Path("/proc/self/fd").iterdir()))
+
+        backend.split(0).barrier()
+        before = descriptors()
+        groups = [backend.split(0) for _ in range(12)]
         for group in groups:
             assert group.all_reduce(np.array([1]))[0] == backend.world_size
             group.barrier()
-        assert isinstance(groups[-1]._group.exchange, MessageExchange)
+            assert type(group._group.exchange) is type(backend._group.exchange)
         del groups, group
-        for _ in range(4):  # those that nobody holds are left, and their rings come back
+        for _ in range(4):  # groups that nobody holds are left, and their memory is let go
+            backend.barrier()
             backend.split(0).barrier()
-        if isinstance(backend._group.exchange, RingExchange):
-            assert isinstance(backend.split(0)._group.exchange, RingExchange)
+        assert descriptors() <= before + 6
 
     def test_traffic_is_that_of_messages(self, backend, monkeypatch):
         def count(other):

@@ -14,7 +14,7 @@ from mpishard.communication.contract.arena import PRIVATE, Nodes, Regions, anony
 from mpishard.communication.contract.reduction import TreeReducer, complete_subtrees
 from mpishard.communication.mpi import node_memory as arena
 from mpishard.errors import CollectiveMismatchError
-from mpishard.testing.reference import ADVERSARIAL_VALUES, tree_reduce
+from mpishard.testing.reductions import ADVERSARIAL_VALUES, tree_reduce
 from mpishard.testing.worlds import in_worlds
 
 by_path = pytest.mark.parametrize("path", ["arena", "two nodes"], indirect=True)
@@ -392,7 +392,7 @@ def test_sums_of_subtrees_are_sums_of_the_tree(count):
                 under = [s for s in range(first, first + (1 << level)) if s < count]
                 assert set(under) <= set(slots)
                 out = np.empty(50)
-                reducer.reduce_part([arrays[s] for s in under], ReductionOperation.AVERAGE, out)
+                reducer.reduce([arrays[s] for s in under], ReductionOperation.SUM, out)
                 parts[first, level] = out
         result = np.empty(50)
         reducer.reduce_subtrees(parts, count, ReductionOperation.AVERAGE, result)

@@ -14,6 +14,7 @@ README's blocks are whole programs: ``tests/test_readme.py`` runs them alone and
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import io
@@ -145,6 +146,36 @@ def test_every_fence_is_found_and_every_link_leads_somewhere(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
     named = re.findall(r"`((?:tests|scripts|docs|examples|benchmarks)/[\w/.-]+)", text)
     assert [name for name in named if not (ROOT / name.rstrip(".")).exists()] == []
+
+
+def imported(source: str) -> list[str]:
+    """The packages that a program imports at its top, in order; none if it is no program."""
+    try:
+        statements = ast.parse(source).body
+    except SyntaxError:
+        return []
+    names = []
+    for each in statements:
+        if isinstance(each, ast.Import):
+            names += [alias.name for alias in each.names]
+        elif isinstance(each, ast.ImportFrom):
+            names.append(each.module or "")
+    return [name.partition(".")[0] for name in names]
+
+
+def test_printed_programs_import_mpishard_before_numpy():
+    """mpishard warns if NumPy is loaded before it, with kernels that are slower here."""
+    programs = {page: [b.code for b in blocks_of(page.read_text())] for page in
+                [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "README.md"]}  # fmt: skip
+    programs |= {path: [path.read_text()] for path in (ROOT / "examples").glob("*.py")}
+    late = {
+        page.name
+        for page, sources in programs.items()
+        for names in map(imported, sources)
+        if "mpishard" in names
+        and {"numpy", "torch", "sklearn", "autograd"} & {*names[: names.index("mpishard")]}
+    }
+    assert late == set()
 
 
 def test_a_wrong_output_is_noticed(module):

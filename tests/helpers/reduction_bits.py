@@ -12,7 +12,7 @@ from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
-from mpishard.testing.reference import (
+from mpishard.testing.reductions import (
     ADVERSARIAL_VALUES,
     bounds,
     even_sizes,

@@ -11,7 +11,7 @@ import pytest
 from mpishard import nn
 from mpishard.communication import ReductionOperation
 from mpishard.sharding import ShardingConfiguration
-from mpishard.testing.reference import tree_reduce
+from mpishard.testing.reductions import tree_reduce
 from mpishard.testing.worlds import in_worlds
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")

@@ -126,6 +126,49 @@ def lamb(problems: Any) -> None:
     as_in_one_process(body)
 
 
+@check
+def lbfgs(problems: Any) -> None:
+    def body(backend: Any) -> Any:
+        config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+        found = []
+        for strategy in ("zero1", "fsdp"):
+            plain = nn.MLP([5, 7, 2], seed=1)
+            model = ms.as_distributed(plain, config, strategy)
+            optimizer = ms.as_distributed(ms.optimizers.LBFGS(memory=2), config, strategy)
+            x, y = problems.local_batch(backend, "mlp", 0)
+            for _ in range(STEPS + 2):
+                optimizer.step(model, x, y)
+            found.append(model.get_parameters())
+        return found
+
+    as_in_one_process(body)
+
+
+@check
+def minimize(problems: Any) -> None:
+    def body(backend: Any) -> Any:
+        x = np.linspace(-1, 2, 35).reshape(7, 5)
+        box = [(-0.2, 0.3)] * 5
+
+        def fun(theta: Any, x: Any) -> Any:
+            error = x @ theta - np.cos(x[:, 0])
+            return np.mean(error**2), 2 * x.T @ error / len(x)
+
+        def stop(theta: Any) -> None:
+            if backend.rank == backend.world_size - 1:
+                raise StopIteration
+
+        found = [
+            ms.minimize(fun, np.zeros(5), (x,), method, backend=backend, bounds=bounds, callback=f)
+            for method, bounds, f in (
+                ("L-BFGS", None, None), ("L-BFGS", box, None), ("CG", None, stop),
+            )
+        ]  # fmt: skip
+        return [x @ result.x for result in found] + [result.jac for result in found]
+
+    as_in_one_process(body)
+
+
 class Shifted(AutogradModel):
     """A placed model with a constant, which is rank 0's on all ranks."""
 

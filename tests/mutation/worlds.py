@@ -68,7 +68,7 @@ class IdleWork(CollectiveWork):
     def wait(self) -> Any:
         while self._real is None:
             first = self.queue.popleft()
-            first._real = self._issue(self._driver, first.call, first._steps)
+            first._real = self._issue(self._driver, first.awaited, first._steps)
         return self._real.wait()
 
 
@@ -113,7 +113,7 @@ def _overlap(a: Any, b: Any) -> bool:
 
 
 def _name(work: Work) -> str:
-    return f"collective {work.call.sequence}, {work.call}"
+    return f"collective {work.awaited.sequence}, {work.awaited}"
 
 
 @contextlib.contextmanager

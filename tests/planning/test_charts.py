@@ -4,6 +4,7 @@ import struct
 
 import pytest
 
+from mpishard import planning as charts
 from mpishard.pipeline import (
     SCHEDULE_NAMES,
     GPipeSchedule,
@@ -14,7 +15,7 @@ from mpishard.pipeline import (
     ZeroBubbleH1Schedule,
     schedule_by_name,
 )
-from mpishard.planning import charts, plot_timelines, simulate, text_chart
+from mpishard.planning import plot_timelines, simulate, text_chart
 
 
 def test_text():

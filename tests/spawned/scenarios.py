@@ -16,7 +16,7 @@ from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.status import StatusReader
 from mpishard.errors import PeerError
 from mpishard.testing.communication import CommunicationConformance
-from mpishard.testing.reference import ADVERSARIAL_VALUES
+from mpishard.testing.reductions import ADVERSARIAL_VALUES
 
 LONG = np.ones(5000)
 SAMPLE = tuple(dtype for dtype in DTYPES if dtype.name in ("bool", "bfloat16", "float64"))

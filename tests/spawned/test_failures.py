@@ -190,7 +190,7 @@ def test_a_rank_that_is_stopped_is_named(scenario, where, way, tmp_path):
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", [5, 6, 7, 8] if IS_FULL else [5, 8])
+@pytest.mark.parametrize("ranks", [5, 6, 7, 8] if IS_FULL else [5])
 def test_more_ranks_than_cores(ranks):
     specification = importlib.util.spec_from_file_location("scenarios", SCENARIOS)
     scenarios = importlib.util.module_from_spec(specification)

@@ -52,7 +52,9 @@ def job(ranks, *words, options=("--on-failure", "shrink"), **variables):
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=outside_launchers(PYTHONPATH=str(ROOT), TMPDIR=folder, OMP_NUM_THREADS="1")
+            env=outside_launchers(
+                PYTHONPATH=str(ROOT), TMPDIR=folder, OMP_NUM_THREADS="1", MPISHARD_NUMBA="off"
+            )
             | variables,
             start_new_session=True,
         ) as process,

@@ -5,7 +5,7 @@ import pytest
 
 from mpishard.nn import Attention, CausalAttention, Context, Linear, Sequential
 from mpishard.sharding import ParameterTable
-from mpishard.tensor import TensorParallelAttention
+from mpishard.tensor import TensorParallelAttention, TensorParallelPagedAttention
 from mpishard.testing.worlds import in_worlds
 
 
@@ -95,3 +95,37 @@ def test_sizes_and_inputs_are_refused(backend):
     for shape in ((3, 8), (2, 3, 4), (2, 3, 8, 8)):
         with pytest.raises(ValueError, match=r"an input of shape \(batch, time, 8\), got samples"):
             layer.forward({}, np.ones(shape), Context())
+
+
+@in_worlds(1, 2, 3, 4)
+def test_paged_attention_reads_sequences_of_different_lengths(backend):
+    groups, heads = (6, 12) if backend.world_size == 3 else (4, 8)
+    generator = np.random.default_rng(1)
+    whole = whole_chain(2 * heads, heads, groups, True)
+    values = {name: generator.standard_normal(s.shape) for name, s in whole.walk_parameters()}
+    paged = TensorParallelPagedAttention(
+        backend, 2 * heads, heads, num_kv_heads=groups, block_count=5, block_size=2
+    )
+    children = paged.layer.children
+    own = {n: held(v, children[n.split(".")[0]], n.split(".")[1]) for n, v in values.items()}
+    _, p = views(paged.layer, own)
+    x = generator.standard_normal((2, 5, 2 * heads))
+    expected, _ = whole.forward(views(whole, values)[1], x, Context(training=False))
+    one, two = paged.cache.add(), paged.cache.add()
+    parts = [paged.forward(p, x[:1, :3], [one])]
+    parts += [paged.forward(p, x[1:, :1], [two])]
+    for at in range(1, 3):
+        rows = np.stack([x[0, at + 2 : at + 3], x[1, at : at + 1]])
+        parts += np.split(paged.forward(p, rows, [one, two]), 2)
+    found = np.concatenate([parts[0], parts[2], parts[4]], 1)
+    np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=1e-12)
+    found = np.concatenate([parts[1], parts[3], parts[5]], 1)
+    np.testing.assert_allclose(found[0], expected[1, :3], rtol=0, atol=1e-12)
+    assert paged.cache.byte_count == 2 * 10 * groups // backend.world_size * 2 * 8
+    with pytest.raises(ValueError, match=r"need 2 more blocks of 2 positions, and 0 of 5 are"):
+        paged.forward(p, x[:, :2], [one, two])
+    with pytest.raises(ValueError, match="got 2 rows for 1 sequences"):
+        paged.forward(p, x, [one])
+    with pytest.raises(ValueError, match=r"\(batch, time, .*\), got samples"):
+        paged.forward(p, x[0], [one])
+    assert [paged.cache.length(sequence) for sequence in (one, two)] == [5, 3]

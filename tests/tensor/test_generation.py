@@ -57,12 +57,13 @@ def test_logits_of_pieces_are_those_of_the_whole(backend):
     model = perturbed_gpt()
     chain, p = own_part(model, backend)
     tokens = np.random.default_rng(1).integers(0, 11, (2, 8))
-    cache, logits = KeyValueCache(8), []
+    cache, logits, read = KeyValueCache(6, 3), [], 0
+    sequences = [cache.add(), cache.add()]
     for count in (3, 1, 2, 1, 1):
         context = Context(training=False, cache=cache)
-        piece = tokens[:, cache.length : cache.length + count]
-        logits.append(chain.forward(p, piece, context)[0])
-        cache.advance(count)
+        with cache.reading(sequences, count):
+            logits.append(chain.forward(p, tokens[:, read : read + count], context)[0])
+        read += count
     expected = model.predict(tokens)
     np.testing.assert_allclose(np.concatenate(logits, axis=1), expected, rtol=0, atol=1e-12)
 
@@ -72,6 +73,6 @@ def test_sequence_parallelism_refuses_a_cache(backend):
     model = perturbed_gpt()
     partition = partition_chain(model.chain.children, backend, sequence_parallel=True)
     _, p = own_part(model, backend)
-    context = Context(training=False, cache=KeyValueCache(8))
+    context = Context(training=False, cache=KeyValueCache(1))
     with pytest.raises(ValueError, match="generate with a partition without sequence_parallel"):
         Sequential(partition.layers).forward(p, np.ones((1, 4), np.int64), context)

@@ -1,5 +1,6 @@
-"""Which rows of a test run where: together the worlds run all of them."""
+"""Which rows of a test run where: together the worlds run all of them, or a sample of all pairs."""
 
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,9 @@ def items(worlds=WORLDS, rows=ROWS, name="test_something", marks=("in_worlds",))
         SimpleNamespace(
             parent="a file",
             originalname=name,
-            callspec=SimpleNamespace(params={"row": row, "world_size": world_size}),
+            callspec=SimpleNamespace(
+                params={"row": row, "world_size": world_size}, _idlist=[*row, world_size]
+            ),
             get_closest_marker=lambda mark: mark in marks,
         )
         for world_size in worlds
@@ -46,6 +49,26 @@ def on_threads(dealing, given):
     return by_world(given)
 
 
+def test_of_three_parameters_all_pairs_meet(dealing):
+    rows = [*product("abcd", range(4), (1, 2, 3))]
+    chosen = [rows[place] for place in dealing.all_pairs(rows)]
+    assert len(chosen) < len(rows) / 2
+    for a, b in combinations(range(3), 2):
+        assert {(row[a], row[b]) for row in chosen} == {(row[a], row[b]) for row in rows}
+    given = items(worlds=(1, 2, 3))
+    assert sum(dealing._in_samples_of_pairs(given)) == len(ROWS)
+    kept = {i.callspec.params["row"] for i in given if dealing._in_samples_of_pairs([i])[0]}
+    assert kept == set(ROWS), "one row of a test is its sample"
+
+
+def test_two_parameters_and_what_is_whole_have_all_rows(dealing):
+    two = items(worlds=(3,))
+    for item in two:
+        item.callspec._idlist = item.callspec._idlist[:2]
+    assert all(dealing._in_samples_of_pairs(two))
+    assert all(dealing._in_samples_of_pairs(items(name="test_conformance")))
+
+
 def under_mpi(dealing, world_size, given):
     deal = dealing.Deal(given, world_size)
     return by_world([item for item in given if deal.has(item)]).get(world_size, [])
@@ -54,8 +77,9 @@ def under_mpi(dealing, world_size, given):
 def test_threads_run_all_rows_in_a_small_world_and_every_value_in_each(dealing):
     found = on_threads(dealing, items())
     assert found[4] == ROWS
-    assert sorted(found[1] + found[2] + found[3]) == sorted(ROWS)
-    for world_size in (1, 2, 3, 5, 8):
+    assert 2 not in found, "MPI ranks have these"
+    assert not set(found[1]) & set(found[3])
+    for world_size in (1, 3, 5, 8):
         assert len(found[world_size]) == len(ROWS) // 3
         for values in zip(*ROWS, strict=True):
             assert {v for row in found[world_size] for v in row} >= set(values)
@@ -63,14 +87,21 @@ def test_threads_run_all_rows_in_a_small_world_and_every_value_in_each(dealing):
 
 def test_threads_run_what_the_largest_of_the_small_worlds_has_not(dealing):
     own = [("d", number) for number in range(6)]
-    found = on_threads(dealing, items((2,), own + ROWS) + items((3,), ROWS))
-    assert [row for row in found[2] if row in own] == own
+    found = on_threads(dealing, items((1,), own + ROWS) + items((3,), ROWS))
+    assert [row for row in found[1] if row in own] == own
     assert found[3] == ROWS
+
+
+def test_threads_run_worlds_of_two_that_mpi_ranks_do_not(dealing):
+    found = on_threads(dealing, items((1, 2)))
+    assert found[2] == ROWS
+    found = on_threads(dealing, items((2, 3), marks=("in_worlds", "threads_alone")))
+    assert len(found[2]) == len(ROWS) // 3
 
 
 def test_few_rows_run_in_all_small_worlds(dealing):
     found = on_threads(dealing, items(rows=ROWS[:2]))
-    assert {w: len(rows) for w, rows in found.items()} == {1: 2, 2: 2, 3: 2, 4: 2, 5: 1, 8: 1}
+    assert {w: len(rows) for w, rows in found.items()} == {1: 2, 3: 2, 4: 2, 5: 1, 8: 1}
 
 
 @pytest.mark.parametrize("name", ["test_conformance", "test_equals_sequential_training"])

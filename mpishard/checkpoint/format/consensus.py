@@ -34,6 +34,9 @@ __all__ = [
 # Messages name paths; Python holds bytes of a path that it cannot decode as surrogates.
 _SURROGATES = "surrogatepass"
 
+_MOST_SHOWN = 8
+"""Differences in one message: models of many layers may differ in all of them."""
+
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -168,14 +171,14 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:
         return ""
     everyone = [json.loads(line) for line in gather_texts(backend, text)]  # on rank 0
     names = dict.fromkeys(name for other in everyone for name in other)
-    return share_text(
-        backend,
-        "; ".join(
-            f"{name} is {', '.join(str(other.get(name)) for other in everyone)}"
-            for name in names
-            if any(other.get(name) != everyone[0].get(name) for other in everyone)
-        ),
-    )
+    found = [
+        f"{name} is {', '.join(str(other.get(name)) for other in everyone)}"
+        for name in names
+        if any(other.get(name) != everyone[0].get(name) for other in everyone)
+    ]
+    if len(found) > _MOST_SHOWN:
+        found[_MOST_SHOWN:] = [f"and {len(found) - _MOST_SHOWN} more differ"]
+    return share_text(backend, "; ".join(found))
 
 
 def _gather_values(backend: CommunicationBackend, value: Any) -> list[Any]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from mpishard.cli.bench.peers import GlooGroup
+from mpishard import settings
 from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend
@@ -21,6 +27,7 @@ __all__ = [
     "KINDS",
     "CollectiveBenchmark",
     "CollectiveResult",
+    "GlooGroup",
     "collective_panels",
     "collective_table",
 ]
@@ -31,6 +38,9 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "barrier")
 Way = Callable[[], object]
 Ways = dict[str, tuple[Way, Any]]
 """Name -> what does the collective once, and the array that it leaves its result in, or None."""
+
+# It ends with the rank that started it, however that rank ends.
+_BUSY_LOOP = "import os; rank = os.getppid()\nwhile os.getppid() == rank: sum(range(10**6))"
 
 _IN_PLACE, _MPI_IN_PLACE = "ours, in place", "MPI, in place"
 
@@ -73,27 +83,41 @@ class CollectiveBenchmark:
         Of its elements.
     repeats : int
         How often each is timed.
+    busy : int
+        Number of busy processes that run on each node meanwhile.
     """
 
     kinds: Sequence[str]
     sizes: Sequence[int]
     dtype: str = "float32"
     repeats: int = 15
+    busy: int = 0
 
     def run(self, backend: CommunicationBackend) -> Iterator[list[CollectiveResult]]:
         """Measure one collective at one size after the other, each in all its ways. Collective."""
         mpi = load_mpi().COMM_WORLD if isinstance(backend, MPICommunicationBackend) else None
         gloo = GlooGroup.join(backend) if mpi is not None else None
-        for kind in self.kinds:
-            for nbytes in self.sizes if kind != "barrier" else (0,):
-                ways = _Ways(backend, mpi, gloo, nbytes, np.dtype(self.dtype)).of(kind)
-                timings = time_alternately(backend, list(ways.values()), self.repeats)
-                yield [
-                    CollectiveResult(kind, way, nbytes, timing.seconds)
-                    for way, timing in zip(ways, timings, strict=True)
-                ]
+        with _busy_loops(self.busy if backend.local_rank == 0 else 0):
+            for kind in self.kinds:
+                for nbytes in self.sizes if kind != "barrier" else (0,):
+                    ways = _Ways(backend, mpi, gloo, nbytes, np.dtype(self.dtype)).of(kind)
+                    timings = time_alternately(backend, list(ways.values()), self.repeats)
+                    yield [
+                        CollectiveResult(kind, way, nbytes, timing.seconds)
+                        for way, timing in zip(ways, timings, strict=True)
+                    ]
         if gloo is not None:
             gloo.leave()
+
+
+@contextmanager
+def _busy_loops(number: int) -> Iterator[None]:
+    """Keep cores busy with other processes, as other users of the machine do."""
+    with ExitStack() as stack:
+        for _ in range(number):
+            loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", _BUSY_LOOP]))
+            stack.callback(loop.kill)
+        yield
 
 
 class _Ways:
@@ -247,3 +271,62 @@ def collective_panels(results: Sequence[CollectiveResult]) -> list[Panel]:
             )
         panels.append(Panel(kind.replace("_", "-"), "bytes", "milliseconds", curves))
     return panels
+
+
+class GlooGroup:
+    """The ranks of one node as a process group of ``torch.distributed``."""
+
+    def __init__(self, torch: Any, folder: tempfile.TemporaryDirectory[str] | None) -> None:
+        self._torch = torch
+        self._folder = folder
+
+    @classmethod
+    def join(cls, backend: CommunicationBackend) -> GlooGroup | None:
+        """Meet the other ranks; None on all where one has no PyTorch. Collective."""
+        here = importlib.util.find_spec("torch") is not None
+        if backend.node_count > 1 or backend.all_gather(np.array([here])).min() == 0:
+            return None
+        import torch
+        import torch.distributed
+
+        folder = tempfile.TemporaryDirectory(prefix="mpishard-") if backend.rank == 0 else None
+        name = None if folder is None else np.frombuffer(os.fsencode(folder.name), np.uint8)
+        place = os.fsdecode(backend.broadcast(name).tobytes())
+        settings.write_default("GLOO_SOCKET_IFNAME", "lo")
+        torch.distributed.init_process_group(
+            "gloo", f"file://{place}/store", rank=backend.rank, world_size=backend.world_size
+        )
+        return cls(torch, folder)
+
+    def leave(self) -> None:
+        """Part from the other ranks."""
+        self.barrier()
+        self._torch.distributed.destroy_process_group()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._torch.distributed.barrier()
+
+    def all_reduce(self, array: np.ndarray[Any, Any]) -> Callable[[], object]:
+        """Sum zeros of the array's length and dtype, in place."""
+        tensor = self._torch.from_numpy(np.zeros_like(array))
+        return lambda: self._torch.distributed.all_reduce(tensor)
+
+    def reduce_scatter(self, array: np.ndarray[Any, Any]) -> Callable[[], object]:
+        """Sum the array, and keep this rank's piece."""
+        distributed = self._torch.distributed
+        # Newer versions have the same under another name, and warn of the old one.
+        scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+        source = self._torch.from_numpy(array)
+        out = self._torch.empty(len(array) // distributed.get_world_size(), dtype=source.dtype)
+        return lambda: scatter(out, source)
+
+    def all_gather(self, piece: np.ndarray[Any, Any], length: int) -> Callable[[], object]:
+        """Put all ranks' pieces end to end."""
+        distributed = self._torch.distributed
+        gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
+        source = self._torch.from_numpy(piece)
+        out = self._torch.empty(length, dtype=source.dtype)
+        return lambda: gather(out, source)

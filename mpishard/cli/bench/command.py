@@ -15,7 +15,6 @@ from rich.table import Table
 
 from mpishard import settings
 from mpishard.cli.bench.checkpoint import CheckpointBenchmark, checkpoint_table
-from mpishard.cli.bench.checks import ChecksBenchmark, checks_table
 from mpishard.cli.bench.collectives import (
     KINDS,
     CollectiveBenchmark,
@@ -23,12 +22,18 @@ from mpishard.cli.bench.collectives import (
     collective_panels,
     collective_table,
 )
-from mpishard.cli.bench.report import write_json
 from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark, speedup_table
-from mpishard.cli.bench.step import ALONE, StepBenchmark, step_panel, step_table
+from mpishard.cli.bench.step import (
+    ALONE,
+    ChecksBenchmark,
+    StepBenchmark,
+    checks_table,
+    step_panel,
+    step_table,
+)
+from mpishard.cli.bench.workload import write_json
 from mpishard.cli.tables import show
-from mpishard.cli.usage import check_choice, refuse
-from mpishard.cli.wording import parse_bytes
+from mpishard.cli.wording import check_choice, parse_bytes, refuse
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.errors import MPIUnavailableError
@@ -85,6 +90,7 @@ def collectives(
         Literal["float32", "float64", "int32", "int64"], typer.Option(help="Dtype of the array.")
     ] = "float32",
     repeats: Annotated[int, _count("Number of times of each.")] = 15,
+    busy: Annotated[int, _count("Busy processes that share the node's cores meanwhile.", 0)] = 0,
     json: JSONOption = None,
     plot: PlotOption = None,
     ranks: RanksOption = 0,
@@ -101,7 +107,7 @@ def collectives(
         lengths = [parse_bytes(text) for text in sizes.split(",")]
     except ValueError as error:
         refuse("bench", f"--sizes: {error}")
-    benchmark = CollectiveBenchmark(chosen, lengths, dtype, repeats)
+    benchmark = CollectiveBenchmark(chosen, lengths, dtype, repeats, busy)
 
     def table(results: Sequence[CollectiveResult], size: int) -> Table:
         made = collective_table(results, size)
@@ -281,7 +287,7 @@ class _Job:
             text = f"this process is a rank already ({launcher} is set): leave out -n and "
             refuse("bench", f"{text}--world-size")
         if self.ranks:
-            words = ["run", "-n", str(self.ranks), "-m", "mpishard.cli.bench.rank", "bench"]
+            words = ["run", "-n", str(self.ranks), "-m", "mpishard", "bench"]
             words += [self.context.command.name or "", *_given(self.context)]
             # In place of this process, so that signals and the exit code are those of the job.
             os.execv(sys.executable, [sys.executable, "-m", "mpishard", *words])  # noqa: S606

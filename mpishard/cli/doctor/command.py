@@ -10,10 +10,9 @@ import typer
 from mpishard import settings
 from mpishard.cli.doctor.finding import Finding, Verdict, as_json, examined, show_findings
 from mpishard.cli.doctor.gpu import look_at_gpus
-from mpishard.cli.doctor.host import look_at_host, look_at_packages
+from mpishard.cli.doctor.host import look_at_bfloat16, look_at_host, look_at_numpy, look_at_packages
 from mpishard.cli.doctor.job import look_at_a_job
 from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi, look_at_slurm
-from mpishard.cli.doctor.numpy_blas import look_at_numpy
 from mpishard.cli.doctor.shm import look_at_shared_memory
 
 __all__ = ["doctor"]
@@ -53,6 +52,7 @@ def doctor(
 def _findings(quick: bool) -> Iterator[Finding]:
     yield from examined("host", look_at_host)
     yield from examined("numpy", lambda: look_at_numpy(quick))
+    yield from examined("numpy", lambda: look_at_bfloat16(quick))
     mpi = MPIInstallation.of_this_python()
     yield from examined("mpi", lambda: look_at_mpi(mpi))
     yield from examined("memory", look_at_shared_memory)

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from importlib.metadata import distributions
 
 from mpishard import settings
-from mpishard.cli.doctor.causes import why_it_failed
 from mpishard.cli.doctor.finding import Finding, note, ok, pip_install, problem, shortened
-from mpishard.cli.doctor.mpi import MPIInstallation
+from mpishard.cli.doctor.mpi import MPIInstallation, why_it_failed
 from mpishard.cli.probe import ask, python_command
 from mpishard.cli.wording import bytes_text, counted
 

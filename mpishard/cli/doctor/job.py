@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpishard import settings
-from mpishard.cli.doctor.causes import why_it_failed
 from mpishard.cli.doctor.finding import Finding, note, ok, problem
-from mpishard.cli.doctor.mpi import MPIInstallation
+from mpishard.cli.doctor.mpi import MPIInstallation, why_it_failed
 from mpishard.cli.doctor.shm import larger_folder
 from mpishard.cli.probe import ask
 from mpishard.cli.wording import bytes_text, milliseconds

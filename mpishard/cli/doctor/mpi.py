@@ -1,4 +1,4 @@
-"""Findings about MPI: mpi4py, its library, the launcher that belongs to it, and SLURM's plugin."""
+"""Findings about MPI: mpi4py, its library and launcher, SLURM's plugin; and why a job failed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from mpishard import settings
-from mpishard.cli.doctor.causes import why_it_failed
 from mpishard.cli.doctor.finding import Finding, note, ok, pip_install, problem, shortened
-from mpishard.cli.probe import ask, python_command
+from mpishard.cli.doctor.shm import NEEDED_BYTES, free_bytes, larger_folder
+from mpishard.cli.probe import Answer, ask, python_command
 from mpishard.cli.run.launcher import (
     Launcher,
     MPIFamily,
@@ -26,7 +28,90 @@ from mpishard.cli.run.launcher import (
 from mpishard.communication.mpi.library import launcher_name
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["MPIInstallation", "fitting_plugins", "listed_plugins", "look_at_mpi", "look_at_slurm"]
+__all__ = [
+    "Cause",
+    "MPIInstallation",
+    "fitting_plugins",
+    "listed_plugins",
+    "look_at_mpi",
+    "look_at_slurm",
+    "why_it_failed",
+]
+
+
+class Cause(NamedTuple):
+    """The reason for a failure, and the command that fixes it."""
+
+    text: str
+    mend: str
+
+
+_NO_MEMORY = re.compile(r"shm_open|/dev/shm|Shared memory error|No space left on device|Bus error")
+_CRASHED = re.compile(r"\(signal (7|11)\)|exited on\s+signal (7|11)\b|Segmentation fault")
+_HOST = socket.gethostname()
+
+_KNOWN = {
+    r"attempt to run as root|--allow-run-as-root": Cause(
+        "Open MPI's launcher refuses to run as root",
+        "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    ),
+    r"Invalid MPI (plugin|type)|cannot find mpi plugin": Cause(
+        "srun does not have the plugin that it was told to use", "unset SLURM_MPI_TYPE"
+    ),
+    r"Requested nodes are busy|step creation temporarily disabled|Unable to create step": Cause(
+        "SLURM has no cores left for another job step: this shell is a step that holds them",
+        "export SLURM_OVERLAP=1",
+    ),
+    r"world of one[\s\S]*srun --mpi": Cause(
+        "each rank found itself alone: srun needs a plugin that works with this MPI library",
+        "export SLURM_MPI_TYPE=pmi2  # or pmix, for Open MPI; `srun --mpi=list` names them",
+    ),
+    r"sees a world of one": Cause(
+        "each rank found itself alone, because the launcher does not work with this MPI library",
+        pip_install("--force-reinstall", "mpi4py", "mpich"),
+    ),
+    r"getaddrinfo|gethostbyname|Name or service not known|[Cc]ould not resolve|name resolution": (
+        Cause(
+            f"the name of this machine, {_HOST}, has no address",
+            f"echo '127.0.0.1 {_HOST}' | sudo tee -a /etc/hosts",
+        )
+    ),
+    r"Permission denied \(publickey|Host key verification failed|ssh: connect to host": Cause(
+        "the launcher cannot log in on a machine of the job", f"ssh-copy-id {_HOST}"
+    ),
+}
+
+
+def why_it_failed(answer: Answer, command: Sequence[str]) -> Cause:
+    """Return the likeliest cause; if none is known, the job's own message and its command.
+
+    Parameters
+    ----------
+    answer : Answer
+        The end of the job, and its output.
+    command : sequence of str
+        The command that started it.
+    """
+    said = answer.out + answer.err
+    free = free_bytes()
+    is_small = free is not None and free < NEEDED_BYTES
+    if _NO_MEMORY.search(said) or (is_small and _CRASHED.search(said)):
+        return Cause(
+            "the MPI library exchanges data of a machine's ranks in /dev/shm, and found no room "
+            "there, or may not write",
+            larger_folder(),
+        )
+    for pattern, cause in _KNOWN.items():
+        if re.search(pattern, said):
+            return cause
+    text = answer.reason
+    if answer.code is not None:
+        # The line that tells most is an error, not the launcher's frame around it.
+        lines = [line.strip(" =-\t") for line in (answer.err + answer.out).splitlines()]
+        errors = [n for n in lines if re.search(r"\b\w*Error\b|\berror\b|ERROR|signal \d", n)]
+        text = errors[-1] if errors else text
+    return Cause(shortened(text), shlex.join(command))
+
 
 _LIMIT_SECONDS = 20
 _UNUSABLE = "mpi4py cannot be used here: "
@@ -216,7 +301,11 @@ def _plugin(srun: str, family: MPIFamily | None) -> Finding:
     answer = ask([srun, "--mpi=list"], _LIMIT_SECONDS)
     plugins = listed_plugins(answer.out + answer.err)
     fitting = fitting_plugins(family, plugins)
-    taken = settings.slurm_plugin() or _default_plugin()
+    taken, program = settings.slurm_plugin(), shutil.which("scontrol")
+    if not taken and program:
+        said = ask([program, "show", "config"], _LIMIT_SECONDS).out
+        default = re.search(r"^MpiDefault\s*=\s*(\S+)", said, re.MULTILINE)
+        taken = default and default[1]
     value = {"plugins": plugins, "fitting": fitting, "taken": taken}
     text = f"srun has {', '.join(plugins)}"
     if not plugins:
@@ -230,11 +319,3 @@ def _plugin(srun: str, family: MPIFamily | None) -> Finding:
         return ok(name, f"{text}, and takes {taken}", value)
     text += f", and takes {taken or 'none of them'}, which does not work with {whom}"
     return note(name, text, value, f"export SLURM_MPI_TYPE={fitting[0]}")
-
-
-def _default_plugin() -> str | None:
-    """Return MpiDefault of the cluster; None if it is not known."""
-    program = shutil.which("scontrol")
-    said = ask([program, "show", "config"], _LIMIT_SECONDS).out if program else ""
-    found = re.search(r"^MpiDefault\s*=\s*(\S+)", said, re.MULTILINE)
-    return found[1] if found else None

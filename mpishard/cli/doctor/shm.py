@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpishard.cli.doctor.finding import Finding, note, ok, problem
 from mpishard.cli.probe import ask, python_command
-from mpishard.cli.run.leftovers import mapped_files
+from mpishard.cli.run.rank_processes import mapped_files
 from mpishard.cli.wording import bytes_text, counted
 
 __all__ = ["NEEDED_BYTES", "free_bytes", "larger_folder", "leftovers", "look_at_shared_memory"]

@@ -1,13 +1,12 @@
 """``mpishard run``: start a script on N ranks, watch it, restart it, and report how it ended.
 
-Begin with ``command.py``: it calls ``prepared_job.py``, which checks all that can be refused
-(``program.py``, ``hosts.py``, ``log_folder.py``, ``rank_environment.py``) and asks
-``launcher.py`` for the mpiexec that belongs to the MPI library. ``job.py`` is what all starts of a
-job share, ``restarts.py`` decides whether there is another one, on the machines that
-``lost_hosts.py`` finds alive. ``supervisor.py`` runs one start: it watches the processes
-(``rank_processes.py``), passes signals on (``notice.py``: the order to save and end), removes
-``leftovers.py``, and ``job_report.py`` explains the end from ``rank_logs.py``. ``rank_agent.py``
-is the parent of each rank, and imports nothing of mpishard.
+Begin with ``command.py``. It calls ``job.py``, which checks all that can be refused: the user's
+words (``arguments.py``), the folder of logs (``logs.py``), the ranks' environment. ``launcher.py``
+finds the mpiexec that belongs to the MPI library. ``restarts.py`` decides whether the job starts
+again, and on which machines. ``supervisor.py`` runs one start: it watches the processes and removes
+what they leave in shared memory (``rank_processes.py``), and passes signals on (``notice.py``: the
+order to save and end). ``job_report.py`` explains the end from what ``logs.py`` reads.
+``rank_agent.py`` is the parent of each rank, and imports nothing of mpishard.
 
 It may import the shared modules of ``mpishard.cli``. Other commands may import it.
 """

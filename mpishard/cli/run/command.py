@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mpishard import settings
-from mpishard.cli.run.prepared_job import prepare_job
+from mpishard.cli.run.job import prepare_job
 
 __all__ = [
     "HostsOption",

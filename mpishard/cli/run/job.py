@@ -1,28 +1,82 @@
-"""A job: what all its starts have in common."""
+"""A job that can start: its environment, what its starts share, and the checks before the first."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import typer
 
+from mpishard import settings
+from mpishard.blas import better_kernel, loaded_kernel
+from mpishard.cli.machine import usable_cores
 from mpishard.cli.run import rank_agent
-from mpishard.cli.run.hosts import Host
+from mpishard.cli.run.arguments import Host, parse_hosts, python_arguments
 from mpishard.cli.run.job_report import Outcome
-from mpishard.cli.run.launcher import Launcher
-from mpishard.cli.run.log_folder import folder_of_start
+from mpishard.cli.run.launcher import Launcher, find_launcher, loaded_library
+from mpishard.cli.run.logs import (
+    check_log_folder,
+    folder_of_start,
+    held_log_folder,
+    prepare_log_folder,
+)
+from mpishard.cli.run.restarts import Restarts, allocated_hosts, find_lost_hosts
 from mpishard.cli.run.supervisor import Supervisor
+from mpishard.cli.wording import counted, refuse
+from mpishard.communication.failure.report import check_on_failure
+from mpishard.errors import MPIUnavailableError
 
-__all__ = ["Job"]
+__all__ = ["Job", "own_log_folder", "prepare_job"]
+
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+_RANKS_PER_CORE = 8  # more are a slip of the finger rather than a test
+_OF_ONE_START = ("MPISHARD_JOB_FOLDER", "MPISHARD_RESTART")
+
+
+def _user_variables(entries: Sequence[str]) -> dict[str, str]:
+    """Return the variables of ``--env``; those without a value have one already.
+
+    Raises
+    ------
+    ValueError
+        For what is no name, and a name alone of which the environment knows nothing.
+    """
+    chosen = {}
+    for entry in entries:
+        name, equals, value = entry.partition("=")
+        if not _VARIABLE_NAME.fullmatch(name):
+            raise ValueError(f"--env takes NAME or NAME=VALUE; got {entry!r}")
+        known = value if equals else settings.environment().get(name)
+        if known is None:
+            raise ValueError(f"--env {name}: there is no such variable; give --env {name}=VALUE")
+        chosen[name] = known
+    return chosen
+
+
+def _best_variables(launcher: Launcher, ranks_per_host: int) -> dict[str, str]:
+    """Return variables that the user has not set: BLAS threads and kernels, columns."""
+    added = {}
+    # Under SLURM only the ranks know their cores: init() sets the threads there.
+    if not settings.blas_threads_are_set() and not launcher.is_slurm:
+        added["OMP_NUM_THREADS"] = str(max(1, usable_cores() // ranks_per_host))
+    kernel = better_kernel(loaded_kernel())
+    if kernel is not None:
+        added["OPENBLAS_CORETYPE"] = kernel
+    if sys.stdout.isatty():
+        added["MPISHARD_COLUMNS"] = str(shutil.get_terminal_size().columns)
+    return added
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The program and its environment, on any number of ranks and machines.
+    """A program with its environment, the machines that it asks for, and its restarts.
 
     Parameters
     ----------
@@ -36,10 +90,20 @@ class Job:
         The variables of the launcher.
     passed_on : sequence of str
         Those that ranks on other machines need as well.
+    ranks : int
+        Number of ranks of the first start.
+    hosts : sequence of Host
+        The machines that the user named; empty for this one, or those that SLURM has allocated.
     log_folder : Path, optional
         Where the ranks' output and call logs are kept.
+    max_restarts : int
+        Starts after the first, at most.
+    min_ranks : int, optional
+        Ranks at least, if hosts are lost; None: as many as in the first start.
     survives : bool
         Whether ranks may outlive each other.
+    announcement : str
+        What the user is told before the first start.
     received : list of Signals
         The signals that are to end the job, as they come.
     """
@@ -49,34 +113,187 @@ class Job:
     program: Sequence[str]
     environment: Mapping[str, str]
     passed_on: Sequence[str]
+    ranks: int
+    hosts: Sequence[Host]
     log_folder: Path | None
-    survives: bool = False
+    max_restarts: int
+    min_ranks: int | None
+    survives: bool
+    announcement: str
     received: list[signal.Signals] = field(default_factory=list)
 
-    def command(self, ranks: int, hosts: Sequence[Host], restart_count: int) -> list[str]:
-        """The command line of the start after so many restarts."""
-        logs = "" if self.log_folder is None else folder_of_start(self.log_folder, restart_count)
-        agent = [sys.executable, "-I", "-S", str(rank_agent.__file__), self.launcher.rank_variable]
-        program = [*agent, str(logs), *self.program]
-        return self.launcher.command(
-            ranks, program, hosts=hosts, variables=self.passed_on, survives=self.survives
-        )
+    def run(self) -> int:
+        """Run it to its end, with all its restarts; return the exit code.
 
-    def start(self, ranks: int, hosts: Sequence[Host], restart_count: int) -> Outcome:
-        """Start it, and wait for its end."""
+        Raises
+        ------
+        typer.Exit
+            With code 2 if the log folder is another job's, or cannot be written.
+        """
+        self.say(self.announcement)
+        may_lose = self.hosts
+        if self.max_restarts and self.launcher.is_slurm and not self.hosts:
+            may_lose = allocated_hosts(self.ranks)
+
+        def start(restart_count: int, ranks: int, hosts: Sequence[Host]) -> Outcome:
+            # On all that SLURM has allocated, the launcher needs no list of them.
+            return self._start(ranks, self.hosts if hosts == may_lose else hosts, restart_count)
+
+        restarts = Restarts(
+            start,
+            self.say,
+            self.ranks,
+            may_lose,
+            lambda: find_lost_hosts(self.launcher, may_lose, self.received),
+            self.max_restarts,
+            self.min_ranks,
+            self.received,
+        )
+        folder = self.log_folder
+        with nullcontext() if folder is None else own_log_folder(self.name, folder):
+            return restarts.run()
+
+    def _start(self, ranks: int, hosts: Sequence[Host], restart_count: int) -> Outcome:
+        logs = self.log_folder and folder_of_start(self.log_folder, restart_count)
         supervisor = Supervisor(
             self.name,
             self.launcher,
-            self.command(ranks, hosts, restart_count),
+            self.command(ranks, hosts, logs),
             ranks,
             len(hosts) or int(self.launcher.is_slurm),
-            None if self.log_folder is None else folder_of_start(self.log_folder, restart_count),
+            logs,
             [host.name for host in hosts],
             self.received,
             self.survives,
         )
         return supervisor.run({**self.environment, "MPISHARD_RESTART": f"{restart_count}"})
 
+    def command(self, ranks: int, hosts: Sequence[Host], logs: Path | None = None) -> list[str]:
+        """Return the command line of a start."""
+        agent = [sys.executable, "-I", "-S", str(rank_agent.__file__), self.launcher.rank_variable]
+        program = [*agent, str(logs or ""), *self.program]
+        return self.launcher.command(
+            ranks, program, hosts=hosts, variables=self.passed_on, survives=self.survives
+        )
+
     def say(self, line: str) -> None:
         """Tell the user."""
         typer.echo(f"{self.name}: {line}", err=True)
+
+
+def prepare_job(
+    name: str,
+    words: Sequence[str],
+    ranks: int | None,
+    hosts: str,
+    variables: Mapping[str, str] | None = None,
+    *,
+    is_module: bool = False,
+    may_oversubscribe: bool = False,
+    user_variables: Sequence[str] = (),
+    log_folder: Path | None = None,
+    max_restarts: int = 0,
+    min_ranks: int | None = None,
+    on_failure: str = "abort",
+) -> Job:
+    """Check all that a command asks of a job, and start nothing.
+
+    ``words`` are a script and its arguments; see `python_arguments`. The ranks find ``variables``
+    in their environment, and ``user_variables``, each a name or ``NAME=VALUE``. Each rank's output
+    and call log are kept in ``log_folder``. If the job fails it is started again, ``max_restarts``
+    times at most, on ``min_ranks`` or more. With ``on_failure="shrink"`` ranks may outlive each
+    other.
+
+    Raises
+    ------
+    typer.Exit
+        With code 2 if it cannot start, after printing the reason.
+    """
+    folder = None if log_folder is None else log_folder.absolute()
+    try:
+        if ranks is None:
+            misplaced = {"-n", "-np"}.intersection(words)
+            where = (
+                f"{min(misplaced)} stands behind the script, which gets it: " if misplaced else ""
+            )
+            refuse(name, f"{where}give the number of ranks before the script: -n 4 SCRIPT")
+        if ranks < 1:
+            refuse(name, f"a job has at least one rank, got -n {ranks}")
+        program = python_arguments(words, is_module)
+        check_on_failure(on_failure)
+        settings.check()
+        machines = parse_hosts(hosts, ranks)
+        _check_restarts(max_restarts, min_ranks, ranks, bool(machines))
+        chosen = _user_variables(user_variables)
+        if folder is not None:
+            check_log_folder(folder)
+        launcher = find_launcher(loaded_library())
+        is_here = not (machines or launcher.is_slurm)
+        cores = usable_cores()
+        if is_here and not may_oversubscribe and ranks > _RANKS_PER_CORE * cores:
+            refuse(
+                name,
+                f"-n {ranks} is more than {_RANKS_PER_CORE} ranks for each of "
+                f"{counted(cores, 'usable core')}: --oversubscribe allows that",
+            )
+        added = _best_variables(launcher, max((h.slots for h in machines), default=ranks))
+        added |= variables or {}
+        elsewhere = settings.forwarded_variables() if machines else ()
+        told = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
+        whom = f"{counted(ranks, 'rank')} of {launcher.library}"
+        job = Job(
+            f"mpishard {name}",
+            launcher,
+            [sys.executable, "-u", *program],
+            {**settings.environment(), **added, **chosen},
+            tuple(dict.fromkeys([*added, *chosen, *_OF_ONE_START, *elsewhere])),
+            ranks,
+            machines,
+            folder,
+            max_restarts,
+            min_ranks,
+            on_failure == "shrink",
+            ", ".join([whom, f"started by {launcher.program}", *told]),
+        )
+        job.command(ranks, machines)  # some launchers have none for these machines
+    except (MPIUnavailableError, ValueError) as error:
+        refuse(name, error)
+    return job
+
+
+def _check_restarts(most: int, min_ranks: int | None, ranks: int, has_hosts: bool) -> None:
+    if most < 0:
+        raise ValueError(f"--max-restarts must be 0 or more; got {most}")
+    if min_ranks is None:
+        return
+    if not most:
+        raise ValueError(f"--min-ranks {min_ranks} is for restarts: give --max-restarts too")
+    if not 1 <= min_ranks <= ranks:
+        raise ValueError(f"--min-ranks must be 1 to {ranks}, the job's ranks; got {min_ranks}")
+    if not has_hosts and not settings.is_slurm_allocation():
+        raise ValueError(
+            f"--min-ranks {min_ranks} is for jobs whose hosts may be lost: give --hosts, or start "
+            "it inside a SLURM allocation. On one machine a job keeps its ranks"
+        )
+
+
+@contextmanager
+def own_log_folder(name: str, folder: Path) -> Iterator[None]:
+    """A context in which ``folder`` is the job's alone, and holds nothing of an earlier one.
+
+    Raises
+    ------
+    typer.Exit
+        With code 2, before the block; the command ``name`` has said why.
+    """
+    with ExitStack() as held:
+        try:
+            held.enter_context(held_log_folder(folder))
+            aside = prepare_log_folder(folder)
+        except (OSError, ValueError) as error:
+            what = "--log-dir: " if isinstance(error, OSError) else ""
+            typer.echo(f"{name}: {what}{error}", err=True)
+            raise typer.Exit(2) from None
+        if aside is not None:
+            typer.echo(f"{name}: moved the logs of an earlier job to {aside}", err=True)
+        yield

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpishard import settings
-from mpishard.cli.run.rank_logs import RankLogs
+from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import RankState
@@ -236,7 +236,9 @@ class JobEnd:
             return first
         if not self._agrees(-code):
             # Hydra breaks if a rank is killed that it is just answering, as it does in init.
-            if self.is_hydra and self.launcher_code == _BROKEN and self._is_in_init(first):
+            log = self.logs.get(first.rank)
+            is_in_init = log is not None and log.state is RankState.STARTED
+            if self.is_hydra and self.launcher_code == _BROKEN and is_in_init:
                 return first
             return next((p for p in failed if p.exit_code == self.launcher_code), None)
         return first if self.is_local or -code not in _OF_LAUNCHERS else None
@@ -248,10 +250,6 @@ class JobEnd:
         if self.is_hydra and code in (number, number | signal.SIGKILL):
             return True
         return code in (0, 128 + number) or (self.launcher_may_break and code == _BROKEN)
-
-    def _is_in_init(self, process: RankProcess) -> bool:
-        log = self.logs.get(process.rank)
-        return log is not None and log.state is RankState.STARTED
 
     def _blame(self, process: RankProcess) -> Verdict:
         code = process.exit_code or 0

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mpishard import settings
 from mpishard.cli.probe import ask, python_command
-from mpishard.cli.run.hosts import Host, slots_are_even
+from mpishard.cli.run.arguments import Host, slots_are_even
 from mpishard.errors import MPIUnavailableError
 
 __all__ = [

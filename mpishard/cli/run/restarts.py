@@ -1,19 +1,33 @@
-"""``mpishard run --max-restarts``: a job that fails is started again, on what hosts are left."""
+"""``mpishard run --max-restarts``: a failed job starts again, on the hosts that can be reached.
+
+Hosts are asked in the way in which the job's launcher would reach them.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
+import shutil
 import signal
+import socket
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
+from typing import IO
 
 from mpishard import settings
-from mpishard.cli.run.hosts import Host
+from mpishard.cli.run.arguments import Host
 from mpishard.cli.run.job_report import Outcome
+from mpishard.cli.run.launcher import Launcher
 from mpishard.cli.wording import counted
 
-__all__ = ["Restarts"]
+__all__ = ["Restarts", "allocated_hosts", "find_lost_hosts"]
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
@@ -86,15 +100,17 @@ class Restarts:
             self._say_all(lines[:-1])
             lost = self.find_lost()
             hosts = [host for host in self.hosts if host.name not in lost]
-            ranks = self._ranks_on(hosts)
+            if self.hosts:
+                ranks = min(self.ranks, sum(host.slots for host in hosts))
             if self.received:
                 self.say(outcome.cause)
                 return self._interrupted()
-            if ranks < self._least:
+            if ranks < (self.min_ranks or self.ranks):
                 self.say(f"{outcome.cause}; no restart: {self._too_few(lost, ranks)}")
                 break
             hosts = hosts[:ranks]
-            pause = self._pause_after(outcome, pause)
+            is_first = not pause or outcome.seconds >= _SOON_SECONDS
+            pause = _FIRST_PAUSE_SECONDS if is_first else min(2 * pause, _LONGEST_PAUSE_SECONDS)
             place = f" on {', '.join(h.name for h in hosts)} without {_names(lost)}" if lost else ""
             self.say(
                 f"{outcome.cause}; restart {number} of {self.most} with {counted(ranks, 'rank')}"
@@ -118,15 +134,6 @@ class Restarts:
             return False
         return code != _USAGE or outcome.called_init
 
-    @property
-    def _least(self) -> int:
-        return self.ranks if self.min_ranks is None else self.min_ranks
-
-    def _ranks_on(self, hosts: Sequence[Host]) -> int:
-        if not self.hosts:
-            return self.ranks
-        return min(self.ranks, sum(host.slots for host in hosts))
-
     def _too_few(self, lost: Sequence[str], ranks: int) -> str:
         room = (
             f"the other hosts take {counted(ranks, 'rank')}" if ranks else "no other host is left"
@@ -135,12 +142,6 @@ class Restarts:
         if self.min_ranks is None:
             need = f"without --min-ranks it keeps its {self.ranks}"
         return f"{_names(lost)} cannot be reached, {room}, and {need}"
-
-    @staticmethod
-    def _pause_after(outcome: Outcome, pause: float) -> float:
-        if not pause or outcome.seconds >= _SOON_SECONDS:
-            return _FIRST_PAUSE_SECONDS
-        return min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _wait(self, seconds: float) -> None:
         """Wait, or until a signal comes."""
@@ -160,3 +161,116 @@ class Restarts:
 
 def _names(hosts: Sequence[str]) -> str:
     return ", ".join(hosts)
+
+
+_ANSWER_SECONDS = 15.0
+_POLL_SECONDS = 0.05
+
+_STATE = re.compile(r"([a-z_]+)(\W*)")
+_USABLE = ("alloc", "mix", "idle", "comp", "drng", "plnd", "resv")
+_AWAY = "*~#%!"
+"""What SLURM writes behind the state of a node that does not respond, or has no power."""
+
+
+def find_lost_hosts(
+    launcher: Launcher, hosts: Sequence[Host], received: Sequence[signal.Signals]
+) -> list[str]:
+    """The names of those of ``hosts`` that ``launcher`` could not start a rank on.
+
+    Inside SLURM they are the nodes that ``sinfo`` has down, failed or not responding, and none
+    if it does not answer. Elsewhere they are those on which ``ssh HOST true`` fails, or does not
+    end within 15 seconds; this machine is reached without.
+
+    Parameters
+    ----------
+    launcher : Launcher
+        What starts the ranks.
+    hosts : sequence of Host
+        The machines.
+    received : sequence of Signals
+        Where one is in it, also one that comes meanwhile, nobody needs the answer.
+    """
+    names = [host.name for host in hosts]
+    if not names:
+        return []
+    if launcher.is_slurm:
+        command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}", "-o", "%N %t"]
+        ((code, text),) = _answers_of([command], received)
+        states = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
+        if code != 0:
+            return []
+        found = {name: _STATE.fullmatch(states.get(name, "").strip()) for name in names}
+        return [
+            name
+            for name, state in found.items()
+            if state is None or state[1] not in _USABLE or set(state[2]) & set(_AWAY)
+        ]
+    shell = shlex.split(settings.remote_shell(launcher.is_hydra))
+    if Path(shell[0]).name == "ssh":
+        shell += ["-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    others = [name for name in names if not _is_this_machine(name)]
+    answers = _answers_of([[*shell, name, "true"] for name in others], received)
+    return [name for name, (code, _) in zip(others, answers, strict=True) if code != 0]
+
+
+def allocated_hosts(ranks: int) -> list[Host]:
+    """The nodes of the SLURM allocation, each with its share of ``ranks``; none if unknown."""
+    ((code, text),) = _answers_of([["scontrol", "show", "hostnames"]], ())
+    names = [] if code != 0 else text.split()
+    return [Host(name, -(-ranks // len(names))) for name in names]
+
+
+def _is_this_machine(name: str) -> bool:
+    """Whether the name is one of this machine: it has one of its addresses."""
+    if name in ("localhost", socket.gethostname()):
+        return True
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            name, 0, type=socket.SOCK_DGRAM
+        ):
+            with suppress(OSError), socket.socket(family, kind, protocol) as end:
+                end.bind(address)
+                return True
+    return False
+
+
+def _answers_of(
+    commands: Sequence[Sequence[str]], received: Sequence[signal.Signals]
+) -> list[tuple[int | None, str]]:
+    """Run all of ``commands`` at once; return the exit code and output of each.
+
+    The code is None if the program was not found, or has not ended in time.
+    """
+    asked: list[tuple[subprocess.Popen[bytes] | None, IO[bytes]]] = []
+    with ExitStack() as held:
+        try:
+            for command in commands:
+                output = held.enter_context(tempfile.TemporaryFile())
+                process = None
+                if shutil.which(command[0]) is not None:
+                    process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.DEVNULL,
+                        start_new_session=True,  # without a terminal to ask for a password
+                    )
+                asked.append((process, output))
+            end = time.monotonic() + _ANSWER_SECONDS
+            while any(process is not None and process.poll() is None for process, _ in asked):
+                if received or time.monotonic() > end:
+                    break
+                time.sleep(_POLL_SECONDS)
+            answers = []
+            for process, written in asked:
+                written.seek(0)
+                code = None if process is None else process.returncode
+                answers.append((code, written.read().decode(errors="replace")))
+            return answers
+        finally:
+            for process, _ in asked:
+                if process is None:
+                    continue
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()

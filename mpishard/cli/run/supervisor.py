@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +21,14 @@ import typer
 from mpishard import settings
 from mpishard.cli.run.job_report import JobEnd, Outcome, Verdict, interrupted
 from mpishard.cli.run.launcher import Launcher
-from mpishard.cli.run.leftovers import remove_shared_memory
-from mpishard.cli.run.log_folder import CALLS
+from mpishard.cli.run.logs import CALLS, RankLogs
 from mpishard.cli.run.notice import notice
-from mpishard.cli.run.rank_logs import RankLogs
-from mpishard.cli.run.rank_processes import RankProcess, RankProcesses, can_be_watched
+from mpishard.cli.run.rank_processes import (
+    RankProcess,
+    RankProcesses,
+    can_be_watched,
+    remove_shared_memory,
+)
 from mpishard.cli.wording import counted
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import RankState, records_in
@@ -236,7 +239,12 @@ class Supervisor:
             elif now - failed_at > _OTHERS_SECONDS and not self._is_ending:
                 self._stopped_for = suspect
                 self._end(signal.SIGTERM)
-                self._end_early(processes)
+                logs = self._logs()
+                for process in processes.running:
+                    log = logs.get(process.rank)
+                    # A rank that is not in a world yet would report SIGTERM as a failure.
+                    if log is None or log.state is RankState.STARTED:
+                        process.send(signal.SIGKILL)
             if not processes.all_seen or any(rank.is_running() for rank in processes.running):
                 ended_at = 0.0
             elif not ended_at:
@@ -302,25 +310,19 @@ class Supervisor:
                 return process
         return None
 
-    def _end_early(self, processes: RankProcesses) -> None:
-        """End ranks that are not in a world yet: they would report SIGTERM as a failure."""
-        logs = self._logs()
-        for process in processes.running:
-            log = logs.get(process.rank)
-            if log is None or log.state is RankState.STARTED:
-                process.send(signal.SIGKILL)
-
     # ------------------------------------------------------------------------------------- signals
 
     def _handle_signals(self) -> None:
+        handlers: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {
+            **dict.fromkeys(_FORWARDED, self._forward),
+            signal.SIGQUIT: self._ask,
+            signal.SIGUSR1: self._give_notice,
+        }
         signal.signal(signal.SIGALRM, self._after_grace)
-        for number in _FORWARDED:
-            # Whoever started us with nohup, or in the background, wants the signal ignored.
+        for number, handler in handlers.items():
+            # Started with nohup, or in the background, this process is to ignore the signal.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._forward)
-        for number, answer in ((signal.SIGQUIT, self._ask), (signal.SIGUSR1, self._give_notice)):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, answer)
+                signal.signal(number, handler)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))

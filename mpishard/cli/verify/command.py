@@ -13,7 +13,7 @@ import typer
 from mpishard import settings
 from mpishard.cli.run.launcher import find_launcher, loaded_library
 from mpishard.cli.tables import show
-from mpishard.cli.usage import check_choice, refuse
+from mpishard.cli.verify.comparison import Comparison, Verdict, default_tolerance
 from mpishard.cli.verify.job import (
     DATA_STRATEGIES,
     MESH_FLAGS,
@@ -22,10 +22,8 @@ from mpishard.cli.verify.job import (
     UsageError,
     VerifyJob,
 )
-from mpishard.cli.verify.rank import Comparison
 from mpishard.cli.verify.reference import RULES
-from mpishard.cli.verify.report import Verdict, default_tolerance
-from mpishard.cli.wording import counted
+from mpishard.cli.wording import check_choice, counted, refuse
 from mpishard.errors import MPIUnavailableError
 from mpishard.pipeline import SCHEDULE_NAMES
 
@@ -126,7 +124,9 @@ def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
         raise typer.Exit(2)
     job = VerifyJob.read(job.folder)  # which the reference has settled
     launch = ("-m", "mpishard", "run", "-n", str(ranks)) if is_mpi else ()
-    code = _run(*launch, "-m", "mpishard.cli.verify.rank", folder, "mpi" if is_mpi else "memory")
+    code = _run(
+        *launch, "-m", "mpishard.cli.verify.comparison", folder, "mpi" if is_mpi else "memory"
+    )
     whom = counted(ranks, "MPI rank" if is_mpi else "thread-rank")
     are_equal = True
     for name in job.mesh.schedules:

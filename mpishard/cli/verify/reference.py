@@ -16,8 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.cli.verify.job import VerifyJob, checksum
-from mpishard.cli.verify.target import Problem, TargetError, build_problem, load_factory
+from mpishard.cli.verify.job import (
+    Problem,
+    TargetError,
+    VerifyJob,
+    build_problem,
+    checksum,
+    load_factory,
+)
 from mpishard.contracts import ILayeredModel
 from mpishard.data import take
 from mpishard.nn import Model

@@ -39,7 +39,7 @@ from mpishard.communication.contract.reduction import (
     accumulation_dtype,
     check_reducible,
 )
-from mpishard.communication.contract.status import RankState, StatusPage
+from mpishard.communication.contract.status import MessageWait, RankState, StatusPage
 from mpishard.communication.contract.work import (
     CollectiveWork,
     Session,
@@ -266,6 +266,9 @@ class CommunicationBackend(ABC):
     def describe(self) -> str:
         """One line that names this backend in messages."""
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
+
+    def __repr__(self) -> str:
+        return self.describe()
 
     # ------------------------------------------------------------------------------- collectives
 
@@ -971,7 +974,8 @@ class CommunicationBackend(ABC):
         self, steps: Steps, peer: int, tag: int, in_flight: MessageInFlight | None, *, is_send: bool
     ) -> Transfer:
         """Issue a message. It stands beside the collectives: they do not wait for it."""
-        transfer = Transfer(self, steps, peer, tag, is_send=is_send, in_flight=in_flight)
+        message = MessageWait(self.world_ranks[peer], tag, is_send, self.label)
+        transfer = Transfer(self, steps, in_flight, message)
         with self._session:
             self._transfers.append(transfer)
             transfer.advance()

@@ -7,21 +7,31 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["LONG_POLL", "READ_EVERY", "Backoff", "RunningClock", "yield_processor"]
+__all__ = [
+    "LONG_POLL",
+    "READ_EVERY",
+    "SHARES_CORE_SECONDS",
+    "Backoff",
+    "RunningClock",
+    "yield_processor",
+]
 
 READ_EVERY = 0.5
 """Seconds between two readings of a `RunningClock` by those who wait with it."""
 
-_SPINS = 32
-_LOOK_EVERY = 8
-"""Yields between two looks at the clock. On a busy machine each yield takes up to 20 ms."""
+_SPINS = 300
+"""Polls without a pause: about 0.2 ms, in which most peers come that run at the same time."""
+
 _LOOK_SECONDS = 0.05
 _CROWDED_DOZE_AFTER = 0.002
 _DOZE_AFTER = 2.0
 LONG_POLL = 1e-3
 """Seconds of a poll or a yield that show that other programs run on this core."""
 
-_DOZE_SECONDS = 1e-4
+_DOZE_SECONDS = 1e-5  # about 0.07 ms: Linux adds a process's timer slack
+SHARES_CORE_SECONDS = 0.1
+"""Seconds for which a rank dozes in each wait, once it has found other programs on its core."""
+
 _SUSPENDED_SECONDS = 2 * READ_EVERY
 
 
@@ -77,10 +87,11 @@ class RunningClock:
 class Backoff:
     """One wait, from its first unsuccessful poll to its end.
 
-    Polling without yielding is ruinous where more ranks than cores run, and yielding costs
-    nothing where they do not. Where they do, a rank that has waited for long enough to show that
-    the others compute dozes, and leaves them the core. So does a rank whose yields take long,
-    because other programs run on its core: a process that has slept gets the core back sooner.
+    Polling without pauses is ruinous if more ranks than cores run, and yielding costs nothing if
+    they do not. If they do, a rank that has waited for long enough to show that the others
+    compute dozes, and leaves them the core. So does a rank of which a yield takes long, because
+    other programs run on its core: the scheduler takes a yield for a process's whole turn, but
+    gives a process that has slept the core back at once.
 
     Parameters
     ----------
@@ -88,39 +99,40 @@ class Backoff:
         Whether the node has more ranks than cores.
     look : callable
         Called about 20 times a second. It may raise. For how long is the watchdog's business.
-    is_slow : bool
-        Whether polls before the first pause took long, for the same reason as long yields.
+    dozes : bool
+        Whether this rank has lately found other programs on its core.
+
+    Attributes
+    ----------
+    dozes : bool
+        Whether each pause is a short sleep.
     """
 
-    __slots__ = ("_clocked", "_crowded", "_doze", "_look", "_looked", "_polls", "_start")
+    __slots__ = ("_crowded", "_look", "_looked", "_polls", "_start", "dozes")
 
-    def __init__(self, crowded: bool, look: Callable[[], None], *, is_slow: bool = False) -> None:
+    def __init__(self, crowded: bool, look: Callable[[], None], *, dozes: bool = False) -> None:
         self._crowded = crowded
         self._look = look
         self._polls = 0
         self._start = 0.0
         self._looked = 0.0
-        self._clocked = 0.0
-        self._doze = is_slow
+        self.dozes = dozes
 
     def pause(self) -> None:
         """Let a little time pass. Call after each poll that found nothing."""
         self._polls += 1
-        if self._doze:
-            time.sleep(_DOZE_SECONDS)
-            self._clock()
-        elif self._polls > _SPINS or self._crowded:
-            yield_processor()
-            if self._polls % _LOOK_EVERY == 0:
-                self._clock()
-
-    def _clock(self) -> None:
-        now = time.monotonic()
+        if self._polls <= _SPINS and not self._crowded:
+            return
+        before = time.monotonic()
         if not self._start:
-            self._start = self._looked = self._clocked = now
+            self._start = self._looked = before
+        if self.dozes:
+            time.sleep(_DOZE_SECONDS)
+        else:
+            yield_processor()
+        now = time.monotonic()
         is_long = now - self._start > (_CROWDED_DOZE_AFTER if self._crowded else _DOZE_AFTER)
-        self._doze |= is_long or now - self._clocked > _LOOK_EVERY * LONG_POLL
-        self._clocked = now
+        self.dozes |= is_long or now - before > LONG_POLL
         if now - self._looked > _LOOK_SECONDS:
             self._looked = now
             self._look()

@@ -63,9 +63,8 @@ HEADER_BYTES = _HEADER.size
 
 
 class Kind(IntEnum):
-    """The collectives; LEAVE is what a rank calls when it ends."""
+    """The collectives."""
 
-    LEAVE = 0
     ALL_REDUCE = 1
     REDUCE_SCATTER = 2
     ALL_GATHER = 3

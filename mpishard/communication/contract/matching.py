@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.errors import CollectiveMismatchError, OutMismatchError, PeerError
+from mpishard.errors import CollectiveMismatchError, OutMismatchError
 
 __all__ = [
     "GROUP_BYTES", "advice_on_leaving", "check_calls", "differing_calls", "differing_methods",
@@ -51,8 +51,6 @@ def check_calls(
 
     Raises
     ------
-    PeerError
-        Where a rank has left.
     CollectiveMismatchError
         Where kinds differ, or what the collective says must match does. The message names the odd
         ones out, where most ranks agree, and lists each rank's call.
@@ -65,15 +63,6 @@ def check_calls(
     if all((c.sequence, c.description) == same for c in calls) and first.out_rows < 0:
         return
     by_rank = dict(zip(numbers, calls, strict=True))
-    for rank, call in by_rank.items():
-        if call.kind is Kind.LEAVE and any(c.kind is not Kind.LEAVE for c in calls):
-            waiting = next(c for c in calls if c.kind is not Kind.LEAVE)
-            raise PeerError(
-                f"rank {rank} left after collective {call.sequence - 1}{of_group(group)}, while "
-                f"others wait for it in collective {waiting.sequence}, {waiting}. "
-                f"{advice_on_leaving(waiting, rank)}",
-                rank,
-            )
     what = _difference(calls)[0]
     if what:
         sentences = [parting(first.sequence), differing_calls(by_rank)]

@@ -157,18 +157,7 @@ class TreeReducer:
                 self._quiet.run(_combiner(xp, operation, dtype), left, right, out=out)
                 return
         leaves = {(slot, 0): array for slot, array in enumerate(contributions)}
-        self._combine(leaves, count, operation, out)
-
-    def reduce_part(
-        self, contributions: Sequence[Array], operation: ReductionOperation, out: Array
-    ) -> None:
-        """Combine the contributions of one of `complete_subtrees` for `reduce_subtrees`.
-
-        ``out`` has the `accumulation_dtype` of the contributions.
-        """
-        if operation is ReductionOperation.AVERAGE:
-            operation = ReductionOperation.SUM
-        self.reduce(contributions, operation, out)
+        self.reduce_subtrees(leaves, count, operation, out)
 
     def reduce_subtrees(
         self,
@@ -178,15 +167,6 @@ class TreeReducer:
         out: Array,
     ) -> None:
         """Combine subtrees that together cover ``count`` slots; the bits are those of `reduce`."""
-        self._combine(subtrees, count, operation, out)
-
-    def _combine(
-        self,
-        subtrees: Mapping[Subtree, Array],
-        count: int,
-        operation: ReductionOperation,
-        out: Array,
-    ) -> None:
         if out.size == 0:
             return
         xp = array_namespace(out)

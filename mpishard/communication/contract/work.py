@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.matching import of_group
 from mpishard.communication.contract.status import MessageWait, StatusPage
-from mpishard.communication.tracing.recorder import InFlight, MessageInFlight
+from mpishard.communication.tracing.recorder import InFlight
 from mpishard.errors import CommunicationError, MpishardError
 
 __all__ = ["CollectiveWork", "Session", "Steps", "Transfer", "Waitable", "Work", "in_call"]
@@ -73,11 +73,6 @@ class Driver(Protocol):
     """The backend that issued a collective, and advances it."""
 
     label: str
-
-    @property
-    def world_ranks(self) -> tuple[int, ...]:
-        """As `CommunicationBackend.world_ranks`."""
-
     _session: Session
 
     def _drive(self, work: Work) -> None: ...
@@ -94,7 +89,9 @@ class Work(ABC):
     not be changed, and ``out`` not be read, before it returns.
     """
 
-    def __init__(self, driver: Driver, steps: Steps, in_flight: InFlight | None) -> None:
+    def __init__(
+        self, driver: Driver, steps: Steps, in_flight: InFlight | None, awaited: Call | MessageWait
+    ) -> None:
         self._driver = driver
         self._steps = steps
         self.waitable: Waitable | None = None
@@ -104,6 +101,8 @@ class Work(ABC):
         self._result: Any = None
         self._error: BaseException | None = None
         self._in_flight = in_flight  # None unless a trace is recorded
+        self.awaited = awaited
+        """The entry in the rank's status while the rank waits for it."""
 
     @property
     @abstractmethod
@@ -114,11 +113,6 @@ class Work(ABC):
     @abstractmethod
     def where(self) -> str:
         """The end of the sentence "rank 1 waits .." about a rank that waits for it."""
-
-    @property
-    @abstractmethod
-    def awaited(self) -> Call | MessageWait:
-        """The entry in the rank's status while the rank waits for it."""
 
     def advance(self) -> bool:
         """Go on as far as is possible without blocking; return whether it is complete."""
@@ -181,25 +175,17 @@ class Work(ABC):
 
 
 class CollectiveWork(Work):
-    """A collective under way, of ``call``."""
+    """A collective under way."""
 
-    def __init__(
-        self, driver: Driver, steps: Steps, in_flight: InFlight | None, call: Call
-    ) -> None:
-        super().__init__(driver, steps, in_flight)
-        self.call = call
+    awaited: Call
 
     @property
     def name(self) -> str:
-        return _name(self.call, self._driver.label)
+        return _name(self.awaited, self._driver.label)
 
     @property
     def where(self) -> str:
-        return in_call(self.call, self._driver.label)
-
-    @property
-    def awaited(self) -> Call:
-        return self.call
+        return in_call(self.awaited, self._driver.label)
 
     def _interrupted(self, error: BaseException) -> None:
         # The others went on with it, or wait in it: this rank is out of step from here on.
@@ -217,38 +203,20 @@ def _name(call: Call, group: str) -> str:
 
 
 class Transfer(Work):
-    """A message under way, to or from ``peer``, a rank of the world that it is sent in."""
+    """A message under way."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        steps: Steps,
-        peer: int,
-        tag: int,
-        *,
-        is_send: bool,
-        in_flight: MessageInFlight | None = None,
-    ) -> None:
-        super().__init__(driver, steps, in_flight)
-        self.peer = peer
-        self.tag = tag
-        self.is_send = is_send
+    awaited: MessageWait
 
     @property
     def name(self) -> str:
-        way = "send to" if self.is_send else "receive from"
-        group = self._driver.label
-        inside = f" in {group}," if group else ""
-        return f"{way} rank {self._driver.world_ranks[self.peer]}, tag {self.tag},{inside}"
+        message = self.awaited
+        way = "send to" if message.is_send else "receive from"
+        inside = f" in {message.group}," if message.group else ""
+        return f"{way} rank {message.peer}, tag {message.tag},{inside}"
 
     @property
     def where(self) -> str:
         return str(self.awaited)
-
-    @property
-    def awaited(self) -> MessageWait:
-        peer = self._driver.world_ranks[self.peer]
-        return MessageWait(peer, self.tag, self.is_send, self._driver.label)
 
     def cancel(self) -> None:
         """Give up a receive: the message, come or not, is the next receive's. Idempotent.
@@ -260,7 +228,7 @@ class Transfer(Work):
         ValueError
             For a send, which nobody can take back.
         """
-        if self.is_send:
+        if self.awaited.is_send:
             raise ValueError(f"{self.name} is a send, which cannot be taken back")
         if not self.done:
             self._steps.close()

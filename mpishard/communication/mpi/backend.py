@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -19,24 +19,17 @@ from mpishard import settings
 from mpishard.arrays import Array, is_device_array, to_device
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.backoff import LONG_POLL, Backoff
+from mpishard.communication.contract.backoff import LONG_POLL, SHARES_CORE_SECONDS, Backoff
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.status import MessageWait
-from mpishard.communication.contract.work import (
-    CollectiveWork,
-    Steps,
-    Transfer,
-    Work,
-    in_call,
-)
+from mpishard.communication.contract.work import Steps, Work, in_call
 from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks
 from mpishard.communication.failure.hooks import helper_error, is_helper
 from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.mpi.collectives import Collectives
-from mpishard.communication.mpi.gpu import DeviceCollectives
-from mpishard.communication.mpi.group import CUT_OFF, Group
-from mpishard.communication.mpi.headers import NO_RING, Ring
+from mpishard.communication.mpi.gpu import Staging, needs_staging
+from mpishard.communication.mpi.group import CUT_OFF, Group, share_group_memory
 from mpishard.communication.mpi.job import IN_INIT, Job, library_files
 from mpishard.communication.mpi.library import (
     call_uninterrupted,
@@ -45,8 +38,8 @@ from mpishard.communication.mpi.library import (
     load_mpi,
     not_launched_error,
 )
-from mpishard.communication.mpi.messages import Condition, Messages
-from mpishard.communication.mpi.node_memory import share_memory
+from mpishard.communication.mpi.messages import Condition, Message, Messages
+from mpishard.communication.mpi.node_memory import Requests, at_once, share_memory
 from mpishard.communication.mpi.ulfm import check_survivable
 from mpishard.communication.tracing.session import record_if_asked, stop_recording
 from mpishard.errors import CommunicationError, PeerError
@@ -113,7 +106,7 @@ class MPICommunicationBackend(CommunicationBackend):
         self._group: Group | None = None
         self._nodes: tuple[int, ...] = ()
         self._is_forked = False
-        self._gpu: DeviceCollectives | None = None
+        self._gpu: Staging | None = None
         if on_failure == "shrink" and self._world_size > 1:
             check_survivable(self._mpi.Get_library_version())
             leave_mpi_running()
@@ -189,19 +182,15 @@ class MPICommunicationBackend(CommunicationBackend):
         if is_new:
             job.meet()
             self._nodes = job.nodes
-        rings = self._comm.allgather(job.take_ring())
         with job.making_group():
-            self._group = self._make_group(self._comm.Dup(), self._comm.Dup(), rings)
+            comm, data = self._comm.Dup(), self._comm.Dup()
+        memory = at_once(share_group_memory(self._mpi, data, self._nodes))
+        self._group = Group(self._mpi, comm, data, self._reducer, memory)
 
     @property
     def was_interrupted(self) -> bool:
         """Whether an exception struck in `initialize` when this rank was in the world."""
         return not (self._initialized or self._group is None or self._group.is_leaving)
-
-    def _make_group(self, comm: Any, data: Any, rings: Sequence[Ring]) -> Group:
-        assert self._job is not None
-        exchange, rows = self._job.open_rings(rings, self._nodes, self._rank)
-        return Group(self._mpi, comm, data, self._reducer, exchange, rows)
 
     def _on_shutdown(self) -> None:
         job, group = self._joined()
@@ -298,7 +287,8 @@ class MPICommunicationBackend(CommunicationBackend):
                 if took > _QUICK_POLLS * LONG_POLL:
                     break
             is_slow = took > _QUICK_POLLS * LONG_POLL
-            backoff = Backoff(job.crowded, lambda: self._look_round(work), is_slow=is_slow)
+            dozes = is_slow or time.monotonic() < job.shares_core_until
+            backoff = Backoff(job.crowded, lambda: self._look_round(work), dozes=dozes)
             polls = 0
             self.status.wait(work.awaited)
             try:
@@ -312,6 +302,8 @@ class MPICommunicationBackend(CommunicationBackend):
                             job.stir()
             finally:
                 self.status.go_on()
+                if backoff.dozes and not (dozes or job.crowded):
+                    job.shares_core_until = time.monotonic() + SHARES_CORE_SECONDS
             self._forget_done()
         except self._mpi.Exception as error:
             raise self._explain(error, work.where) from error
@@ -324,7 +316,10 @@ class MPICommunicationBackend(CommunicationBackend):
         self._joined()[0].look(work.where)
         group = self._joined()[1]
         self._messages.reap()
-        for rank, last in group.departures().items():
+        departures = group.departures()
+        if departures:
+            self.progress()  # a message that a rank sent before it left has come before its notice
+        for rank, last in departures.items():
             if last == CUT_OFF:
                 self._session.broken = PeerError(
                     f"rank {self.world_ranks[rank]} was cut off in a collective by an exception "
@@ -335,9 +330,22 @@ class MPICommunicationBackend(CommunicationBackend):
                 )
                 self._joined()[0].break_worlds(self._session.broken)
                 raise self._session.broken
-            if _needs(work, rank, last):
+            if not work.done and self._needs(work, rank, last):
                 group.broken = self._left_error(rank, last, work.awaited)
                 raise group.broken
+
+    def _needs(self, work: Work, rank: int, last: int) -> bool:
+        """Whether ``work`` waits in vain for ``rank``, which left after its collective ``last``."""
+        awaited = work.awaited
+        if isinstance(awaited, Call):
+            return last < awaited.sequence
+        # Of a message whose head has come the data are under way, if they are not here.
+        is_coming = not awaited.is_send and any(
+            isinstance(other.waitable, Message)
+            for other in self._transfers
+            if other.awaited.peer == awaited.peer and not other.awaited.is_send
+        )
+        return awaited.peer == self.world_ranks[rank] and not is_coming
 
     def _left_error(self, local: int, last: int, awaited: Call | MessageWait) -> PeerError:
         """The error of a rank that waits for one that left after its collective ``last``."""
@@ -369,61 +377,56 @@ class MPICommunicationBackend(CommunicationBackend):
 
     # -------------------------------------------------------------------------------- collectives
 
-    def _for(self, array: Array | None) -> Collectives | DeviceCollectives:
-        """The collectives for ``array``, which may lie on a GPU."""
-        if array is None or type(array) is np.ndarray or not is_device_array(array):
-            return self._collectives
+    def _run(self, steps: Callable[..., Steps], call: Call, given: Any, *arguments: Any) -> Steps:
+        """Run ``steps``, one of `Collectives`, on an array or several, which may lie on a GPU."""
+        array = given[0] if isinstance(given, list | tuple) else given
+        on_host = array is None or type(array) is np.ndarray or not is_device_array(array)
+        if on_host or not needs_staging(call, array):
+            return steps(call, given, *arguments)
         if self._gpu is None:
-            speaks = self._rank == 0 and self._is_root
-            self._gpu = DeviceCollectives(self._collectives, self._rank, speaks=speaks)
-        return self._gpu
+            self._gpu = Staging(speaks=self._rank == 0 and self._is_root)
+        return self._gpu.run(steps, call, given, *arguments)
 
     def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
-        return self._for(array).all_reduce(call, array, out)
+        return self._run(self._collectives.all_reduce, call, array, out)
 
     def _steps_reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
     ) -> Steps:
-        return self._for(array).reduce_scatter(call, array, counts, out)
+        return self._run(self._collectives.reduce_scatter, call, array, counts, out)
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        return self._for(array).all_gather(call, array, out)
+        return self._run(self._collectives.all_gather, call, array, out)
 
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
-        return self._for(array).broadcast(call, array, root)
+        return self._run(self._collectives.broadcast, call, array, root)
 
     def _steps_scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
     ) -> Steps:
-        return self._for(array).scatter(call, array, counts, root)
+        return self._run(self._collectives.scatter, call, array, counts, root)
 
     def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
-        return self._for(array).gather(call, array, root)
+        return self._run(self._collectives.gather, call, array, root)
 
     def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
-        return self._for(parts[0]).all_to_all(call, parts)
+        return self._run(self._collectives.all_to_all, call, parts)
 
     def _steps_barrier(self, call: Call) -> Steps:
         return self._collectives.barrier(call)
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         job, group = self._joined()
-        ring = NO_RING if color is None else job.take_ring()
-        wish = np.array([-1 if color is None else color, key, *ring], np.int64)
-        try:
-            headers = yield from self._collectives.open(call, wish)
-        except BaseException:
-            job.put_back_ring(ring)
-            raise
-        wishes = headers.integers(4)
-        colors = sorted({c for c, *_ in wishes if c >= 0})
-        members = sorted((k, r) for r, (c, k, *_) in enumerate(wishes) if c == color)
+        wish = np.array([-1 if color is None else color, key], np.int64)
+        wishes = (yield from self._collectives.open(call, wish)).integers(2)
+        colors = sorted({c for c, _ in wishes if c >= 0})
+        members = sorted((k, r) for r, (c, k) in enumerate(wishes) if c == color)
         mine = self._mpi.UNDEFINED if color is None else colors.index(color)
         place = 0 if color is None else members.index((key, self._rank))
         # MPI_Comm_split blocks: collectives issued before must not need this rank any more, and no
         # rank may be missing that an exception has cut off in its wait for the headers. A rank
         # that has come to the second fence calls it, whatever strikes: others may be in it then.
-        yield Condition(lambda: self._pending[0].call is call)
+        yield Condition(lambda: self._pending[0].awaited is call)
         with job.making_group():
             job.tidy()
         yield group.exchange.fence()
@@ -438,8 +441,8 @@ class MPICommunicationBackend(CommunicationBackend):
         child._job = job
         child._nodes = number_nodes([self._nodes[rank] for _, rank in members])
         child._world_ranks = tuple(self.world_ranks[rank] for _, rank in members)
-        rings = [(wishes[rank][2], wishes[rank][3]) for _, rank in members]
-        child._group = child._make_group(comm, data, rings)
+        memory = yield from self._share(group, share_group_memory(self._mpi, data, child._nodes))
+        child._group = Group(self._mpi, comm, data, child._reducer, memory)
         return child
 
     def _split_together(self, work: Work, color: int, place: int) -> Any:
@@ -458,6 +461,10 @@ class MPICommunicationBackend(CommunicationBackend):
         yield from self._collectives.turn(call)
         sources = settings.arena_sources()
         steps = share_memory(self._mpi, group.data, self.peers[0], nbytes, sources)
+        return (yield from self._share(group, steps))
+
+    def _share(self, group: Group, steps: Requests) -> Steps:
+        """Take the ``steps`` to shared memory, and wait for each request as for any other."""
         while True:
             try:
                 request = next(steps)
@@ -535,10 +542,3 @@ def _disown_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_all)
-
-
-def _needs(work: Work, rank: int, last: int) -> bool:
-    """Whether ``work`` waits for ``rank``, which left after its collective ``last``."""
-    if isinstance(work, Transfer):
-        return work.peer == rank
-    return isinstance(work, CollectiveWork) and last < work.call.sequence

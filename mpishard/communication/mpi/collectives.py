@@ -29,10 +29,10 @@ from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
 from mpishard.communication.contract.status import PLACE_BYTES, decode_place, encode_place
 from mpishard.communication.contract.work import Steps
-from mpishard.communication.mpi.group import Group
+from mpishard.communication.mpi.group import Channel, Group
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
-from mpishard.communication.mpi.messages import Channel, Condition
-from mpishard.errors import CollectiveMismatchError, OutMismatchError, PeerError
+from mpishard.communication.mpi.messages import Condition
+from mpishard.errors import CollectiveMismatchError, OutMismatchError
 from mpishard.layout import ShardLayout, even_sizes
 
 __all__ = ["Collectives"]
@@ -68,7 +68,10 @@ class Collectives:
         pending = self._backend._pending
 
         def has_come() -> bool:
-            return next(work.call is call for work in pending if not work.done)
+            for work in pending:
+                if not work.done:
+                    return work.awaited is call
+            raise AssertionError(call)
 
         if not has_come():
             yield Condition(has_come)
@@ -87,21 +90,13 @@ class Collectives:
         if self._world_size == 1:
             headers = Headers(row, call, 0)
         else:
-            posted = group.exchange.post(row, call)
+            posted = group.exchange.post(row)
             yield posted
-            del group.exchange.unread[posted]
             headers = Headers(posted.rows, call, self._rank)
         if headers.identical and call.out_rows < 0:
             return headers
-        if headers.has_leave:
-            group.note_leave(call)
         try:
             self._backend._verify(headers.calls)
-        except PeerError as error:
-            local = self._backend.world_ranks.index(error.rank)
-            last = headers.calls[local].sequence - 1
-            group.broken = self._backend._left_error(local, last, call)
-            raise group.broken from None
         except CollectiveMismatchError:
             pass  # raised below, when each rank's line is known
         else:
@@ -176,35 +171,11 @@ class Collectives:
                     return out
             if array is not out and _overlap(array, out):
                 flat = flat.copy()
-            if self._world_size == 1:
-                self._reducer.reduce([flat], call.operation, result)
-            else:
-                pieces = list(zip(starts_of(sizes), sizes, strict=True))
-                yield from self._all_reduce_by(channel, flat, pieces, call.operation, result)
+            start = starts_of(sizes)[self._rank]
+            piece = result[start : start + sizes[self._rank]]
+            yield from self._reduce_by(channel, flat, sizes, call.operation, piece, result)
         self._traffic.count_all_reduce(call, sizes)
         return out
-
-    def _all_reduce_by(
-        self,
-        channel: Channel,
-        array: Array,
-        pieces: Sequence[tuple[int, int]],
-        operation: ReductionOperation,
-        result: Array,
-    ) -> Steps:
-        """In rounds: combine some of each rank's piece, and give it to all while it is cached.
-
-        ``pieces`` holds the start and the size of each rank's; the first is the longest.
-        """
-        step = channel.bytes_each // array.itemsize
-        for low in range(0, pieces[0][1], step):
-            parts, targets = [], []
-            for start, size in pieces:
-                part = slice(start + low, start + max(low, min(size, low + step)))
-                parts.append(array[part])
-                targets.append(result[part])
-            yield from channel.reduce(parts, operation, targets[self._rank])
-            yield from channel.spread(targets)
 
     def reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
@@ -245,15 +216,24 @@ class Collectives:
         sizes: tuple[int, ...],
         operation: ReductionOperation,
         piece: Array,
+        whole: Array | None = None,
     ) -> Steps:
-        if self._world_size == 1:
-            self._reducer.reduce([array], operation, piece)
-            return
-        pieces = split_up(array, sizes)
+        """In rounds: combine some of each rank's piece, and give it to all while it is cached.
+
+        ``piece`` takes this rank's; ``whole``, of which it is then a part, those of all ranks.
+        """
         step = channel.bytes_each // array.itemsize
+        starts = starts_of(sizes)
         for low in range(0, max(sizes), step):
-            parts = [part[low : low + step] for part in pieces]
+            parts, targets = [], []
+            for start, size in zip(starts, sizes, strict=True):
+                part = slice(start + min(low, size), start + min(low + step, size))
+                parts.append(array[part])
+                if whole is not None:
+                    targets.append(whole[part])
             yield from channel.reduce(parts, operation, piece[low : low + step])
+            if whole is not None:
+                yield from channel.spread(targets)
 
     # ----------------------------------------------------------------------------------- movement
 
@@ -289,7 +269,7 @@ class Collectives:
                 return out
             channel = self._group.messages if any_on_device else self._group.channel
             step = channel.bytes_all // array.itemsize
-            for low in range(0, max(sizes) if self._world_size > 1 else 0, step):
+            for low in range(0, max(sizes), step):
                 yield from channel.spread([piece[low : low + step] for piece in pieces])
         self._traffic.count_all_gather(array)
         return out
@@ -305,7 +285,7 @@ class Collectives:
         if sent.nbytes <= INLINE_BYTES:
             if self._rank != root:
                 array.reshape(-1)[...] = headers.inline(root)
-        elif self._world_size > 1:
+        else:
             yield from self.turn(call)
             flat = array.reshape(-1)
             channel = self._group.messages if settings.cuda_aware() else self._group.channel
@@ -366,8 +346,6 @@ class Collectives:
         world = range(self._world_size)
         longest = np.array([max((part.size for part in parts), default=0)], np.int64)
         headers = yield from self.open(call, longest)
-        if self._world_size == 1:
-            return {0: parts[0].copy()}
         yield from self.turn(call)
         dtype = headers.calls[senders[0]].dtype
         shapes = np.zeros((2, self._world_size, _SHAPE_LENGTH), np.int64)
@@ -398,8 +376,6 @@ class Collectives:
 
         In as many rounds as the ``longest`` part of all ranks needs.
         """
-        if self._world_size == 1:
-            return
         step = self._group.channel.bytes_each // outgoing[0].itemsize
         for low in range(0, longest, step):
             yield from self._group.channel.move(
@@ -523,12 +499,14 @@ class Collectives:
         length: int,
     ) -> Array:
         """The sums that this node sends of one piece: one for each of its subtrees, end to end."""
+        if operation is ReductionOperation.AVERAGE:
+            operation = ReductionOperation.SUM  # the whole is divided, once
         subtrees = self._nodes.subtrees(self._nodes.own)
         sums = np.empty((len(subtrees), length), dtype)
         for (first, level), target in zip(subtrees, sums, strict=True):
             under = range(first, first + (1 << level))
             members = [array for rank, array in arrays.items() if rank in under]
-            self._reducer.reduce_part(members, operation, target)
+            self._reducer.reduce(members, operation, target)
         return sums.reshape(-1)
 
     def _exchange_pieces(self, pieces: Sequence[Array]) -> Steps:

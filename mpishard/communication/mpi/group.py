@@ -1,42 +1,37 @@
 """The communicators of one MPI world or group, and how its ranks leave it.
 
-A rank that leaves answers every later collective with a LEAVE header, so the collective itself
-tells the others. A rank that waits in a receive, or in a collective that not all have reached, is
-told by a *notice*: a message that the leaving rank sends if the others do not leave soon after it.
+A rank that leaves sends a *notice* to each other rank: the number of its last collective. A rank
+that waits for it there, or in a receive, looks for notices; a rank that leaves waits for those of
+all others. A rank that was cut off in a collective says so in its notice.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpishard import settings
+from mpishard.arrays import Array
 from mpishard.communication.contract.backoff import yield_processor
-from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.communication.mpi.headers import (
-    Exchange,
-    Headers,
-    MessageExchange,
-    Posted,
-    PostedMessage,
-    RingExchange,
-    make_row,
-)
+from mpishard.communication.mpi.headers import MessageExchange, RingExchange
 from mpishard.communication.mpi.messages import (
-    Channel,
     Message,
     MessageChannel,
     Pending,
     post_bytes,
 )
-from mpishard.communication.mpi.node_memory import RowChannel
+from mpishard.communication.mpi.node_memory import Requests, RowChannel, share_memory
 from mpishard.communication.mpi.ulfm import is_loss
 from mpishard.errors import CommunicationError
 
-__all__ = ["CUT_OFF", "Group"]
+__all__ = ["CUT_OFF", "Channel", "Group", "share_group_memory"]
+
+Channel = MessageChannel | RowChannel
+"""How the data of collectives travel; `MessageChannel` says what both have."""
 
 _ABANDON_SECONDS = 1.0
 _abandoned: list[Group] = []
@@ -46,6 +41,18 @@ CUT_OFF = -1
 """In a notice, instead of a last collective: the rank was cut off in one, and the world ends."""
 
 _NOTICE_TAG = 2 * settings.MAXIMUM_TAG + 2  # 2 * MAXIMUM_TAG + 1 is the last of messages' data
+
+
+def share_group_memory(mpi: Any, comm: Any, nodes: Sequence[int]) -> Requests:
+    """The memory of a group for headers and data; None if its ranks share none. Collective.
+
+    ``nodes`` holds the node of each rank of ``comm``. Yields as `share_memory`.
+    """
+    ranks, sources = len(nodes), settings.arena_sources()
+    if ranks == 1 or len(set(nodes)) > 1 or not RingExchange.is_possible():
+        return None
+    nbytes = RowChannel.nbytes(ranks) + RingExchange.nbytes(ranks)
+    return (yield from share_memory(mpi, comm, 0, nbytes, sources))
 
 
 class Group:
@@ -61,23 +68,15 @@ class Group:
         ``mpi4py.MPI``.
     comm, data : mpi4py.MPI.Intracomm
         Communicators that belong to this group alone. ``comm`` carries messages, and headers if
-        there are no rings; ``data`` the data of collectives.
+        the ranks share no memory; ``data`` the data of collectives.
     reducer : TreeReducer
         Combines contributions.
-    rings : RingExchange, optional
-        The exchange of headers, if the ranks share memory.
-    rows : tuple of (Array, list of int), optional
-        The memory for data of a group with rings, and the pair of rows of each rank.
+    memory : Array or None
+        What `share_group_memory` returned.
     """
 
     def __init__(
-        self,
-        mpi: Any,
-        comm: Any,
-        data: Any,
-        reducer: TreeReducer,
-        rings: RingExchange | None = None,
-        rows: tuple[Any, list[int]] | None = None,
+        self, mpi: Any, comm: Any, data: Any, reducer: TreeReducer, memory: Array | None
     ) -> None:
         self.mpi = mpi
         self.comm = comm
@@ -85,31 +84,30 @@ class Group:
         self.world_size: int = comm.Get_size()
         self.data = data
         self.in_flight: set[Pending] = set()
-        self.exchange: Exchange = rings or MessageExchange(mpi, comm, self.data, self.in_flight)
-        self.messages = MessageChannel(mpi, self.data, self.in_flight, reducer)
-        """The channel of data on GPUs, and of all data if there are no rows."""
+        self.messages = MessageChannel(mpi, data, self.in_flight, reducer)
+        """The channel of data on GPUs, and of all data if the ranks share no memory."""
         self.channel: Channel = self.messages
         """The channel of data."""
-        if rings is not None and rows is not None:
-            self.channel = RowChannel(*rows, self.rank, reducer, rings.fence)
+        self.exchange: MessageExchange | RingExchange
+        if memory is None:
+            self.exchange = MessageExchange(mpi, comm, data, self.in_flight)
+        else:
+            place, end = (self.rank, self.world_size), RowChannel.nbytes(self.world_size)
+            self.exchange = RingExchange(memory[end:], *place)
+            self.channel = RowChannel(memory[:end], *place, reducer, self.exchange.fence)
         self.sequence = 0
         self.broken: CommunicationError | None = None
         """Why nothing can be called here any more."""
+        self.is_leaving = False
+        """Whether this rank has left, or waits for the others to."""
         self.is_cut_off = False
-        """Whether a rank was cut off in a collective, as all are told: it answers no LEAVE."""
-        self._answered_leave = False
-        self.unanswered: Call | None = None
-        """The first collective that others left without, and that nobody here waited for."""
-        self._leaving: Posted | PostedMessage | None = None
-        self._leave_call: Call | None = None
-        self._left = False
+        """Whether a rank was cut off in a collective, as all are told: it answers no more."""
         self._notified = 0  # ranks, the first ones
-        self._noticed: dict[int, int] = {}
-        # Messages that this rank sent to each, and took from each: user's and notices.
+        # Of each rank that sent a notice, its last collective and its messages to this rank.
+        self._notices: dict[int, tuple[int, int]] = {}
+        # The user's messages that this rank sent to each, and took from each.
         self.sent = np.zeros(self.world_size, np.int64)
         self.taken = np.zeros(self.world_size, np.int64)
-        self._sent_here = np.zeros(self.world_size, np.int64)
-        self._settling: Any = None
 
     @property
     def scratch_bytes(self) -> int:
@@ -123,80 +121,38 @@ class Group:
 
     # ----------------------------------------------------------------------------------- leaving
 
-    @property
-    def is_leaving(self) -> bool:
-        """Whether this rank has left, or waits for the others to."""
-        return self._left or self._leaving is not None
-
-    @property
-    def all_left(self) -> bool:
-        """Whether every rank left in good order: the communicators are of no more use."""
-        if not self._left or self._leave_call is None or self._leaving is None:
-            return False
-        calls = Headers(self._leaving.rows, self._leave_call, self.rank).calls
-        return all(call.kind is Kind.LEAVE for call in calls)
-
-    def note_leave(self, own: Call) -> None:
-        """Take note of a LEAVE of another rank that the header of ``own`` met."""
-        self._answered_leave = True
-        if self.is_leaving:
-            self.unanswered, self._leave_call = own, None
-
     def leave(self) -> None:
-        """Answer the others' next collective with LEAVE. Does not wait. Idempotent."""
-        if self.is_leaving:
-            return
-        if self.is_cut_off or self._answered_leave or (self.broken and self.exchange.unread):
-            # The LEAVE of the rank that left first met a header of ours: nobody waits for another.
-            self._left = True
-            return
-        call = self._leave_call = Call.describe(self.sequence + 1, Kind.LEAVE, None)
-        self._leaving = self.exchange.post(make_row(call), call)
-        del self.exchange.unread[self._leaving]
+        """Tell the others that this rank has left. Does not wait. Idempotent."""
+        self.is_leaving = True
+        self.send_notices(self.sequence)
 
     def has_left(self) -> bool:
-        """Whether every other rank has answered the LEAVE. Never blocks."""
-        if not self._left and self._leaving is not None:
-            self._left = (
-                self._leaving.test() or self._answered_leave or self._met_leave() or self.is_cut_off
-            )
-        return self._left
+        """Whether this rank has left, and every other rank too. Never blocks."""
+        if not self.is_leaving:
+            return False
+        return len(self.departures()) == self.world_size - 1 or self.is_cut_off
 
-    def _met_leave(self) -> bool:
-        """Whether a header that nobody here waits for met a LEAVE: then ours meets none."""
-        for posted, own in self.exchange.unread.items():
-            if posted.test() and Headers(posted.rows, own, self.rank).has_leave:
-                self.unanswered, self._leave_call = own, None
-                return True
-        return False
-
-    def notify(self) -> None:
-        """Tell the others, wherever they wait, that this rank has left. Idempotent."""
-        if not self._left and self._leaving is not None:
-            self.send_notice(self.sequence)
-
-    def send_notice(self, last: int) -> None:
+    def send_notices(self, last: int) -> None:
         """Tell the others the number of this rank's ``last`` collective, or `CUT_OFF`. Once."""
-        notice = np.array([last], np.int64)
         # An exception may strike here, too; then the next call goes on from there.
         for rank in range(self._notified, self.world_size):
             if rank != self.rank:
-                request = self.comm.Isend([notice, 1, self.mpi.INT64_T], rank, _NOTICE_TAG)
+                notice = np.array([last, self.sent[rank]], np.int64)
+                request = self.comm.Isend([notice, 2, self.mpi.INT64_T], rank, _NOTICE_TAG)
                 Message(request, self.in_flight, notice)
-                self.sent[rank] += 1
             self._notified = rank + 1
 
     def departures(self) -> dict[int, int]:
         """The ranks that sent a notice, each with its last collective, or `CUT_OFF`."""
         status = self.mpi.Status()
         while self.comm.Iprobe(self.mpi.ANY_SOURCE, _NOTICE_TAG, status):
-            notice = np.empty(1, np.int64)
+            notice = np.empty(2, np.int64)
             rank = status.Get_source()
-            self.comm.Recv([notice, 1, self.mpi.INT64_T], rank, _NOTICE_TAG)
-            self.taken[rank] += 1
-            self._noticed[rank] = int(notice[0])
-            self.is_cut_off |= int(notice[0]) == CUT_OFF
-        return self._noticed
+            self.comm.Recv([notice, 2, self.mpi.INT64_T], rank, _NOTICE_TAG)
+            last, sent = notice.tolist()
+            self._notices[rank] = last, sent
+            self.is_cut_off |= last == CUT_OFF
+        return {rank: last for rank, (last, _) in self._notices.items()}
 
     def stir(self) -> None:
         """Let MPI go on with requests under way: waiting at a ring does not call it."""
@@ -206,25 +162,19 @@ class Group:
     def free(self) -> bool:
         """Give the communicators back to MPI; False if something is still under way.
 
-        Those of a group that not `all_left` in good order stay: they may still be in use elsewhere.
+        Those of a group that not all ranks left after the same collective stay: they may still be
+        in use elsewhere.
         """
-        if not self.all_left:
-            return True
         if not self.is_drained():
             return False
-        self.exchange.close()
-        for request in tuple(self.in_flight):
-            request.test()
-        if self.in_flight:
-            return False
-        for comm in (self.data, self.comm):
-            comm.Free()
+        if self._is_in_good_order():
+            for request in tuple(self.in_flight):
+                request.test()
+            if self.in_flight:
+                return False
+            for comm in (self.data, self.comm):
+                comm.Free()
         return True
-
-    def learns_of_cut_off(self) -> bool:
-        """Read the notices; return whether a rank was cut off in a collective."""
-        self.departures()
-        return self.is_cut_off
 
     def keeps_arrays(self) -> bool:
         """Whether a rank was cut off here: then keep what MPI may still read and write."""
@@ -254,27 +204,27 @@ class Group:
         for comm in (self.data, self.comm):
             comm.Free()
 
+    def _is_in_good_order(self) -> bool:
+        """Whether every rank has left, after the same collective."""
+        lasts = [last for last, _ in self._notices.values()]
+        return self.is_leaving and lasts == [self.sequence] * (self.world_size - 1)
+
     def is_drained(self) -> bool:
         """Whether all that was sent to this rank has come. Takes what nobody did. Never blocks.
 
         A message that is not received when a communicator is freed meets the next one that MPI
-        gives the same identity: a rank of another world would be told that this one's have left,
-        or be given a message of this one. True if not `all_left`: that communicator stays.
+        gives the same identity: a rank of another world would be given a message of this one.
+        True if the ranks did not leave in good order: that communicator stays.
         """
-        if not self.all_left:
+        if not self._is_in_good_order():
             return True
-        if self._settling is None:
-            self._settling = self.comm.Ialltoall(self.sent, self._sent_here)
-        if not self._settling.Test():
-            return False
-        self.departures()
         status, byte = self.mpi.Status(), self.mpi.BYTE
         while message := self.comm.Improbe(self.mpi.ANY_SOURCE, self.mpi.ANY_TAG, status):
             buffer = np.empty(status.Get_elements(byte), np.uint8)  # where a count may overflow
             request = post_bytes(self.mpi, message.Irecv, buffer)
             Message(request, self.in_flight, buffer)
             self.taken[status.Get_source()] += 1
-        if (self.taken != self._sent_here).any():
+        if any(self.taken[rank] != sent for rank, (_, sent) in self._notices.items()):
             return False
         messages = [request for request in self.in_flight if isinstance(request, Message)]
         return sum(not request.test() for request in messages) == 0

@@ -1,21 +1,19 @@
 """The header exchange that every collective begins with: what each rank calls, and small arrays.
 
 On one node headers go through *rings* in memory that its ranks share: a few stores and loads
-instead of messages. Each rank owns some rings, which it alone writes; a group takes one ring of
-each of its ranks. The number n of an exchange is the same on all ranks, and its row stands in slot
-``n % SLOTS`` of each ring. The row's mark, written last, is n; a slot is written again when every
-other rank has written that it has read it. Numbers of a ring only ever grow, from one group to the
-next, so no row of an earlier group can be taken for a new one.
+instead of messages. A group has one ring for each of its ranks, which that rank alone writes. The
+number n of an exchange is the same on all ranks, and its row stands in slot ``n % SLOTS`` of each
+ring. The row's mark, written last, is n; a slot is written again when every other rank has written
+that it has read it.
 
 Rings need stores that other cores see in the order in which they are made: x86-64. Elsewhere, and
-if a group spans several nodes or a rank has no ring left, headers are messages.
+if a group spans several nodes or shares no memory, headers are messages.
 """
 
 from __future__ import annotations
 
 import platform
 import struct
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,20 +23,18 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.communication.contract.arena import PRIVATE, Places
-from mpishard.communication.contract.call import HEADER_BYTES, Call, Kind
+from mpishard.communication.contract.call import HEADER_BYTES, Call
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.mpi.messages import Pending
 
 __all__ = [
     "INLINE_BYTES",
-    "NO_RING",
     "SLOTS",
     "Headers",
     "MessageExchange",
     "Posted",
-    "Ring",
+    "PostedMessage",
     "RingExchange",
-    "Rings",
     "make_row",
 ]
 
@@ -105,11 +101,6 @@ class Headers:
             self.calls = [Call.decode(rows, start) for start in range(0, len(rows), ROW_BYTES)]
             self.all_inline = all(call.nbytes <= INLINE_BYTES for call in self.calls)
         """Whether every rank's array came with its header."""
-
-    @property
-    def has_leave(self) -> bool:
-        """Whether a rank leaves, while another calls a collective."""
-        return not self.identical and any(call.kind is Kind.LEAVE for call in self.calls)
 
     def inline(self, rank: int) -> Array:
         """The elements that ``rank`` sent in its header: a view, 1-D."""
@@ -184,27 +175,8 @@ class PostedMessage(Pending):
         self.rows = rows
 
 
-class Exchange(ABC):
-    """How the ranks of one group exchange rows, and wait for one another."""
-
-    def __init__(self) -> None:
-        self.unread: dict[Posted | PostedMessage, Call] = {}
-        """Headers that were posted and are not read yet: whoever reads one takes it out."""
-
-    @abstractmethod
-    def post(self, row: bytearray, own: Call) -> Posted | PostedMessage:
-        """Exchange rows of `ROW_BYTES` bytes, in order of issue, for ``own``. Never blocks."""
-
-    @abstractmethod
-    def fence(self) -> Waitable:
-        """Be true when every rank has come to this fence. All ranks count them alike."""
-
-    def close(self) -> None:
-        """Give back what others need no more. Idempotent."""
-
-
-class MessageExchange(Exchange):
-    """Rows as messages: a non-blocking all-gather of the library.
+class MessageExchange:
+    """Rows as messages: a non-blocking all-gather of the library. It has `RingExchange`'s methods.
 
     Parameters
     ----------
@@ -217,29 +189,26 @@ class MessageExchange(Exchange):
     """
 
     def __init__(self, mpi: Any, headers: Any, data: Any, in_flight: set[Pending]) -> None:
-        super().__init__()
         self._byte = mpi.BYTE
         self._headers, self._data = headers, data
         self._in_flight = in_flight
 
-    def post(self, row: bytearray, own: Call) -> PostedMessage:
+    def post(self, row: bytearray) -> PostedMessage:
+        """See `RingExchange`."""
         rows = bytearray(self._headers.Get_size() * ROW_BYTES)
         request = self._headers.Iallgather(
             [row, ROW_BYTES, self._byte], [rows, ROW_BYTES, self._byte]
         )
-        posted = PostedMessage(request, self._in_flight, row, rows)
-        self.unread[posted] = own
-        return posted
+        return PostedMessage(request, self._in_flight, row, rows)
 
     def fence(self) -> Waitable:
+        """See `RingExchange`."""
         return Pending(self._data.Ibarrier(), self._in_flight)
 
 
 SLOTS = 32
 """Headers that a rank can be ahead of the slowest before it waits for room."""
 
-_RINGS = 32
-_RINGS_WITH_ROWS = 16  # of a rank, those that are taken first
 _LINE = 64  # bytes that cores hand to each other
 # Of a ring: the last number read; the last fence come to; the rows.
 _FENCE = _LINE
@@ -249,96 +218,25 @@ _MARK = ROW_BYTES
 _STRIDE = -(-(_MARK + 8) // _LINE) * _LINE
 _RING_BYTES = _ROWS + SLOTS * _STRIDE
 
-Ring = tuple[int, int]
-"""A ring's number in the memory of its node, and the last number that was posted there."""
 
-NO_RING: Ring = (-1, 0)
-
-
-class Rings:
-    """The rings of one rank, and the rows of data of some, in memory that its node shares.
-
-    Parameters
-    ----------
-    memory : Array
-        Zeroed, of `nbytes` bytes; dtype uint8.
-    rows : Array or None
-        Of `RowChannel.nbytes` of `pairs` bytes; None if there is no memory for it.
-    local_rank : int
-        This rank's number on the node.
-    """
-
-    def __init__(self, memory: Array, rows: Array | None, local_rank: int) -> None:
-        self.memory = memory
-        self.rows = rows
-        first = local_rank * _RINGS
-        self._free: list[Ring] = [(ring, 0) for ring in range(first, first + _RINGS)]
-        self._closed: list[RingExchange] = []
-
-    @staticmethod
-    def are_possible() -> bool:
-        """Whether other cores see this one's stores in their order."""
-        return platform.machine() in ("x86_64", "AMD64")
-
-    @staticmethod
-    def nbytes(ranks: int) -> int:
-        """Bytes for a node of so many ranks."""
-        return ranks * _RINGS * _RING_BYTES
-
-    @staticmethod
-    def pairs(ranks: int) -> int:
-        """Pairs of rows of data for a node of so many ranks."""
-        return ranks * _RINGS_WITH_ROWS
-
-    @staticmethod
-    def rows_of(taken: Sequence[Ring]) -> list[int] | None:
-        """The number of the pair of rows that belongs to each ring; None if one has none."""
-        places = [divmod(ring, _RINGS) for ring, _ in taken]
-        if any(own < _RINGS - _RINGS_WITH_ROWS for _, own in places):
-            return None
-        return [rank * _RINGS_WITH_ROWS + own - (_RINGS - _RINGS_WITH_ROWS) for rank, own in places]
-
-    def take(self) -> Ring:
-        """A ring of this rank; `NO_RING` if none is free."""
-        closed, self._closed = self._closed, []
-        for exchange in closed:
-            exchange.close()
-        return self._free.pop() if self._free else NO_RING
-
-    def put_back(self, ring: Ring) -> None:
-        """Return a ring that nobody reads any more."""
-        if ring != NO_RING:
-            self._free.append(ring)
-
-    def close_later(self, exchange: RingExchange) -> None:
-        """Close an exchange that others have not read to its end, before the next `take`."""
-        self._closed.append(exchange)
-
-
-class RingExchange(Exchange):
+class RingExchange:
     """The rings through which the ranks of one group exchange rows.
 
     Parameters
     ----------
-    rings : Rings
-        This rank's, from which its ring comes and to which it goes back.
-    taken : sequence of Ring
-        The ring of each rank of the group.
-    rank : int
-        This rank of the group.
+    memory : Array
+        Zeroed, of `nbytes` bytes, shared by the ranks; dtype uint8.
+    rank, ranks : int
+        This rank of the group, and their number.
     """
 
-    def __init__(self, rings: Rings, taken: Sequence[Ring], rank: int) -> None:
-        super().__init__()
+    def __init__(self, memory: Array, rank: int, ranks: int) -> None:
         self._rank = rank
-        self._bytes = memoryview(rings.memory)
+        self._bytes = memoryview(memory)
         self._numbers = self._bytes.cast("q")
-        self._rings = rings
-        self._closed = False
-        self._ring = taken[rank][0]
-        self._last = max(last for _, last in taken)
-        starts = [ring * _RING_BYTES for ring, _ in taken]
-        peers = [other for other in range(len(taken)) if other != rank]
+        self._last = 0
+        starts = range(0, ranks * _RING_BYTES, _RING_BYTES)
+        peers = [other for other in range(ranks) if other != rank]
         self._rows = [[start + _ROWS + slot * _STRIDE for start in starts] for slot in range(SLOTS)]
         """The start of each rank's row, by slot."""
         self._marks = [[(row[peer] + _MARK) // 8 for peer in peers] for row in self._rows]
@@ -349,12 +247,21 @@ class RingExchange(Exchange):
         self._room = 0
         self._unsent: deque[Posted] = deque()
         self._posted: deque[Posted] = deque()
-        self._numbers[self._read] = self._numbers[self._fence] = self._last
 
-    def post(self, row: bytearray, own: Call) -> Posted:
+    @staticmethod
+    def is_possible() -> bool:
+        """Whether other cores see this one's stores in their order."""
+        return platform.machine() in ("x86_64", "AMD64")
+
+    @staticmethod
+    def nbytes(ranks: int) -> int:
+        """Bytes for a group of so many ranks."""
+        return ranks * _RING_BYTES
+
+    def post(self, row: bytearray) -> Posted:
+        """Exchange rows of `ROW_BYTES` bytes, in order of issue. Never blocks."""
         self._last += 1
         posted = Posted(self, self._last, row, bytearray(ROW_BYTES * len(self._rows[0])))
-        self.unread[posted] = own
         self._posted.append(posted)
         self._unsent.append(posted)
         self._send()
@@ -396,13 +303,5 @@ class RingExchange(Exchange):
             self._unsent.popleft()
 
     def fence(self) -> Waitable:
+        """Be true when every rank has come to this fence. All ranks count them alike."""
         return Fence(self._numbers, self._fence, self._peer_fences)
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        if all(self._numbers[index] >= self._last for index in self._reads):
-            self._closed = True
-            self._rings.put_back((self._ring, max(self._last, self._numbers[self._fence])))
-        else:
-            self._rings.close_later(self)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from mpishard import settings
-from mpishard.arrays import Array
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
@@ -22,15 +21,13 @@ from mpishard.communication.diagnostics.stall import unfinished
 from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, flush_output, say
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
-from mpishard.communication.mpi.headers import NO_RING, Ring, RingExchange, Rings
-from mpishard.communication.mpi.node_memory import RowChannel, at_once, share_memory
+from mpishard.communication.mpi.headers import Posted, PostedMessage
 from mpishard.communication.mpi.ulfm import Ulfm, is_loss
 from mpishard.errors import CollectiveMismatchError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
 __all__ = ["IN_INIT", "Job", "library_files"]
 
-_NOTICE_SECONDS = 0.2
 _SPIN_SECONDS = 2e-3
 _DOZE_SECONDS = 1e-3
 
@@ -90,6 +87,8 @@ class Job:
         self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
         """This rank's part of the cores that it may run on."""
         self.crowded = self.cores_per_rank < 1
+        self.shares_core_until = 0.0
+        """Until when, by `time.monotonic`, waits take it that other programs use this core."""
         if self.statuses is not None:
             self.statuses.share(comm.allgather, ranks)
         node.Free()
@@ -100,47 +99,6 @@ class Job:
             self.ending.overlooked = lambda dead: ulfm.overlooks(
                 dead, is_waiting=bool(watchdog.waits)
             )
-        self._rings = self._make_rings(comm)
-
-    # ----------------------------------------------------------------------------------- rings
-
-    def _make_rings(self, comm: Any) -> Rings | None:
-        """The rings of this rank, and its rows of data; None if its node has no memory for them."""
-        if len(set(self.nodes)) == self.world_size or not Rings.are_possible():
-            return None
-        own, sources = self.nodes[self.rank], settings.arena_sources()
-        first, ranks = self.nodes.index(own), self.nodes.count(own)
-        memory = at_once(share_memory(self.mpi, comm, first, Rings.nbytes(ranks), sources))
-        rows = None
-        if memory is not None:
-            nbytes = RowChannel.nbytes(Rings.pairs(ranks))
-            rows = at_once(share_memory(self.mpi, comm, first, nbytes, sources))
-        local_rank = self.nodes[: self.rank].count(own)
-        return None if memory is None else Rings(memory, rows, local_rank)
-
-    def take_ring(self) -> Ring:
-        """A ring of this rank for a new group."""
-        return NO_RING if self._rings is None else self._rings.take()
-
-    def put_back_ring(self, ring: Ring) -> None:
-        """Return a ring that `take_ring` gave, and that no group uses."""
-        if self._rings is not None:
-            self._rings.put_back(ring)
-
-    def open_rings(
-        self, taken: Sequence[Ring], nodes: Sequence[int], rank: int
-    ) -> tuple[RingExchange | None, tuple[Array, list[int]] | None]:
-        """The exchange and the rows of a group whose ranks took these rings and run on ``nodes``.
-
-        None, on all of them alike, if they are on several nodes or one has none to give.
-        """
-        rings = self._rings
-        if rings is None or len(taken) == 1 or len(set(nodes)) > 1 or NO_RING in taken:
-            self.put_back_ring(taken[rank])
-            return None, None
-        places = Rings.rows_of(taken)
-        rows = None if rings.rows is None or places is None else (rings.rows, places)
-        return RingExchange(rings, taken, rank), rows
 
     # ---------------------------------------------------------------------------------- worlds
 
@@ -246,18 +204,19 @@ class Job:
                 continue
             time.sleep(_DOZE_SECONDS)
             self.look("for the others to leave")
-            if sum(group.learns_of_cut_off() for group in groups):
+            if any(group.is_cut_off for group in groups):
                 break
-            if time.monotonic() - start > _NOTICE_SECONDS:
-                for group in groups:
-                    group.notify()
         if sum(group.keeps_arrays() for group in groups):
             return  # a rank was cut off, and answers nothing any more
-        for call in (group.unanswered for group in groups if group.unanswered):
-            say(
-                f"mpishard: {self.ending.name} has left collective {call.sequence}, {call}, called "
-                f"at {call.place}: other ranks left without it, and nobody waited for its result"
-            )
+        self.progress()
+        for backend in self.backends():
+            alone = [w for w in backend._pending if isinstance(w.waitable, Posted | PostedMessage)]
+            for call in [work.awaited for work in alone[:1]]:
+                say(
+                    f"mpishard: {self.ending.name} has left collective {call.sequence}, {call}, "
+                    f"called at {call.place}: other ranks left without it, and nobody waited for "
+                    "its result"
+                )
         waiting = groups
         while waiting := [group for group in waiting if not group.is_drained()]:
             yield_processor()
@@ -294,7 +253,7 @@ class Job:
         for group in self._groups:
             if not group.is_leaving:
                 group.is_cut_off = True
-                group.send_notice(CUT_OFF)
+                group.send_notices(CUT_OFF)
 
     def call_off(self) -> None:
         """Give up every world: nobody is to wait in one of them any more."""

@@ -24,7 +24,7 @@ from mpishard.communication.contract.reduction import ReductionOperation, TreeRe
 from mpishard.communication.contract.work import Steps, Waitable
 
 __all__ = [
-    "Channel",
+    "Bytes",
     "Condition",
     "Message",
     "MessageChannel",
@@ -172,40 +172,12 @@ class ScratchPool:
         insort(self._free, buffer, key=len)
 
 
-class Channel(Protocol):
-    """How the data of collectives travel between the ranks of a group, in rounds.
-
-    Every rank makes the same calls in the same order. All arrays are flat and of one dtype; each
-    has at most as many bytes as `bytes_all` or `bytes_each` says.
-    """
-
-    bytes_all: int
-    """Most bytes that a rank sends to all others in one round of `spread` or `broadcast`."""
-    bytes_each: int
-    """Most bytes that a rank sends to each other in one round of `reduce` or `move`."""
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes kept from one collective to the next."""
-
-    def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
-        """Send ``parts[r]`` to rank r; combine what comes, and this rank's own, into ``piece``.
-
-        ``piece`` may be this rank's own part.
-        """
-
-    def spread(self, parts: Sequence[Array]) -> Steps:
-        """Send this rank's part to all; receive ``parts[r]`` from rank r."""
-
-    def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
-        """Send ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from it."""
-
-    def broadcast(self, array: Array, root: int) -> Steps:
-        """Send ``array`` of the root to all others, which receive it there."""
-
-
 class MessageChannel:
-    """Data as messages, for ranks of several nodes or without shared memory; see `Channel`.
+    """Data as messages, for ranks of several nodes or without shared memory.
+
+    A channel carries the data of collectives between the ranks of a group, in rounds. Every rank
+    makes the same calls in the same order. All arrays are flat and of one dtype; each has at most
+    as many bytes as `bytes_all` or `bytes_each` says.
 
     Parameters
     ----------
@@ -230,7 +202,9 @@ class MessageChannel:
         self._reducer = reducer
         self._pool = ScratchPool()
         self.bytes_all = _LARGE_BYTES
+        """Most bytes that a rank sends to all others in one round of `spread` or `broadcast`."""
         self.bytes_each = max(16, self.ROUND_BYTES // max(1, self._world_size - 1))
+        """Most bytes that a rank sends to each other in one round of `reduce` or `move`."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -238,6 +212,10 @@ class MessageChannel:
         return self._pool.nbytes
 
     def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
+        """Send ``parts[r]`` to rank r; combine what comes, and this rank's own, into ``piece``.
+
+        ``piece`` may be this rank's own part.
+        """
         own = parts[self._rank]
         nbytes, others = own.nbytes, self._world_size - 1
         on_device = is_device_array(own)
@@ -256,9 +234,11 @@ class MessageChannel:
             self._pool.give(buffer)
 
     def spread(self, parts: Sequence[Array]) -> Steps:
+        """Send this rank's part to all; receive ``parts[r]`` from rank r."""
         yield from self.move([parts[self._rank]] * self._world_size, parts)
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
+        """Send ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from it."""
         # In flight before it is posted: an exception between two posts frees no memory of theirs.
         requests: list[Any] = []
         pending = PendingAll(self._mpi, requests, self._in_flight, outgoing, incoming)
@@ -274,6 +254,7 @@ class MessageChannel:
         yield pending
 
     def broadcast(self, array: Array, root: int) -> Steps:
+        """Send ``array`` of the root to all others, which receive it there."""
         synchronize(array)
         # The library knows the network: a tree is faster than the root's own messages to all.
         request = post_bytes(self._mpi, self._comm.Ibcast, _as_bytes(array), root)

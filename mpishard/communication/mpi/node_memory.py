@@ -28,7 +28,7 @@ from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
 
-__all__ = ["RowChannel", "at_once", "share_memory"]
+__all__ = ["Requests", "RowChannel", "at_once", "share_memory"]
 
 _FOLDER = Path("/dev/shm")  # noqa: S108 - memory, and not a place for temporary files
 _PREFIX = "mpishard-arena-"
@@ -40,7 +40,7 @@ _log = logging.getLogger("mpishard")
 
 
 class RowChannel:
-    """Data through memory of the node: see `Channel`.
+    """Data through memory of the node, with the methods of `MessageChannel`.
 
     Each rank of a group has two rows of that memory, which it alone writes, and writes in turn:
     a rank that writes a row has passed a fence since the others read it. In a round every rank
@@ -49,11 +49,9 @@ class RowChannel:
     Parameters
     ----------
     memory : Array
-        Of `nbytes` bytes, shared by the node's ranks; dtype uint8.
-    places : sequence of int
-        The number of each rank's pair of rows in that memory.
-    rank : int
-        This rank of the group.
+        Of `nbytes` bytes, shared by the group's ranks; dtype uint8.
+    rank, ranks : int
+        This rank of the group, and their number.
     reducer : TreeReducer
         Combines contributions.
     fence : callable
@@ -66,18 +64,17 @@ class RowChannel:
     def __init__(
         self,
         memory: Array,
-        places: Sequence[int],
         rank: int,
+        ranks: int,
         reducer: TreeReducer,
         fence: Callable[[], Waitable],
     ) -> None:
-        rows = memory.reshape(-1, 2, self.ROW_BYTES)
-        self._sets = [[rows[place, turn] for place in places] for turn in range(2)]
+        self._sets = memory.reshape(2, ranks, self.ROW_BYTES)
         self._views: dict[tuple[int, np.dtype[Any]], list[Array]] = {}
         self._turn = 0
         self.bytes_all = self.ROW_BYTES
         # Each slot of a row begins on a cache line, and so aligned for every dtype.
-        self.bytes_each = self.ROW_BYTES // len(places) // 64 * 64
+        self.bytes_each = self.ROW_BYTES // ranks // 64 * 64
         self.scratch_bytes = 0
         """Bytes of this rank's rows, once it has written one."""
         self._rank = rank
@@ -85,11 +82,12 @@ class RowChannel:
         self._fence = fence
 
     @classmethod
-    def nbytes(cls, pairs: int) -> int:
-        """Bytes of so many pairs of rows. They take no pages until they are first written."""
-        return pairs * 2 * cls.ROW_BYTES
+    def nbytes(cls, ranks: int) -> int:
+        """Bytes for a group of so many ranks. They take no pages until they are first written."""
+        return ranks * 2 * cls.ROW_BYTES
 
     def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
+        """See `MessageChannel`."""
         own, rank = parts[self._rank], self._rank
         slot, length = self.bytes_each // own.itemsize, own.size
         rows = self._rows(own.dtype)
@@ -104,6 +102,7 @@ class RowChannel:
         self._reducer.reduce(contributions, operation, piece)
 
     def spread(self, parts: Sequence[Array]) -> Steps:
+        """See `MessageChannel`."""
         own, rank = parts[self._rank], self._rank
         rows = self._rows(own.dtype)
         rows[rank][: own.size] = own
@@ -113,6 +112,7 @@ class RowChannel:
                 part[...] = rows[other][: part.size]
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
+        """See `MessageChannel`."""
         dtype, rank = outgoing[0].dtype, self._rank
         slot = self.bytes_each // dtype.itemsize
         rows = self._rows(dtype)
@@ -125,6 +125,7 @@ class RowChannel:
                 part[...] = rows[other][rank * slot : rank * slot + part.size]
 
     def broadcast(self, array: Array, root: int) -> Steps:
+        """See `MessageChannel`."""
         rows = self._rows(array.dtype)
         if self._rank == root:
             rows[root][: array.size] = array
@@ -192,7 +193,7 @@ def share_memory(
             if verdict[0] == _EXHAUSTED:
                 _log.warning(
                     "ranks share no more memory here and send messages instead: %s (each model "
-                    "takes two file descriptors: see ulimit -n)", error,
+                    "takes two file descriptors, and each group one: see ulimit -n)", error,
                 )  # fmt: skip
             return None
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -100,6 +101,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     @property
     def nodes(self) -> tuple[int, ...]:
         return self._joined().nodes
+
+    def describe(self) -> str:
+        return f"{super().describe()[:-1]}, environment {self._environment_id!r})"
 
     @staticmethod
     def clear_environment(environment_id: str) -> None:
@@ -230,11 +234,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 under_way = [w for m in family for w in (*m._pending, *m._transfers)]
                 with world.changed:
                     if not any(w.waitable is not None and w.waitable.test() for w in under_way):
-                        self._raise_if_hopeless(work)
                         if self.status.awaited is None:
                             self.status.wait(work.awaited)
+                        self._raise_if_hopeless(work)
                         if not world.wait(deadline):
-                            self._give_up(work)
+                            self._give_up(work, f"waited {self._timeout:g} s {work.where}")
         finally:
             if self.status.awaited is not None:
                 self.status.go_on()
@@ -250,15 +254,25 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 wait = self.label, self._me, work.awaited, world.records()
                 rank = world.global_ranks[local]
                 raise PeerError(describe_departure(rank, world.left[local], *wait), rank)
+            # Nobody else can come, or bring others: this is the only thread.
+            if local not in world.members and len(sys._current_frames()) == 1:
+                self._give_up(
+                    work, f"is alone in this process, and would wait for ever {work.where}"
+                )
 
-    def _give_up(self, work: Work) -> NoReturn:
-        """Raise because ``work`` takes too long. Needs the lock."""
+    def _give_up(self, work: Work, wait: str) -> NoReturn:
+        """Raise because ``work`` takes too long: the rank's ``wait`` in words. Needs the lock."""
         world = self._joined()
         assert isinstance(work.waitable, Awaited)
-        missing = [world.global_ranks[local] for local in work.waitable.missing()]
+        absent = work.waitable.missing()
+        missing = [world.global_ranks[local] for local in absent]
+        hint = "" if any(local in world.members for local in absent) else (
+            f"; ranks in memory are threads of one process: mpishard.run_in_threads("
+            f"{len(world.pages)}, main) starts them all, and calls main(backend) on each"
+        )  # fmt: skip
         text = (
-            f"rank {self._me} waited {self._timeout:g} s {work.where}; ranks {missing} did not "
-            f"arrive. {describe_stall(world.records())}"
+            f"rank {self._me} {wait}; ranks {missing} did not arrive{hint}. "
+            f"{describe_stall(world.records())}"
         )
         if isinstance(work, CollectiveWork):
             # The ranks are out of step from here on. Those that have waited nearly as long

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,8 @@ from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradi
 from mpishard.models.stores.offload import OffloadedGradients, UpdateStage
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.nn.layers.layer import Context, KeyValueCache
+from mpishard.nn.layers.cache import KeyValueCache
+from mpishard.nn.layers.layer import Context
 from mpishard.observe import span, step_span
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import ShardingConfiguration, pieces_within
@@ -151,14 +152,14 @@ class Engine:
         rule: Rule,
         *,
         sample_start: int | None = None,
-        settings: int = 0,
+        settings: Mapping[str, Any] | None = None,
     ) -> StepReport:
         """One synchronised update on this rank's batch; inside `accumulate`, none yet.
 
         ``sample_start`` is the index of this rank's first sample among those of all ranks and of
         the round; where it is not given and the program is random, the ranks tell each other how
-        many samples they have; with gradient leaves they always do. ``settings`` is a checksum of
-        what the rule depends on, such as its rate: replicas that are updated with different rates
+        many samples they have; with gradient leaves they always do. ``settings`` is what the rule
+        depends on, by name, such as its rate: replicas that are updated with different rates
         would drift apart unseen.
 
         Without ``config.auto_sync_gradients`` the update is this rank's alone, nothing is
@@ -194,7 +195,7 @@ class Engine:
             self.replica.require_one_batch("step", x, y, everywhere=True)
             batches = self._batches(inputs, targets, sample_start, is_local=is_local)
             with step_span(self.step_number + 1):
-                return self._step(batches, rule, settings, is_local=is_local)
+                return self._step(batches, rule, settings or {}, is_local=is_local)
         except BaseException:
             self.abandon()
             raise
@@ -214,7 +215,7 @@ class Engine:
         self,
         batches: Sequence[Part],
         rule: Rule,
-        settings: int,
+        settings: Mapping[str, Any],
         *,
         is_local: bool,
     ) -> StepReport:
@@ -282,6 +283,17 @@ class Engine:
         if self.policy.shards_state:
             self.parameters.publish(self.pieces.published)
         self._end_round()
+
+    def move(self, rule: Rule) -> None:
+        """Let ``rule`` change the parameters without a gradient. Collective.
+
+        The gradients of its updates hold no gradient, and the report no loss.
+        """
+        unused = self.parameters.owned(self.pieces.updated)
+        self._change(rule, unused, StepReport(math.nan, 1.0, 0.0))
+        if self.policy.shards_state:
+            self.parameters.publish(self.pieces.published)
+        self.changed()
 
     def _change(self, rule: Rule, gradients: list[Array], report: StepReport) -> None:
         """Let ``rule`` update; a step's observer may look at what it updates before and after."""
@@ -473,6 +485,7 @@ class Engine:
     def changed(self) -> None:
         """Note a change of the parameters, and tell the program."""
         self.version += 1
+        self.parameters.changed()
         self.program.changed(self.parameters)
 
     def take(self, full: Array) -> None:
@@ -514,10 +527,8 @@ class Engine:
             yield self.gather()
             return
         for unit in self.program.units:
-            try:
-                chunk = self.parameters.unshard(unit).copy()
-            finally:
-                self.parameters.reshard(unit)
+            chunk = self.layout.device.namespace.empty(unit.length, self.layout.dtype)
+            self.parameters.read(unit, chunk)
             yield chunk
 
     @contextmanager

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import CommunicationBackend
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.sharding import ShardingConfiguration
@@ -122,7 +124,7 @@ class Round:
         self,
         message: Sequence[float] | np.ndarray[Any, Any],
         own_loss: float,
-        settings: int,
+        settings: Mapping[str, Any],
         step: int,
         fold: Callable[[np.ndarray[Any, Any]], Iterable[float]] = tuple,
     ) -> tuple[float, float, float]:
@@ -138,7 +140,8 @@ class Round:
             On every rank.
         """
         backend = self._backend
-        own = np.array([self.passes + 0.5 * self.accumulates, settings % _SETTINGS])
+        mark = zlib.crc32(repr(settings).encode()) % _SETTINGS
+        own = np.array([self.passes + 0.5 * self.accumulates, mark])
         sums = backend.all_reduce(np.array([*own, *(own * own), *message]))
         total, weight, squared = (float(v) for v in fold(sums[4:]))
         same = sums[:2] ** 2 == sums[2:4] * backend.world_size
@@ -150,11 +153,10 @@ class Round:
                 "was updated, and every rank drops its round"
             )
         if not same[1]:
-            ranks = backend.all_gather(np.array([settings % _SETTINGS])).tolist()
+            found = differences(backend, {name: str(value) for name, value in settings.items()})
             raise ShardingError(
-                f"step {step}: the ranks would update with different settings, such as learning "
-                f"rate or clipping (checksums by rank: {ranks}). Nothing was updated; give every "
-                "rank the same"
+                f"step {step}: the ranks would update with different settings; by rank, {found}. "
+                "Nothing was updated; give every rank the same"
             )
         if not all(math.isfinite(v) for v in (total, weight, squared)):
             losses = []

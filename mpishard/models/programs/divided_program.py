@@ -75,8 +75,8 @@ class DividedProgram(Program):
     def default_loss(self, loss: ILossFunction | None) -> None:
         self._whole.default_loss = loss
 
-    def structure(self) -> str:
-        return repr((self._whole.structure(), self._mesh.sizes, self._mesh.order))
+    def structure(self) -> dict[str, Any]:
+        return self._whole.structure() | {"mesh": self._mesh.sizes, "order": self._mesh.order}
 
     # -------------------------------------------------------------------------------- computing
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import as_loss
 from mpishard.arrays import Array, require_plain
+from mpishard.bfloat16 import rounded, widened
 from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
@@ -21,7 +22,8 @@ from mpishard.models.programs.replica import Replica
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
-from mpishard.nn.layers.layer import Context, KeyValueCache
+from mpishard.nn.layers.cache import KeyValueCache
+from mpishard.nn.layers.layer import Context
 from mpishard.sharding import Placement, build_units
 
 __all__ = ["LayeredProgram", "held_whole"]
@@ -56,12 +58,21 @@ class LayeredProgram(Program):
         See `mpishard.sharding.build_units`.
     world : CommunicationBackend
         All ranks.
+    mixed : bool
+        Whether layers compute in bfloat16, of a store whose units are. Inputs are rounded, and
+        the loss is computed in float32.
     """
 
     def __init__(
-        self, model: ILayeredModel, minimum_unit_size: int, world: CommunicationBackend
+        self,
+        model: ILayeredModel,
+        minimum_unit_size: int,
+        world: CommunicationBackend,
+        *,
+        mixed: bool = False,
     ) -> None:
         self._model = model
+        self._mixed = mixed
         self.replica = Replica(world)
         self._minimum_unit_size = minimum_unit_size
         self._input_shape = model.get_all_layer_info()[0].input_shape
@@ -87,13 +98,13 @@ class LayeredProgram(Program):
         for chain in self._chains:
             chain.freeze(names, self.frozen_units)
 
-    def structure(self) -> str:
-        return super().structure() + self._kinds()
+    def structure(self) -> dict[str, Any]:
+        return super().structure() | self._kinds()
 
-    def _kinds(self) -> str:
-        layers = [type(layer).__name__ for layer in self._model.layers]
+    def _kinds(self) -> dict[str, Any]:
+        layers = {f"layer {k}": type(each).__name__ for k, each in enumerate(self._model.layers)}
         choices = self._model.choices() if isinstance(self._model, PlainModelFiles) else {}
-        return f" {layers} {json.dumps(choices, sort_keys=True)}"
+        return layers | choices
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
         if self.is_random:
@@ -149,9 +160,9 @@ class LayeredProgram(Program):
 
     def copy(self) -> tuple[Program, Any]:
         model = self._copied_model()
-        return self._copied(
-            LayeredProgram(model, self._minimum_unit_size, self.replica.world)
-        ), model
+        world = self.replica.world
+        program = LayeredProgram(model, self._minimum_unit_size, world, mixed=self._mixed)
+        return self._copied(program), model
 
     def _copied_model(self) -> Any:
         # What layers choose, such as the features in use, is the copy's own.
@@ -161,28 +172,37 @@ class LayeredProgram(Program):
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         (chain,) = self._chains
-        y, _ = chain.forward(parameters, x, Context(training=False))
+        y, _ = chain.forward(parameters, self._entering(x), Context(training=False))
         chain.let_go(parameters)
-        return y
+        return self._leaving(y)
 
     def predict_next(self, parameters: ParameterStore, x: Array, cache: KeyValueCache) -> Array:
         (chain,) = self._chains
         context = Context(training=False, cache=cache)
-        y, _ = chain.forward(parameters, x, context)
+        y, _ = chain.forward(parameters, self._entering(x), context)
         chain.let_go(parameters)
-        return y[:, -1]
+        return self._leaving(y[:, -1])
+
+    def _entering(self, values: Array) -> Array:
+        """Inputs, or the gradient of outputs, as the layers take them; token numbers as is."""
+        return rounded(values) if self._mixed and values.dtype.kind == "f" else values
+
+    def _leaving(self, values: Array) -> Array:
+        """Outputs as the loss and the user take them."""
+        return widened(values) if self._mixed else values
 
     def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
         assert batch.loss is not None
         (chain,) = self._chains
-        prediction, activations = chain.forward(parameters, batch.x, batch.context)
-        total, weight, of_loss = batch.loss.forward(prediction, batch.y)
-        return total, weight, [activations, batch.loss, of_loss]
+        x = self._entering(batch.x)
+        prediction, activations = chain.forward(parameters, x, batch.context)
+        total, weight, of_loss = batch.loss.forward(self._leaving(prediction), batch.y)
+        return as_loss(total, batch.loss, "sum"), weight, [activations, batch.loss, of_loss]
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         activations, loss, of_loss = saved
         saved.clear()
-        dy = loss.backward(of_loss)
+        dy = self._entering(loss.backward(of_loss))
         del of_loss
         (chain,) = self._chains
         chain.backward(

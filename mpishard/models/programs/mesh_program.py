@@ -9,19 +9,21 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import as_loss
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.layout import ShardLayout
 from mpishard.models.programs.chain import LayerChain
 from mpishard.models.programs.layered_program import LayeredProgram
-from mpishard.models.programs.program import Batch, Program
+from mpishard.models.programs.program import Batch, Program, parameters_by_name
 from mpishard.models.programs.replica import MeshReplica
 from mpishard.models.programs.stage_layout import StageLayout, lay_out
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import MeshVector, ModelVector
-from mpishard.nn.layers.layer import Context, KeyValueCache
+from mpishard.nn.layers.cache import KeyValueCache
+from mpishard.nn.layers.layer import Context
 from mpishard.pipeline import (
     ActivationCheckpointConfig,
     IPipelineSchedule,
@@ -29,7 +31,7 @@ from mpishard.pipeline import (
     PipelineRecord,
 )
 from mpishard.pipeline.executor import IPipelineStage
-from mpishard.pipeline.plan import most_saved
+from mpishard.pipeline.operations import most_saved
 from mpishard.sharding import Unit
 from mpishard.tensor import DimSplit, parallel_loss
 
@@ -165,15 +167,18 @@ class MeshProgram(LayeredProgram):
     def _has_output(self) -> bool:
         return self.stage_count - 1 in self.stages_here
 
-    def structure(self) -> str:
+    def structure(self) -> dict[str, Any]:
         choices = self.choices
-        names = [(e.name, e.shape) for e in self.vector.placement.entries]
-        return self._kinds() + repr((
-            names, sorted(self.frozen), self.mesh.sizes, self.mesh.order, choices.schedule.name,
-            len(self.stages_here),
-            choices.micro_batch_count, choices.stages, choices.sequence_parallel,
-            self._minimum_unit_size,
-        ))  # fmt: skip
+        return self._kinds() | parameters_by_name(self.vector.placement.entries) | {
+            "frozen parameters": sorted(self.frozen),
+            "mesh": self.mesh.sizes,
+            "order": self.mesh.order,
+            "schedule": choices.schedule.name,
+            "stages of a rank": len(self.stages_here),
+            "micro_batch_count": choices.micro_batch_count,
+            "stages": choices.stages,
+            "sequence_parallel": choices.sequence_parallel,
+        }  # fmt: skip
 
     def boundary_shape(
         self, stage: int, sample_shape: tuple[int, ...], *, whole_sequence: bool = False
@@ -411,7 +416,7 @@ class StageRun(IPipelineStage):
         assert self._loss is not None
         assert self._y is not None
         total, weight, saved = self._loss.forward(y, self._y[rows])
-        self.total += total
+        self.total += as_loss(total, self._loss, "sum")
         self.weight += weight
         self._activations[key] = activations
         self._pending[key] = saved

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from mpishard.arguments import adapter_hint
+from mpishard.arguments import adapter_hint, as_loss
 from mpishard.arrays import Array, array_namespace, beside, copy_into, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
@@ -145,22 +145,13 @@ class OpaqueProgram(WholeProgram):
                    else f"a {type(gradient).__name__} as its gradient")
                 + f" for {self.units[0].length} parameters"
             )  # fmt: skip
-        return self._mean(mean) * len(x), float(len(x)), (gradient, len(x))
+        return as_loss(mean, self._model) * len(x), float(len(x)), (gradient, len(x))
 
     def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
         """As `Program.measure`; a black box's loss may be any function that returns a mean."""
         if hasattr(loss, "forward"):
             return super().measure(loss, prediction, y)
-        return self._mean(loss(prediction, y)) * len(y), float(len(y))
-
-    def _mean(self, loss: Any) -> float:
-        """``loss`` as a number: an array of one element is one, too."""
-        if getattr(loss, "size", 1) != 1:
-            raise ValueError(
-                f"the loss of {type(self._model).__name__} must be one number, the mean over the "
-                f"samples; got an array of shape {loss.shape}"
-            )
-        return float(loss.item() if hasattr(loss, "item") else loss)
+        return as_loss(loss(prediction, y), self._model) * len(y), float(len(y))
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         (unit,) = self.units

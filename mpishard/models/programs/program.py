@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,11 +18,17 @@ from mpishard.models.programs.replica import Replica
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
-from mpishard.nn.layers.layer import Context, KeyValueCache
+from mpishard.nn.layers.cache import KeyValueCache
+from mpishard.nn.layers.layer import Context
 from mpishard.observe import span
 from mpishard.sharding import ParameterEntry, Unit
 
-__all__ = ["Batch", "Program", "WholeProgram"]
+__all__ = ["Batch", "Program", "WholeProgram", "parameters_by_name"]
+
+
+def parameters_by_name(entries: Sequence[ParameterEntry]) -> dict[str, str]:
+    """Name -> shape and start of each parameter, in words."""
+    return {f"parameter {e.name}": f"{e.shape} from {e.start}" for e in entries}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +112,11 @@ class Program(ABC):
         }
         return frozenset(unit.index for unit in self.units) - trained
 
-    def structure(self) -> str:
-        """A text that must be the same on all ranks: units, entries, and what is frozen."""
-        units = [(u.start, u.stop) for u in self.units]
-        return repr((units, [(e.name, e.shape) for e in self.entries], sorted(self.frozen)))
+    def structure(self) -> dict[str, Any]:
+        """Name -> value, for JSON, of what must be the same on all ranks."""
+        units = {f"unit {u.index}": f"[{u.start}, {u.stop})" for u in self.units}
+        frozen = {"frozen parameters": sorted(self.frozen)}
+        return parameters_by_name(self.entries) | frozen | units
 
     # ------------------------------------------------------------------------------- parameters
 

@@ -34,12 +34,15 @@ class ParameterStore(ABC):
         Pieces that this rank writes when parameters come from elsewhere, as from a file.
     once_per_node : bool
         Whether all parameters stand once on every node, where its ranks read them.
+    owners_only : bool
+        Whether a piece can be written by its owner alone, although each rank may read all units.
     in_flight : mapping
         Gathers under way, by index of their unit.
     """
 
     held: tuple[Piece, ...]
     once_per_node: bool = False
+    owners_only: bool = False
 
     def __init__(self, layout: StoreLayout) -> None:
         self.layout = layout
@@ -75,8 +78,23 @@ class ParameterStore(ABC):
     def reshard(self, unit: Unit) -> None:
         """Let the unit's full parameters go."""
 
+    def read(self, unit: Unit, out: Array) -> None:
+        """Copy the unit's values into ``out``, shape (unit.length,). Collective."""
+        try:
+            out[...] = self.unshard(unit)
+        finally:
+            self.reshard(unit)
+
     def abandon(self) -> None:
         """Forget every unit in use, after an error; communicates nothing."""
+
+    def changed(self) -> None:
+        """Note that this rank has written to parameters of which it holds all."""
+
+    def copy_from(self, other: ParameterStore) -> None:
+        """Take the values of a store of the same strategy; communicates nothing."""
+        for target, values in zip(self.owned(self.held), other.owned(self.held), strict=True):
+            target[...] = values
 
     @abstractmethod
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:

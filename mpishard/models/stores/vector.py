@@ -53,8 +53,7 @@ class ModelVector:
         layout = parameters.layout
         full = layout.device.namespace.empty(layout.length, layout.dtype)
         for unit in layout.units:
-            full[unit.start : unit.stop] = parameters.unshard(unit)
-            parameters.reshard(unit)
+            parameters.read(unit, full[unit.start : unit.stop])
         return full
 
     def gather_on(self, parameters: ParameterStore, root: int, *, is_sharded: bool) -> Array | None:
@@ -63,6 +62,7 @@ class ModelVector:
         full = None
         if layout.backend.rank == root:
             full = layout.device.namespace.empty(layout.length, layout.dtype)
+        is_sharded |= parameters.owners_only
         pieces = layout.pieces(sharded=is_sharded)
         for piece, owned in zip(pieces, parameters.owned(pieces), strict=True):
             values = layout.backend.gather(owned, root=root) if is_sharded else owned

@@ -69,6 +69,11 @@ class MeshModel(ShardedModelBase):
         check_leaves(self._config, self.world_size, replica_size=pipeline * tensor)
 
     def _on_before_initialize_sharding(self) -> None:
+        if self._config.precision is not None:
+            raise NotImplementedError(
+                f'precision="{self._config.precision}" is for ddp, zero1, zero2, zero3 and fsdp; '
+                "slices and stages do not compute in it yet: use one of these, or precision=None"
+            )
         is_layered = isinstance(self._wrapped_model, ILayeredModel)
         given = self._options.partition_strategy
         if not (is_layered or given is None or isinstance(given, IPipelinePartitionStrategy)):

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging
 import weakref
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -40,6 +39,7 @@ from mpishard.models.wrapper.wrapping import (
     is_owned_by,
     program_of,
     require_same_on_all_ranks,
+    say_what_is_slow,
     take_ownership,
 )
 from mpishard.observe.ledger import MemoryLedger
@@ -124,6 +124,7 @@ class ShardedModelBase(IShardedModel):
         require_same_on_all_ranks(program, self.strategy, self._config)
         self._engine: Engine | None = self._build_engine(program)
         say_what_is_ignored(self._config, program.device)
+        say_what_is_slow(self._config)
         if self.gradient_leaves is not None:
             say_what_may_differ(self._config)
         program.vector.deal(self.engine.parameters, self.backend, program.fill)
@@ -296,7 +297,7 @@ class ShardedModelBase(IShardedModel):
             _log.info("train: plain gradient descent with learning rate %g", rate)
             self._said_train = True
 
-        return self.engine.step(x, y, descent(rate), settings=zlib.crc32(repr(rate).encode())).loss
+        return self.engine.step(x, y, descent(rate), settings={"learning_rate": rate}).loss
 
     @contextlib.contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:
@@ -419,7 +420,10 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def local_parameter_shard(self) -> Array:
-        """A copy of what this rank holds, its pieces end to end; all if replicated."""
+        """A copy of what this rank holds, its pieces end to end; all if replicated.
+
+        In mixed precision it is what the rank holds in float32: the pieces that it updates.
+        """
         owned = self.engine.parameters.owned(self._held_pieces)
         if not owned:  # a stage without parameters
             return self.engine.layout.device.namespace.empty(0, self.engine.layout.dtype)
@@ -427,7 +431,9 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def _held_pieces(self) -> tuple[Piece, ...]:
-        return self.engine.layout.pieces(sharded=self.engine.policy.shards_parameters)
+        engine = self.engine
+        sharded = engine.policy.shards_parameters or engine.parameters.owners_only
+        return engine.layout.pieces(sharded=sharded)
 
     # The names by which subclasses know a rank's shard.
 
@@ -536,13 +542,9 @@ class ShardedModelBase(IShardedModel):
         program, model._wrapped_model = self.engine.program.copy()
         model._invalidate_cache()
         engine = model._engine = model._build_engine(program, arena=False)
-        copied = engine.parameters
-        for target, values in zip(
-            copied.owned(copied.held), self.engine.parameters.owned(copied.held), strict=True
-        ):
-            target[...] = values
+        engine.parameters.copy_from(self.engine.parameters)
         engine.continue_as(self.engine)
-        program.take_over(copied, f"a {type(self).__name__}")
+        program.take_over(engine.parameters, f"a {type(self).__name__}")
         return model
 
     def release(self) -> Any:

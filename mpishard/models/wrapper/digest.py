@@ -139,14 +139,13 @@ def agreed_vector(engine: Engine, vector: Array, name: str, rate: float = 0.0) -
     if not np.can_cast(vector.dtype, dtype, "same_kind"):
         raise TypeError(f"{name}: expected real numbers, got a vector of {vector.dtype}")
     vector = np.ascontiguousarray(to_host(vector), dtype=dtype)
-    own = [zlib.crc32(vector), zlib.crc32(repr(rate).encode())]
-    marks = engine.world.all_gather(np.array([own]))
-    if (marks[:, 1] != marks[0, 1]).any():
-        raise ValueError(f"{name}: the learning rates differ between ranks; this one is {rate}")
-    marks = marks[:, 0]
+    own = np.array([[zlib.crc32(vector), rate]])  # float64 holds both
+    marks, rates = engine.world.all_gather(own).T
+    if (rates != rates[0]).any():
+        raise ValueError(f"{name}: the learning rates differ between ranks: {rates.tolist()}")
     if (marks != marks[0]).any():
         raise ValueError(
-            f"{name}: the vectors differ between ranks (checksums {marks.tolist()}); every "
-            "rank must pass the same values"
+            f"{name}: the vectors differ between ranks (checksums {marks.astype(int).tolist()}); "
+            "every rank must pass the same values"
         )
     return vector

@@ -16,9 +16,9 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IFeatureImportance, ILayeredModel
 from mpishard.errors import MissingInterfaceError, MissingMemberError
 from mpishard.models.engine.engine import Engine
-from mpishard.nn import GPT, KeyValueCache, generate
+from mpishard.nn import GPT, generate
 
-__all__ = ["feature_member", "generate_tokens", "holding", "use_features"]
+__all__ = ["feature_member", "generate_tokens", "holding", "require_alike", "use_features"]
 
 
 def holding(model: Any, parameters: Array) -> Any:
@@ -71,19 +71,23 @@ def generate_tokens(
     """Continue a sequence of tokens, computed by ``engine``. Collective."""
     if not isinstance(model, GPT):
         raise MissingMemberError(f"{type(model).__name__} has no generate")
-    arguments = (list(np.asarray(prompt).ravel()), length, temperature, seed, top_k, slide)
-    marks = engine.world.all_gather(np.array([zlib.crc32(repr(arguments).encode())]))
-    if (marks != marks[0]).any():
-        raise ValueError(
-            f"generate: the arguments differ between ranks (checksums {marks.tolist()}); every "
-            "rank must pass the same"
-        )
-
-    def logits(tokens: np.ndarray[Any, Any], cache: KeyValueCache) -> Array:
-        return engine.predict_next(tokens, cache)[0]
-
+    require_alike(
+        engine.world, "generate",
+        (np.asarray(prompt).ravel().tolist(), length, temperature, seed, top_k, slide),
+    )  # fmt: skip
     return generate(
-        logits, prompt, length, vocabulary_size=model.vocabulary_size,
+        lambda tokens, cache: engine.predict_next(tokens, cache)[0], prompt, length,
+        vocabulary_size=model.vocabulary_size,
         context_length=model.context_length, temperature=temperature, seed=seed, top_k=top_k,
         slide=slide,
     )  # fmt: skip
+
+
+def require_alike(world: CommunicationBackend, name: str, arguments: Any) -> None:
+    """Refuse a call whose arguments differ between ranks. Collective."""
+    marks = world.all_gather(np.array([zlib.crc32(repr(arguments).encode())]))
+    if (marks != marks[0]).any():
+        raise ValueError(
+            f"{name}: the arguments differ between ranks (checksums {marks.tolist()}); every "
+            "rank must pass the same"
+        )

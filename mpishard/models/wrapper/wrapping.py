@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
-import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import reuse_freed_memory
+from mpishard.bfloat16 import BFLOAT16
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.contracts import ILayeredModel, IShardedModel
+from mpishard.devices import HOST
 from mpishard.errors import ShardingError
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import Policy
@@ -26,6 +29,7 @@ from mpishard.models.stores.gradient_store import (
     ScatteredGradients,
 )
 from mpishard.models.stores.leaf_gradients import LeafGradients
+from mpishard.models.stores.mixed_parameters import MixedParameters
 from mpishard.models.stores.offload import (
     Offload,
     OffloadedGradients,
@@ -40,7 +44,10 @@ from mpishard.models.stores.parameter_store import (
 )
 from mpishard.models.stores.sharded_gradients import ShardedGradients
 from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.nn.layers.layer import Layer
+from mpishard.nn.products import products_per_second
 from mpishard.observe.ledger import MemoryLedger
+from mpishard.onednn import library, reason_for_none
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import shared_choices
 
@@ -51,11 +58,14 @@ __all__ = [
     "make_gradient_store",
     "make_parameter_store",
     "program_of",
+    "require_bfloat16",
     "require_free",
     "require_same_on_all_ranks",
+    "say_what_is_slow",
     "take_ownership",
 ]
 
+_log = logging.getLogger("mpishard")
 _owners_lock = threading.Lock()
 # By id of the wrapped object, which lives as long as its wrapper. Thread-ranks share it on purpose:
 # it finds the object that two of them have wrapped.
@@ -74,11 +84,66 @@ def program_of(model: Any, config: ShardingConfiguration) -> Program:
     """
     _require_parameters(model)
     world = config.communication_backend
+    if config.precision is not None:
+        require_bfloat16(model)
     if isinstance(model, ILayeredModel):
-        return LayeredProgram(model, config.minimum_parameter_group_size, world)
+        size = config.minimum_parameter_group_size
+        return LayeredProgram(model, size, world, mixed=config.precision is not None)
     if isinstance(model, IPlaceableModel):
         return PlacedProgram(model, config.minimum_parameter_group_size, world)
     return OpaqueProgram(model, world)
+
+
+def require_bfloat16(model: Any) -> None:
+    """Refuse a model that cannot be computed in bfloat16. Communicates nothing.
+
+    Raises
+    ------
+    NotImplementedError
+        For a model without layers, which computes in a dtype of its own; for layers without
+        bfloat16, naming them; on a GPU.
+    ValueError
+        For a model whose own parameters are not float32.
+    """
+    refused = f'precision="bfloat16": {type(model).__name__} '
+    if not isinstance(model, ILayeredModel):
+        raise NotImplementedError(
+            f"{refused}computes in a dtype of its own, which nobody else can change; build it of "
+            "the layers of mpishard.nn, or leave precision=None"
+        )
+    if model.dtype != np.float32:
+        raise ValueError(
+            f"{refused}has parameters of {model.dtype}, and the owners keep them in float32: "
+            "build it with dtype=numpy.float32"
+        )
+    if getattr(model, "device", HOST).is_gpu:
+        raise NotImplementedError(f"{refused}is on a GPU, and only the host has this precision yet")
+    without = sorted({type(leaf).__name__ for one in model.layers for leaf in _without(one)})
+    if without:
+        raise NotImplementedError(
+            f"{refused}has layers that do not compute in bfloat16 yet: {', '.join(without)}; leave "
+            "precision=None"
+        )
+
+
+def _without(layer: Layer) -> list[Layer]:
+    """The layer, or layers inside it, that do not compute in bfloat16."""
+    if not layer.computes_bfloat16:
+        return [layer]
+    return [leaf for child in layer.children.values() for leaf in _without(child)]
+
+
+def say_what_is_slow(config: ShardingConfiguration) -> None:
+    """Warn on rank 0 if bfloat16 products are computed as float32, and what that costs."""
+    backend = config.communication_backend
+    if config.precision is None or backend.rank != 0 or library() is not None:
+        return
+    speeds = [products_per_second(dtype) / 1e9 for dtype in (np.float32, BFLOAT16)]
+    _log.warning(
+        'precision="bfloat16": products are computed in float32 of rounded operands, because %s: '
+        "%.0f GFLOP/s of bfloat16 operands here, %.0f of float32", reason_for_none(),
+        speeds[1], speeds[0],
+    )  # fmt: skip
 
 
 def require_free(model: Any) -> None:
@@ -161,36 +226,22 @@ def require_same_on_all_ranks(
     Raises
     ------
     ValueError
-        On every rank, with the choices that differ, or each rank's number of parameters and units.
+        On every rank, with the choices and parts that differ, and their values by rank.
     """
-    backend, choices = config.communication_backend, shared_choices(config)
-    structure = f"{strategy}/{program.dtype.name}/{program.device.kind}/{choices}"
-    structure += program.structure()
-    units = 0 if program.replica.is_on_mesh else len(program.units)
-    mine = [program.vector.placement.length, units, zlib.crc32(structure.encode())]
-    everyone = backend.all_gather(np.array([mine]))
-    if (everyone == everyone[0]).all():
-        return
-    differing = differences(backend, choices)
+    mine = {
+        "strategy": strategy,
+        "dtype": program.dtype.name,
+        "device": program.device.kind,
+        "number of parameters": program.vector.placement.length,
+        **program.structure(),
+        **shared_choices(config),
+    }
+    differing = differences(config.communication_backend, mine)
     if differing:
         raise ValueError(
-            f"every rank must wrap its model with the same ShardingConfiguration; by rank, "
-            f"{differing}"
+            "every rank must wrap the same model in the same strategy, with the same "
+            f"ShardingConfiguration; by rank, {differing}"
         )
-    rows = "; ".join(
-        f"rank {rank}: {row[0]} parameters" + (f" in {row[1]} units" if row[1] else "")
-        for rank, row in enumerate(everyone)
-    )
-    counts_differ = (everyone[:, :2] != everyone[0, :2]).any()
-    raise ValueError(
-        f"every rank must wrap the same model in the same strategy and dtype: {rows}"
-        + (
-            ""
-            if counts_differ
-            else " (units, names, shapes, kinds of layers, features in "
-            "use, frozen parameters, strategy, mesh, schedule, dtype or device differ)"
-        )
-    )
 
 
 def build_engine(
@@ -228,7 +279,9 @@ def build_engine(
         return make(layout, policy)
 
     parameters: ParameterStore
-    if offload.parameters:
+    if config.precision is not None:
+        parameters = _mixed_store(layout, policy)
+    elif offload.parameters:
         parameters = OffloadedParameters(make_parameter_store(layout.on_host, policy), layout)
     else:
         parameters = make_parameter_store(layout, policy)
@@ -257,6 +310,15 @@ def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
     if vector is not None:
         return NodeParameters(layout, vector)
     return ShardedParameters(layout) if policy.shards_parameters else ReplicatedParameters(layout)
+
+
+def _mixed_store(layout: StoreLayout, policy: Policy) -> MixedParameters:
+    copies = make_parameter_store(replace(layout, dtype=BFLOAT16), policy)
+    if not policy.shards_state:
+        return MixedParameters(layout, ReplicatedParameters(layout), copies)
+    # They are gathered for whoever asks for the model, and never in a step.
+    apart = replace(layout, kept=frozenset(), arena=False)
+    return MixedParameters(layout, ShardedParameters(apart), copies)
 
 
 def make_gradient_store(

@@ -1,5 +1,5 @@
 """Computation graphs: the operations of a model as nodes that a program can walk.
 
-Begin with ``node.py``, one operation and its inputs. ``primitives.py`` has the operations as plain
-formulas; ``tracing.py`` turns layers into them. This chapter may import the layers.
+Begin with ``tracing.py``: one operation and its inputs, and how layers turn into them.
+``primitives.py`` has the operations as plain formulas. This chapter may import the layers.
 """

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.bfloat16 import is_bfloat16
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 
@@ -48,16 +51,34 @@ class _Activation(Layer):
         return input_shape
 
 
+def _rectified(x: Array) -> Array:
+    """max(x, 0) of bfloat16 by its bits: 0 for the numbers that begin with a sign, but NaN."""
+    bits = np.ascontiguousarray(x).view(np.uint16)
+    y = np.empty_like(bits)
+    flat_bits, flat_y = bits.reshape(-1), y.reshape(-1)
+    for part in chunks(flat_bits):
+        # Modulo 2^16, so that -0 to -inf, 0x8000 to 0xFF80, are the smallest.
+        keeps = (flat_bits[part] ^ np.uint16(0x8000)) > np.uint16(0x7F80)
+        np.multiply(flat_bits[part], keeps, out=flat_y[part])
+    return y.view(x.dtype)
+
+
 class ReLU(_Activation):
     """Rectified linear unit, y = max(x, 0); its slope at 0 is taken as 0."""
 
+    computes_bfloat16 = True
+
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Rectify; saves y, which the next layer mostly saves too."""
-        y = array_namespace(x).maximum(x, 0)
+        y = _rectified(x) if is_bfloat16(x) else array_namespace(x).maximum(x, 0)
         return y, y if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """``dy`` where y > 0, in its place."""
+        if is_bfloat16(dy):
+            bits = dy.view(np.int16)
+            bits *= saved.view(np.int16) > 0
+            return dy, None
         dy *= saved > 0
         return dy, None
 

@@ -88,25 +88,37 @@ class Attention(Layer):
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Attend: x of shape (B, T, (H + 2 G) K) -> y_BTD.
 
-        Saves x, y and the log of each softmax's denominator. With a cache, it also attends to the
-        positions that the cache keeps: S is then larger than T.
+        Saves x, y and the log of each softmax's denominator. With a cache, each row also attends
+        to the positions that the cache keeps of its sequence: S is then larger than T.
 
         Raises
         ------
         ValueError
-            For a cache if attention is not causal, or in training, or without room for x.
+            For a cache if attention is not causal, or in training, or if x is not what the cache's
+            pass reads.
         """
         xp = array_namespace(x)
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         if not y.size:
             return y, (x, y, None) if context.training else None
         q_BGQTK, k_BGSK, v_BGSK = self._split(x)
-        if context.cache is not None:
-            # The cache holds the keys of earlier positions, which this pass did not compute.
-            self._check_cache(context)
-            k_BGSK, v_BGSK = context.cache.extend(context.path, k_BGSK, v_BGSK)
-        cached = k_BGSK.shape[2] - x.shape[1]
         y_BGQTK = self._by_head(y)
+        if context.cache is None:
+            logsum_BGQT1 = self._attend(x, q_BGQTK, k_BGSK, v_BGSK, y_BGQTK)
+            return y, (x, y, logsum_BGQT1) if context.training else None
+        self._check_cache(context)
+        # Sequences of different lengths have no common S: each row is a batch of its own.
+        for b, (k_1GSK, v_1GSK) in enumerate(context.cache.extend(context.path, k_BGSK, v_BGSK)):
+            row = slice(b, b + 1)
+            self._attend(x[row], q_BGQTK[row], k_1GSK, v_1GSK, y_BGQTK[row])
+        return y, None
+
+    def _attend(
+        self, x: Array, q_BGQTK: Array, k_BGSK: Array, v_BGSK: Array, y_BGQTK: Array
+    ) -> Array:
+        """Write the output for x into y, and return the log of each softmax's denominator."""
+        xp = array_namespace(x)
+        cached = k_BGSK.shape[2] - x.shape[1]
         logsum_BGQT1 = xp.empty((*y_BGQTK.shape[:-1], 1), dtype=x.dtype)
         mask_RR = self._causal_mask(x, cached)
         scale = 1.0 / math.sqrt(q_BGQTK.shape[-1])
@@ -129,7 +141,7 @@ class Attention(Layer):
             xp.log(total, out=total)
             total += largest
             logsum_BGQT1[which][..., queries, :] = total.reshape(*y_block.shape[:-1], 1)
-        return y, (x, y, logsum_BGQT1) if context.training else None
+        return logsum_BGQT1
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """The gradient of x.

@@ -45,6 +45,7 @@ class Sequential(Layer):
     """
 
     category = LayerCategory.COMPOSITE
+    computes_bfloat16 = True
 
     def __init__(self, *layers: Layer | Mapping[str, Layer]) -> None:
         named: dict[str, Layer] = {}

@@ -186,7 +186,7 @@ class PositionalEmbedding(Layer):
         return input_shape
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Add P[:T] to each sample of x_BTD, behind S cached positions P[S : S + T]; saves nothing.
+        """Add P[:T] to each sample of x_BTD; P[S : S + T] behind S cached positions. Saves nothing.
 
         Raises
         ------
@@ -194,14 +194,18 @@ class PositionalEmbedding(Layer):
             If there are fewer positions.
         """
         self.output_shape(x.shape[1:])
-        start = 0 if context.cache is None else context.cache.length
-        stop = start + x.shape[1]
-        if stop > self.context_length:
+        starts = [0] if context.cache is None else context.cache.starts
+        longest = max(starts, default=0)
+        if longest + x.shape[1] > self.context_length:
             raise ValueError(
-                f"{start} positions are cached and {x.shape[1]} more are given; "
+                f"{longest} positions are cached and {x.shape[1]} more are given; "
                 f"PositionalEmbedding has {self.context_length}"
             )
-        return x + p["weight"][start:stop], None
+        if len(starts) < 2:
+            return x + p["weight"][longest : longest + x.shape[1]], None
+        xp = array_namespace(x)
+        positions_BT = xp.asarray(starts)[:, None] + xp.arange(x.shape[1])
+        return x + p["weight"][positions_BT], None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """``dy`` itself; pending is its sum over the batch, which shares no memory with it."""

@@ -19,6 +19,7 @@ from mpishard.nn.layers.layer import (
     ParameterSpec,
 )
 from mpishard.nn.layers.targets import unwritten
+from mpishard.nn.products import add_column_sums, product
 
 __all__ = ["FeatureLinear", "Linear"]
 
@@ -50,6 +51,7 @@ class Linear(Layer):
 
     category = LayerCategory.DENSE
     pending_is_saved_and_dy = True
+    computes_bfloat16 = True
 
     def __init__(
         self,
@@ -88,23 +90,18 @@ class Linear(Layer):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Map x of shape (..., I) to (..., O); saves x itself."""
-        xp = array_namespace(x)
         x_NI = x.reshape(-1, self.inputs)
-        y_NO = xp.matmul(x_NI, p["weight"].T)
-        if self.bias:
-            y_NO += p["bias"]
+        y_NO = product(x_NI, p["weight"].T, bias=p["bias"] if self.bias else None)
         return y_NO.reshape(*x.shape[:-1], self.outputs), x if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """The input's gradient dy W, of shape (..., I)."""
-        xp = array_namespace(dy)
-        dx_NI = xp.matmul(dy.reshape(-1, self.outputs), p["weight"])
+        dx_NI = product(dy.reshape(-1, self.outputs), p["weight"])
         return dx_NI.reshape(saved.shape), (saved, dy)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add dy^T x into the weight's gradient and the sum of dy into the bias's."""
         x, dy = pending
-        xp = array_namespace(dy)
         x_NI = x.reshape(-1, self.inputs)
         dy_NO = dy.reshape(-1, self.outputs)
         # A rank without samples adds nothing; `clear_unwritten` clears the gradient.
@@ -112,13 +109,11 @@ class Linear(Layer):
             return
         dw_OI = unwritten(g, "weight")
         if dw_OI is not None:
-            xp.matmul(dy_NO.T, x_NI, out=dw_OI)
+            product(dy_NO.T, x_NI, dw_OI)
         else:
             _add_product(g["weight"], dy_NO, x_NI)
         if self.bias:
-            db_O = g["bias"]
-            # A product with ones: NumPy's sum over the first dim takes twice as long.
-            db_O += xp.ones(dy_NO.shape[0], dtype=dy.dtype) @ dy_NO
+            add_column_sums(g["bias"], dy_NO)
 
 
 def _add_product(dw_OI: Array, dy_NO: Array, x_NI: Array) -> None:
@@ -129,9 +124,9 @@ def _add_product(dw_OI: Array, dy_NO: Array, x_NI: Array) -> None:
     scratch = xp.empty((rows, inputs), dtype=dw_OI.dtype)
     for start in range(0, outputs, rows):
         block = slice(start, min(start + rows, outputs))
-        product = scratch[: block.stop - start]
-        xp.matmul(dy_NO[:, block].T, x_NI, out=product)
-        dw_OI[block] += product
+        part = scratch[: block.stop - start]
+        product(dy_NO[:, block].T, x_NI, part)
+        dw_OI[block] += part
 
 
 class FeatureLinear(Linear):

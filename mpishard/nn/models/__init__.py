@@ -2,6 +2,6 @@
 
 Begin with ``model.py``: `Model`, and `SubModel`, consecutive layers of another model. Its parts
 are ``vector.py``, the flat vector, and ``training_pass.py``, forward and backward on one batch.
-``mlp.py``, ``gpt.py`` and ``linear_models.py`` build the models that users name. This chapter may
-import all other chapters of `mpishard.nn`.
+``linear_models.py`` (with the perceptron) and ``gpt.py`` build the models that users name. This
+chapter may import all other chapters of `mpishard.nn`.
 """

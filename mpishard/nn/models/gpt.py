@@ -13,17 +13,18 @@ from mpishard.arrays import Array, to_host
 from mpishard.devices import Device
 from mpishard.nn.layers.activations import GELU
 from mpishard.nn.layers.attention import CausalAttention
+from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.composites import Residual, Sequential
 from mpishard.nn.layers.dropout import Dropout
 from mpishard.nn.layers.embedding import Embedding, PositionalEmbedding
 from mpishard.nn.layers.initializers import normal
-from mpishard.nn.layers.layer import Context, KeyValueCache, Layer
+from mpishard.nn.layers.layer import Context, Layer
 from mpishard.nn.layers.linear import Linear
 from mpishard.nn.layers.normalization import LayerNorm
-from mpishard.nn.losses.cross_entropy import CrossEntropy
+from mpishard.nn.losses import CrossEntropy
 from mpishard.nn.models.model import Model
 
-__all__ = ["GPT", "generate", "gpt_chain"]
+__all__ = ["GPT", "check_drawing", "checked_prompt", "draw", "generate", "gpt_chain"]
 
 
 _STD = 0.02
@@ -144,17 +145,21 @@ class GPT(Model):
             For a prompt that is not 1-D, empty or of other than known tokens, or another
             argument out of its range.
         """
-        views = self._table.nested_views(self._parameters())
-
-        def forward_logits(tokens: np.ndarray[Any, Any], cache: KeyValueCache) -> Array:
-            context = Context(training=False, cache=cache)
-            return self.chain.forward(views, self._device.put(tokens), context)[0][0, -1]
-
         return generate(
-            forward_logits, prompt, length, vocabulary_size=self.vocabulary_size,
+            lambda tokens, cache: self.predict_next(tokens, cache)[0], prompt, length,
+            vocabulary_size=self.vocabulary_size,
             context_length=self.context_length, temperature=temperature, seed=seed, top_k=top_k,
             slide=slide,
         )  # fmt: skip
+
+    def predict_next(self, tokens: Any, cache: KeyValueCache) -> Array:
+        """Logits of the last position of new tokens, which ``cache`` reads: (B, T) -> (B, V).
+
+        See `KeyValueCache`; errors are those of the layers.
+        """
+        views = self._table.nested_views(self._parameters())
+        context = Context(training=False, cache=cache)
+        return self.chain.forward(views, self._device.put(tokens), context)[0][:, -1]
 
 
 def gpt_chain(
@@ -289,32 +294,39 @@ def generate(
         For a prompt that is not 1-D, empty or of other than known tokens, or another argument out
         of its range; before anything is computed.
     """
-    tokens = _checked_prompt(prompt, vocabulary_size)
+    tokens = checked_prompt(prompt, vocabulary_size)
+    check_drawing(length, temperature, top_k, vocabulary_size)
+    if not 1 <= slide <= context_length:
+        raise ValueError(f"slide must be in [1, {context_length}], the context, got {slide}")
+    generator = np.random.default_rng(seed)
+    cache = KeyValueCache(1, context_length)  # one sequence, in one block
+    kept = cache.add()
+    sequence = np.empty(len(tokens) + length, dtype=np.int64)
+    sequence[: len(tokens)] = tokens
+    read = max(0, len(tokens) - context_length)  # the sequence's first token that is not kept
+    for end in range(len(tokens), len(sequence)):
+        if cache.length(kept) == context_length:
+            cache.free(kept)
+            kept = cache.add()
+            read = end - (context_length - slide + 1)
+        with cache.reading([kept], end - read):
+            logits_V = forward_logits(sequence[None, read:end], cache)
+        read = end
+        sequence[end] = draw(logits_V, temperature, top_k, generator)
+    return sequence
+
+
+def check_drawing(length: int, temperature: float, top_k: int | None, vocabulary_size: int) -> None:
+    """Refuse arguments of `generate` that are out of their range."""
     if length < 0:
         raise ValueError(f"length must be >= 0, got {length}")
     if not (temperature >= 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
     if top_k is not None and not 1 <= top_k <= vocabulary_size:
         raise ValueError(f"top_k must be in [1, {vocabulary_size}], got {top_k}")
-    if not 1 <= slide <= context_length:
-        raise ValueError(f"slide must be in [1, {context_length}], the context, got {slide}")
-    generator = np.random.default_rng(seed)
-    cache = KeyValueCache(context_length)
-    sequence = np.empty(len(tokens) + length, dtype=np.int64)
-    sequence[: len(tokens)] = tokens
-    read = max(0, len(tokens) - context_length)  # the sequence's first token that is not kept
-    for end in range(len(tokens), len(sequence)):
-        if cache.length == context_length:
-            cache.clear()
-            read = end - (context_length - slide + 1)
-        logits_V = forward_logits(sequence[None, read:end], cache)
-        cache.advance(end - read)
-        read = end
-        sequence[end] = _draw(to_host(logits_V).astype(np.float64), temperature, top_k, generator)
-    return sequence
 
 
-def _checked_prompt(prompt: Any, vocabulary_size: int) -> np.ndarray[Any, Any]:
+def checked_prompt(prompt: Any, vocabulary_size: int) -> np.ndarray[Any, Any]:
     """The prompt as an array; ValueError for a wrong prompt, with the reason."""
     tokens: np.ndarray[Any, Any] = np.asarray(prompt)
     if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
@@ -330,13 +342,14 @@ def _checked_prompt(prompt: Any, vocabulary_size: int) -> np.ndarray[Any, Any]:
     return tokens
 
 
-def _draw(
-    logits_V: np.ndarray[Any, Any],
+def draw(
+    logits_V: Array,
     temperature: float,
     top_k: int | None,
     generator: np.random.Generator,
 ) -> int:
     """One token from softmax(logits / temperature), among the ``top_k`` likeliest."""
+    logits_V = to_host(logits_V).astype(np.float64)
     if temperature == 0:
         return int(logits_V.argmax())
     likeliest_V = np.argsort(-logits_V, kind="stable")[:top_k]

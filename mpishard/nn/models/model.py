@@ -22,8 +22,7 @@ from mpishard.contracts import (
 )
 from mpishard.devices import Device
 from mpishard.errors import MissingLossError, StructureOnlyError
-from mpishard.nn.graph.node import ComputationNode
-from mpishard.nn.graph.tracing import input_of, trace_chain
+from mpishard.nn.graph.tracing import ComputationNode, input_of, trace_chain
 from mpishard.nn.layers.composites import Sequential, dynamic_shapes, layer_infos
 from mpishard.nn.layers.initializers import parameter_generator
 from mpishard.nn.layers.layer import Context, Layer, ParameterSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpishard.arguments import as_loss
 from mpishard.arrays import Array, array_namespace
 from mpishard.contracts import ILossFunction
 from mpishard.nn.layers.composites import Sequential
@@ -49,7 +50,7 @@ class TrainingPass:
         prediction, self._saved = chain.forward(table.nested_views(vector), x, context)
         total, self._weight, loss_saved = loss.forward(prediction, y)
         # The weight is 0 if there are no samples, or if all targets are ignored.
-        self.mean_loss = total / self._weight if self._weight else 0.0
+        self.mean_loss = as_loss(total, loss, "sum") / self._weight if self._weight else 0.0
         # In a list, from which backward takes it: it is large, and the layers let it go early.
         self._output_gradient = [loss.backward(loss_saved)] if self._weight else []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from mpishard.arguments import as_flag, as_integer, as_number, check_path
@@ -23,8 +23,10 @@ _FLAGS = (
     "checkpoint_async",
 )  # fmt: skip
 
+_PURPOSES = {"x_train": "train", "x_validation": "validate", "x_test": "test"}
 
-@dataclass(kw_only=True)
+
+@dataclass(kw_only=True, repr=False)
 class OptimizationInputData:
     """A model, data and how to go through them.
 
@@ -133,6 +135,19 @@ class OptimizationInputData:
     progress: bool = True
     throughput_unit: str = "samples"
     metrics: PathLike | None = None
+
+    def __repr__(self) -> str:
+        """The number of samples of each data set, and the choices that are not the defaults."""
+        words = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name.startswith("x_") and value is not None:
+                words.append(f"{len(value)} samples to {_PURPOSES[each.name]}")
+            elif each.name.startswith("y_") or value is each.default or value == each.default:
+                continue
+            else:
+                words.append(f"{each.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(words)})"
 
     @property
     def initial_solution(self) -> Any:

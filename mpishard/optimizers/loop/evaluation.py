@@ -19,8 +19,7 @@ from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
 from mpishard.layout import ShardLayout
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
-from mpishard.nn.losses.cross_entropy import BinaryCrossEntropy, CrossEntropy
-from mpishard.nn.losses.regression import MAE, MSE, Huber
+from mpishard.nn.losses import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber
 
 __all__ = ["DatasetResult", "evaluate"]
 

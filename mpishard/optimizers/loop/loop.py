@@ -83,6 +83,12 @@ class TrainingRun:
         self.sampler = data.sampler(self.lengths["train"], model.gradient_leaves)
         self.order = order_of_samples(data, self.lengths["train"])
         per_epoch = self.sampler.batches_per_epoch
+        if optimizer.wrapped_optimizer.searches and per_epoch > 1:
+            raise ValueError(
+                f"{type(optimizer.wrapped_optimizer).__name__} needs full batches, and batch_size "
+                f"{data.batch_size} cuts an epoch into {per_epoch}; set batch_size to the number "
+                "of samples or more"
+            )
         epochs = None if data.epochs is None else data.epochs * per_epoch
         self.total = min((n for n in (epochs, data.max_steps) if n is not None), default=per_epoch)
         self.validate_every = data.validate_every or per_epoch
@@ -121,6 +127,12 @@ class TrainingRun:
     def run(self) -> OptimizationResult:
         """Train; every rank returns the same result. Collective."""
         is_root = self.model.rank == 0
+        if is_root and not self.model.engine.program.knows_loss(self.model.engine.loss):
+            _log.warning(
+                "%s tells no loss, so that all losses of this run are NaN: give it "
+                "compute_loss_and_gradients, or a default_loss_function",
+                type(self.model.wrapped_model).__name__,
+            )
         self.started = time.perf_counter()
         ends = self.stopping.is_exhausted
         if self.checkpoints is not None and self.step < self.total and not ends:

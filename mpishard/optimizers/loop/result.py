@@ -69,7 +69,7 @@ class FitDetectionResult:
         return cls(kind, training_loss, validation_loss)
 
 
-@dataclass
+@dataclass(repr=False)
 class OptimizationResult:
     """The result of a training run; the same on every rank, except for predictions.
 
@@ -133,6 +133,15 @@ class OptimizationResult:
     coefficient_upper_bounds: None = None
     seconds: float = 0.0
     weight: float = 0.0
+
+    def __repr__(self) -> str:
+        words = [repr(self.best_solution), f"{self.iterations} step{'s' * (self.iterations != 1)}"]
+        if self.best_iteration is not None:
+            words.append(
+                f"best loss {self.best_fitness_score:.4g} after step {self.best_iteration}"
+            )
+        words += ["stopped early"] * self.stopped_early
+        return f"{type(self).__name__}({', '.join(words)}, {self.seconds:.3g} s)"
 
     @property
     def model(self) -> Any:

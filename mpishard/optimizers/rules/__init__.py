@@ -1,7 +1,8 @@
 """Update rules: the settings of each, and what an update computes.
 
 Begin with `elementwise`: six rules, each a dataclass of settings with one body. `compiled` runs a
-body: NumPy or CuPy on chunks, or numba's machine code. `lamb` needs norms of whole parameters.
+body: NumPy or CuPy on chunks, or numba's machine code. `lamb` needs norms of whole parameters;
+`search` has L-BFGS and others that need the loss at several points, on `strong_wolfe`'s line.
 `rule.Optimizer` is the base of all rules; `ranges` are the arguments of an update, `options` the
 settings of single parameters by name, `schedules` learning rates by step, `algorithm_options` the
 options of the mirrored hierarchy.

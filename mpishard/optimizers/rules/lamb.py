@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,13 +18,11 @@ from mpishard.arrays import (
 )
 from mpishard.optimizers.rules.compiled import in_chunks
 from mpishard.optimizers.rules.options import OptionRange
-from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
+from mpishard.optimizers.rules.ranges import Cell, OwnedRange, Segment, UpdateContext, places_of
 from mpishard.optimizers.rules.rule import Optimizer, above_zero, fraction
 from mpishard.optimizers.rules.schedules import Schedule
 
 __all__ = ["LAMB"]
-
-Cell = tuple[str, int]  # name of a parameter, and which of its cells
 
 
 @dataclass(eq=False)
@@ -75,7 +72,7 @@ class LAMB(Optimizer):
 
         The second pass computes each chunk's direction again, which needs no memory between them.
         """
-        places = _places(ranges, context)
+        places = places_of(ranges, context)
         xp = array_namespace(ranges[0].parameters) if ranges else np
         squares = xp.zeros((len(places), 2))
         for owned, cell, span in self._parameters_in(ranges):
@@ -134,16 +131,3 @@ class LAMB(Optimizer):
         if weight_decay:
             direction += p * weight_decay
         return direction
-
-
-def _places(ranges: Sequence[OwnedRange], context: UpdateContext) -> dict[Cell, int]:
-    """Where in a vector that is summed over ranks each cell of the parameters has its place."""
-    if not context.parameter_names:
-        cells = dict.fromkeys((s.name, s.cell) for owned in ranges for s in owned.segments)
-    else:
-        seen: Counter[str] = Counter()
-        cells = {}
-        for name in context.parameter_names:
-            cells[name, seen[name]] = None
-            seen[name] += 1
-    return {cell: place for place, cell in enumerate(cells)}

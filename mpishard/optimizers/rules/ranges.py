@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of
 
-__all__ = ["OwnedRange", "ParameterCells", "Segment", "UpdateContext", "segments_of"]
+__all__ = [
+    "Cell",
+    "OwnedRange",
+    "ParameterCells",
+    "Segment",
+    "UpdateContext",
+    "places_of",
+    "segments_of",
+]
+
+Cell = tuple[str, int]
+"""A parameter's name, and the number of its part; see `Segment`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,9 @@ class UpdateContext:
     order on all ranks, so that such a vector can have a place for each; without them each rank
     owns all parameters. With ``gradient_leaves`` a name appears once for each of its cells, in
     order, and each place receives the sum of the whole parameter, for any number of ranks.
+    ``loss`` is the mean loss at the parameters, None if nobody knows it. ``numbers`` holds what a
+    rule keeps from one update to the next beside its vectors, as JSON; it belongs to the caller,
+    who saves it with the state.
     """
 
     step: int
@@ -47,6 +63,8 @@ class UpdateContext:
     gradient_scale: float
     sum_over_owners: Callable[[Array], Array] = lambda vector: vector
     parameter_names: Sequence[str] = ()
+    loss: float | None = None
+    numbers: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +89,19 @@ def segments_of(entries: Sequence[ParameterEntry], piece: Piece) -> tuple[Segmen
         for e in entries
         if e.start < piece.stop and piece.start < e.stop
     )  # fmt: skip
+
+
+def places_of(ranges: Sequence[OwnedRange], context: UpdateContext) -> dict[Cell, int]:
+    """Return the place of each cell of the parameters in a vector that is summed over ranks."""
+    if not context.parameter_names:
+        cells = dict.fromkeys((s.name, s.cell) for owned in ranges for s in owned.segments)
+    else:
+        seen: Counter[str] = Counter()
+        cells = {}
+        for name in context.parameter_names:
+            cells[name, seen[name]] = None
+            seen[name] += 1
+    return {cell: place for place, cell in enumerate(cells)}
 
 
 class ParameterCells:

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast, overload
 
-from mpishard.arguments import as_number, check_path
+from mpishard.arguments import as_number, check_path, nearest
 from mpishard.arrays import Array
 from mpishard.checkpoint.format.disk import replace_file
 from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
@@ -23,6 +23,16 @@ from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
 from mpishard.optimizers.rules.schedules import Schedule, as_schedule, rate_at, rates
 
 __all__ = ["Optimizer", "above_zero", "fraction"]
+
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "step_size": "learning_rate",
+    "betas": "beta1 and beta2",
+    "eps": "epsilon",
+    "max_norm": "clip_global_norm",
+    "grad_clip": "clip_global_norm",
+}
+"""Name of a setting in PyTorch, JAX and their relatives -> its name here."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # differs between processes
 
@@ -110,6 +120,24 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     # holder stands on the training loop and the sharded optimizers, and they stand on rules.
     holder_of: ClassVar[Callable[[Optimizer], Any]]
     _merges_segments: ClassVar[bool] = True  # LAMB looks at each parameter alone
+    searches: ClassVar[bool] = False  # an update takes several evaluations: see `SearchRule`
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        """Make a rule; refuse settings that it does not have, naming those meant.
+
+        Raises
+        ------
+        TypeError
+            For an unknown setting.
+        """
+        known = inspect.signature(cls.__init__).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        for name in () if takes_any else settings.keys() - known.keys():
+            meant = _ELSEWHERE.get(name, "")
+            has_it = meant.partition(" ")[0] in known
+            hint = f"; did you mean {meant}?" if has_it else nearest(name, known)
+            raise TypeError(f"{cls.__name__} has no setting {name!r}{hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._holder: Any = None

@@ -31,6 +31,8 @@ from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.loop import TrainingRun
 from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules.rule import Optimizer
+from mpishard.optimizers.rules.search import SearchRule
+from mpishard.optimizers.sharded.searching import refuse_unfit, search_step
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ShardingConfiguration
@@ -75,6 +77,13 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         self._state: ModelState | None = None  # None before the first step
         self._awaiting: StateBytes | None = None  # given to `deserialize` before the first step
         self._last_gradient: tuple[float, int] | None = None  # its weight; parameters' version
+
+    def __repr__(self) -> str:
+        rate, ranks = self.get_current_learning_rate(), self.world_size
+        return (
+            f"{type(self).__name__}({type(self._rule).__name__}, learning rate {rate:g}, {ranks} "
+            f"rank{'s' * (ranks != 1)}, {self.steps} update{'s' * (self.steps != 1)})"
+        )
 
     @property
     def wrapped_optimizer(self) -> Optimizer:
@@ -178,9 +187,12 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             model.engine.program.check_pair(x, y, model.engine.loss)
         state = self._bound(model)
         self._last_gradient = None
-        report = model.engine.step(
-            x, y, state.update, sample_start=sample_start, settings=state.settings_checksum()
-        )
+        if isinstance(state.rule, SearchRule):
+            report = search_step(state, x, y, sample_start)
+        else:
+            report = model.engine.step(
+                x, y, state.update, sample_start=sample_start, settings=state.settings()
+            )
         if report.gradient_norm is not None:
             self._last_gradient = report.weight, model.engine.version
         return report
@@ -201,8 +213,15 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             For another length, or vectors that differ between ranks; on every rank.
         NonFiniteLossError
             On every rank, if the gradient is not finite and that is not allowed.
+        NotImplementedError
+            For a rule that searches along a line.
         """
         self._require_model_of_this_kind(model)
+        if self._rule.searches:
+            raise NotImplementedError(
+                f"{type(self._rule).__name__} needs the loss at several points, which one gradient "
+                "does not tell: use step, optimize or mpishard.minimize"
+            )
         vector = agreed_vector(model.engine, gradients, "apply_gradients")
         state = self._bound(model)
         self._last_gradient = None
@@ -315,11 +334,15 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 f"{type(model).__name__}; use one strategy for both"
             )
         if model.backend is not self.backend:
+            names = [backend.describe() for backend in (model.backend, self.backend)]
+            other = ", another object" if names[0] == names[1] else ""
             raise ShardingError(
-                f"the model's backend, {model.backend.describe()}, is not the optimizer's, "
-                f"{self.backend.describe()}; use one for both"
+                f"the model's backend, {names[0]}, is not the optimizer's, {names[1]}{other}; use "
+                "one for both"
             )
         self._refuse_second_model()
+        if self._rule.searches:
+            refuse_unfit(model, type(self._rule).__name__)
         if not model.sharding_configuration.auto_sync_gradients:
             model.engine.replicas.require_drifting()
 
@@ -454,9 +477,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """Return whether any rank asks for training to end now. Collective.
 
         Each rank asks its ``wrapped_optimizer.should_early_stop()``, which a subclass of a rule
-        may override. If one says yes, all stop. `optimize` asks at every evaluation.
+        may override. If one says yes, all stop. So they do if a line search finds no lower value.
+        `optimize` asks at every evaluation.
         """
-        mine = np.array([int(bool(self._rule.should_early_stop()))])
+        is_stuck = self._state is not None and "stuck" in self._state.numbers
+        mine = np.array([int(is_stuck or bool(self._rule.should_early_stop()))])
         return bool(self.backend.all_reduce(mine, ReductionOperation.MAX)[0])
 
     def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:

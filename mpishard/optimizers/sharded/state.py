@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpishard.arrays import Array
@@ -48,6 +47,8 @@ class ModelState(CheckpointState):
         This rank's state by name.
     steps : int
         Number of updates.
+    numbers : dict
+        What the rule keeps beside the vectors: see `UpdateContext`.
     """
 
     def __init__(self, rule: Optimizer, model: ShardedModelBase, frozen: frozenset[str]) -> None:
@@ -55,6 +56,7 @@ class ModelState(CheckpointState):
         self.model = model
         self.frozen = frozen
         self.steps = 0
+        self.numbers: dict[str, Any] = {}
         # Setting options makes a new object, so that a step compares identities only.
         self._options = rule.parameter_options
         self._described = rule.checked_options.description  # the options of `frozen`
@@ -120,23 +122,43 @@ class ModelState(CheckpointState):
 
     # -------------------------------------------------------------------------------------- updates
 
-    def settings_checksum(self) -> int:
-        """Return a checksum of settings that may change between steps; the ranks compare it."""
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that may change between steps, which the ranks compare."""
         rule = self.rule
-        own = (
-            rule.rate_of_step(self.steps), rule.clip_global_norm, rule.clip_value, self.steps,
-            rule.weight_decay, self._described,
-        )  # fmt: skip
-        return zlib.crc32(repr(own).encode())
+        return {
+            "learning_rate": rule.rate_of_step(self.steps),
+            "clip_global_norm": rule.clip_global_norm,
+            "clip_value": rule.clip_value,
+            "weight_decay": rule.weight_decay,
+            "parameter_options": self._described,
+            "number of updates": self.steps,
+        }
 
     def update(self, updates: list[Update], report: StepReport) -> None:
         """Update the parameters that this rank updates, as the engine's step asks for it."""
+        self.run(self.rule.update_all, updates, report)
+        self.steps += not (self.rule.searches and self.is_searching)
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether the update under way needs another evaluation: see `SearchRule`."""
+        return bool(self.numbers.get("pending"))
+
+    def run(
+        self,
+        function: Callable[[Sequence[OwnedRange], UpdateContext], None],
+        updates: list[Update],
+        report: StepReport,
+    ) -> None:
+        """Run a function of the rule on what this rank updates."""
         assert report.gradient_norm is not None
         rule = self.rule
         context = UpdateContext(
             step=self.steps + 1,
             learning_rate=rule.checked_rate(self.steps),
             gradient_scale=rule.clip_factor(report.gradient_norm) / report.weight,
+            loss=report.loss,
+            numbers=self.numbers,
             **self._owners,
         )
         ranges = [
@@ -147,8 +169,7 @@ class ModelState(CheckpointState):
             )
             for update, segments in zip(updates, self.segments, strict=True)
         ]  # fmt: skip
-        rule.update_all(ranges, context)
-        self.steps += 1
+        function(ranges, context)
 
     # ------------------------------------------------------------------------ bytes and checkpoints
 
@@ -160,13 +181,15 @@ class ModelState(CheckpointState):
             engine.placement,
             [entry for entry in self.model.parameter_entries if entry.name not in self.frozen],
         )  # fmt: skip
-        return StateBytes(type(rule).__name__, rule.fingerprint(), self.steps, tensors).to_bytes()
+        return StateBytes(
+            type(rule).__name__, rule.fingerprint(), self.steps, tensors, self.numbers
+        ).to_bytes()
 
     def take(self, saved: StateBytes) -> None:
         """Take vectors, steps and settings from bytes that fit. Communicates nothing."""
         engine = self.model.engine
         saved.fill(self.vectors, engine.pieces.updated, engine.placement)
-        self._go_on(saved.steps, saved.settings)
+        self._go_on(saved.steps, saved.settings, saved.numbers)
 
     def arrays_to_write(self) -> Pieces:
         """Return the pieces that this rank writes: its own, and of replicas a part."""
@@ -186,16 +209,18 @@ class ModelState(CheckpointState):
         }
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """Return settings and step count."""
-        return {"settings": self.rule.fingerprint(), "optimizer_steps": self.steps}
+        """Return settings, step count and the rule's numbers."""
+        numbers = {"numbers": self.numbers} if self.numbers else {}
+        return {"settings": self.rule.fingerprint(), "optimizer_steps": self.steps, **numbers}
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         """Go on from the saved step."""
-        form = {"optimizer_steps": COUNT, "settings": OBJECT}
+        form = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
         require_form(metadata, form, "metadata.optimizer")
-        self._go_on(metadata["optimizer_steps"], metadata["settings"])
+        numbers = metadata.get("numbers", {})
+        self._go_on(metadata["optimizer_steps"], metadata["settings"], numbers)
 
-    def _go_on(self, steps: int, settings: Mapping[str, Any]) -> None:
+    def _go_on(self, steps: int, settings: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
         """Go on from a saved step, and log the settings that differ now."""
         changed = [
             f"{name} was {settings.get(name)} and is {value}"
@@ -204,6 +229,6 @@ class ModelState(CheckpointState):
         ]
         if changed and self.model.rank == 0:
             _log.warning("the optimizer goes on with other settings: %s", "; ".join(changed))
-        self.steps = steps
+        self.steps, self.numbers = steps, dict(numbers)
         # Another optimizer may have made some of the model's steps.
         self.model.engine.step_number = max(self.model.engine.step_number, steps)

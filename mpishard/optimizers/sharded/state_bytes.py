@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,16 +38,21 @@ class StateBytes:
         Updates made.
     tensors : mapping of str to array
         NumPy arrays in the parameters' shapes; frozen parameters have none.
+    numbers : mapping
+        What the rule keeps beside them, as JSON.
     """
 
     rule: str
     settings: Mapping[str, Any]
     steps: int
     tensors: Mapping[str, np.ndarray[Any, Any]]
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the bytes, the same for the same content."""
         header = {"rule": self.rule, "settings": dict(self.settings), "steps": self.steps}
+        if self.numbers:
+            header["numbers"] = dict(self.numbers)
         # One key: safetensors writes several in no fixed order.
         return bytes_of(self.tensors, {_HEADER: json.dumps(header, sort_keys=True)})
 
@@ -63,7 +68,8 @@ class StateBytes:
             For other or torn bytes.
         """
         tensors, header = tensors_and_document(data, _HEADER, "an optimizer's ")
-        return cls(header["rule"], header["settings"], int(header["steps"]), tensors)
+        numbers = header.get("numbers", {})
+        return cls(header["rule"], header["settings"], int(header["steps"]), tensors, numbers)
 
     def require_rule(self, rule: str, state_names: Sequence[str]) -> None:
         """Refuse another rule's state.

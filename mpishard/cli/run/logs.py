@@ -1,0 +1,211 @@
+"""Logs of a job: the folder of ``--log-dir``, and the call logs that each rank left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Self
+
+from mpishard.communication.contract.status import LoggedCall, RankRecord, RankState, records_in
+
+__all__ = [
+    "CALLS",
+    "RankLogs",
+    "check_log_folder",
+    "folder_of_start",
+    "held_log_folder",
+    "prepare_log_folder",
+]
+
+CALLS = "calls"
+"""The folder in it that is the job's own: call logs as the ranks write them."""
+
+_RESTARTS = "restart-[0-9]*"
+
+_LOCK = ".lock"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What a file system says that has no locks, as some parallel ones are mounted."""
+
+
+def folder_of_start(folder: Path, restart_count: int) -> Path:
+    """Where the ranks' logs are, in ``folder``, once the job has been restarted so many times."""
+    return folder / f"restart-{restart_count}" if restart_count else folder
+
+
+def check_log_folder(folder: Path) -> None:
+    """Refuse what cannot be a folder for logs, or is that of a job that still runs.
+
+    Raises
+    ------
+    ValueError
+        Saying which of the two.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--log-dir must be a folder, and {folder} is a file")
+    starts = (folder, *folder.glob(_RESTARTS))
+    for record in chain.from_iterable(
+        records_in(start / CALLS, with_calls=False) for start in starts
+    ):
+        # Of another machine's process nothing is known.
+        if record.host == socket.gethostname() and record.is_alive:
+            raise ValueError(
+                f"--log-dir {folder} belongs to a job that still runs: its rank "
+                f"{record.launched_rank} is process {record.pid} on {record.host}. Give each job a "
+                "folder of its own"
+            )
+
+
+@contextmanager
+def held_log_folder(folder: Path) -> Iterator[None]:
+    """Make ``folder``, and keep other jobs out of it meanwhile: those of scripts of any kind.
+
+    The file of the lock stays: one that is removed could be locked by two, each its own.
+
+    Raises
+    ------
+    OSError
+        Where it cannot be written.
+    ValueError
+        Where another job holds it.
+    """
+    import fcntl  # not on every system that only trains in memory
+
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--log-dir {folder} belongs to a job that still runs. Give each job a folder of "
+                "its own"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(handle)
+
+
+def prepare_log_folder(folder: Path) -> Path | None:
+    """Move the logs of an earlier job in ``folder`` aside, and say where.
+
+    Raises
+    ------
+    OSError
+        Where it cannot be written.
+    """
+    names = ("rank-*.log", "rank-*.calls.txt", CALLS, _RESTARTS)
+    old = [path for name in names for path in folder.glob(name)]
+    if not old:
+        return None
+    number = 1
+    while (aside := folder / f"earlier-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for path in old:
+        path.rename(aside / path.name)
+    return aside
+
+
+_ENDS = {
+    RankState.STARTED: "ended in init()",
+    RankState.RUNNING: "ended without leaving",
+    RankState.LEAVING: "ended while it waited for the others to leave",
+    RankState.LEFT: "left",
+    RankState.REPORTED: "said why the job ends",
+}
+"""What the last state of a process says of its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLogs:
+    """The call logs of one process, which the launcher counts as ``rank``.
+
+    Parameters
+    ----------
+    records : sequence of RankRecord
+        One or more, in the order in which it entered their worlds.
+    """
+
+    records: Sequence[RankRecord]
+
+    @classmethod
+    def of_job(cls, records: Iterable[RankRecord]) -> dict[int, Self]:
+        """The logs of each rank, from those of a job in the order of `records_in`."""
+        by_rank = groupby(records, key=lambda record: record.launched_rank)
+        return {rank: cls(tuple(of_rank)) for rank, of_rank in by_rank}
+
+    @property
+    def rank(self) -> int:
+        """The launcher's number of the process."""
+        return self.records[0].launched_rank
+
+    @property
+    def host(self) -> str:
+        """Where the process ran."""
+        return self.records[0].host
+
+    @property
+    def state(self) -> RankState:
+        """How the rank stands: ``LEFT`` if it left every root world that it entered."""
+        states = [record.state or RankState.STARTED for record in self.records]
+        # It waits in one init() while other worlds of it stand still.
+        for decisive in (RankState.REPORTED, RankState.STARTED):
+            if decisive in states:
+                return decisive
+        return next((s for s in reversed(states) if s is not RankState.LEFT), RankState.LEFT)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a world that the rank entered was complete."""
+        return any(record.state is not RankState.STARTED for record in self.records)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether the rank saves, and ends, when it is told to."""
+        return any(record.is_saving for record in self.records)
+
+    @property
+    def code(self) -> int:
+        """The exit code of the job that the rank reported with; 0 if it did not."""
+        return next((r.code for r in self.records if r.state is RankState.REPORTED), 0)
+
+    @property
+    def last_call(self) -> LoggedCall | None:
+        """Its last collective, in whichever world."""
+        return self._last[1]
+
+    @property
+    def waits_in_last(self) -> bool:
+        """Whether it waits in `last_call`."""
+        record, last = self._last
+        return last is not None and record.waits == last
+
+    @property
+    def _last(self) -> tuple[RankRecord, LoggedCall | None]:
+        found = [(record, record.calls[-1] if record.calls else None) for record in self.records]
+        return max(found, key=lambda pair: pair[1].time if pair[1] else 0.0)
+
+    def text(self) -> str:
+        """Who a rank was that has ended, how it went, and its last collectives, to be read."""
+        texts = []
+        for record in self.records:
+            stood = f"{_ENDS[record.state or RankState.STARTED]}, {record.count} collectives"
+            name = f"rank {record.rank} of {record.world_size}"
+            name += f", process {record.pid} on {record.host}"
+            if record.rank != record.launched_rank:
+                name = f"rank {record.launched_rank} of the job, in a world of its own {name}"
+            texts.append(f"{name}: {stood}\n")
+            for logged in record.calls:
+                time = datetime.fromtimestamp(logged.time).astimezone()
+                texts[-1] += f"{time.isoformat(' ', 'microseconds')}  {logged}\n"
+        return "\n".join(texts)

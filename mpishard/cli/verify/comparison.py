@@ -1,0 +1,296 @@
+"""Program of the ranks of ``mpishard verify``: train sharded, compare, and conclude."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Column, Table
+
+from mpishard.arrays import Array
+from mpishard.cli.verify.job import (
+    Problem,
+    VerifyJob,
+    build_problem,
+    checksum,
+    load_factory,
+    relative_error,
+)
+from mpishard.cli.verify.reference import RULES, Reference
+from mpishard.cli.wording import counted
+from mpishard.communication import CommunicationBackend
+from mpishard.data import take
+from mpishard.distributed import as_distributed, launch
+from mpishard.pipeline import ActivationCheckpointConfig, RecomputeStrategy
+from mpishard.sharding import ParameterEntry, ShardingConfiguration
+
+__all__ = ["Comparison", "Verdict", "compare", "default_tolerance"]
+
+_SEGMENT = 2  # layers: a small model has several segments, too
+_FILE = "comparison-{}.npz"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Relative errors of every rank against the reference; ``inf`` if something is not finite.
+
+    Parameters
+    ----------
+    names, shapes : Array
+        Of the parameters, as text.
+    dtype : Array
+        Name of their dtype, of shape ().
+    built, parameters : Array
+        Built by the factory, shape (ranks, parameters); after each step, shape
+        (ranks, steps, parameters).
+    losses : Array
+        Shape (ranks, steps).
+    gradients : Array
+        Of the rank's own samples alone, shape (ranks, steps compared, parameters).
+    inputs : Array
+        Whether the rank got other samples, shape (ranks, steps).
+    predictions : Array
+        Shape (ranks,); NaN if there are none.
+    computed : Array
+        Who computed a batch: "alone", one rank; "together", several; "repeated", each of several
+        all of it. Text, of shape ().
+    """
+
+    names: Array
+    shapes: Array
+    dtype: Array
+    built: Array
+    parameters: Array
+    losses: Array
+    gradients: Array
+    inputs: Array
+    predictions: Array
+    computed: Array = field(default_factory=lambda: np.array("alone"))
+
+    def write(self, folder: Path, schedule: str) -> None:
+        """Leave it for `read`."""
+        np.savez(folder / _FILE.format(schedule), **asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path, schedule: str) -> Comparison | None:
+        """Return what was written to ``folder``; None if the ranks did not get so far."""
+        path = folder / _FILE.format(schedule)
+        if not path.is_file():
+            return None
+        with np.load(path) as found:
+            return cls(**found)
+
+
+def compare(
+    backend: CommunicationBackend,
+    job: VerifyJob,
+    problem: Problem,
+    reference: Reference,
+    schedule: str = "",
+) -> Comparison:
+    """Train ``problem`` sharded and compare after each step. Collective; the same on all ranks."""
+    start = problem.model.get_parameters()
+    entries = problem.entries(start.size)
+    # Several units, in a small model too.
+    unit_size = min(1024, max(1, start.size // 4))
+    config = ShardingConfiguration(backend, minimum_parameter_group_size=unit_size)
+    options = _options(job, schedule)
+    model = as_distributed(problem.model, config, job.strategy, **options)
+    if problem.loss is not None:
+        model.engine.loss = problem.loss
+    rule = RULES[job.optimizer].make(job.learning_rate)
+    optimizer = as_distributed(rule, config, job.strategy, **options)
+    rows: dict[str, list[Any]] = {"parameters": [], "losses": [], "gradients": [], "inputs": []}
+    for step in range(job.steps):
+        x, y, begin = job.read_share(problem, step, model.data_rank)
+        rows["inputs"].append(checksum(x, y) != reference.inputs[step, model.data_rank])
+        if step < len(reference.gradients):
+            expected = reference.gradients[step, model.data_rank]
+            own = model.compute_gradients(x, y, problem.loss)
+            # Relative to the largest element of the whole gradient.
+            floor = float(np.max(np.abs(expected)))
+            rows["gradients"].append(_errors(entries, own, expected, floor))
+        loss = optimizer.step_report(model, x, y, sample_start=begin).loss
+        known = not np.isnan(reference.losses[step])
+        rows["losses"].append(relative_error(loss, reference.losses[step]) if known else 0.0)
+        full = model.gather_full_parameters()
+        rows["parameters"].append(_errors(entries, full, reference.parameters[step + 1]))
+    last = take(problem.x, job.batch(job.steps - 1, len(problem.x)))
+    predicted = np.nan
+    if reference.predictions.size:
+        predicted = relative_error(model.predict(last), reference.predictions)
+    computed = "alone"
+    if model.data_size < model.world_size:
+        computed = "together" if model.is_compute_partitioned else "repeated"
+    mine = {"built": _errors(entries, start, reference.parameters[0]), "predictions": predicted}
+    return Comparison(
+        names=np.array([e.name for e in entries]),
+        shapes=np.array([str(e.shape) for e in entries]),
+        dtype=np.array(start.dtype.name),
+        computed=np.array(computed),
+        **{n: backend.all_gather(np.array([value])) for n, value in {**mine, **rows}.items()},
+    )
+
+
+def _options(job: VerifyJob, schedule: str) -> dict[str, Any]:
+    """Return the options of `as_distributed` for one comparison."""
+    options = dict(job.mesh.options)
+    if "recompute" in options:
+        strategy = RecomputeStrategy(options.pop("recompute"))
+        options["checkpoint_config"] = ActivationCheckpointConfig(
+            enabled=True, checkpoint_every_n_layers=_SEGMENT, recompute_strategy=strategy
+        )
+    return options | ({"schedule": schedule} if schedule else {})
+
+
+def _errors(
+    entries: tuple[ParameterEntry, ...], actual: Array, expected: Array, floor: float = 1.0
+) -> list[float]:
+    if actual.shape != expected.shape:
+        return [np.inf] * len(entries)
+    ranges = [slice(e.start, e.stop) for e in entries]
+    return [relative_error(actual[each], expected[each], floor) for each in ranges]
+
+
+def _train_and_compare(backend: CommunicationBackend, job: VerifyJob, factory: Any) -> None:
+    for schedule in job.mesh.schedules:
+        problem = build_problem(factory, job.seed, job.dtype)  # wrapping took the last one's arrays
+        comparison = compare(backend, job, problem, Reference.read(job.folder), schedule)
+        if backend.rank == 0:
+            comparison.write(job.folder, schedule)
+
+
+def default_tolerance(dtype: str) -> float:
+    """Return the relative error that rounding explains over some steps."""
+    return 1e-10 if dtype == "float64" else 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A comparison, and the error that it may have.
+
+    Parameters
+    ----------
+    comparison : Comparison
+        Errors that the ranks found.
+    tolerance : float
+        Largest relative error.
+    """
+
+    comparison: Comparison
+    tolerance: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether everything that was compared is within the tolerance, on every rank."""
+        c = self.comparison
+        errors = (c.built, c.parameters, c.losses, c.gradients, np.nan_to_num(c.predictions))
+        return not c.inputs.any() and all(self._within(e) for e in errors)
+
+    def _within(self, errors: Array) -> bool:
+        return bool((errors <= self.tolerance).all())
+
+    def table(self) -> Table:
+        """Return each parameter's error, the worst first."""
+        figures = [
+            Column(name, justify="right") for name in ("error", "on rank", "above from step")
+        ]
+        texts = [Column(name, overflow="fold") for name in ("parameter", "shape")]
+        table = Table(*texts, *figures, box=None, pad_edge=False)
+        c = self.comparison
+        # Step 0 is before training.
+        errors = np.concatenate([c.built[:, None], c.parameters], axis=1)
+        worst = errors.max(axis=(0, 1))
+        for i in np.argsort(-worst, kind="stable"):
+            steps = np.flatnonzero((errors[:, :, i] > self.tolerance).any(axis=0))
+            rank, first = errors[:, :, i].max(axis=1).argmax(), f"{steps[0]}" if steps.size else ""
+            row = c.names[i], c.shapes[i], f"{worst[i]:.1e}", rank, first
+            table.add_row(*map(str, row), style="bold red" if steps.size else None)
+        return table
+
+    def lines(self) -> list[str]:
+        """Return what else was compared, what it means, and the verdict last."""
+        c = self.comparison
+        others = [f"losses {c.losses.max():.1e}", f"own gradients {c.gradients.max():.1e}"]
+        if not np.isnan(c.predictions).any():
+            others.append(f"predictions {c.predictions.max():.1e}")
+        lines = [f"worst error of {', '.join(others)}"]
+        if c.computed == "repeated":
+            lines.append(
+                "the computation was not partitioned, because the model is a black box: every rank "
+                "computed all of its batch. A model that implements ILayeredModel (mpishard.nn) is "
+                "computed in parts"
+            )
+        errors = np.maximum(c.built, c.parameters.max(axis=1))
+        worst, names = f"{self.tolerance:.0e} (worst {errors.max():.1e})", len(c.names)
+        if self.is_equal:
+            ranks = counted(len(c.built), "rank")
+            return [*lines, f"EQUAL: all {names} parameters on {ranks} are within {worst}"]
+        above = int((errors > self.tolerance).any(axis=0).sum())
+        return [*lines, self._reason(), f"DIFFERENT: {above} of {names} parameters exceed {worst}"]
+
+    def _reason(self) -> str:
+        """Return the first thing that differs, and what may cause it."""
+        c = self.comparison
+        if not self._within(c.built) or c.inputs.any():
+            what = "other data" if self._within(c.built) else "other first parameters"
+            ranks = c.inputs.any(axis=1) | (c.built > self.tolerance).any(axis=1)
+            return (
+                f"{_ranks(ranks)} got {what} than a process alone: factory(seed) must depend on "
+                "its seed and on nothing else"
+            )
+        wrong = (c.parameters > self.tolerance).any(axis=(0, 2))
+        first_wrong = int(wrong.argmax()) if wrong.any() else len(wrong)
+        off = c.gradients > self.tolerance
+        first_off = int(off.any(axis=(0, 2)).argmax()) if off.any() else len(wrong) + 1
+        if first_off <= first_wrong:
+            name = c.names[c.gradients[:, first_off].max(axis=0).argmax()]
+            if c.computed == "together":
+                return (
+                    f"step {first_off + 1}: the gradient of one batch that several ranks compute "
+                    f"together is not what a process alone computes of it (worst {name}). Does a "
+                    "layer look at the batch as a whole (statistics of it), or depend on its rank? "
+                    "If not, the fault is mpishard's"
+                )
+            return (
+                f"step {first_off + 1}: on {_ranks(off[:, first_off].any(axis=1))} the gradient of "
+                f"the rank's own samples is not what a process alone computes of them (worst "
+                f"{name}). The model depends on its rank, or on something else beside parameters "
+                "and data: an environment variable, the process or thread, the time, np.random's "
+                "global state, earlier calls"
+            )
+        if wrong.any():
+            return (
+                f"step {first_wrong + 1}: each rank's gradient of its own samples is right, and "
+                "the update is not. Is the loss a mean over the samples, and is each sample's part "
+                "free of the others (no sum, no statistics of the batch)? Then the fault is "
+                "mpishard's"
+            )
+        what = "predictions" if self._within(c.losses) else "losses"
+        rows = c.predictions[:, None] if what == "predictions" else c.losses
+        ranks = (rows > self.tolerance).any(axis=1)
+        return f"the parameters agree, and the {what} of {_ranks(ranks)} differ"
+
+
+def _ranks(which: Array) -> str:
+    ranks = np.flatnonzero(which)
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
+
+
+def main() -> None:
+    """Be one rank of a job, or all of them as threads: ``FOLDER mpi|memory``."""
+    job = VerifyJob.read(Path(sys.argv[1]))
+    launch(
+        _train_and_compare,
+        job,
+        load_factory(job.target),
+        backend=sys.argv[2],
+        world_size=job.world_size,
+    )
+
+
+if __name__ == "__main__":
+    main()

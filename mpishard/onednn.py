@@ -1,0 +1,229 @@
+"""Products of bfloat16 matrices on the processor's bfloat16 unit, by oneDNN's C API.
+
+oneDNN (https://uxlfoundation.github.io/oneDNN, formerly MKL-DNN) is called through ctypes, which
+lets go of Python's lock meanwhile. Every thread has its own engine, stream and primitives,
+because oneDNN's scratch memory belongs to the thread that creates a primitive. A product is
+computed by the thread that asks for it, so that its bits do not depend on the number of cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import functools
+import importlib.metadata
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpishard import settings
+from mpishard.arrays import Array, address
+from mpishard.bfloat16 import BFLOAT16
+from mpishard.blas import Processor
+
+__all__ = ["Library", "library", "processor_has_unit", "reason_for_none"]
+
+_WHEEL = "onednn-cpu-gomp"
+_VERSION = 3  # of the C API
+_CPU, _IN_ORDER = 1, 1  # dnnl_cpu, dnnl_stream_in_order
+_DTYPES = {BFLOAT16: 2, np.dtype(np.float32): 3}  # dnnl_bf16, dnnl_f32
+_SOURCE, _WEIGHTS, _BIAS, _TARGET = 1, 33, 41, 17  # DNNL_ARG_...
+_MOST_PRIMITIVES = 512
+_UNITS = frozenset({"avx512_bf16", "amx_bf16"})
+
+
+class _Version(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in ("major", "minor", "patch")]
+
+
+class _Argument(ctypes.Structure):
+    _fields_ = [("kind", ctypes.c_int), ("memory", ctypes.c_void_p)]
+
+
+@functools.cache
+def processor_has_unit() -> bool:
+    """True if the processor multiplies bfloat16 by itself (AVX512-BF16 or AMX-BF16)."""
+    return bool(_UNITS & Processor.of_this_machine().flags)
+
+
+@functools.cache
+def library() -> Library | None:
+    """The oneDNN library of this process, if there is one that the processor has a unit for.
+
+    Raises
+    ------
+    ValueError
+        If MPISHARD_ONEDNN names a file that is no oneDNN library of version 3.
+    """
+    given = settings.onednn_library()
+    if given == "off" or not processor_has_unit():
+        return None
+    if given != "auto":
+        return Library(given)
+    for path in _places():
+        try:
+            return Library(path)
+        except ValueError:
+            continue
+    return None
+
+
+def reason_for_none() -> str:
+    """The reason why `library` gives none."""
+    if not processor_has_unit():
+        return "the processor has no unit for bfloat16 (AVX512-BF16 or AMX-BF16)"
+    if settings.onednn_library() == "off":
+        return "MPISHARD_ONEDNN=off"
+    return "no oneDNN library was found: pip install 'mpishard[bf16]'"
+
+
+def _places() -> Iterator[str]:
+    """Paths at which a library may lie: of the wheel, of conda, of the system."""
+    try:
+        files = importlib.metadata.files(_WHEEL) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    yield from (str(file.locate()) for file in files if file.name == "libdnnl.so.3")
+    yield os.path.join(sys.prefix, "lib", "libdnnl.so.3")  # noqa: PTH118 - a name for the loader
+    found = ctypes.util.find_library("dnnl")
+    if found is not None:
+        yield found
+
+
+class Library:
+    """A loaded oneDNN library.
+
+    Parameters
+    ----------
+    path : str
+        Path or name of the shared library.
+
+    Attributes
+    ----------
+    path, version : str
+        Where it is, and its version.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be loaded, or its API is not that of version 3.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            self.c = ctypes.CDLL(path)
+            self.c.dnnl_version.restype = ctypes.POINTER(_Version)
+            version = self.c.dnnl_version().contents
+        except (OSError, AttributeError) as error:
+            raise ValueError(f"MPISHARD_ONEDNN: {path} is no oneDNN library: {error}") from error
+        self.path = path
+        self.version = f"{version.major}.{version.minor}.{version.patch}"
+        if version.major != _VERSION:
+            raise ValueError(f"MPISHARD_ONEDNN: {path} is oneDNN {self.version}, needs version 3")
+        self._threads = threading.local()
+
+    def multiply(self, a: Array, b: Array, out: Array, bias: Array | None = None) -> None:
+        """``out = a @ b + bias``; sums are made in float32, and each element is rounded once.
+
+        Parameters
+        ----------
+        a, b : Array
+            bfloat16, of shapes (..., N, K) and (..., K, M), with any strides.
+        out : Array
+            float32 or bfloat16, of shape (..., N, M).
+        bias : Array, optional
+            bfloat16 or float32, of shape (M,).
+
+        Raises
+        ------
+        RuntimeError
+            If oneDNN refuses, with its status.
+        """
+        arrays = [a, b, out] if bias is None else [a, b, out, bias]
+        primitives = self._of_this_thread()
+        key = tuple([(x.shape, x.strides, x.dtype.char) for x in arrays])
+        product = primitives.get(key)
+        if product is None:
+            if len(primitives) >= _MOST_PRIMITIVES:  # batches of ever other sizes
+                primitives.clear()
+            product = primitives[key] = _Product(self, self._threads.engine, arrays)
+        product.run(self._threads.stream, arrays)
+
+    def _of_this_thread(self) -> dict[Any, _Product]:
+        primitives: dict[Any, _Product] | None = getattr(self._threads, "primitives", None)
+        if primitives is None:
+            # One thread for each product: cores are the ranks'. Of this calling thread alone.
+            limit = getattr(self.c, "omp_set_num_threads", None)
+            if limit is not None:
+                limit(1)
+            engine, stream = ctypes.c_void_p(), ctypes.c_void_p()
+            self.check(self.c.dnnl_engine_create(ctypes.byref(engine), _CPU, ctypes.c_size_t(0)))
+            self.check(self.c.dnnl_stream_create(ctypes.byref(stream), engine, _IN_ORDER))
+            self._threads.engine, self._threads.stream = engine, stream
+            primitives = self._threads.primitives = {}
+        return primitives
+
+    @staticmethod
+    def check(status: int) -> None:
+        """Raise for a status that is not success."""
+        if status:
+            raise RuntimeError(f"oneDNN refused with status {status} (dnnl_status_t)")
+
+
+class _Product:
+    """A matmul primitive for arrays of given shapes, strides and dtypes, and its memory objects."""
+
+    def __init__(self, library: Library, engine: ctypes.c_void_p, arrays: list[Array]) -> None:
+        self._c = c = library.c
+        kinds = (_SOURCE, _WEIGHTS, _TARGET, _BIAS)
+        shapes = [self._description(library, array, arrays[2].ndim) for array in arrays]
+        a, b, out, bias = [*shapes, None][:4]
+        found, self._primitive = ctypes.c_void_p(), ctypes.c_void_p()
+        library.check(
+            c.dnnl_matmul_primitive_desc_create(ctypes.byref(found), engine, a, b, bias, out, None)
+        )
+        library.check(c.dnnl_primitive_create(ctypes.byref(self._primitive), found))
+        c.dnnl_primitive_desc_destroy(found)
+        self._memories = [ctypes.c_void_p() for _ in arrays]
+        for shape, memory in zip(shapes, self._memories, strict=True):
+            library.check(
+                c.dnnl_memory_create(ctypes.byref(memory), shape, engine, ctypes.c_void_p(0))
+            )
+            c.dnnl_memory_desc_destroy(shape)
+        self._arguments = (_Argument * len(arrays))(
+            *(_Argument(k, m) for k, m in zip(kinds, self._memories, strict=False))
+        )
+        self._check = library.check
+
+    @staticmethod
+    def _description(library: Library, array: Array, dims: int) -> ctypes.c_void_p:
+        missing = dims - array.ndim  # a bias has fewer
+        shape = (1,) * missing + array.shape
+        sizes = [array.shape[0] if missing else 0] * missing
+        strides = [*sizes, *(stride // array.itemsize for stride in array.strides)]
+        vector = ctypes.c_int64 * dims
+        made = ctypes.c_void_p()
+        library.check(
+            library.c.dnnl_memory_desc_create_with_strides(
+                ctypes.byref(made), dims, vector(*shape), _DTYPES[array.dtype], vector(*strides)
+            )
+        )
+        return made
+
+    def run(self, stream: ctypes.c_void_p, arrays: list[Array]) -> None:
+        """Compute with other arrays of the same layout."""
+        for memory, array in zip(self._memories, arrays, strict=True):
+            self._c.dnnl_memory_set_data_handle(memory, ctypes.c_void_p(address(array)))
+        self._check(
+            self._c.dnnl_primitive_execute(self._primitive, stream, len(arrays), self._arguments)
+        )
+
+    def __del__(self) -> None:
+        for memory in getattr(self, "_memories", ()):
+            self._c.dnnl_memory_destroy(memory)
+        if getattr(self, "_primitive", None):
+            self._c.dnnl_primitive_destroy(self._primitive)

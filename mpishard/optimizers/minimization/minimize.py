@@ -1,0 +1,395 @@
+"""`minimize`: L-BFGS, CG and Newton-CG on a function whose samples the ranks share."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from mpishard import checkpoint as checkpoints
+from mpishard.arguments import as_integer, as_number, nearest
+from mpishard.arrays import Array, array_namespace, require_plain
+from mpishard.checkpoint.format.consensus import differences
+from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.communication.init import init
+from mpishard.contracts import PathLike
+from mpishard.data import check_dataset
+from mpishard.models import ZeRO2Model
+from mpishard.optimizers.loop.data import OptimizationInputData
+from mpishard.optimizers.loop.saving import RunCheckpoints, checkpoint_to_resume
+from mpishard.optimizers.minimization.objective import Objective, Samples
+from mpishard.optimizers.minimization.result import OptimizeResult
+from mpishard.optimizers.rules.search import LBFGS, NewtonCG, NonlinearCG, SearchRule
+from mpishard.optimizers.sharded.strategies import ZeRO2Optimizer
+from mpishard.sharding import ShardingConfiguration
+
+__all__ = ["minimize"]
+
+_RULES: dict[str, type[SearchRule]] = {
+    "l-bfgs": LBFGS, "l-bfgs-b": LBFGS, "cg": NonlinearCG, "newton-cg": NewtonCG,
+}  # fmt: skip
+_METHODS = "L-BFGS (or L-BFGS-B), CG, Newton-CG"
+_DEFAULTS = {"maxiter": 15_000, "maxfun": 15_000, "gtol": 1e-5, "ftol": 2.2204460492503131e-09}
+_RULE_OPTIONS = {"maxls": "max_line_search", "c1": "c1", "c2": "c2"}  # SciPy's name -> the rule's
+_OWN_OPTIONS = {LBFGS: {"maxcor": "memory"}, NewtonCG: {"maxcg": "max_products"}, NonlinearCG: {}}
+
+
+def minimize(
+    fun: Callable[..., Any],
+    theta0: Any,
+    args: Sequence[Any] = (),
+    method: str = "L-BFGS",
+    *,
+    backend: CommunicationBackend | None = None,
+    jac: bool | Callable[..., Array] = True,
+    hessp: Callable[..., Array] | None = None,
+    bounds: Any = None,
+    options: Mapping[str, Any] | None = None,
+    callback: Callable[..., Any] | None = None,
+    local_data: bool = False,
+    checkpoint: PathLike | None = None,
+    checkpoint_every: int | None = None,
+    resume: PathLike | bool | None = None,
+) -> OptimizeResult:
+    """Minimize a mean loss over samples, which the ranks share. Collective.
+
+    It is called as ``scipy.optimize.minimize`` with ``jac=True``. Each rank evaluates the function
+    on its share of the samples; the gradient is reduced, and each rank holds 1/N of the 2m + 3
+    vectors of L-BFGS. The iterates are those of one process but for the order of sums; on all ranks
+    they are the same bits.
+
+    Parameters
+    ----------
+    fun : callable
+        ``fun(theta, *args)`` returns the *mean* loss over the samples it is given and its gradient,
+        an array of shape (n,). It must not change theta. It is called with at least one sample.
+    theta0 : array_like
+        First parameters, shape (n,), floating. Rank 0's count.
+    args : sequence of array or data set
+        Arrays of equal length, cut along their first dim: the *same* on every rank, of which each
+        reads its share. Without any, rank 0 alone evaluates the function.
+    method : str
+        "L-BFGS", also under SciPy's name "L-BFGS-B", "CG" (nonlinear conjugate gradients of Polak
+        and Ribière) or "Newton-CG"; see `mpishard.optimizers.LBFGS` for papers and equations. All
+        search a step that satisfies the strong Wolfe conditions.
+    backend : CommunicationBackend, optional
+        The ranks; default ``mpishard.init()``.
+    jac : True or callable
+        ``jac(theta, *args)`` returns the gradient, if ``fun`` returns the loss alone.
+    hessp : callable, optional
+        ``hessp(theta, v, *args)`` returns the mean Hessian times v, shape (n,), for "Newton-CG".
+        Without it differences of gradients take its place.
+    bounds : sequence of (low, high), optional
+        For "L-BFGS": one pair for each element of theta, None for no bound; or an object with
+        ``lb`` and ``ub``, as ``scipy.optimize.Bounds``. Directions are projected onto the box.
+    options : mapping, optional
+        ``maxiter`` (15,000), ``maxfun`` (15,000), ``gtol`` (1e-5, of the largest element of the
+        gradient), ``ftol`` (2.2e-9, of the fall of the loss, relative to it or to 1), ``maxls``
+        (20), ``c1``, ``c2``; of "L-BFGS" ``maxcor`` (10), the number m of pairs; of "Newton-CG"
+        ``maxcg`` (50) products for one direction.
+    callback : callable, optional
+        ``callback(theta)`` or ``callback(intermediate_result)`` after each iteration, on every
+        rank; for it theta is gathered. StopIteration on any rank ends the run on all.
+    local_data : bool
+        ``args`` are this rank's own samples, of any number, also none.
+    checkpoint : path, optional
+        Folder of the run's checkpoints. If it has some, the run goes on from the newest that
+        verifies, at any world size.
+    checkpoint_every : int, optional
+        Iterations between checkpoints; default at the end only.
+    resume : path or bool, optional
+        As for `OptimizationInputData`.
+
+    Returns
+    -------
+    OptimizeResult
+        The fields of SciPy's, the same on every rank.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For arguments that do not fit, before anything is communicated; on every rank, if the ranks
+        ask for different runs.
+    NonFiniteLossError
+        On every rank, if the loss or its gradient is not finite at ``theta0``, or at any trial of a
+        line search.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> def fun(theta, x, y):
+    ...     error = x @ theta - y
+    ...     return np.mean(error**2), 2 * x.T @ error / len(x)
+    >>> x = np.random.default_rng(0).standard_normal((100, 3))
+    >>> result = minimize(fun, np.zeros(3), (x, x @ [1.0, 2.0, 3.0]))
+    >>> result.x.round(4).tolist(), result.success
+    ([1.0, 2.0, 3.0], True)
+    """
+    theta = _checked_theta(theta0)
+    args = _checked_args(args, local_data=local_data)
+    rule, limits = _checked_rule(method, options)
+    box = _checked_bounds(bounds, theta, rule)
+    function = _checked_functions(fun, jac, hessp, rule)
+    if isinstance(rule, NewtonCG):
+        rule.has_products = hessp is not None
+        rule.epsilon = float(np.finfo(theta.dtype).eps)
+    # Its checks of these arguments, and its places for checkpoints; the samples have no part in it.
+    saving = OptimizationInputData(
+        model=fun, x_train=np.zeros(1), y_train=np.zeros(1), checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every, resume=resume,
+    ).checked()  # fmt: skip
+    backend = init() if backend is None else backend
+    backend.initialize()
+    samples = Samples.of(args, backend.rank, backend.world_size, local_data=local_data)
+    _require_same(backend, rule, {
+        **limits, "parameters": theta.size, "dtype": theta.dtype.name,
+        "bounds": None if box is None else zlib.crc32(np.stack(box).tobytes()),
+        "data sets": len(args), "samples": None if local_data else len(args[0]) if args else 1,
+        "local_data": local_data, "callback": callback is not None, "jac": jac is True,
+        "checkpoint": checkpoint is not None, "checkpoint_every": checkpoint_every,
+        "resume": resume is True if resume is None or isinstance(resume, bool) else "path",
+    })  # fmt: skip
+    run = _Run(backend, rule, limits, Objective(function, theta, hessp), callback)
+    return run.go(samples, saving, box)
+
+
+class _Run:
+    """One minimization: its model, its optimizer, and the reasons to stop."""
+
+    def __init__(
+        self,
+        backend: CommunicationBackend,
+        rule: SearchRule,
+        limits: Mapping[str, float],
+        objective: Objective,
+        callback: Callable[..., Any] | None,
+    ) -> None:
+        self.backend = backend
+        self.rule = rule
+        self.limits = limits
+        self.objective = objective
+        self.callback = callback
+
+    def go(
+        self,
+        samples: Samples,
+        saving: OptimizationInputData,
+        box: tuple[Array, Array] | None,
+    ) -> OptimizeResult:
+        """Minimize. Collective."""
+        backend = self.backend
+        config = ShardingConfiguration(backend)
+        self.model = ZeRO2Model(self.objective, config)
+        self.optimizer = ZeRO2Optimizer(self.rule, config)
+        state = self.optimizer.checkpoint_view(self.model)
+        own = RunCheckpoints(saving, backend) if saving.checkpoint is not None else None
+        found = checkpoint_to_resume(saving, backend, None if own is None else own.folder)
+        if found is not None:
+            checkpoints.load(found, self.model, self.optimizer)
+        if box is not None:
+            for piece in self.model.engine.pieces.updated:
+                for name, bound in zip(("lower", "upper"), box, strict=True):
+                    state.vectors[name][piece.in_shard] = bound[piece.start : piece.stop]
+        self.numbers = self.objective.numbers = state.numbers
+        status, message = -1, ""
+        if found is not None:  # a run that had ended does nothing more
+            status, message = self._reason(self.numbers.get("before"))
+        with nullcontext() if own is None else own.running():
+            while status < 0:
+                before = self.numbers.get("value")
+                report = self.optimizer.step_report(self.model, samples, None)
+                before = report.loss if before is None else before
+                status, message = self._reason(before)
+                if status < 0 and self.callback is not None and self._asks_to_stop():
+                    status, message = 99, "the callback raised StopIteration"
+                if own is None:
+                    continue
+                step, is_preempted = self.optimizer.steps, own.is_preempted()
+                if is_preempted or own.is_due(step, is_last=status >= 0):
+                    own.save(step, self.model, self.optimizer, None, {})
+                if is_preempted:
+                    own.leave(step, int(self.limits["maxiter"]))
+        return self._result(status, message)
+
+    def _reason(self, before: float | None) -> tuple[int, str]:
+        """Return status and message if the run ends here, otherwise (-1, ""). Collective."""
+        numbers, limits = self.numbers, self.limits
+        value, largest = numbers["value"], self._largest_of_gradient()
+        if largest <= limits["gtol"]:
+            return 0, f"the largest element of the gradient, {largest:.3g}, is at most gtol"
+        if "stuck" in numbers:
+            return 2, numbers["stuck"]
+        if before is not None:
+            fall = before - value
+            if fall <= limits["ftol"] * max(abs(before), abs(value), 1.0):
+                return 0, f"the loss fell by {fall:.3g}, which is at most ftol"
+        if self.optimizer.steps >= limits["maxiter"]:
+            return 1, f"maxiter, {limits['maxiter']} iterations, is reached"
+        if numbers["evaluations"] >= limits["maxfun"]:
+            return 1, f"maxfun, {limits['maxfun']} evaluations, is reached"
+        return -1, ""
+
+    def _largest_of_gradient(self) -> float:
+        """Return the largest element of the projected gradient. Collective."""
+        vectors = self.optimizer.state
+        base, gradient = vectors["base"], vectors["base_gradient"]
+        xp = array_namespace(gradient)
+        if self.rule.is_bounded:
+            gradient = base - xp.clip(base - gradient, vectors["lower"], vectors["upper"])
+        largest = float(abs(gradient).max()) if gradient.size else 0.0
+        return float(self.backend.all_reduce(np.array([largest]), ReductionOperation.MAX)[0])
+
+    def _asks_to_stop(self) -> bool:
+        """Call the callback; return whether it ends the run on any rank. Collective."""
+        assert self.callback is not None
+        theta = self.model.gather_full_parameters()
+        stops = 0
+        try:
+            if "intermediate_result" in inspect.signature(self.callback).parameters:
+                result = OptimizeResult(x=theta, fun=self.numbers["value"])
+                self.callback(intermediate_result=result)
+            else:
+                self.callback(theta)
+        except StopIteration:
+            stops = 1
+        return bool(self.backend.all_reduce(np.array([stops]), ReductionOperation.MAX)[0])
+
+    def _result(self, status: int, message: str) -> OptimizeResult:
+        numbers, products = self.numbers, self.numbers.get("products", 0)
+        # A last step that found nothing lower is no iteration.
+        iterations = self.optimizer.steps - ("stuck" in numbers)
+        evaluations = numbers["evaluations"] + (0 if self.objective.has_product else products)
+        result = OptimizeResult(
+            x=self.model.gather_full_parameters(),
+            fun=numbers["value"],
+            jac=self.backend.all_gather(self.optimizer.state["base_gradient"]),
+            nit=iterations,
+            nfev=evaluations,
+            njev=evaluations,
+            success=status == 0,
+            status=status,
+            message=message,
+        )
+        if isinstance(self.rule, NewtonCG):
+            result["nhev"] = products
+        self.model.release()
+        return result
+
+
+def _checked_theta(given: Any) -> Array:
+    require_plain(given)
+    theta = given.copy() if hasattr(given, "dtype") else np.array(given)
+    if theta.dtype.kind in "iub":
+        theta = theta.astype(np.float64)
+    if theta.ndim != 1 or theta.size == 0 or theta.dtype.name not in ("float32", "float64"):
+        raise ValueError(
+            "theta0 must be a non-empty 1-D vector of float64 or float32, got "
+            f"{theta.dtype.name} of shape {theta.shape}"
+        )
+    return theta
+
+
+def _checked_args(args: Any, *, local_data: bool) -> tuple[Any, ...]:
+    if not isinstance(args, tuple | list):
+        args = (args,)  # as SciPy does
+    lengths = [check_dataset(a, f"args[{i}]", allow_empty=local_data) for i, a in enumerate(args)]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"args must be arrays with as many samples each, got {lengths}; give what is no data "
+            "by functools.partial"
+        )
+    if local_data and not args:
+        raise ValueError("local_data=True needs args: this rank's samples")
+    return tuple(args)
+
+
+def _checked_rule(
+    method: Any, options: Mapping[str, Any] | None
+) -> tuple[SearchRule, dict[str, float]]:
+    kind = _RULES.get(method.lower()) if isinstance(method, str) else None
+    if kind is None:
+        raise ValueError(f"method must be one of {_METHODS}, got {method!r}")
+    names = {**_RULE_OPTIONS, **_OWN_OPTIONS[kind]}
+    limits: dict[str, float] = dict(_DEFAULTS)
+    settings = {}
+    for name, value in (options or {}).items():
+        if name in names:
+            settings[names[name]] = value
+        elif name not in limits:
+            known = [*limits, *names]
+            raise ValueError(
+                f"method {method!r} has no option {name!r}; known are {', '.join(known)}"
+                + nearest(name, known)
+            )
+        elif name.startswith("max"):
+            limits[name] = as_integer(name, value)
+            if value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
+        else:
+            limits[name] = as_number(name, value)
+            if not value >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {value}")
+    return kind(**settings), limits
+
+
+def _checked_bounds(bounds: Any, theta: Array, rule: SearchRule) -> tuple[Array, Array] | None:
+    """Return lower and upper bounds, and move theta into the box."""
+    if bounds is None:
+        return None
+    if not isinstance(rule, LBFGS):
+        kind = type(rule).__name__
+        raise ValueError(f"bounds need method 'L-BFGS'; {kind} has none")  # noqa: TRY004
+    if hasattr(bounds, "lb"):
+        pair = bounds.lb, bounds.ub
+    else:
+        rows = list(bounds)
+        if len(rows) != theta.size or any(len(row) != 2 for row in rows):
+            raise ValueError(f"bounds must be {theta.size} pairs (low, high), got {len(rows)}")
+        pair = (
+            [-np.inf if low is None else low for low, _ in rows],
+            [np.inf if high is None else high for _, high in rows],
+        )
+    lower, upper = (np.broadcast_to(np.asarray(b, theta.dtype), theta.shape) for b in pair)
+    wrong = np.flatnonzero(~(lower <= upper))
+    if wrong.size:
+        k = int(wrong[0])
+        raise ValueError(f"bounds[{k}] must be low <= high, got ({lower[k]}, {upper[k]})")
+    xp = array_namespace(theta)
+    lower, upper = xp.asarray(lower), xp.asarray(upper)
+    xp.clip(theta, lower, upper, out=theta)
+    rule.is_bounded = True
+    return lower, upper
+
+
+def _checked_functions(
+    fun: Any, jac: Any, hessp: Any, rule: SearchRule
+) -> Callable[..., tuple[float, Array]]:
+    for name, function in (("fun", fun), ("hessp", hessp)):
+        if not callable(function) and not (name == "hessp" and function is None):
+            raise TypeError(f"{name} must be a function, got {function!r}")
+    if hessp is not None and not isinstance(rule, NewtonCG):
+        raise ValueError(f"hessp needs method 'Newton-CG'; {type(rule).__name__} does not use it")
+    if jac is True:
+        return fun  # type: ignore[no-any-return]
+    if not callable(jac):
+        raise ValueError(  # noqa: TRY004 - as SciPy's jac=False
+            f"jac must be True, if fun returns (loss, gradient), or a function, got {jac!r}; an "
+            "adapter, such as mpishard.adapters.AutogradModel, differentiates a loss"
+        )
+
+    def both(theta: Array, *args: Any) -> tuple[float, Array]:
+        return fun(theta, *args), jac(theta, *args)
+
+    return both
+
+
+def _require_same(
+    backend: CommunicationBackend, rule: SearchRule, choices: Mapping[str, Any]
+) -> None:
+    differing = differences(backend, {**rule.fingerprint(), **choices})
+    if differing:
+        raise ValueError(f"every rank must minimize the same function; by rank, {differing}")

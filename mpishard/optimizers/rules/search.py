@@ -1,0 +1,583 @@
+"""The rules that search along a direction: L-BFGS, nonlinear CG and Newton-CG.
+
+They need the loss beside its gradient, at several points for each update, and so full batches: a
+`SearchRule` is asked to `begin` an update, and then to judge each evaluation, until its numbers say
+that none is pending. All vectors are cut as the parameters are; a dot product is a sum
+over the ranks' parts in the one tree, so all ranks choose the same steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpishard.arguments import as_integer
+from mpishard.arrays import Array, array_namespace, is_device_array, to_host
+from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, places_of
+from mpishard.optimizers.rules.rule import Optimizer, fraction
+from mpishard.optimizers.rules.schedules import Schedule
+from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
+
+__all__ = ["LBFGS", "NewtonCG", "NonlinearCG", "SearchRule"]
+
+_BLOCK = 4096  # elements whose products are summed as one; a power of two, the same everywhere
+_LONGEST = 1e10  # of all steps
+_EPSILON = float(np.finfo(np.float64).eps)
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    if as_integer(name, value) < 1:
+        raise ValueError(f"{name} must be 1 or more, got {value}")
+    return int(value)
+
+
+@dataclass(eq=False)
+class SearchRule(Optimizer):
+    """The common part of rules with a line search: `StrongWolfe` along a direction.
+
+    Weight decay and clipping would make the gradient that of another function than the loss, so
+    they are refused. ``parameter_options`` may freeze parameters.
+
+    The caller keeps ``context.numbers``: the value at the base point, the search under way, the
+    number of evaluations, and ``"stuck"``, the reason why no lower value can be found, if so.
+    """
+
+    learning_rate: float | Schedule = 1.0
+    c1: float = 1e-4
+    c2: float = 0.9
+    max_line_search: int = 20
+
+    searches = True
+    state_names: ClassVar[tuple[str, ...]] = ("base", "base_gradient", "direction")
+    checks = Optimizer.checks | {
+        "c1": fraction, "c2": fraction, "max_line_search": _at_least_one,
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.is_bounded = False  # `minimize` fills the state "lower" and "upper" if it is
+        if not 0 < self.c1 < self.c2:
+            raise ValueError(f"a line search needs 0 < c1 < c2 < 1, got {self.c1} and {self.c2}")
+        other = {name: getattr(self, name) for name in ("clip_global_norm", "clip_value")}
+        given = [n for n, value in (other | {"weight_decay": self.weight_decay or None}).items()
+                 if value is not None]  # fmt: skip
+        options = [p for p, values in self.checked_options.items() if values.keys() - {"frozen"}]
+        if given or options:
+            raise ValueError(
+                f"{type(self).__name__} goes by the values of the loss, of which "
+                f"{', '.join(given) or f'parameter_options[{options[0]!r}]'} would change the "
+                "gradient alone; add a penalty to the loss. parameter_options may only freeze"
+            )
+
+    # ------------------------------------------------------------------------------- an update
+
+    def begin(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        """Choose a direction, and move the parameters to the first trial. Collective.
+
+        Nothing is done before the first evaluation, which is at the initial parameters.
+        """
+        numbers = context.numbers
+        if "value" not in numbers:
+            numbers["pending"] = True
+            return
+        numbers.pop("stuck", None)
+        self.choose_direction(ranges, context)
+
+    def search(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        """Search along the direction that is chosen. Collective."""
+        numbers = context.numbers
+        slope, square = self._slope(ranges, context)
+        if not (slope < 0 and math.isfinite(square)):
+            self.give_up(ranges, context)
+            return
+        longest = 1.0 if self.is_bounded else _LONGEST
+        step = min(self.first_step(slope, math.sqrt(square), context), longest)
+        search = StrongWolfe(numbers["value"], slope, step, longest, self.c1, self.c2)
+        numbers["search"], numbers["pending"] = asdict(search), True
+        self._place(ranges, step)
+
+    def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        """Judge an evaluation: keep its point, or move the parameters to the next. Collective."""
+        numbers = context.numbers
+        if context.loss is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} searches along a line, for which it needs the loss at "
+                "several points: use optimize, a sharded optimizer's step, or mpishard.minimize"
+            )
+        numbers["evaluations"] = numbers.get("evaluations", 0) + 1
+        if "value" not in numbers:
+            numbers["value"] = context.loss
+            for owned in ranges:
+                self._rebase(owned, context.gradient_scale)
+            self.begin(ranges, context)
+            return
+        scale = context.gradient_scale
+        (slope,) = self._sums(
+            ranges, context, ["direction"],
+            lambda views: [scale * _dot(views["gradient"], views["direction"])],
+        )  # fmt: skip
+        self._judge(ranges, context, context.loss, slope)
+
+    def reject(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        """Judge an evaluation whose loss or gradient is not finite. Collective."""
+        context.numbers["evaluations"] += 1
+        self._judge(ranges, context, math.inf, math.nan)
+
+    def restore(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        """Move the parameters back to the base point, and end the update."""
+        context.numbers.update(pending=False, search=None)
+        self._place(ranges, 0.0)
+
+    def _judge(
+        self, ranges: Sequence[OwnedRange], context: UpdateContext, value: float, slope: float
+    ) -> None:
+        numbers = context.numbers
+        search = StrongWolfe(**numbers["search"])
+        tried = search.step
+        if search.judge(value, slope):
+            self.accept(ranges, context, tried * (slope - search.slope), -tried * search.slope)
+            numbers.update(
+                pending=False, search=None, before=numbers["value"], value=value, step=tried
+            )
+        elif search.trials >= self.max_line_search:
+            self.give_up(ranges, context)
+        else:
+            numbers["search"] = asdict(search)
+            self._place(ranges, search.step)
+
+    def give_up(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        """Go back, and begin again along the gradient; if that was tried, say that it is stuck."""
+        self.restore(ranges, context)
+        if self.forget(context.numbers):
+            self.begin(ranges, context)
+        else:
+            context.numbers["stuck"] = "no step along the gradient lowers the loss enough"
+
+    # ------------------------------------------------------------------- what a rule is made of
+
+    def choose_direction(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        """Write ``state["direction"]`` and `search`, or ask for evaluations first."""
+        raise NotImplementedError
+
+    def first_step(self, slope: float, length: float, context: UpdateContext) -> float:
+        """Return the first trial along a direction of this slope and length."""
+        raise NotImplementedError
+
+    def accept(
+        self, ranges: Sequence[OwnedRange], context: UpdateContext, product: float, scale: float
+    ) -> None:
+        """Make the present point the base. Collective.
+
+        ``product`` is step times change of gradient, and ``scale`` step times gradient.
+        """
+        for owned in ranges:
+            self._rebase(owned, context.gradient_scale)
+
+    def forget(self, numbers: dict[str, Any]) -> bool:
+        """Forget all that a direction depends on beside the gradient; return whether it did."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------------------- arithmetic
+
+    def _rebase(self, owned: OwnedRange, scale: float) -> None:
+        xp = array_namespace(owned.parameters)
+        owned.state["base"][...] = owned.parameters
+        xp.multiply(owned.gradients, scale, out=owned.state["base_gradient"])
+
+    def _place(self, ranges: Sequence[OwnedRange], step: float) -> None:
+        """Move the parameters to the base plus ``step`` times the direction."""
+        for owned in ranges:
+            p, xp = owned.parameters, array_namespace(owned.parameters)
+            if step == 0:
+                p[...] = owned.state["base"]
+                continue
+            xp.multiply(owned.state["direction"], step, out=p)
+            p += owned.state["base"]
+            if self.is_bounded:  # for rounding
+                xp.clip(p, owned.state["lower"], owned.state["upper"], out=p)
+
+    def _slope(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> tuple[float, float]:
+        """Return the slope along the direction, and the square of its length. Collective."""
+        slope, square = self._sums(
+            ranges, context, ["base_gradient", "direction"],
+            lambda views: [
+                _dot(views["base_gradient"], views["direction"]),
+                _dot(views["direction"], views["direction"]),
+            ],
+            width=2,
+        )  # fmt: skip
+        return slope, square
+
+    def _sums(
+        self,
+        ranges: Sequence[OwnedRange],
+        context: UpdateContext,
+        names: Sequence[str],
+        products: Callable[[Mapping[str, Array]], Sequence[float] | Array],
+        width: int = 1,
+    ) -> list[float]:
+        """Return sums over all elements of all ranks, the same on every rank. Collective.
+
+        ``products`` returns the ``width`` sums over a block, of whose vectors it gets views by
+        name: "gradient" and those of the state that ``names`` lists.
+        """
+        places = places_of(ranges, context)
+        # Each parameter has its row: some ranks of a mesh hold copies, which count once.
+        rows: Any = np.zeros((len(places), width))
+        for owned in ranges:
+            for segment in owned.segments:
+                place = places[segment.name, segment.cell]
+                for views in _blocks(owned, names, segment.start, segment.stop):
+                    rows[place] += to_host(array_namespace(owned.parameters).asarray(
+                        products(views)))  # fmt: skip
+        rows = context.sum_over_owners(rows)
+        seen = {name: place for (name, cell), place in places.items() if cell == 0}
+        total: list[float] = rows[list(seen.values())].sum(axis=0).tolist()
+        return total
+
+
+def _dot(a: Array, b: Array) -> float:
+    """Return the dot product in float64."""
+    wide = np.float64
+    return float(a.astype(wide, copy=False) @ b.astype(wide, copy=False))
+
+
+def _blocks(
+    owned: OwnedRange, names: Sequence[str], start: int, stop: int
+) -> Iterator[dict[str, Array]]:
+    """Yield views of the vectors, block by block; on a GPU all is one block."""
+    vectors = {name: owned.state[name] for name in names}
+    vectors |= {"gradient": owned.gradients, "parameters": owned.parameters}
+    step = max(1, stop - start) if is_device_array(owned.parameters) else _BLOCK
+    for begin in range(start, stop, step):
+        end = min(stop, begin + step)
+        yield {name: vector[begin:end] for name, vector in vectors.items()}
+
+
+# --------------------------------------------------------------------------------------- L-BFGS
+
+
+@dataclass(eq=False)
+class LBFGS(SearchRule):
+    """Limited-memory BFGS with a strong Wolfe line search, for full batches.
+
+    Nocedal and Wright, "Numerical Optimization", 2006, algorithms 7.4 and 7.5. The inverse Hessian
+    is that of the last ``memory`` pairs of steps and changes of the gradient, on gamma times the
+    identity (equation 7.20). The two loops go through the coefficients of the pairs, after one
+    reduction of all dot products (Chen, Wang and Zhou, "Large-scale L-BFGS using MapReduce", NIPS
+    2014), so an update needs as many reductions with 20 pairs as with one. Constants and first
+    steps are those of SciPy's L-BFGS-B, whose iterates it follows.
+
+    One ``step`` evaluates the loss as often as its line search needs, mostly once, and returns the
+    loss before the update. All evaluations of a run must be of one function: `optimize` refuses a
+    ``batch_size`` below the number of samples, and models with dropout are refused. `minimize` runs
+    it on a function.
+
+    Parameters
+    ----------
+    learning_rate : float or Schedule
+        First trial of a search, in units of the quasi-Newton step: 1, unless you know better.
+    memory : int
+        Number m of pairs; state is 2m + 3 vectors of the parameters' length, over all ranks.
+    c1, c2 : float
+        Constants of the strong Wolfe conditions, 0 < c1 < c2 < 1.
+    max_line_search : int
+        Evaluations after which a search is given up; the next begins along the gradient.
+    parameter_options
+        See `Optimizer`; ``frozen`` alone.
+
+    Raises
+    ------
+    ValueError
+        For a number outside its range, weight decay or clipping.
+    """
+
+    c1: float = 1e-3
+    memory: int = 10
+
+    checks = SearchRule.checks | {"memory": _at_least_one}
+
+    def needed_state(self) -> tuple[str, ...]:
+        numbers = range(self.memory)
+        bounds = ("lower", "upper") if self.is_bounded else ()
+        pairs = [*(f"step{k}" for k in numbers), *(f"change{k}" for k in numbers)]
+        return (*self.state_names, *bounds, *pairs)
+
+    def forget(self, numbers: dict[str, Any]) -> bool:
+        had_any = bool(numbers.get("pairs"))
+        numbers["pairs"] = []
+        return had_any
+
+    def first_step(self, slope: float, length: float, context: UpdateContext) -> float:
+        return context.learning_rate if context.numbers.get("pairs") else 1.0 / length
+
+    def accept(
+        self, ranges: Sequence[OwnedRange], context: UpdateContext, product: float, scale: float
+    ) -> None:
+        pairs = context.numbers.setdefault("pairs", [])
+        is_kept = product > _EPSILON * scale  # otherwise the matrix would not stay positive
+        slot = 0
+        if is_kept:
+            slot = len(pairs) if len(pairs) < self.memory else pairs.pop(0)
+            pairs.append(slot)
+        for owned in ranges:
+            state, xp = owned.state, array_namespace(owned.parameters)
+            if is_kept:
+                xp.subtract(owned.parameters, state["base"], out=state[f"step{slot}"])
+                change = state[f"change{slot}"]
+                xp.multiply(owned.gradients, context.gradient_scale, out=change)
+                change -= state["base_gradient"]
+            self._rebase(owned, context.gradient_scale)
+
+    def choose_direction(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        pairs = context.numbers.get("pairs", [])
+        names = [*(f"step{k}" for k in pairs), *(f"change{k}" for k in pairs), "base_gradient"]
+        vectors = [*names, *(("base", "lower", "upper") if self.is_bounded else ())]
+        size = len(names)
+        upper = np.triu_indices(size)
+
+        def products(views: Mapping[str, Array]) -> Array:
+            rows = self._free_rows(views, names)
+            return (rows @ rows.T)[upper]
+
+        coefficients = np.zeros(size)
+        coefficients[-1] = -1.0
+        if pairs:
+            gram = np.zeros((size, size))
+            gram[upper] = self._sums(ranges, context, vectors, products, len(upper[0]))
+            gram.T[upper] = gram[upper]
+            coefficients = _two_loops(gram, len(pairs))
+        for owned in ranges:
+            for views in _blocks(owned, ["direction", *vectors], 0, len(owned.parameters)):
+                rows = self._free_rows(views, names)
+                found = array_namespace(rows).asarray(coefficients) @ rows
+                if self.is_bounded:
+                    self._project(views, found)
+                views["direction"][...] = found
+        if self.is_bounded and pairs and not self._slope(ranges, context)[0] < 0:
+            self.forget(context.numbers)  # projecting has made another direction of it
+            self.choose_direction(ranges, context)
+            return
+        self.search(ranges, context)
+
+    def _free_rows(self, views: Mapping[str, Array], names: Sequence[str]) -> Array:
+        """Return vectors as rows in float64, with 0 where the bounds hold the parameter."""
+        xp = array_namespace(views[names[0]])
+        rows = xp.stack([views[name] for name in names]).astype(np.float64, copy=False)
+        if self.is_bounded:
+            base, gradient = views["base"], views["base_gradient"]
+            rows *= ~(((base <= views["lower"]) & (gradient > 0))
+                      | ((base >= views["upper"]) & (gradient < 0)))  # fmt: skip
+        return rows
+
+    @staticmethod
+    def _project(views: Mapping[str, Array], direction: Array) -> None:
+        """Cut a direction off where a step of 1 would leave the box."""
+        direction += views["base"]
+        array_namespace(direction).clip(direction, views["lower"], views["upper"], out=direction)
+        direction -= views["base"]
+
+
+def _two_loops(gram: Array, count: int) -> Array:
+    """Return the coefficients of steps, changes and gradient in the direction.
+
+    ``gram`` are all dot products of these vectors, the oldest pair first; the loops are those of
+    algorithm 7.4.
+    """
+    found = np.zeros(2 * count + 1)
+    found[-1] = -1.0
+    usable = [k for k in range(count)
+              if gram[k, count + k] > _EPSILON * gram[count + k, count + k]]  # fmt: skip
+    alphas = {}
+    for k in reversed(usable):
+        alphas[k] = gram[k] @ found / gram[k, count + k]
+        found[count + k] -= alphas[k]
+    if usable:
+        last = usable[-1]
+        found *= gram[last, count + last] / gram[count + last, count + last]
+    for k in usable:
+        found[k] += alphas[k] - gram[count + k] @ found / gram[k, count + k]
+    return found
+
+
+# ---------------------------------------------------------------------------- conjugate gradients
+
+
+@dataclass(eq=False)
+class NonlinearCG(SearchRule):
+    """Nonlinear conjugate gradients: Nocedal and Wright, algorithm 5.4, with beta of PR+ (5.45)."""
+
+    c2: float = 0.4
+
+    def forget(self, numbers: dict[str, Any]) -> bool:
+        return bool(numbers.pop("beta", 0.0))
+
+    def first_step(self, slope: float, length: float, context: UpdateContext) -> float:
+        numbers = context.numbers
+        if "before" not in numbers:
+            return min(1.0, 1.01 / length)
+        fall = max(numbers["before"] - numbers["value"], _EPSILON * abs(numbers["value"]))
+        return min(1.0, 2.02 * fall / -slope) or 1.0  # equation 3.60
+
+    def accept(
+        self, ranges: Sequence[OwnedRange], context: UpdateContext, product: float, scale: float
+    ) -> None:
+        factor = context.gradient_scale
+
+        def products(views: Mapping[str, Array]) -> list[float]:
+            new, old = views["gradient"], views["base_gradient"]
+            return [factor**2 * _dot(new, new), factor * _dot(new, old), _dot(old, old)]
+
+        own, both, before = self._sums(ranges, context, ["base_gradient"], products, 3)
+        context.numbers["beta"] = max(0.0, (own - both) / before)
+        super().accept(ranges, context, product, scale)
+
+    def choose_direction(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        beta = context.numbers.get("beta", 0.0)
+        for owned in ranges:
+            direction = owned.state["direction"]
+            direction *= beta
+            direction -= owned.state["base_gradient"]
+        self.search(ranges, context)
+
+
+@dataclass(eq=False)
+class NewtonCG(SearchRule):
+    """Newton's method with conjugate gradients: Nocedal and Wright, algorithm 7.1.
+
+    Products of the Hessian with a vector are differences of gradients, or what the model returns
+    as its gradient while ``numbers["product"]`` is true and its parameters are the vector.
+
+    Parameters
+    ----------
+    has_products : bool
+        Whether the model does so.
+    max_products : int
+        Products after which a direction is good enough.
+    epsilon : float
+        Relative accuracy of a gradient, for the distance of two that are subtracted.
+    """
+
+    has_products: bool = False
+    epsilon: float = _EPSILON
+    max_products: int = 50
+
+    state_names: ClassVar[tuple[str, ...]] = (*SearchRule.state_names, "residual", "probe")
+    checks = SearchRule.checks | {"max_products": _at_least_one}
+
+    def forget(self, numbers: dict[str, Any]) -> bool:
+        had_any = not numbers.get("is_steepest", False)
+        numbers["is_steepest"] = True
+        return had_any
+
+    def first_step(self, slope: float, length: float, context: UpdateContext) -> float:
+        return min(1.0, 1.0 / length) if context.numbers.get("is_steepest") else 1.0
+
+    def choose_direction(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        for owned in ranges:
+            state, xp = owned.state, array_namespace(owned.parameters)
+            xp.negative(state["base_gradient"], out=state["direction"])
+        if context.numbers.get("is_steepest"):
+            self.search(ranges, context)
+            return
+        _, square = self._slope(ranges, context)
+        for owned in ranges:
+            state = owned.state
+            state["probe"][...] = state["direction"]
+            state["residual"][...] = state["base_gradient"]
+            state["direction"].fill(0)
+        length = math.sqrt(square)
+        context.numbers["inner"] = {
+            "square": square, "enough": min(0.5, math.sqrt(length)) * length, "count": 0,
+            "has_direction": False,
+        }  # fmt: skip
+        self._ask_for_product(ranges, context)
+
+    def _ask_for_product(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        own, probe = self._sums(
+            ranges, context, ["base", "probe"],
+            lambda views: [_dot(views[name], views[name]) for name in ("base", "probe")],
+            width=2,
+        )  # fmt: skip
+        inner = context.numbers["inner"]
+        inner["probe"], inner["distance"] = probe, 1.0
+        if not self.has_products and probe > 0:
+            inner["distance"] = math.sqrt(self.epsilon / probe) * (1 + math.sqrt(own))
+        context.numbers.update(pending=True, product=True)
+        for owned in ranges:
+            xp = array_namespace(owned.parameters)
+            xp.multiply(owned.state["probe"], inner["distance"], out=owned.parameters)
+            if not self.has_products:
+                parameters = owned.parameters
+                parameters += owned.state["base"]
+
+    def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        if not context.numbers.get("product"):
+            super().update_all(ranges, context)
+            return
+        numbers = context.numbers
+        inner = numbers["inner"]
+        numbers["products"] = numbers.get("products", 0) + 1
+        inner["count"] += 1
+        scale, distance = context.gradient_scale, inner["distance"]
+
+        def product(views: Mapping[str, Array]) -> Array:
+            found = views["gradient"].astype(np.float64) * (scale / distance)
+            if not self.has_products:
+                found -= views["base_gradient"] / distance
+            return found
+
+        (curvature,) = self._sums(
+            ranges, context, ["probe", "base_gradient"],
+            lambda views: [_dot(product(views), views["probe"])],
+        )  # fmt: skip
+        if not curvature > 3 * _EPSILON * inner["probe"]:
+            self._end_inner(ranges, context)
+            return
+        alpha = inner["square"] / curvature
+        for owned in ranges:
+            names = ["direction", "probe", "residual", "base_gradient"]
+            for views in _blocks(owned, names, 0, len(owned.parameters)):
+                views["direction"][...] += alpha * views["probe"]
+                views["residual"][...] += alpha * product(views)
+        (square,) = self._sums(
+            ranges,
+            context,
+            ["residual"],
+            lambda views: [_dot(views["residual"], views["residual"])],
+        )
+        beta, inner["square"] = square / inner["square"], square
+        inner["has_direction"] = True
+        if math.sqrt(square) <= inner["enough"] or inner["count"] >= self.max_products:
+            self._end_inner(ranges, context)
+            return
+        for owned in ranges:
+            probe = owned.state["probe"]
+            probe *= beta
+            probe -= owned.state["residual"]
+        self._ask_for_product(ranges, context)
+
+    def _end_inner(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        """Search along the direction so far; along the gradient, if no product was of use."""
+        numbers = context.numbers
+        numbers["product"] = False
+        if not numbers["inner"]["has_direction"]:
+            for owned in ranges:
+                owned.state["direction"][...] = owned.state["probe"]
+        self.search(ranges, context)
+
+    def reject(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        if context.numbers.get("product"):
+            self._end_inner(ranges, context)
+        else:
+            super().reject(ranges, context)
+
+    def accept(
+        self, ranges: Sequence[OwnedRange], context: UpdateContext, product: float, scale: float
+    ) -> None:
+        context.numbers["is_steepest"] = False
+        super().accept(ranges, context, product, scale)

@@ -1,0 +1,385 @@
+"""The cost of a run, before it runs: a schedule with times, and its picture."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpishard.observe.plots import BLUE, GREY, new_figure, plain_axes, save
+from mpishard.pipeline import (
+    IPipelineSchedule,
+    PipelineOperationType,
+    StageTimes,
+    TimedOperation,
+    bubble_fraction,
+    run_clock,
+)
+from mpishard.pipeline.clock import spread
+
+__all__ = ["Timeline", "plot_timelines", "simulate", "text_chart"]
+
+Amounts = float | Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Timeline:
+    """The result of `simulate`.
+
+    Parameters
+    ----------
+    schedule_name : str
+        The schedule's.
+    num_stages, num_micro_batches, virtual_stages_per_rank : int
+        Ranks P, micro-batches M, stages of a rank V.
+    times : StageTimes
+        Times of the run.
+    ranks : tuple of tuple of TimedOperation
+        The operations of each rank, in order.
+    peak_live : tuple of float
+        Of each rank, the most micro-batches between the beginning of their forward and the end of
+        their backward, of the input if the halves are apart. One that is so in one of a rank's
+        V stages counts 1/V.
+    peak_held : tuple of float
+        The same, to the end of the parameters' half: as long as anything is kept of them.
+    peak_activation_bytes : tuple of float, optional
+        Largest number of bytes that each rank keeps for backward, if `simulate` was given sizes.
+    """
+
+    schedule_name: str
+    num_stages: int
+    num_micro_batches: int
+    virtual_stages_per_rank: int
+    times: StageTimes
+    ranks: tuple[tuple[TimedOperation, ...], ...]
+    peak_live: tuple[float, ...]
+    peak_held: tuple[float, ...]
+    peak_activation_bytes: tuple[float, ...] | None
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.schedule_name}, {self.num_stages} ranks, "
+            f"{self.num_micro_batches} micro-batches, makespan {self.makespan:g}, "
+            f"bubble {100 * self.bubble_fraction:.1f} %)"
+        )
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first operation of all to the end of the last."""
+        return max(timed[-1].end for timed in self.ranks)
+
+    @property
+    def spans(self) -> list[tuple[float, float]]:
+        """First start and last end of each rank."""
+        return [(timed[0].start, timed[-1].end) for timed in self.ranks]
+
+    @property
+    def work(self) -> list[float]:
+        """Time that each rank computes."""
+        return [sum(operation.duration for operation in timed) for timed in self.ranks]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """1 - work / (the longest span of a rank from its first start to its last end).
+
+        It is what papers speak of. The work is that of the mean rank.
+        """
+        return bubble_fraction(self.ranks)
+
+    @property
+    def idle_fraction(self) -> float:
+        """1 - work / makespan: what is lost of a step that all ranks begin and end together.
+
+        A rank that begins late because the first micro-batch comes late waits, too: the bubble
+        fraction leaves that out.
+        """
+        work = sum(self.work) / self.num_stages
+        return max(0.0, 1 - work / self.makespan) if self.makespan else 0.0
+
+
+def simulate(
+    schedule: IPipelineSchedule,
+    num_stages: int,
+    num_micro_batches: int,
+    times: StageTimes | None = None,
+    *,
+    activation_bytes: Amounts | None = None,
+    pending_bytes: Amounts | None = None,
+) -> Timeline:
+    """Run a schedule on a virtual clock.
+
+    Parameters
+    ----------
+    schedule : IPipelineSchedule
+        Schedule that is run.
+    num_stages, num_micro_batches : int
+        Ranks P and micro-batches M.
+    times : StageTimes, optional
+        Of each global stage: a rank with V stages takes V of them for a micro-batch. Default: 1
+        for forward and for each half of backward, no communication.
+    activation_bytes : float or sequence of float, optional
+        Bytes that a global stage keeps of a micro-batch for backward: one number for all, or one
+        for each.
+    pending_bytes : float or sequence of float, optional
+        Bytes left of that between backward's halves, if they are apart; default all.
+
+    Returns
+    -------
+    Timeline
+        Times of all operations, and the figures that follow from them.
+
+    Raises
+    ------
+    ValueError
+        If `check_schedule` would raise it, for times or sizes of another number of stages,
+        negative ones, and pending bytes without activation bytes.
+
+    Examples
+    --------
+    >>> from mpishard.pipeline import OneForwardOneBackwardSchedule
+    >>> from mpishard.planning import simulate
+    >>> timeline = simulate(OneForwardOneBackwardSchedule(), num_stages=4, num_micro_batches=8)
+    >>> timeline.makespan, round(timeline.bubble_fraction, 4), timeline.peak_live
+    (33.0, 0.2727, (4.0, 3.0, 2.0, 1.0))
+    """
+    times = times or StageTimes()
+    virtual = schedule.virtual_stages_per_rank
+    ranks = run_clock(schedule, num_stages, num_micro_batches, times)
+    sizes = _sizes(activation_bytes, pending_bytes, num_stages * virtual)
+    peaks = [_peaks(timed, *sizes) for timed in ranks]
+    return Timeline(
+        schedule.name,
+        num_stages,
+        num_micro_batches,
+        virtual,
+        times,
+        ranks,
+        peak_live=tuple(live / virtual for live, _, _ in peaks),
+        peak_held=tuple(held / virtual for _, held, _ in peaks),
+        peak_activation_bytes=(
+            None if activation_bytes is None else tuple(nbytes for _, _, nbytes in peaks)
+        ),
+    )
+
+
+def _sizes(
+    activation_bytes: Amounts | None, pending_bytes: Amounts | None, num_global_stages: int
+) -> tuple[list[float], list[float]]:
+    """Bytes of each global stage, kept until the backward of the input, and from then on."""
+    if activation_bytes is None and pending_bytes is not None:
+        raise ValueError("pending_bytes are a part of activation_bytes, which are not given")
+    activations = 0.0 if activation_bytes is None else activation_bytes
+    pending = activations if pending_bytes is None else pending_bytes
+    both = (
+        spread("activation_bytes", activations, num_global_stages, "global stages"),
+        spread("pending_bytes", pending, num_global_stages, "global stages"),
+    )
+    if min(map(min, both)) < 0:
+        raise ValueError("activation_bytes and pending_bytes must be 0 or more")
+    return both
+
+
+def _peaks(
+    timed: Sequence[TimedOperation], activations: Sequence[float], pending: Sequence[float]
+) -> tuple[int, int, float]:
+    """The most that one rank holds: live, held at all (micro-batches x stages), and bytes."""
+    live = held = peak_live = peak_held = 0
+    nbytes = peak_bytes = 0.0
+    for operation, stage, _, _ in timed:
+        kind = operation.type
+        if kind is PipelineOperationType.FORWARD:
+            live, held = live + 1, held + 1
+            nbytes += activations[stage]
+            peak_live, peak_held = max(peak_live, live), max(peak_held, held)
+        elif kind is PipelineOperationType.BACKWARD:
+            live, held = live - 1, held - 1
+            nbytes -= activations[stage]
+        elif kind is PipelineOperationType.BACKWARD_INPUT:
+            live -= 1
+            nbytes += pending[stage] - activations[stage]
+        else:
+            held -= 1
+            nbytes -= pending[stage]
+        peak_bytes = max(peak_bytes, nbytes)
+    return peak_live, peak_held, peak_bytes
+
+
+# Three hues that the common kinds of colour blindness tell apart, and of three lightnesses.
+_FORWARD = BLUE
+_INPUT = "#f0a830"
+_WEIGHT = "#7fc6a4"
+
+_WIDTH = 9.6  # inches of a figure, of which the bars have about _BARS
+_BARS = 8.9
+_DIGIT = 0.055  # inches of a digit of a label
+_FONT = 6.5
+_ROW = 0.19  # inches of a rank, where that gives a picture of
+_TALLEST = 80.0  # inches at most
+
+
+def plot_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> None:
+    """Draw timelines below each other as a PNG, all to one scale.
+
+    Bars carry the micro-batch's number if it fits. Later virtual stages of a rank are paler;
+    a combined backward is a bar in the colours of both halves.
+
+    Parameters
+    ----------
+    path : path
+        The file; missing parents are made.
+    timelines : sequence of Timeline
+        Timelines from top to bottom.
+
+    Raises
+    ------
+    ValueError
+        Without timelines.
+    ImportError
+        If matplotlib is not installed; the message says how to get it.
+    """
+    if not timelines:
+        raise ValueError("there is no timeline to draw")
+    row = min(_ROW, _TALLEST / sum(timeline.num_stages for timeline in timelines))
+    heights = [0.5 + row * timeline.num_stages for timeline in timelines]
+    figure = new_figure("plot_timelines", _WIDTH, sum(heights) + 0.65)
+    from matplotlib.patches import Patch  # after new_figure, which says how to get matplotlib
+
+    rows = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, height_ratios=heights)
+    longest = max(timeline.makespan for timeline in timelines)
+    for (axes,), timeline in zip(rows, timelines, strict=True):
+        _draw(axes, timeline, _BARS / longest if longest else 0.0, row)
+        axes.set_xlim(0, longest or 1)
+    rows[-1][0].set_xlabel("time")
+    patches = [
+        Patch(facecolor=_FORWARD, label="forward"),
+        Patch(facecolor=_INPUT, label="backward: input (B)"),
+        Patch(facecolor=_WEIGHT, label="backward: parameters (W)"),
+    ]
+    if any(timeline.virtual_stages_per_rank > 1 for timeline in timelines):
+        patches.append(Patch(facecolor=_paler(GREY, 0.6), label="paler: a rank's later stages"))
+    figure.legend(handles=patches, loc="outside upper left", ncols=4, frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def _draw(axes: Any, timeline: Timeline, inches: float, row: float) -> None:
+    """One timeline; ``inches`` are those of one unit of time, ``row`` those of a rank."""
+    count = timeline.num_stages * timeline.virtual_stages_per_rank
+    input_times = timeline.times.of_stages(PipelineOperationType.BACKWARD_INPUT, count)
+    shortest = min(done.duration for timed in timeline.ranks for done in timed) * inches
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    virtual = timeline.virtual_stages_per_rank  # later stages of a rank are paler
+    for rank, timed in enumerate(timeline.ranks):
+        for done in timed:
+            fade = 0.6 * done.operation.virtual_stage_index / max(virtual - 1, 1)
+            for colour, start, end in _parts(done, input_times[done.global_stage]):
+                bars.setdefault((rank, _paler(colour, fade)), []).append((start, end - start))
+            if row == _ROW:
+                _label(axes, rank, done, inches, fade)
+        edges = [(o.start, o.duration) for o in timed]
+        line = min(0.6, 9 * shortest)  # points: an eighth of the shortest bar at most
+        axes.broken_barh(edges, (rank - 0.42, 0.84), facecolor="none", edgecolor="white", lw=line)
+    for (rank, colour), spans in bars.items():
+        axes.broken_barh(spans, (rank - 0.42, 0.84), facecolor=colour, lw=0, zorder=0.9)
+    plain_axes(axes, "", grid="x")
+    held = max(timeline.peak_held)
+    title = (
+        f"{timeline.schedule_name}"
+        + (f", {virtual} stages per rank" if virtual > 1 else "")
+        + f":  bubble {timeline.bubble_fraction:.1%},  makespan {timeline.makespan:g},  "
+        f"peak {held:.3g} micro-batch{'es' * (held != 1)}"
+    )
+    axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold", pad=3)
+    axes.set_ylim(timeline.num_stages - 0.5, -0.5)
+    named = range(0, timeline.num_stages, math.ceil(_ROW / row))
+    axes.set_yticks(named, [f"rank {rank}" for rank in named])
+    axes.tick_params(labelsize=8, length=0)
+    axes.spines[["left", "bottom"]].set_visible(False)
+
+
+def _parts(done: TimedOperation, input_time: float) -> list[tuple[str, float, float]]:
+    """Colour, start and end of what an operation is made of."""
+    kind = done.operation.type
+    if kind is PipelineOperationType.BACKWARD:
+        middle = done.start + input_time
+        return [(_INPUT, done.start, middle), (_WEIGHT, middle, done.end)]
+    colours = {
+        PipelineOperationType.FORWARD: _FORWARD,
+        PipelineOperationType.BACKWARD_INPUT: _INPUT,
+        PipelineOperationType.BACKWARD_WEIGHT: _WEIGHT,
+    }
+    return [(colours[kind], done.start, done.end)]
+
+
+def _label(axes: Any, rank: int, done: TimedOperation, inches: float, fade: float) -> None:
+    text = str(done.operation.micro_batch_index)
+    if done.duration * inches < _DIGIT * (len(text) + 0.4):
+        return
+    is_dark = done.operation.type is PipelineOperationType.FORWARD and fade < 0.3
+    axes.text(
+        (done.start + done.end) / 2, rank, text, ha="center", va="center_baseline",
+        fontsize=_FONT, color="white" if is_dark else "#222222",
+    )  # fmt: skip
+
+
+def _paler(colour: str, fade: float) -> str:
+    """``colour`` mixed with that part of white."""
+    parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * fade):02x}" for part in parts)
+
+
+_LETTERS = {
+    PipelineOperationType.FORWARD: "F",
+    PipelineOperationType.BACKWARD: "B",
+    PipelineOperationType.BACKWARD_INPUT: "B",
+    PipelineOperationType.BACKWARD_WEIGHT: "W",
+}
+
+
+def text_chart(timeline: Timeline, width: int = 100) -> str | None:
+    """One line for each rank, and time to the right.
+
+    F is a forward, B a backward, or its input's half, W the parameters' half, with the
+    micro-batch's number; what follows until the operation ends is filled with ``=``, and a dot is
+    time in which the rank waits. In every other virtual stage the letters are small ones.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        Timeline that is drawn.
+    width : int
+        Columns that there are.
+
+    Returns
+    -------
+    str or None
+        The lines; None if an operation would be too narrow for its label.
+
+    Examples
+    --------
+    >>> from mpishard.pipeline import ZeroBubbleH1Schedule
+    >>> from mpishard.planning import simulate, text_chart
+    >>> print(text_chart(simulate(ZeroBubbleH1Schedule(), 2, 2), width=40))
+    rank 0  F0F1..B0W0B1W1
+    rank 1  ..F0B0F1B1W0W1
+    """
+    names = [f"rank {rank}" for rank in range(timeline.num_stages)]
+    indent = max(map(len, names)) + 2
+    shortest = min(o.duration for timed in timeline.ranks for o in timed)
+    label = 1 + len(str(timeline.num_micro_batches - 1))
+    if not shortest or indent + timeline.makespan / shortest * label > width + 1e-9:
+        return None
+    columns = label / shortest
+    lines = []
+    for name, timed in zip(names, timeline.ranks, strict=True):
+        line = ""
+        for operation, _, start, end in timed:
+            letter = _LETTERS[operation.type]
+            if operation.virtual_stage_index % 2:
+                letter = letter.lower()
+            first, behind = (math.floor(time * columns + 0.5 + 1e-9) for time in (start, end))
+            line = line.ljust(first, ".")
+            line += f"{letter}{operation.micro_batch_index}".ljust(behind - first, "=")
+        lines.append(f"{name.ljust(indent)}{line}")
+    return "\n".join(lines)

@@ -1,0 +1,269 @@
+"""Mixed precision: float32 with the owners, bfloat16 in the layers, float32 sums and gradients."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpishard as ms
+from mpishard import checkpoint, nn, onednn
+from mpishard.testing.worlds import in_worlds
+
+SIZES, RATE = [5, 7, 6, 2], 0.05
+by_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+every_path = pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def same_way_on_every_machine(monkeypatch: Any) -> Any:
+    """Ranks compute as a machine without the unit does; test_bfloat16.py has the unit's sums."""
+    monkeypatch.setenv("MPISHARD_ONEDNN", "off")
+    onednn.library.cache_clear()
+    yield
+    onednn.library.cache_clear()
+
+
+def wrapped(backend: Any, strategy: str, precision: str | None = "bfloat16", **choices: Any) -> Any:
+    config = ms.ShardingConfiguration(backend, RATE, minimum_parameter_group_size=1, **choices)
+    model = nn.MLP(SIZES, seed=1, dtype=np.float32)
+    return ms.as_distributed(model, config, strategy, precision=precision)
+
+
+def batch(step: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(step)
+    return rng.standard_normal((9, 5)).astype("f4"), rng.standard_normal((9, 2)).astype("f4")
+
+
+def trained(backend: Any, model: Any, steps: int = 3) -> Any:
+    part = ms.ShardLayout(9, backend.world_size).slice(backend.rank)
+    for step in range(steps):
+        x, y = batch(step)
+        model.train(x[part], y[part])
+    return model.get_parameters()
+
+
+def r(values: Any) -> Any:
+    """Rounded to bfloat16, in float64."""
+    return values.astype("f4").astype(ml_dtypes.bfloat16).astype("f8")
+
+
+def reference(rows: list[slice], steps: int, rounds: Any = r) -> Any:
+    """The same training, written anew in float64, with a rounding at each place that rounds."""
+    master = nn.MLP(SIZES, seed=1, dtype=np.float32).get_parameters().astype("f8")
+    for step in range(steps):
+        x_all, y_all = (a.astype("f8") for a in batch(step))
+        total = np.zeros_like(master)
+        for part in rows:
+            layers, at = [], 0
+            for i, o in itertools.pairwise(SIZES):
+                w, b = master[at : at + i * o].reshape(o, i), master[at + i * o : at + i * o + o]
+                layers.append((rounds(w), rounds(b), at))
+                at += i * o + o
+            x, kept = rounds(x_all[part]), []
+            for number, (w, b, _) in enumerate(layers):
+                kept.append(x)
+                x = rounds(x @ w.T + b)
+                x = np.maximum(x, 0) if number < len(layers) - 1 else x
+            dy = rounds(2 * (x - y_all[part]) / SIZES[-1])
+            gradient = np.zeros_like(master)
+            for (w, b, at), x in zip(layers[::-1], kept[::-1], strict=True):
+                gradient[at : at + w.size] = (dy.T @ x).ravel()
+                gradient[at + w.size : at + w.size + b.size] = dy.sum(axis=0)
+                dy = rounds(dy @ w) * (x > 0)
+            total += gradient
+        master -= RATE * total / len(x_all)
+    return master
+
+
+@by_strategy
+@every_path
+@in_worlds(1, 2, 3)
+def test_trains_as_a_float64_reference_that_rounds_at_the_same_places(
+    backend: Any, strategy: str, path: str
+) -> None:
+    found = trained(backend, wrapped(backend, strategy))
+    rows = [ms.ShardLayout(9, backend.world_size).slice(rank) for rank in range(backend.world_size)]
+    assert found.dtype == np.float32
+    # A sum that float32 rounds across a tie moves one activation by one spacing, and no more.
+    np.testing.assert_allclose(found, reference(rows, 3), rtol=0, atol=2e-4)
+    exact = reference(rows, 3, rounds=lambda values: values)
+    assert np.abs(found - exact).max() > 5e-4  # what leaving out a rounding would give
+
+
+@in_worlds(2, 3)
+def test_strategies_and_paths_give_the_same_bits(backend: Any, monkeypatch: Any) -> None:
+    results = []
+    for arena in ("auto", "off"):
+        backend.barrier()
+        monkeypatch.setenv("MPISHARD_ARENA", arena)
+        backend.barrier()
+        results += [
+            trained(backend, wrapped(backend, s)) for s in ("ddp", "zero1", "zero2", "fsdp")
+        ]
+    backend.barrier()
+    for found in results[1:]:
+        np.testing.assert_array_equal(found, results[0])
+
+
+@by_strategy
+@in_worlds(2)
+def test_owners_hold_float32_and_ranks_read_the_nearest_bfloat16(
+    backend: Any, strategy: str
+) -> None:
+    model = wrapped(backend, strategy)
+    full = trained(backend, model)
+    store = model.engine.parameters
+    held = np.concatenate(store.owned(store.held))
+    assert held.dtype == np.float32
+    for unit in model.engine.program.units:
+        seen = store.unshard(unit).copy()
+        store.reshard(unit)
+        nearest = full[unit.start : unit.stop].astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(seen, nearest)
+    lost = full != full.astype(ml_dtypes.bfloat16)
+    assert lost.mean() > 0.5  # the owners' values are finer than what is computed with
+    assert model.predict(batch(0)[0]).dtype == np.float32
+
+
+@by_strategy
+@in_worlds(2)
+def test_steps_smaller_than_a_spacing_add_up(backend: Any, strategy: str) -> None:
+    model = wrapped(backend, strategy)
+    model.sharding_configuration.learning_rate = 1e-5
+    before = model.get_parameters()
+    moved = np.abs(trained(backend, model, 1) - before).max()
+    assert 0 < moved < np.abs(before).max() * 2.0**-9
+
+
+@pytest.mark.usefixtures("messages_only")
+@in_worlds(2, 3)
+def test_copies_travel_in_half_the_bytes_and_gradients_in_float32(backend: Any) -> None:
+    n, bytes_of = backend.world_size, {}
+    for strategy in ("ddp", "zero1", "zero2", "fsdp"):
+        model = wrapped(backend, strategy)
+        backend.traffic.reset()
+        part = ms.ShardLayout(9, n).slice(backend.rank)
+        x, y = batch(0)
+        model.train(x[part], y[part])
+        total = backend.traffic.total_bytes
+        backend.traffic.reset()
+        backend.all_reduce(np.zeros(7))
+        total -= backend.traffic.total_bytes
+        bytes_of[strategy] = int(backend.all_reduce(np.array([total]))[0])
+    s = model.parameter_count * 4
+    k = model.engine.program.units[-1].length * 4
+    assert bytes_of == {
+        "ddp": 2 * (n - 1) * s,
+        "zero1": (n - 1) * (s + s // 2),
+        "zero2": (n - 1) * (s + s // 2),
+        "fsdp": (n - 1) * (s + (s - k) // 2 + s // 2),
+    }
+
+
+def test_gradient_leaves_give_the_same_bits_in_worlds_of_1_2_and_4() -> None:
+    def main(backend: Any) -> Any:
+        model = wrapped(backend, "fsdp", gradient_leaves=4)
+        for step in range(3):
+            x, y = batch(step)
+            mine = model.batch_indices(9)
+            model.train(x[mine], y[mine])
+        return model.get_parameters()
+
+    results = [ms.run_in_threads(size, main)[0] for size in (1, 2, 4)]
+    np.testing.assert_array_equal(results[0], results[1])
+    np.testing.assert_array_equal(results[0], results[2])
+
+
+@by_strategy
+@in_worlds(2)
+def test_a_checkpoint_holds_the_masters_and_loads_in_either_precision(
+    backend: Any, strategy: str, shared_path: Any
+) -> None:
+    model = wrapped(backend, strategy)
+    full = trained(backend, model, 2)
+    checkpoint.save(shared_path / "saved", model)
+    loaded = {p: wrapped(backend, "fsdp", p) for p in ("bfloat16", None)}
+    for other in loaded.values():
+        checkpoint.load(shared_path / "saved", other)
+        np.testing.assert_array_equal(other.get_parameters(), full)
+    np.testing.assert_array_equal(
+        trained(backend, loaded["bfloat16"]), trained(backend, model)
+    )  # the copies, too, are of what was loaded
+    copied = model.deep_copy()
+    np.testing.assert_array_equal(trained(backend, copied), trained(backend, model))
+
+
+@in_worlds(2)
+def test_accumulation_and_drifting_replicas_round_as_one_step_does(backend: Any) -> None:
+    x, y = batch(0)
+    part = ms.ShardLayout(9, 2).slice(backend.rank)
+    model = wrapped(backend, "ddp")
+    with model.accumulate():
+        model.train(x[part], y[part])
+    model.train(x[part], y[part])
+    once = wrapped(backend, "fsdp")
+    once.train(x[part], y[part])
+    np.testing.assert_allclose(model.get_parameters(), once.get_parameters(), atol=1e-6)
+    alone = wrapped(backend, "ddp", auto_sync_gradients=False)
+    alone.train(x[part], y[part])
+    alone.synchronize_gradients()
+    np.testing.assert_allclose(alone.get_parameters(), once.get_parameters(), atol=1e-6)
+    np.testing.assert_array_equal(
+        alone.engine.parameters.unshard(alone.engine.program.units[0]),
+        alone.get_parameters()[: alone.engine.program.units[0].length].astype(ml_dtypes.bfloat16),
+    )
+
+
+@in_worlds(2)
+def test_what_cannot_compute_in_bfloat16_is_refused_by_name(backend: Any) -> None:
+    config = ms.ShardingConfiguration(backend, precision="bfloat16")
+    fun = ms.FunctionModel(lambda theta, x, y: (0.0, theta), np.ones(3))
+    with pytest.raises(NotImplementedError, match=r"FunctionModel computes in a dtype of its own"):
+        ms.as_distributed(fun, config)
+    with pytest.raises(ValueError, match=r"float64.*dtype=numpy.float32"):
+        ms.as_distributed(nn.MLP([2, 2], dtype=np.float64), config)
+    image = nn.Model(
+        nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), nn.MSE(), input_shape=(2, 2), dtype="f4"
+    )
+    with pytest.raises(NotImplementedError, match=r"layers that do not compute.* yet: Flatten;"):
+        ms.as_distributed(image, config)
+    mlp = nn.MLP([2, 2], dtype=np.float32)
+    for strategy in ("tensor", "pipeline", "hybrid"):
+        with pytest.raises(NotImplementedError, match="slices and stages do not"):
+            ms.as_distributed(mlp, config, strategy)
+    with pytest.raises(ValueError, match="float16 needs loss scaling"):
+        ms.as_distributed(mlp, backend, precision="float16")
+    ms.as_distributed(mlp, backend)  # nothing of it is claimed
+
+
+@in_worlds(2)
+def test_ranks_that_choose_other_precisions_are_told(backend: Any) -> None:
+    with pytest.raises(ValueError, match="precision"):
+        wrapped(backend, "fsdp", "bfloat16" if backend.rank else None)
+
+
+def test_one_warning_says_what_the_missing_unit_costs(caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "mpishard"):
+        ms.run_in_threads(2, lambda backend: wrapped(backend, "fsdp"))
+    told = [m for m in caplog.messages if "bfloat16" in m]
+    assert len(told) == 1
+    assert "MPISHARD_ONEDNN=off" in told[0]
+    assert "GFLOP/s" in told[0]
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (40_000, 3)])
+def test_relu_of_bfloat16_keeps_nan(shape: tuple[int, int]) -> None:
+    x = np.random.default_rng(0).standard_normal(shape).astype(ml_dtypes.bfloat16)
+    x[0, :3] = [-np.nan, -np.inf, -0.0]
+    x[1, :2] = [np.nan, np.inf]
+    layer = nn.ReLU()
+    y, saved = layer.forward({}, x, nn.Context())
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(y.astype("f4"), np.maximum(x.astype("f4"), 0))
+    dx, _ = layer.backward_input({}, saved, np.ones(shape, x.dtype))
+    np.testing.assert_array_equal(dx[2:].astype("f4"), (x[2:].astype("f4") > 0).astype("f4"))
