@@ -192,7 +192,7 @@ def _latest(folder: str) -> str | None:
 
 
 def _is_named(name: str, latest: str | None) -> bool:
-    """Whether `latest` names it, also where a save was killed between its two renames."""
+    """True if `latest` names it, also after a save that was killed between its two renames."""
     return latest is not None and name in (latest, f"{latest}.previous")
 
 
@@ -249,7 +249,7 @@ def _report_as_dict(report: CheckpointReport) -> dict[str, Any]:
 
 
 def _time_of(directory: Path) -> str:
-    """When the directory's newest file was written, local time."""
+    """Return the local time at which the directory's newest file was written."""
     newest = max((file.stat().st_mtime for file in _files_of(directory)), default=0.0)
     return datetime.fromtimestamp(newest).astimezone().isoformat(sep=" ", timespec="seconds")
 

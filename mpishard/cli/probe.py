@@ -48,7 +48,7 @@ class Answer:
 
     @property
     def reason(self) -> str:
-        """Why it failed, in one line."""
+        """Reason of the failure, in one line."""
         if self.code is None:
             return f"it did not end within {self.limit:g} s"
         said = [line.strip() for line in (self.err or self.out).splitlines()]

@@ -32,6 +32,13 @@ def order_of(length: int, name: str, *, shuffle: bool) -> Indices:
     return order
 
 
+def _check_place(epoch: int, index: int, batches: int) -> None:
+    if epoch < 0:
+        raise ValueError(f"epoch must be 0 or more, got {epoch}")
+    if not 0 <= index < batches:
+        raise IndexError(f"batch {index} is outside the epoch's {batches} batches")
+
+
 @dataclass(frozen=True)
 class GlobalBatchSampler:
     """Deals the samples of a data set into global batches, in an order that no rank influences.
@@ -127,12 +134,7 @@ class GlobalBatchSampler:
         IndexError
             If ``index`` is outside the epoch.
         """
-        if epoch < 0:
-            raise ValueError(f"epoch must be 0 or more, got {epoch}")
-        if not 0 <= index < self.batches_per_epoch:
-            raise IndexError(
-                f"batch {index} is outside the epoch's {self.batches_per_epoch} batches"
-            )
+        _check_place(epoch, index, self.batches_per_epoch)
         start = index * self.batch_size
         return self._order(epoch)[start : start + self.batch_size]
 
@@ -273,12 +275,7 @@ class LocalBatchSampler:
         """
         if world_size != len(self.lengths):
             raise ValueError(f"the data are of {len(self.lengths)} ranks, not of {world_size}")
-        if epoch < 0:
-            raise ValueError(f"epoch must be 0 or more, got {epoch}")
-        if not 0 <= index < self.batches_per_epoch:
-            raise IndexError(
-                f"batch {index} is outside the epoch's {self.batches_per_epoch} batches"
-            )
+        _check_place(epoch, index, self.batches_per_epoch)
         share = self._shares[rank]
         brought_before = [
             min(max(length - index * other, 0), other)

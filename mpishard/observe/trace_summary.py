@@ -146,16 +146,19 @@ class _Calls:
             if "sequence" in given:
                 collective, at = (given["group"], given["sequence"]), event["ts"]
                 time, last, count = self._latest.get(collective, (-1.0, rank, 0))
+                # The rank that started last kept the others waiting.
                 latest = (at, rank) if at > time else (time, last)
                 self._latest[collective] = (*latest, count + 1)
                 self._joined[rank].append(collective)
         else:
             occurrence = (rank, given["group"], given.get("sequence", event["ts"]))
+            # One call may be waited for in several spans; the median is of calls.
             waits = self._waits[kind]
             waits[occurrence] = waits.get(occurrence, 0.0) + event["dur"]
 
     def share_last(self, rank: int) -> float:
         """The part of this rank's collectives to which it came last."""
+        # A collective that only one rank recorded tells nothing of who was last.
         met = [self._latest[c] for c in self._joined[rank] if self._latest[c][2] > 1]
         return sum(last == rank for _, last, _ in met) / len(met) if met else 0.0
 
@@ -206,12 +209,14 @@ def _shares(about: dict[str, Any], events: _RankEvents, last: float) -> RankShar
     everything = [*events.compute, *events.wait, *events.in_flight]
     within = union(events.steps)
     if not events.steps and everything:
+        # Without steps, as in a script of collectives alone, the whole activity is one step.
         within = np.array([[min(s for s, _ in everything), max(e for _, e in everything)]])
 
     def covered(*spans: Iterable[tuple[float, float]]) -> float:
         """Seconds inside the steps that any of ``spans`` covers."""
         any_of = union([one for some in spans for one in some])
         both = union([*map(tuple, any_of), *map(tuple, within)])
+        # |A and B| = |A| + |B| - |A or B|: spans nest and overlap, so lengths cannot be added up.
         return (_length(any_of) + _length(within) - _length(both)) / 1e6
 
     seconds = _length(within) / 1e6
@@ -239,11 +244,13 @@ def _of_steps(ranks: list[_RankEvents]) -> tuple[list[float], list[float]]:
         previous = None
         for number, (start, end) in zip(events.numbers, events.steps, strict=True):
             inside, blocked = _clipped(passes, start, end), _clipped(waits, start, end)
+            # Passes that accumulate gradients follow each other under one number: one step.
             if number != previous:
                 measured.append([0.0, 0.0, np.inf, -np.inf])
             previous, now = number, measured[-1]
             now[0] += end - start
             if len(inside):
+                # Waiting inside a pass, as for a gathered unit, is not work.
                 any_of = union([*map(tuple, inside), *map(tuple, blocked)])
                 now[1] += _length(any_of) - _length(blocked)
                 now[2] = min(now[2], inside[0, 0])
@@ -263,6 +270,7 @@ def union(spans: Iterable[tuple[float, ...]]) -> _Spans:
     ordered = np.array(sorted(spans), np.float64).reshape(-1, 2)
     if not len(ordered):
         return ordered
+    # A span begins a new piece if it starts after all before it have ended.
     reach = np.maximum.accumulate(ordered[:, 1])
     begins = np.concatenate([[True], ordered[1:, 0] > reach[:-1]])
     ends = np.concatenate([begins[1:], [True]])

@@ -132,6 +132,7 @@ def stages_of_ranks(schedule: IPipelineSchedule, num_stages: int) -> list[list[i
         raise ValueError(f"num_stages must be 1 or more, got {num_stages}")
     virtual = range(schedule.virtual_stages_per_rank)
     stages = [[schedule.global_stage(r, v, num_stages) for v in virtual] for r in range(num_stages)]
+    # A stage on two ranks, or on none, would deadlock or train twice.
     found = sorted(g for own in stages for g in own)
     if found != list(range(num_stages * len(virtual))):
         raise ValueError(
@@ -283,6 +284,7 @@ class _Clock:
         self._seconds = {kind: times.of_stages(kind, count) for kind in PipelineOperationType}
         rank_of = {stage: rank for rank, own in enumerate(stages) for stage in own}
         self._boundaries = [
+            # Neighbouring stages on one rank hand arrays over without a message.
             0.0 if rank_of[g] == rank_of[g + 1] else seconds
             for g, seconds in enumerate(times.of_boundaries(count))
         ]
@@ -306,6 +308,7 @@ class _Clock:
     def _advance(self, rank: int) -> None:
         """Run operations of a rank until one needs an input that is not there."""
         order, timed, stages = self._orders[rank], self._timed[rank], self._stages[rank]
+        # A rank runs in its schedule's order: it resumes where it had to wait.
         now = timed[-1].end if timed else 0.0
         for place in range(len(timed), len(order)):
             operation = order[place]
@@ -346,6 +349,7 @@ class _Clock:
                 return None
             return end + self._boundaries[stage - 1]
         if kind is _BACKWARD_WEIGHT:
+            # Its own B comes first in any valid order; None here is a deadlock, found by `run`.
             return self._backward_ends[key]
         if stage == self._last_stage:
             return self._forward_ends[key]

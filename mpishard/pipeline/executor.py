@@ -176,6 +176,7 @@ class PipelineExecutor:
         if as_integer("micro_batches", micro_batches) < 1:
             raise ValueError(f"micro_batches must be 1 or more, got {micro_batches}")
         stages = backend.world_size * schedule.virtual_stages_per_rank
+        # Two tags for each stage, one for each direction; runs take turns among the sets that fit.
         self._generations = (settings.MAXIMUM_TAG + 1) // (2 * stages)
         if not self._generations:
             raise ValueError(
@@ -222,6 +223,7 @@ class PipelineExecutor:
 
     def _make_plan(self, *, is_training: bool) -> PipelinePlan:
         ranks = self._backend.world_size
+        # Forward alone needs no check, because `forward_orders` makes the order itself.
         if is_training:
             check_schedule(self._schedule, ranks, self._micro_batches)
         make = schedule_orders if is_training else forward_orders
@@ -276,6 +278,7 @@ class _Run:
         for step in self._plan.steps:
             begun = time.perf_counter()
             given = self._take(step)
+            # From here on the rank computes; the time before was spent waiting for the input.
             ready = time.perf_counter()
             operation = step.operation
             stage = self._global_stage[operation.virtual_stage_index]
@@ -331,13 +334,16 @@ class _Run:
         """Return the step's input; before waiting, post the receive for the next step."""
         flow = step.takes
         if self._wanted and flow == self._wanted[0]:
+            # As a rule it was posted in the step before; in the first step it was not.
             self._ask(self._wanted.popleft())
         if self._wanted:
             self._ask(self._wanted[0])
         self._backend.progress()
+        # Sends that are done let go of their arrays.
         self._going = [transfer for transfer in self._going if not transfer.done]
         if flow is None:
             return None
+        # The stage before is on this rank, and has left the array itself.
         if flow not in self._coming:
             return self._here.pop(flow)
         array = self._coming[flow].wait()
@@ -352,6 +358,7 @@ class _Run:
 
     def _ask(self, flow: Flow) -> None:
         """Post the receive of a flow, and of those that its sender sends before it."""
+        # Messages with one tag arrive in the order of their sends: receives are posted in it.
         line = self._to_come[flow.is_gradient, flow.stage]
         while flow not in self._coming:
             expected = flow._replace(micro_batch=line.popleft())

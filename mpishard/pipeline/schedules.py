@@ -112,6 +112,7 @@ def with_phases(rows: Sequence[Row], warmup: int, cooldown: int) -> list[Pipelin
 def _alternated(forwards: Sequence[Row], backwards: Sequence[Row], warmup: int) -> list[Row]:
     """``warmup`` forwards, then one forward and one backward in turn, then the backwards left."""
     rows = list(forwards[:warmup])
+    # There are more backwards than forwards left; the rest follow below.
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         rows += [forward, backward]
     return rows + list(backwards[len(backwards) - warmup :])
@@ -159,6 +160,7 @@ class OneForwardOneBackwardSchedule(RuleSchedule):
     def _operations(
         self, rank: int, num_stages: int, num_micro_batches: int
     ) -> Sequence[PipelineOperation]:
+        # As many micro-batches as the hops to the last stage fill the pipeline behind this rank.
         warmup = min(num_stages - 1 - rank, num_micro_batches)
         forwards = [(PipelineOperationType.FORWARD, m, 0) for m in range(num_micro_batches)]
         backwards = [(PipelineOperationType.BACKWARD, m, 0) for m in range(num_micro_batches)]
@@ -221,6 +223,7 @@ class Interleaved1F1BSchedule(_LoopedSchedule):
         groups = range(-(-num_micro_batches // num_stages))
         forwards, backwards = [], []
         for group in groups:
+            # P micro-batches fill the pipeline once; then the next virtual stage takes them.
             members = range(group * num_stages, (group + 1) * num_stages)
             forwards += [(PipelineOperationType.FORWARD, m, v) for v in stages for m in members]
             backwards += [
@@ -230,6 +233,7 @@ class Interleaved1F1BSchedule(_LoopedSchedule):
         warmup = (self._virtual_stages - 1) * num_stages + 2 * (num_stages - 1 - rank)
         warmup = min(warmup, len(forwards))
         operations = with_phases(_alternated(forwards, backwards, warmup), warmup, warmup)
+        # Dropping operations keeps the order of the others, so the schedule still comes to its end.
         return [op for op in operations if op.micro_batch_index < num_micro_batches]
 
     def _is_published(self, num_stages: int, num_micro_batches: int) -> bool:
@@ -286,6 +290,7 @@ def _with_weights_put_off(
     oldest W if more than ``most_pending`` would wait.
     """
     rows: list[Row] = [(_F, m, 0) for m in range(warmup)]
+    # Only the weight gradients may wait: no other rank needs them, and the update comes last.
     steady_until = warmup
     for m in range(num_micro_batches):
         backward = [(_B, m, 0)] + [(_W, m - most_pending, 0)] * (m >= most_pending)
@@ -335,6 +340,7 @@ class ZeroBubbleH2Schedule(RuleSchedule):
     def _operations(
         self, rank: int, num_stages: int, num_micro_batches: int
     ) -> Sequence[PipelineOperation]:
+        # About twice 1F1B's warm-up fills the bubble in front, and holds twice the activations.
         warmup = min(2 * (num_stages - rank) - 1, num_micro_batches)
         return _with_weights_put_off(num_micro_batches, warmup, 2 * rank, forward_first=False)
 
@@ -372,6 +378,7 @@ class ZeroBubbleVSchedule(RuleSchedule):
         self, rank: int, num_stages: int, num_micro_batches: int
     ) -> Sequence[PipelineOperation]:
         rows = _Rows()
+        # The rules below need the pipeline to be full once, which takes 2P-1 micro-batches.
         count = max(num_micro_batches, 2 * num_stages - 1)
         # Forwards only, until the first micro-batch has come up again.
         rows.add(_DOWN, *[_F] * (2 * (num_stages - rank) - 1))

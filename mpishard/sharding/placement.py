@@ -82,7 +82,9 @@ def written_part(size: int, turn: int, holder: int, holder_count: int) -> tuple[
     >>> [written_part(512, 4, holder, 3) for holder in range(3)]
     [(0, 0), (0, 512), (0, 0)]
     """
+    # A part below `_LEAST_PART` elements is not worth a write of its own.
     layout = ShardLayout(size, min(holder_count, max(1, size // _LEAST_PART)))
+    # The turn moves the writer on from thing to thing, so that small things are shared out.
     part = (holder - turn) % holder_count
     if part >= layout.world_size:
         return 0, 0
@@ -197,6 +199,7 @@ class Placement:
             position = held.entry.start
             if position >= stop:
                 return
+            # Of a parameter that several ranks hold, each writes a part, or nothing.
             first, last = held.written_range if written else (position, held.entry.stop)
             first, last = max(start, first), min(stop, last)
             for box in held.boxes:

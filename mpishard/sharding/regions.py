@@ -68,6 +68,7 @@ def join_dims(boxes: Sequence[Box]) -> list[Box]:
     joined: list[list[tuple[int, int]]] = [[] for _ in boxes]
     for dim, ranges in enumerate(zip(*boxes, strict=True)):
         low, high = ranges[0]
+        # All boxes take the same part of this dim, which scales the dim before it.
         if dim and all(other == (low, high) for other in ranges):
             for box in joined:
                 box[-1] = (box[-1][0] * (high - low), box[-1][1] * (high - low))
@@ -163,6 +164,7 @@ def take_region(tensor: Array, region: Region, out: Array) -> None:
 
 def _pairs(values: Array, region: Region, tensor: Array) -> Iterator[tuple[Array, Array]]:
     """Views of a region's values, and of the same elements in its tensor."""
+    # The box is the whole tensor, so that the region is one run of memory.
     if box_shape(region.box) == tensor.shape:
         yield values, tensor.reshape(-1)[region.start : region.stop]
         return

@@ -267,6 +267,8 @@ def build_units(layer_sizes: Sequence[int], minimum_size: int) -> tuple[Unit, ..
     start = position = first = 0
     for layer, size in enumerate(layer_sizes):
         position += size
+        # A unit is closed at the first layer that fills it: later layers are gathered separately,
+        # which bounds the memory of a gathered unit.
         if position - start >= minimum_size:
             bounds.append([start, position, first, layer])
             start, first = position, layer + 1
@@ -282,6 +284,7 @@ def owned_pieces(units: Sequence[Unit], world_size: int, rank: int) -> tuple[Pie
     pieces = []
     offset = 0
     for unit in units:
+        # Each unit is cut for itself, so that it can be gathered without the others.
         mine = ShardLayout(unit.length, world_size).slice(rank)
         pieces.append(Piece(unit, unit.start + mine.start, unit.start + mine.stop, offset))
         offset += mine.stop - mine.start

@@ -340,14 +340,14 @@ def asnumpy(array): return array
 """
 TRY_ALL = """
 import sys, cupy
-from mpishard.cli.doctor import rank as doctor_rank
+from mpishard.cli.doctor import job as doctor_job
 from mpishard.cli.doctor import gpu as doctor_gpu
 for operation in doctor_gpu._OPERATIONS:
     sys.argv[1:] = [operation]
-    doctor_rank.main()
+    doctor_job.main()
 right = cupy.asnumpy
 cupy.asnumpy = lambda array: right(array) + 1
-doctor_rank.main()
+doctor_job.main()
 """
 
 

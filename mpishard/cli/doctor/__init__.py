@@ -3,8 +3,8 @@
 Begin with ``command.py``: it lists the groups of the report in their order. Each group is one
 function that yields findings: ``host.py`` (Python, the machine, NumPy, optional packages),
 ``mpi.py`` (library, launcher, SLURM, and known reasons why a job fails), ``shm.py`` (shared
-memory), ``job.py`` (two ranks that communicate) and ``gpu.py``. ``finding.py`` defines a finding
-and prints it. ``rank.py`` is the program of the ranks that the doctor starts.
+memory), ``job.py`` (two ranks that communicate, and their program) and ``gpu.py``.
+``finding.py`` defines a finding and prints it.
 
 It may import ``mpishard.cli.run`` and the shared modules of ``mpishard.cli``, no other command.
 """

@@ -116,7 +116,7 @@ def _cuda_aware(mpi: MPIInstallation) -> Finding:
     name, works, texts = "gpu.cuda_aware", {}, []
     assert mpi.launcher is not None
     for operation in _OPERATIONS:
-        program = [sys.executable, "-m", "mpishard.cli.doctor.rank", operation]
+        program = [sys.executable, "-m", "mpishard.cli.doctor.job", operation]
         command = mpi.launcher.command(2, program)
         answer = ask(command, _LIMIT_SECONDS["job"])
         works[operation] = answer.code == 0 and answer.found is True

@@ -27,12 +27,12 @@ class Host:
 
 
 def parse_hosts(text: str, world_size: int) -> list[Host]:
-    """The machines of ``a,b:slots``; those without a number share evenly what is left.
+    """Return the machines of ``a,b:slots``; those without a number share the rest evenly.
 
     Raises
     ------
     ValueError
-        If a name or number is none, or the ranks do not fit the machines.
+        If a name or number is wrong, or the ranks do not fit the machines.
     """
     if not text:
         return []
@@ -66,7 +66,7 @@ def parse_hosts(text: str, world_size: int) -> list[Host]:
 
 
 def slots_are_even(hosts: Sequence[Host]) -> bool:
-    """Whether all machines take the same number of ranks."""
+    """True if all machines take the same number of ranks."""
     return len({host.slots for host in hosts}) == 1
 
 

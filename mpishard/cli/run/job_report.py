@@ -1,4 +1,4 @@
-"""Why a job ended, from what its ranks left behind: the exit code, and who went first."""
+"""The end of a job, explained from its ranks' logs: exit code, and the rank that failed first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HINTS = {
     signal.SIGKILL: "; out of memory?",
     signal.SIGBUS: "; shared memory full?",
 }
-# With which launchers end the ranks that are left: those say nothing of who went first.
+# Launchers end the remaining ranks with these signals, so they do not tell which rank was first.
 _OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
 _BROKEN = 255
 _MOST_SHOWN = 4
@@ -29,7 +29,7 @@ _SAME_SECONDS = 0.003
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """With which code a job ends, and lines for its user; none if all is said already."""
+    """Exit code of a job, and lines for its user; no lines if the ranks have said all."""
 
     code: int
     lines: tuple[str, ...] = ()
@@ -37,20 +37,20 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one start of a job ended.
+    """End of one start of a job.
 
     Parameters
     ----------
     verdict : Verdict
-        Its exit code, and what is still to be said.
+        Exit code, and lines that are still to be printed.
     cause : str
-        Why, in one line, even if the ranks have said it themselves.
+        The reason in one line, even if the ranks have printed it themselves.
     called_init : bool
         Whether a rank called ``mpishard.init``.
     seconds : float
-        How long it lasted.
+        Duration in seconds.
     logs : Path, optional
-        Where its logs are kept.
+        Folder of its logs.
     """
 
     verdict: Verdict
@@ -62,7 +62,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """What is known of a job that has ended.
+    """Facts about a job that has ended.
 
     Parameters
     ----------
@@ -107,10 +107,10 @@ class JobEnd:
     survives: bool = False
 
     def judge(self) -> Verdict:
-        """The exit code of the job, and what to say.
+        """Return the exit code of the job, and the lines to print.
 
-        A rank that reported a failure of its own has said all. Otherwise the first rank that went
-        without leaving is named, even if another one has reported that it is gone. If ranks
+        Nothing is printed if a rank reported a failure of its own. Otherwise the first rank that
+        ended without leaving is named, even if another rank has reported that it is gone. If ranks
         outlive each other, and some came to their end, the job's code is the launcher's, which is
         theirs.
         """
@@ -138,7 +138,7 @@ class JobEnd:
         for log in self.logs.values():
             if log.state is not RankState.REPORTED:
                 continue
-            # One that found another rank gone ended with 1, and does not know how that went.
+            # A rank that found another one gone ended with 1, and knows no reason.
             code = log.code or settings.EXIT_FAILURE
             if first is None or first.rank == log.rank or code == self.launcher_code:
                 return Verdict(log.code or self.launcher_code or code, self._missing())
@@ -146,10 +146,10 @@ class JobEnd:
             return self._blame(first)
         stragglers = [rank for rank in self.logs if not self._has_left(rank)]
         if stragglers and self.launcher_code == 0 and self.world_size > 1:
-            # Nothing was seen of their end, as on other machines.
+            # Their end was not seen, because they ran on other machines.
             return Verdict(settings.EXIT_FAILURE, (f"{who(stragglers)} ended without leaving",))
         own = next((p.exit_code for p in self.ended if p.exit_code), None)
-        # The launcher's may be those of several ranks at once.
+        # The launcher's code may combine the codes of several ranks.
         code = own if own is not None and own > 0 else self.launcher_code
         if own is None and self.is_local and self._agrees(signal.SIGKILL) and self.launcher_code:
             line = "a rank was killed by signal 9 (SIGKILL; out of memory?), and its agent with it"
@@ -157,7 +157,7 @@ class JobEnd:
         return Verdict(code, self._missing())
 
     def _outlived(self) -> tuple[str, ...]:
-        """A line for each rank that was lost, if the others went on without it."""
+        """Return a line for each rank that was lost while the others went on."""
         lines = []
         for process in self.ended:
             log = self.logs.get(process.rank)
@@ -173,15 +173,15 @@ class JobEnd:
 
     @property
     def called_init(self) -> bool:
-        """Whether a rank called ``mpishard.init``."""
+        """True if a rank called ``mpishard.init``."""
         return bool(self.logs)
 
     def cause(self, verdict: Verdict) -> str:
-        """Why the job ended, in one line, as `verdict` has it or as ranks have said."""
+        """Return the reason in one line: the last of `verdict`, or the report of a rank."""
         if verdict.lines:
             return verdict.lines[-1]
         reported = [log for log in self.logs.values() if log.state is RankState.REPORTED]
-        # One that found another rank gone has no code.
+        # A rank that found another one gone has no code.
         named = [log.rank for log in reported if log.code] or [log.rank for log in reported]
         if named:
             return f"the job ended with code {verdict.code}, as {who(named)} reported"
@@ -191,14 +191,15 @@ class JobEnd:
         return f"the job ended with code {verdict.code}"
 
     def fails(self, process: RankProcess) -> bool:
-        """Whether the end of ``process`` is one that the other ranks were not told of."""
+        """True if ``process`` ended in a way that the other ranks were not told of."""
         if self._has_left(process.rank) and self.world_size > 1:
             return (process.exit_code or 0) < 0
-        # Nobody waits for a world of one; and who waits for a rank that never came says so.
+        # A world of one has no other rank to wait for it. Ranks that wait in init for one that
+        # never came report that themselves.
         return process.exit_code != 0 or (self.world_size > 1 and process.rank in self.logs)
 
     def _before_all(self) -> Verdict:
-        """Of a job in which no rank has called ``init``, as those of a script without mpishard."""
+        """Judge a job in which no rank has called ``init``, such as a script without mpishard."""
         if self.hosts and not self.ended and self.launcher_code == _BROKEN:
             tries = ", ".join(f"`ssh {host} true`" for host in self.hosts)
             line = (
@@ -209,33 +210,33 @@ class JobEnd:
         first = self._first()
         if first is None or not self.launcher_code or not first.exit_code:
             return Verdict(self.launcher_code)
-        # Of a signal the launcher itself speaks; not so that a single rank, which may well have
-        # been in a world of its own, had the exit code of any other.
+        # The launcher itself reports a signal. It does not report the exit code of a single rank,
+        # which may have been in a world of its own.
         if first.exit_code < 0 and self.world_size > 1:
             return Verdict(self.launcher_code)
         return self._blame(first)
 
     def _gone(self) -> RankProcess | None:
-        """The rank of which another one has reported that it is gone, if its end is known."""
+        """Return the rank that others reported as gone, if its end is known."""
         reported = [log for log in self.logs.values() if log.state is RankState.REPORTED]
         if not self.is_local or not reported or any(log.code for log in reported):
             return None
         ranks = [log.rank for log in reported]
         failed = [p for p in self.ended if p.rank not in ranks and self.fails(p)]
-        # It went before the others were ended for it.
+        # The first: it ended before the others were ended for it.
         return failed[0] if failed else None
 
     def _first(self) -> RankProcess | None:
-        """The rank that failed first, if the launcher's code agrees that it did."""
+        """Return the rank that failed first, if the launcher's exit code agrees."""
         failed = [process for process in self.ended if self.fails(process)]
         if not failed:
             return None
-        # MPI_Abort ends the others by a signal, and may end them before the rank that called it.
+        # MPI_Abort ends the others by a signal, perhaps before the rank that called it.
         first, code = failed[0], failed[0].exit_code
         if code is None or code >= 0:
             return first
         if not self._agrees(-code):
-            # Hydra breaks if a rank is killed that it is just answering, as it does in init.
+            # Hydra ends with 255 if a rank is killed while it answers that rank, as in init.
             log = self.logs.get(first.rank)
             is_in_init = log is not None and log.state is RankState.STARTED
             if self.is_hydra and self.launcher_code == _BROKEN and is_in_init:
@@ -244,9 +245,9 @@ class JobEnd:
         return first if self.is_local or -code not in _OF_LAUNCHERS else None
 
     def _agrees(self, number: int) -> bool:
-        """Whether the launcher ended with the signal ``number`` of a rank."""
+        """True if the launcher's exit code is that of a rank that ``number``, a signal, ended."""
         code = self.launcher_code
-        # Hydra's is or-ed with the SIGKILL of the ranks that it ended for it.
+        # Hydra ors the signal with the SIGKILL of the ranks that it ended afterwards.
         if self.is_hydra and code in (number, number | signal.SIGKILL):
             return True
         return code in (0, 128 + number) or (self.launcher_may_break and code == _BROKEN)
@@ -276,7 +277,7 @@ class JobEnd:
 
     def _where(self, process: RankProcess, code: int) -> str:
         log = self.logs.get(process.rank)
-        if self.world_size == 1:  # which writes no calls
+        if self.world_size == 1:  # a world of one writes no calls
             return ""
         if log is None:
             return " before it called mpishard.init()"
@@ -291,7 +292,7 @@ class JobEnd:
         return f"{silently} {'in' if log.waits_in_last else 'after'} {last}"
 
     def _missing(self) -> tuple[str, ...]:
-        """Of ranks for which the others waited in ``init`` until they gave up."""
+        """Return a line for each rank that the others waited for in ``init`` until they gave up."""
         if self.launcher_code != settings.EXIT_TIMEOUT:
             return ()
         return tuple(
@@ -305,7 +306,7 @@ class JobEnd:
 
 
 def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> Verdict:
-    """The end of a job that was sent a signal: with what each rank did last, if none said so."""
+    """Judge a job that received a signal; name each rank's last call unless a rank reported it."""
     code = 128 + number.value
     if any(log.state is RankState.REPORTED for log in logs.values()):
         return Verdict(code)
@@ -323,7 +324,7 @@ def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> Verdict
 
 
 def _how(code: int) -> str:
-    """How a process ended, in words."""
+    """Return the end of a process in words."""
     if code >= 0:
         return f"ended with code {code}"
     try:

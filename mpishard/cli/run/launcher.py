@@ -1,7 +1,7 @@
 """The program that starts MPI ranks: the one that belongs to the MPI library that mpi4py loads.
 
 An ``mpiexec`` of another MPI starts N processes that each find themselves alone, in a world of one.
-So the library is asked first, and every candidate on the machine has to say whose it is.
+Therefore the library is asked first, and each candidate on the machine for its version.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = [
 
 _PROBE_SECONDS = 60.0
 
-# Runs in a process of its own: what a broken MPI library does on loading stays there. Nothing is
-# initialised. The memory map tells which of the machine's libraries it was.
+# Runs in a process of its own, because a broken MPI library may end the process that loads it.
+# Nothing is initialised. The memory map tells which of the machine's libraries was loaded.
 _PROBE = """
 import mpi4py
 mpi4py.rc.initialize = False
@@ -49,7 +49,7 @@ _LIBRARY_FILE = re.compile(r"libmpi(ch|_abi)?\.(so|dylib)")
 
 
 class MPIFamily(StrEnum):
-    """MPI libraries whose launchers take the same options and speak to each other's ranks."""
+    """MPI libraries whose launchers take the same options and start each other's ranks."""
 
     MPICH = "MPICH"
     INTEL = "Intel MPI"
@@ -57,7 +57,7 @@ class MPIFamily(StrEnum):
 
     @classmethod
     def of(cls, text: str) -> MPIFamily | None:
-        """The family that names itself in ``text``, a library's or launcher's version message."""
+        """Return the family that ``text``, the version of a library or launcher, names."""
         # MVAPICH and Cray MPICH are MPICH; Intel's launcher is a Hydra too, so it comes first.
         if "Intel(R) MPI" in text:
             return cls.INTEL
@@ -82,9 +82,9 @@ class MPILibrary:
     Parameters
     ----------
     version : str
-        What ``MPI_Get_library_version`` says.
+        Result of ``MPI_Get_library_version``.
     file : Path, optional
-        The shared object; None where the system does not tell.
+        The shared object; None if the system does not tell.
     """
 
     version: str
@@ -92,7 +92,7 @@ class MPILibrary:
 
     @property
     def family(self) -> MPIFamily | None:
-        """Whose launchers can start ranks of this library."""
+        """Family of the launchers that can start ranks of this library."""
         return MPIFamily.of(self.version)
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class MPILibrary:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """How the ranks of a job are started.
+    """The program that starts the ranks of a job.
 
     Parameters
     ----------
@@ -118,17 +118,17 @@ class Launcher:
 
     @property
     def is_slurm(self) -> bool:
-        """Whether SLURM starts the ranks and knows their cores."""
+        """True if SLURM starts the ranks and knows their cores."""
         return self.program.name == "srun"
 
     @property
     def is_hydra(self) -> bool:
-        """Whether it is the launcher of MPICH and its kin."""
+        """True for the launcher of MPICH and the libraries derived from it."""
         return not self.is_slurm and self.library.family is not MPIFamily.OPEN_MPI
 
     @property
     def rank_variable(self) -> str:
-        """The environment variable in which a process that it started finds its rank."""
+        """Environment variable that holds the rank of a process."""
         if self.is_slurm:
             return "SLURM_PROCID"
         return "PMI_RANK" if self.is_hydra else "OMPI_COMM_WORLD_RANK"
@@ -142,27 +142,27 @@ class Launcher:
         variables: Sequence[str] = (),
         survives: bool = False,
     ) -> list[str]:
-        """The command line that runs ``program`` on ``world_size`` ranks.
+        """Return the command line that runs ``program`` on ``world_size`` ranks.
 
         Parameters
         ----------
         world_size : int
             Number of ranks.
         program : sequence of str
-            What each rank runs.
+            Command line of each rank.
         hosts : sequence of Host
             Machines to fill one after the other; empty for this one, or for those of the SLURM
             allocation.
         variables : sequence of str
             Environment variables that ranks on other machines must see as well.
         survives : bool
-            Whether ranks are to outlive each other, which is for Open MPI's own launcher.
+            Whether ranks are to outlive each other: only Open MPI's own launcher allows it.
 
         Raises
         ------
         ValueError
-            For machines of which SLURM is to fill some more than others; for ranks that outlive
-            each other, of a launcher that lets none.
+            If SLURM is to fill some machines more than others, or if ranks are to outlive each
+            other under a launcher that ends all of them.
         """
         if survives and (self.is_slurm or self.library.family is not MPIFamily.OPEN_MPI):
             raise ValueError(
@@ -179,15 +179,15 @@ class Launcher:
                 )
             options = ["-n", f"{world_size}", "--export=ALL"]
             options += ["--kill-on-bad-exit=1", "--quit-on-interrupt"]
-            # Without a number it would take as many nodes as the allocation has.
+            # Without a number srun takes as many nodes as the allocation has.
             options += [f"--nodelist={names}", f"--nodes={len(hosts)}"] if hosts else []
         elif self.library.family is MPIFamily.OPEN_MPI:
-            # Its default of one core per rank would put all BLAS threads of a rank on that core.
+            # The default of one core per rank would put all BLAS threads of a rank on that core.
             options = ["--with-ft", "ulfm"] if survives else []
             options += ["-n", f"{world_size}", "--bind-to", "none"]
             if os.geteuid() == 0:
                 options.append("--allow-run-as-root")
-            # It takes a machine for as many ranks as it has slots, of which it counts the cores.
+            # Open MPI fills a machine up to its slots, by default one for each core.
             options += ["--host", with_slots] if hosts else ["--map-by", ":OVERSUBSCRIBE"]
             for name in variables:
                 options += ["-x", name]
@@ -201,12 +201,12 @@ class Launcher:
 
 
 def find_launcher(library: MPILibrary) -> Launcher:
-    """The launcher that belongs to ``library``; ``srun`` inside a SLURM allocation.
+    """Return the launcher that belongs to ``library``; ``srun`` inside a SLURM allocation.
 
     Raises
     ------
     MPIUnavailableError
-        Where none is found, naming those that belong to another MPI.
+        If none is found; the message names those that belong to another MPI.
     """
     srun = shutil.which("srun")
     if srun is not None and settings.is_slurm_allocation():
@@ -231,12 +231,12 @@ def find_launcher(library: MPILibrary) -> Launcher:
 
 
 def loaded_library() -> MPILibrary:
-    """The library that ``import mpi4py.MPI`` loads in this Python, found without loading it here.
+    """Return the library that ``import mpi4py.MPI`` loads, without loading it in this process.
 
     Raises
     ------
     MPIUnavailableError
-        Where mpi4py is missing, or cannot load an MPI library.
+        If mpi4py is missing, or cannot load an MPI library.
     """
     answer = ask(python_command(_PROBE), _PROBE_SECONDS)
     if answer.code is None:
@@ -254,7 +254,7 @@ def loaded_library() -> MPILibrary:
 
 
 def _candidates(library: MPILibrary, family: MPIFamily) -> Iterator[Path]:
-    """Launchers on this machine, nearest to the library first, each once."""
+    """Yield the launchers on this machine, nearest to the library first, each once."""
     # <prefix>/lib/libmpi.so, <prefix>/lib/<platform>/libmpi.so, <prefix>/lib/release/libmpi.so
     near = [] if library.file is None else [up / "bin" for up in library.file.parents[1:4]]
     on_path = settings.program_folders()
@@ -268,7 +268,7 @@ def _candidates(library: MPILibrary, family: MPIFamily) -> Iterator[Path]:
 
 
 def launcher_family(program: Path) -> MPIFamily | None:
-    """The family that ``program`` says it belongs to; None where it does not run or is unknown."""
+    """Return the family in the version of ``program``; None if it does not run or is unknown."""
     try:
         answer = ask([str(program), "--version"], _PROBE_SECONDS)
     except OSError:

@@ -25,27 +25,27 @@ __all__ = [
 ]
 
 CALLS = "calls"
-"""The folder in it that is the job's own: call logs as the ranks write them."""
+"""Subfolder for the call logs that the ranks write; it is the job's own."""
 
 _RESTARTS = "restart-[0-9]*"
 
 _LOCK = ".lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What a file system says that has no locks, as some parallel ones are mounted."""
+"""Errors of file systems without locks: some parallel ones are mounted like that."""
 
 
 def folder_of_start(folder: Path, restart_count: int) -> Path:
-    """Where the ranks' logs are, in ``folder``, once the job has been restarted so many times."""
+    """Return the folder of the ranks' logs after so many restarts, inside ``folder``."""
     return folder / f"restart-{restart_count}" if restart_count else folder
 
 
 def check_log_folder(folder: Path) -> None:
-    """Refuse what cannot be a folder for logs, or is that of a job that still runs.
+    """Refuse a file, and the folder of a job that still runs.
 
     Raises
     ------
     ValueError
-        Saying which of the two.
+        The message says which of the two.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--log-dir must be a folder, and {folder} is a file")
@@ -53,7 +53,7 @@ def check_log_folder(folder: Path) -> None:
     for record in chain.from_iterable(
         records_in(start / CALLS, with_calls=False) for start in starts
     ):
-        # Of another machine's process nothing is known.
+        # Whether a process of another machine runs is not known.
         if record.host == socket.gethostname() and record.is_alive:
             raise ValueError(
                 f"--log-dir {folder} belongs to a job that still runs: its rank "
@@ -64,16 +64,16 @@ def check_log_folder(folder: Path) -> None:
 
 @contextmanager
 def held_log_folder(folder: Path) -> Iterator[None]:
-    """Make ``folder``, and keep other jobs out of it meanwhile: those of scripts of any kind.
+    """Make ``folder``, and keep other jobs out of it during the block.
 
-    The file of the lock stays: one that is removed could be locked by two, each its own.
+    The lock file stays. If it were removed, two jobs could each lock a file of that name.
 
     Raises
     ------
     OSError
-        Where it cannot be written.
+        If it cannot be written.
     ValueError
-        Where another job holds it.
+        If another job holds it.
     """
     import fcntl  # not on every system that only trains in memory
 
@@ -96,12 +96,12 @@ def held_log_folder(folder: Path) -> Iterator[None]:
 
 
 def prepare_log_folder(folder: Path) -> Path | None:
-    """Move the logs of an earlier job in ``folder`` aside, and say where.
+    """Move the logs of an earlier job in ``folder`` aside; return the new folder.
 
     Raises
     ------
     OSError
-        Where it cannot be written.
+        If it cannot be written.
     """
     names = ("rank-*.log", "rank-*.calls.txt", CALLS, _RESTARTS)
     old = [path for name in names for path in folder.glob(name)]
@@ -123,24 +123,24 @@ _ENDS = {
     RankState.LEFT: "left",
     RankState.REPORTED: "said why the job ends",
 }
-"""What the last state of a process says of its end."""
+"""Last state of a process -> description of its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankLogs:
-    """The call logs of one process, which the launcher counts as ``rank``.
+    """The call logs of one process, which is ``rank`` for the launcher.
 
     Parameters
     ----------
     records : sequence of RankRecord
-        One or more, in the order in which it entered their worlds.
+        One or more, in the order in which the process entered their worlds.
     """
 
     records: Sequence[RankRecord]
 
     @classmethod
     def of_job(cls, records: Iterable[RankRecord]) -> dict[int, Self]:
-        """The logs of each rank, from those of a job in the order of `records_in`."""
+        """Group the logs of a job, in the order of `records_in`, by rank."""
         by_rank = groupby(records, key=lambda record: record.launched_rank)
         return {rank: cls(tuple(of_rank)) for rank, of_rank in by_rank}
 
@@ -151,14 +151,14 @@ class RankLogs:
 
     @property
     def host(self) -> str:
-        """Where the process ran."""
+        """Name of the machine."""
         return self.records[0].host
 
     @property
     def state(self) -> RankState:
-        """How the rank stands: ``LEFT`` if it left every root world that it entered."""
+        """State of the rank: ``LEFT`` if it left every root world that it entered."""
         states = [record.state or RankState.STARTED for record in self.records]
-        # It waits in one init() while other worlds of it stand still.
+        # A rank that waits in init() makes no progress in its other worlds.
         for decisive in (RankState.REPORTED, RankState.STARTED):
             if decisive in states:
                 return decisive
@@ -166,27 +166,27 @@ class RankLogs:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a world that the rank entered was complete."""
+        """True if a world that the rank entered was complete."""
         return any(record.state is not RankState.STARTED for record in self.records)
 
     @property
     def is_saving(self) -> bool:
-        """Whether the rank saves, and ends, when it is told to."""
+        """True if the rank saves, and ends, when it receives the order."""
         return any(record.is_saving for record in self.records)
 
     @property
     def code(self) -> int:
-        """The exit code of the job that the rank reported with; 0 if it did not."""
+        """Exit code of the job in the rank's report; 0 without a report."""
         return next((r.code for r in self.records if r.state is RankState.REPORTED), 0)
 
     @property
     def last_call(self) -> LoggedCall | None:
-        """Its last collective, in whichever world."""
+        """Last collective of the rank, in any of its worlds."""
         return self._last[1]
 
     @property
     def waits_in_last(self) -> bool:
-        """Whether it waits in `last_call`."""
+        """True if the rank waits in `last_call`."""
         record, last = self._last
         return last is not None and record.waits == last
 
@@ -196,7 +196,7 @@ class RankLogs:
         return max(found, key=lambda pair: pair[1].time if pair[1] else 0.0)
 
     def text(self) -> str:
-        """Who a rank was that has ended, how it went, and its last collectives, to be read."""
+        """Return a text for people: the rank, its end, and its last collectives."""
         texts = []
         for record in self.records:
             stood = f"{_ENDS[record.state or RankState.STARTED]}, {record.count} collectives"

@@ -12,13 +12,13 @@ __all__ = ["Notice", "notice"]
 
 
 class Notice:
-    """Whether this process has received the order that its job is to save and end."""
+    """The order to save and end, if this process has received it."""
 
     def __init__(self) -> None:
         self.is_given = False
 
     def receive(self, _number: int, _frame: FrameType | None) -> None:
-        """Keep the order while there is no job to pass it on to."""
+        """Keep the order until there is a job that can obey it."""
         self.is_given = True
 
 

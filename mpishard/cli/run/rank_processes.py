@@ -1,7 +1,7 @@
-"""The processes of this machine's ranks, and how each has ended: what their agents have noted.
+"""The processes of this machine's ranks, their ends, and the shared memory that they leave behind.
 
 The agent of a rank (`mpishard.cli.run.rank_agent`) appends a line to a file in the job's folder
-when it has started the rank, and another one when the rank has ended.
+when it has started the rank, and another one when the rank has ended. This module reads them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class RankProcess:
     pid : int
         Its process id.
     agent : int
-        That of its agent.
+        Process id of its agent.
     exit_code : int, optional
-        Its exit code, or minus the number of the signal that ended it. None while it runs, and if
-        its agent was killed with it, as a launcher does that ends a job.
+        Exit code, or minus the number of the signal that ended it. None while it runs, and if a
+        launcher that ends a job has killed its agent too.
     ended_at : float
-        When it ended, as `time.monotonic` has it.
+        Time of the end, by `time.monotonic`.
     orphaned_by : int
-        The process id of the launcher on this machine, if the rank was killed because that is gone.
+        Process id of the launcher on this machine, if the rank was killed because it is gone.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class RankProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its agent has said that it ended."""
+        """True if its agent has noted the end."""
         return self.exit_code is not None or bool(self.orphaned_by)
 
     def send(self, number: signal.Signals) -> None:
@@ -65,11 +65,11 @@ class RankProcess:
             os.kill(self.pid, number)
 
     def is_running(self) -> bool:
-        """Whether it runs, or its agent, which may be about to note its end."""
+        """True if it runs, or its agent, which may be about to note the end."""
         return _is_running(self.pid) or _is_running(self.agent)
 
     def catches(self, number: signal.Signals) -> bool:
-        """Whether the process has a handler for the signal."""
+        """True if the process has a handler for the signal."""
         try:
             lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         except OSError:
@@ -90,31 +90,31 @@ class RankProcesses:
     """
 
     def __init__(self, folder: Path, world_size: int) -> None:
-        # On a shared file system other machines have files there, too: their processes are none of
-        # this one's, and their clocks are others.
+        # On a shared file system other machines have files there, too. Their process ids and clocks
+        # mean nothing here.
         self._file = folder / f"agents-{socket.gethostname()}"
         self._world_size = world_size
         self._read = 0
         self.ranks: dict[int, RankProcess] = {}
-        """Those that have been started, by rank."""
+        """The ranks that have been started, by number."""
         self.failed: list[int] = []
-        """The ranks that their agents could not start."""
+        """Numbers of the ranks that their agents could not start."""
         self.ended: list[RankProcess] = []
-        """Those that have ended by themselves, the first one first."""
+        """The ranks that have ended by themselves, the first one first."""
 
     @property
     def all_seen(self) -> bool:
-        """Whether every rank of the job runs on this machine, or has."""
+        """True if every rank of the job runs on this machine, or has run there."""
         return len(self.ranks) == self._world_size
 
     @property
     def running(self) -> list[RankProcess]:
-        """Those whose end has not been noted."""
+        """The ranks whose end has not been noted."""
         return [process for process in self.ranks.values() if not process.has_ended]
 
     @property
     def orphaned(self) -> list[RankProcess]:
-        """Those that were killed because the launcher's process on this machine is gone."""
+        """The ranks that were killed because the launcher's process on this machine is gone."""
         return [process for process in self.ranks.values() if process.orphaned_by]
 
     def look(self) -> list[RankProcess]:
@@ -127,7 +127,7 @@ class RankProcesses:
             return []
         started = []
         for line in lines:
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n"):  # the agent is writing it
                 break
             self._read += len(line)
             rank, word, *values = line.decode().split()
@@ -165,13 +165,13 @@ def _is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     try:
-        return not select.select([handle], [], [], 0)[0]  # readable from its end on
+        return not select.select([handle], [], [], 0)[0]  # readable once the process has ended
     finally:
         os.close(handle)
 
 
 def can_be_watched() -> bool:
-    """Whether ranks have agents here (Linux 5.3)."""
+    """True if ranks have agents on this system: Linux 5.3 or newer."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -187,18 +187,18 @@ _logger = logging.getLogger("mpishard")
 def remove_shared_memory(records: Iterable[RankRecord]) -> list[Path]:
     """Remove the files in shared memory that the ranks had mapped and that no process maps now.
 
-    MPI libraries name their files for the job, and remove them when ranks end in good order.
-    Files of other users, and those that a process still uses, stay.
+    MPI libraries remove their files if ranks end in good order, and a killed rank does not. Files
+    of other users, and those that a process still uses, stay.
 
     Parameters
     ----------
     records : iterable of RankRecord
-        What the ranks of the job say that they had mapped.
+        Status pages of the job's ranks, which name the files that they had mapped.
 
     Returns
     -------
     list of Path
-        What was removed.
+        The files that were removed.
     """
     paths = {Path(name) for record in records for name in record.shared_memory}
     found = {path for path in paths if path.parent == _SHARED_MEMORY and _is_ours(path)}
@@ -219,13 +219,13 @@ def _is_ours(path: Path) -> bool:
 
 
 def mapped_files(processes: Path = Path("/proc")) -> set[tuple[Path, int]]:
-    """The files that are part of living processes, as these call them, with their inodes.
+    """Return path and inode of each file that a living process maps.
 
-    Of what other users run, only what the system tells: nothing, unless this is root.
+    The system hides the processes of other users, unless this is root.
     """
     found = set()
     for maps in processes.glob("[0-9]*/maps"):
-        with suppress(OSError):  # it ends meanwhile, or is another user's
+        with suppress(OSError):  # the process has ended, or is another user's
             for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
                 fields = line.split(maxsplit=5)
                 if len(fields) == 6 and fields[5].startswith("/"):

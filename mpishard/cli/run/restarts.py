@@ -32,7 +32,7 @@ __all__ = ["Restarts", "allocated_hosts", "find_lost_hosts"]
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 _SOON_SECONDS = 60.0
-"""A start that lasted less has hardly made progress, and the next pause is twice as long."""
+"""After a shorter start, which has hardly made progress, the next pause is twice as long."""
 
 _GLANCE_SECONDS = 0.1
 
@@ -41,32 +41,32 @@ _USAGE = 2
 
 @dataclass(slots=True)
 class Restarts:
-    """Starts a job, and starts it again where it fails.
+    """Starts a job, and starts it again if it fails.
 
-    A failure is any exit code but 0, `settings.EXIT_PREEMPTED` and `settings.EXIT_INTERRUPT`; also
-    not 2 where no rank has entered a world with others, as of a script that does not like its
-    arguments. A signal that is to end the job ends it for good, also between two starts.
+    A failure is any exit code but 0, `settings.EXIT_PREEMPTED` and `settings.EXIT_INTERRUPT`. Exit
+    code 2 is none if no rank has called ``init``: a script refuses its arguments like that. A
+    signal that is to end the job ends it for good, also between two starts.
 
-    Before a restart it pauses for 1 second; for 2, 4, 8, 16 and 30 where starts in a row have
+    Before a restart it pauses for 1 second; for 2, 4, 8, 16 and 30 seconds if starts in a row have
     lasted less than a minute.
 
     Parameters
     ----------
     start : callable
-        Starts the job, to its end, given the number of restarts so far, the number of ranks, and
-        the hosts.
+        Starts the job and waits for its end, given the number of restarts so far, the number of
+        ranks, and the hosts.
     say : callable
-        Tells the user a line.
+        Prints a line for the user.
     ranks : int
         Number of ranks of the first start, and the most of a later one.
     hosts : sequence of Host
-        Machines that may be lost; empty where the job runs on this one alone.
+        Machines that may be lost; empty if the job runs on this one alone.
     find_lost : callable
-        The names of those that cannot be reached now.
+        Returns the names of the hosts that cannot be reached now.
     most : int
         Restarts at most.
     min_ranks : int, optional
-        Ranks at least, where hosts are lost; None: as many as in the first start.
+        Ranks at least, if hosts are lost; None: as many as in the first start.
     received : list of Signals
         The signals that are to end the job, as they come.
     """
@@ -81,7 +81,7 @@ class Restarts:
     received: list[signal.Signals] = field(default_factory=list)
 
     def run(self) -> int:
-        """Start the job until it does not fail or may not start again; the last exit code."""
+        """Start the job until it ends well or may not start again; return the last exit code."""
         ranks, hosts = self.ranks, self.hosts
         failures: list[Outcome] = []
         pause = 0.0
@@ -169,26 +169,26 @@ _POLL_SECONDS = 0.05
 _STATE = re.compile(r"([a-z_]+)(\W*)")
 _USABLE = ("alloc", "mix", "idle", "comp", "drng", "plnd", "resv")
 _AWAY = "*~#%!"
-"""What SLURM writes behind the state of a node that does not respond, or has no power."""
+"""Marks of SLURM behind the state of a node that does not respond, or has no power."""
 
 
 def find_lost_hosts(
     launcher: Launcher, hosts: Sequence[Host], received: Sequence[signal.Signals]
 ) -> list[str]:
-    """The names of those of ``hosts`` that ``launcher`` could not start a rank on.
+    """Return the names of the hosts on which ``launcher`` could not start a rank.
 
-    Inside SLURM they are the nodes that ``sinfo`` has down, failed or not responding, and none
-    if it does not answer. Elsewhere they are those on which ``ssh HOST true`` fails, or does not
-    end within 15 seconds; this machine is reached without.
+    Inside SLURM these are the nodes that ``sinfo`` calls down, failed or not responding, and none
+    if it does not answer. Elsewhere they are the hosts on which ``ssh HOST true`` fails, or does
+    not end within 15 seconds. This machine needs no ssh.
 
     Parameters
     ----------
     launcher : Launcher
-        What starts the ranks.
+        The program that starts the ranks.
     hosts : sequence of Host
         The machines.
     received : sequence of Signals
-        Where one is in it, also one that comes meanwhile, nobody needs the answer.
+        The search ends early if it holds a signal, also one that comes meanwhile.
     """
     names = [host.name for host in hosts]
     if not names:
@@ -214,14 +214,14 @@ def find_lost_hosts(
 
 
 def allocated_hosts(ranks: int) -> list[Host]:
-    """The nodes of the SLURM allocation, each with its share of ``ranks``; none if unknown."""
+    """Return the nodes of the SLURM allocation, each with its share of ``ranks``."""
     ((code, text),) = _answers_of([["scontrol", "show", "hostnames"]], ())
     names = [] if code != 0 else text.split()
     return [Host(name, -(-ranks // len(names))) for name in names]
 
 
 def _is_this_machine(name: str) -> bool:
-    """Whether the name is one of this machine: it has one of its addresses."""
+    """True if the name has an address of this machine."""
     if name in ("localhost", socket.gethostname()):
         return True
     with suppress(OSError):

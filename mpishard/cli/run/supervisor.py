@@ -1,4 +1,4 @@
-"""A start of a job, to its end: signals go to it, its ranks are watched, nothing stays."""
+"""One start of a job: forward signals to it, watch its ranks, and remove what they leave."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _GRACE_SECONDS = 3.5
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
 
 _SAVE_SECONDS = 25.0
-"""What ranks that save before they end have for it. SLURM kills 30 seconds after SIGTERM."""
+"""Time for ranks that save before they end. SLURM kills 30 seconds after SIGTERM."""
 
 _ONE_ORDER_SECONDS = 1.0
-"""Of one order to end a job, SIGTERM may come along several paths: from SLURM, and from srun."""
+"""One order to end a job may send SIGTERM on several paths: from SLURM, and from srun."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _LAUNCHER_SECONDS = 10.0
-"""What the launcher has to end when all its ranks have. Open MPI's at times waits for ever."""
+"""Time for the launcher to end after all its ranks. Open MPI's sometimes waits for ever."""
 
 _OTHERS_SECONDS = 3.0
-"""What the others, and the launcher, have to end by themselves when a rank has failed."""
+"""Time for the others, and the launcher, to end by themselves when a rank has failed."""
 
 _SAVED = (0, settings.EXIT_PREEMPTED)
 """Exit codes of a job that had time to save: it may have been at its end."""
@@ -81,15 +81,15 @@ class Supervisor:
     """Runs the launcher of a job, once.
 
     The job is a process group of its own, so that it gets each signal once, from here: Hydra takes
-    a second Ctrl-C for an order to drop its ranks. A terminal stays with this process; ranks read
-    an empty input instead of being stopped by the first read.
+    a second Ctrl-C for an order to drop its ranks. A terminal stays with this process. Ranks read
+    an empty input, because the system would stop them at the first read of the terminal.
 
     Parameters
     ----------
     name : str
-        The command that speaks, such as ``mpishard run``.
+        The command that prints messages, such as ``mpishard run``.
     launcher : Launcher
-        What starts the ranks.
+        The program that starts the ranks.
     command : sequence of str
         Its command line.
     world_size : int
@@ -97,7 +97,7 @@ class Supervisor:
     host_count : int
         Number of machines that the ranks were given; 0 is this one.
     log_folder : Path, optional
-        Where the call logs of a job that failed are kept.
+        Folder for the call logs of a job that failed.
     hosts : sequence of str
         The machines that the user named.
     received : list of Signals
@@ -130,13 +130,13 @@ class Supervisor:
 
         Its exit code is the one that a rank reported with; else 128 + the signal that this process
         was sent, or that ended the first rank that failed; else that rank's own code, and 1 if it
-        ended with 0 without a word.
+        ended with 0 without leaving.
         """
         temporary = Path(tempfile.mkdtemp(prefix="mpishard-job-"))
         folder = temporary if self.log_folder is None else self.log_folder / CALLS
         folder.mkdir(parents=True, exist_ok=True)
-        # Here Open MPI's launcher puts its files, which it leaves behind if it is killed. The path
-        # is short: there are sockets among them.
+        # Open MPI's launcher puts its files here, and leaves them behind if it is killed. The path
+        # is short, because the paths of sockets may have 107 characters at most.
         variables = {_OPEN_MPI_FOLDER: str(temporary), **environment}
         variables["MPISHARD_JOB_FOLDER"] = str(folder)
         self._folder = folder
@@ -174,7 +174,7 @@ class Supervisor:
         self._job = None
         signal.setitimer(signal.ITIMER_REAL, 0)
         processes.wait_for_all()
-        for process in processes.running:  # they would write to the files of the next start
+        for process in processes.running:  # else they write to the files of the next start
             process.send(signal.SIGKILL)
         if self._has_ended_launcher:
             code = next((process.exit_code for process in processes.ended if process.exit_code), 0)
@@ -220,7 +220,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------ watching
 
     def _watch(self, job: subprocess.Popen[bytes], processes: RankProcesses) -> None:
-        """Wait for the end of ``job``; end it if a rank is gone that the others wait for."""
+        """Wait for the end of ``job``; end it if the others wait for a rank that is gone."""
         pause = _FIRST_LOOK_SECONDS
         failed_at = ended_at = 0.0
         started = looked_at = time.monotonic()
@@ -263,7 +263,7 @@ class Supervisor:
         os.close(launcher)
 
     def _look_for_ranks(self, processes: RankProcesses, waited: float) -> None:
-        """End the job if ranks of this machine are not started, for ``waited`` seconds by now.
+        """End the job if ranks of this machine have not been started for ``waited`` seconds.
 
         Hydra tries for ever to start a process that the system does not allow.
         """
@@ -288,11 +288,10 @@ class Supervisor:
         )
 
     def _suspect(self, processes: RankProcesses) -> RankProcess | None:
-        """The first rank that failed, if the others would not be told of it.
+        """Return the first rank that failed, if the others would not be told of it.
 
-        One that failed, or ended in the middle: Open MPI's launcher and srun end the job for it,
-        Hydra may leave the others to wait. Of ranks that outlive each other, only one that is lost
-        before there is a world of them.
+        Open MPI's launcher and srun end the job if a rank fails; Hydra may let the others wait. If
+        ranks outlive each other, only a rank that is lost before their world exists counts.
         """
         if not processes.ended:
             return None
@@ -339,10 +338,10 @@ class Supervisor:
         self._end(signal.Signals(number))
 
     def _give_notice(self, _number: int, _frame: FrameType | None) -> None:
-        """Have the ranks save, and leave, in their own time, as soon as they can.
+        """Order the ranks of this machine to save and leave as soon as they can.
 
-        Those of this machine: one is enough, as the ranks save together. In a rank that has not
-        imported mpishard yet the signal is blocked, and waits.
+        One rank is enough, because the ranks save together. In a rank that has not imported
+        mpishard yet the signal is blocked, and waits.
         """
         notice.is_given = True
         processes = self._processes
@@ -359,7 +358,7 @@ class Supervisor:
             )
 
     def _savers(self) -> list[RankProcess]:
-        """The ranks of this machine that now save when they are told to."""
+        """Return the ranks of this machine that save if they receive the order now."""
         if self._processes is None:
             return []
         logs = self._logs()
@@ -381,9 +380,9 @@ class Supervisor:
             process.send(signal.SIGKILL)
 
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
-        """Ask the ranks of this machine what they do. The job goes on."""
+        """Make the ranks of this machine report what they do. The job goes on."""
         running = [] if self._processes is None else self._processes.running
-        # A process without a handler, as before init, would end.
+        # A process without a handler, as a rank before init, would end.
         asked = [process for process in running if process.catches(signal.SIGQUIT)]
         for process in asked:
             process.send(signal.SIGQUIT)

@@ -185,7 +185,7 @@ class Verdict:
 
     @property
     def is_equal(self) -> bool:
-        """Whether everything that was compared is within the tolerance, on every rank."""
+        """True if everything that was compared is within the tolerance, on every rank."""
         c = self.comparison
         errors = (c.built, c.parameters, c.losses, c.gradients, np.nan_to_num(c.predictions))
         return not c.inputs.any() and all(self._within(e) for e in errors)

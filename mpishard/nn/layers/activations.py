@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
@@ -83,27 +84,36 @@ class ReLU(_Activation):
         return dy, None
 
 
-class Tanh(_Activation):
-    """Hyperbolic tangent, y = tanh(x)."""
+class _SavedOutput(_Activation):
+    """An activation whose slope is a function of its output, which it saves."""
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """``dy`` times the slope, in its place."""
+        flat_dy, flat_y = dy.reshape(-1), saved.reshape(-1)
+        for part in chunks(flat_dy):
+            flat_dy[part] *= self._slope(flat_y[part])
+        return flat_dy.reshape(dy.shape), None
+
+    @abstractmethod
+    def _slope(self, y: Array) -> Array:
+        """Return dy/dx, given y."""
+
+
+class Tanh(_SavedOutput):
+    """Hyperbolic tangent, y = tanh(x), whose slope is 1 - y^2."""
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Squash; saves y."""
         y = array_namespace(x).tanh(x)
         return y, y if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """``dy`` * (1 - y^2), in its place."""
-        xp = array_namespace(dy)
-        flat_dy, flat_y = dy.reshape(-1), saved.reshape(-1)
-        for part in chunks(flat_dy):
-            slope = flat_y[part] * flat_y[part]
-            xp.subtract(1.0, slope, out=slope)
-            flat_dy[part] *= slope
-        return flat_dy.reshape(dy.shape), None
+    def _slope(self, y: Array) -> Array:
+        slope = y * y
+        return array_namespace(y).subtract(1.0, slope, out=slope)
 
 
-class Sigmoid(_Activation):
-    """Logistic function, y = 1 / (1 + exp(-x))."""
+class Sigmoid(_SavedOutput):
+    """Logistic function, y = 1 / (1 + exp(-x)), whose slope is y (1 - y)."""
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Squash; saves y."""
@@ -114,19 +124,28 @@ class Sigmoid(_Activation):
         y = flat_y.reshape(x.shape)
         return y, y if context.training else None
 
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """``dy`` * y (1 - y), in its place."""
-        xp = array_namespace(dy)
-        flat_dy, flat_y = dy.reshape(-1), saved.reshape(-1)
-        for part in chunks(flat_dy):
-            slope = xp.subtract(1.0, flat_y[part])
-            slope *= flat_y[part]
-            flat_dy[part] *= slope
-        return flat_dy.reshape(dy.shape), None
+    def _slope(self, y: Array) -> Array:
+        slope = array_namespace(y).subtract(1.0, y)
+        slope *= y
+        return slope
 
 
 class _SavedSlope(_Activation):
     """An activation whose forward pass saves its slope, as large as the input would be."""
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Activate; saves the slope dy/dx."""
+        xp = array_namespace(x)
+        flat_x = x.reshape(-1)
+        flat_y = xp.empty_like(flat_x)
+        slope = xp.empty_like(flat_x) if context.training else None
+        for part in chunks(flat_x):
+            self._activate(flat_x[part], flat_y[part], None if slope is None else slope[part])
+        return flat_y.reshape(x.shape), slope
+
+    @abstractmethod
+    def _activate(self, x: Array, y: Array, slope: Array | None) -> None:
+        """Write y and, unless it is None, the slope of one chunk."""
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """``dy`` times the saved slope, in its place."""
@@ -142,21 +161,14 @@ class SiLU(_SavedSlope):
     Zoph & Le, "Searching for activation functions", 2017 (arXiv:1710.05941).
     """
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Activate; saves the slope dy/dx = s + y (1 - s)."""
-        xp = array_namespace(x)
-        flat_x = x.reshape(-1)
-        flat_y = xp.empty_like(flat_x)
-        slope = xp.empty_like(flat_x) if context.training else None
-        for part in chunks(flat_x):
-            s, y_part = sigmoid(flat_x[part]), flat_y[part]
-            xp.multiply(flat_x[part], s, out=y_part)
-            if slope is not None:
-                slope_part = slope[part]
-                xp.subtract(1.0, s, out=slope_part)
-                slope_part *= y_part
-                slope_part += s
-        return flat_y.reshape(x.shape), slope
+    def _activate(self, x: Array, y: Array, slope: Array | None) -> None:
+        """The slope is dy/dx = s + y (1 - s)."""
+        xp, s = array_namespace(x), sigmoid(x)
+        xp.multiply(x, s, out=y)
+        if slope is not None:
+            xp.subtract(1.0, s, out=slope)
+            slope *= y
+            slope += s
 
 
 class GELU(_SavedSlope):
@@ -166,34 +178,24 @@ class GELU(_SavedSlope):
     linear units", 2016 (arXiv:1606.08415), section 2.
     """
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Activate; saves the slope dy/dx, which costs no more memory than x would.
-
-        With h = (1 + tanh(u))/2, so that y = x h, the slope is h + 2 y (1 - h) du/dx.
-        """
+    def _activate(self, x: Array, y: Array, slope: Array | None) -> None:
+        """With h = (1 + tanh(u))/2, so that y = x h, the slope is h + 2 y (1 - h) du/dx."""
         xp = array_namespace(x)
-        flat_x = x.reshape(-1)
-        flat_y = xp.empty_like(flat_x)
-        slope = xp.empty_like(flat_x) if context.training else None
-        for part in chunks(flat_x):
-            x_part, y_part = flat_x[part], flat_y[part]
-            square = x_part * x_part
-            h = square * (_GELU_SLOPE * _GELU_CUBIC)
-            h += _GELU_SLOPE
-            h *= x_part
-            xp.tanh(h, out=h)
-            h *= 0.5
-            h += 0.5
-            xp.multiply(x_part, h, out=y_part)
-            if slope is not None:
-                square *= 6.0 * _GELU_SLOPE * _GELU_CUBIC
-                square += 2.0 * _GELU_SLOPE
-                square *= y_part
-                slope_part = slope[part]
-                xp.subtract(1.0, h, out=slope_part)
-                slope_part *= square
-                slope_part += h
-        return flat_y.reshape(x.shape), slope
+        square = x * x
+        h = square * (_GELU_SLOPE * _GELU_CUBIC)
+        h += _GELU_SLOPE
+        h *= x
+        xp.tanh(h, out=h)
+        h *= 0.5
+        h += 0.5
+        xp.multiply(x, h, out=y)
+        if slope is not None:
+            square *= 6.0 * _GELU_SLOPE * _GELU_CUBIC
+            square += 2.0 * _GELU_SLOPE
+            square *= y
+            xp.subtract(1.0, h, out=slope)
+            slope *= square
+            slope += h
 
 
 class Softmax(Layer):

@@ -27,8 +27,7 @@ from mpishard.nn.layers.composites import Sequential, dynamic_shapes, layer_info
 from mpishard.nn.layers.initializers import parameter_generator
 from mpishard.nn.layers.layer import Context, Layer, ParameterSpec
 from mpishard.nn.layers.linear import FeatureLinear
-from mpishard.nn.models.training_pass import TrainingPass
-from mpishard.nn.models.vector import ParameterVector, VectorPart
+from mpishard.nn.models.parts import ParameterVector, TrainingPass, VectorPart
 from mpishard.sharding import ParameterEntry, ParameterTable
 
 __all__ = ["Model", "SubModel"]
