@@ -49,11 +49,13 @@ def slice_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any
         return state_dict
     state = dict(state_dict["state"])
     for number, part in numbered_parts(parts, made):
-        if number in state and part.owner.shards_state:
-            state[number] = {
-                key: value.reshape(-1)[part.in_parameter].clone()
-                if is_elementwise(value, part.entry.shape)
-                else value
-                for key, value in state[number].items()
-            }
+        if number in state:
+            state[number] = {key: _own(part, value) for key, value in state[number].items()}
     return {**state_dict, "state": state}
+
+
+def _own(part: Part, value: Any) -> Any:
+    """A copy, for PyTorch would go on with the tensors given; thread-ranks are given the same."""
+    if part.owner.shards_state and is_elementwise(value, part.entry.shape):
+        value = value.reshape(-1)[part.in_parameter]
+    return value.clone() if isinstance(value, torch.Tensor) else value
