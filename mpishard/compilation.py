@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import threading
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from mpishard import settings
 __all__ = ["compile_loop", "numba_module"]
 
 _log = logging.getLogger("mpishard")
+_NOTICE_SECONDS = 0.3
 
 
 def numba_module() -> ModuleType | None:
@@ -51,12 +53,24 @@ def compile_loop(
     function = _renamed(loop, name, names)
     options = {"nogil": True, "error_model": "numpy"}
     run: Callable[..., None]
+    # Only the time tells whether numba compiles or has found code in its cache.
+    notice = threading.Timer(_NOTICE_SECONDS, _say_that_it_compiles)
+    notice.daemon = True
+    notice.start()
     try:
         run = numba.njit(signature, cache=True, **options)(function)
     except (OSError, RuntimeError) as error:  # no folder to write to, or it is full
         _log.info("%s is compiled anew in each process: %s", loop.__name__, error)
         run = numba.njit(signature, **options)(function)
+    finally:
+        notice.cancel()
     return run
+
+
+@functools.cache
+def _say_that_it_compiles() -> None:
+    """Log why the first step is slow; once in a process."""
+    _log.info("numba compiles update loops, a second or two each; later starts load them")
 
 
 @functools.cache

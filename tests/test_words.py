@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard import nn
+from mpishard import compilation, nn
 from mpishard.errors import ShardingError
 from mpishard.observe import plot_loss_curve
 from mpishard.optimizers import SGD, Adam, OptimizationInputData
@@ -191,7 +192,25 @@ def test_objects_are_described_in_one_line() -> None:
     )
 
 
-# ----------------------------------------------------------------------------------- ranks alone
+# ---------------------------------------------------------------------------------- long silences
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(0.2, 1), (0.0, 0)])
+def test_a_first_compilation_says_why_the_step_is_slow(
+    seconds: float, lines: int, monkeypatch: Any, caplog: Any
+) -> None:
+    pytest.importorskip("llvmlite")
+
+    def njit(*_: Any, **__: Any) -> Any:
+        return lambda function: time.sleep(seconds) or function
+
+    monkeypatch.setattr(compilation, "_numba", lambda: SimpleNamespace(njit=njit))
+    monkeypatch.setattr(compilation, "_NOTICE_SECONDS", 0.05)
+    compilation._say_that_it_compiles.cache_clear()
+    with caplog.at_level(logging.INFO, "mpishard"):
+        for _ in range(2):
+            compilation.compile_loop(lambda: None, None)
+    assert [r.getMessage()[:28] for r in caplog.records] == ["numba compiles update loops,"] * lines
 
 
 @pytest.mark.spawned

@@ -18,6 +18,7 @@ import mpishard as ms
 from mpishard.arrays import to_host
 from mpishard.communication import ProcessMesh, run_in_threads
 from mpishard.errors import PeerError
+from mpishard.layout import ShardLayout
 from mpishard.models import HybridShardedModel, PipelineParallelModel, TensorParallelModel
 from mpishard.models.stores.vector import placed_range
 from mpishard.observe.ledger import MemoryCategory
@@ -86,9 +87,8 @@ def update(model: Any, optimizer: Any, problems: Any, kind: str, step: int, how:
     ("world_size", "mesh", "kind", "data", "rule", "accumulation", "path"), rows(),
     indirect=["path"],
 )  # fmt: skip
-@pytest.mark.dealt
 @in_worlds()
-def test_equals_sequential_training(
+def test_trains_as_one_process_does(
     backend: Any, problems: Any, mesh: Any, kind: str, data: str, rule: str, accumulation: str,
     path: str, record_property: Any,
 ) -> None:  # fmt: skip
@@ -240,7 +240,6 @@ def sent(backend: Any, links: Any, call: Any, *arguments: Any) -> int:
 
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("kind", ["function", "autograd"])
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_bytes_of_a_step(
     backend: Any, problems: Any, kind: str, data: str, messages_only: None
@@ -291,7 +290,7 @@ def test_one_warning_says_what_to_implement(
         found = run_in_threads(4, wrap, 2, 1, 2)
     (message,) = [record.getMessage() for record in caplog.records]
     for words in ("HybridShardedModel", "2 pipeline x 1 tensor x 2 data", "ILayeredModel",
-                  "each rank computes the whole batch, in one micro-batch"):  # fmt: skip
+                  "computes the whole batch, in 4 micro-batches, in no schedule"):  # fmt: skip
         assert words in message
     for properties, bubble in found:
         assert properties["ComputePartitioned"] is False
@@ -301,10 +300,46 @@ def test_one_warning_says_what_to_implement(
         )
         assert properties["OptimizerStateSharded"] is properties["GradientsSharded"] is True
         assert properties["PartitionLog"] == []
+        assert (properties["MicroBatchCount"], properties["Schedule"]) == (4, None)
         assert bubble == 0
     assert [properties["ShardSize"] for properties, _ in found] == (
         [6, 6, 6, 6] if kind == "function" else [26, 26, 25, 25]
     )
+
+
+class Seen(Ten):
+    """The gradient of a mean; keeps the number of samples of each computation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def compute_loss_and_gradients(self, x: Any, y: Any) -> Any:
+        self.seen.append(len(x))
+        return float(x.mean() * self.theta.sum()), x.mean() * np.ones_like(self.theta)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 1), (2, 1, 2), (1, 1, 4)])
+@in_worlds(4)
+def test_a_black_box_computes_its_batch_in_micro_batches(backend: Any, mesh: Any) -> None:
+    config, x = ShardingConfiguration(backend), np.arange(1.0, 12)[:, None]
+    models, plain = [], [Seen(), Seen()]
+    for each, count in zip(plain, (1, 3), strict=True):
+        models.append(HybridShardedModel(each, config, *mesh, micro_batch_count=count))
+    whole, model = models
+    mine = x[model.batch_indices(len(x))]
+    for _ in range(2):
+        with whole.accumulate(), model.accumulate():
+            added = [each.train(mine, None) for each in models]
+        stepped = [each.train(mine, None) for each in models]
+        np.testing.assert_allclose(*added, rtol=1e-12)
+        np.testing.assert_allclose(*stepped, rtol=1e-12)
+    expected = np.arange(10.0) - 2 * config.learning_rate * x.mean()
+    np.testing.assert_allclose(model.get_parameters(), expected, rtol=1e-12)
+    np.testing.assert_allclose(whole.get_parameters(), expected, rtol=1e-12)
+    counts = list(ShardLayout(len(mine), 3).sizes)
+    assert (plain[0].seen, plain[1].seen) == ([len(mine)] * 4, [n for n in counts if n] * 4)
+    assert repr(model).endswith("computed whole, 3 micro-batches)")
 
 
 def test_recomputation_is_refused() -> None:

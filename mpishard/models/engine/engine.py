@@ -14,6 +14,7 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace, beside
 from mpishard.contracts import ILossFunction
 from mpishard.errors import NoSampleError
+from mpishard.layout import ShardLayout
 from mpishard.models.engine.replicas import Replicas
 from mpishard.models.engine.round import Round
 from mpishard.models.engine.update import Policy, Rule, StepReport, Update, UpdatePieces
@@ -68,6 +69,9 @@ class Engine:
         All ranks.
     step_number, version : int
         Steps made, and changes of the parameters.
+    micro_batches : int
+        Passes in which a step computes its batch, one part after the other. For programs that do
+        not cut it themselves.
     observer : callable, optional
         Context manager around each update, for whoever looks at parameters before and after.
     """
@@ -89,6 +93,7 @@ class Engine:
         self.loss = loss
         self.step_number = 0
         self.version = 0
+        self.micro_batches = 1
         # The gradient that local_gradient returned last, and its weight, until the next step.
         self._computed: tuple[Array, float] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
@@ -97,7 +102,8 @@ class Engine:
         self.backend = parameters.backend
         self.world = config.communication_backend
         self._config = config
-        self._make_gradients = make_gradients
+        self._make_gradients = self._first_gradients = make_gradients
+        self.is_compressed = False
         self.state_layout = state_layout
         self._stage = stage
         self.replica = program.replica
@@ -123,12 +129,20 @@ class Engine:
         """
         self.round.require_none("what is trained cannot change")
         whole = self.placement.entries
+        # A step without a gradient would have no norm, and an optimizer no state.
         if all(entry.name in names for entry in whole):
             raise ValueError(f"all {len(whole)} parameters are frozen; leave one to train")
         self.program.freeze(names)
+        # Gradients are made anew, because frozen units have no memory in them.
         layout = replace(self.layout, frozen=self.program.frozen_units)
         self.gradients = self._make_gradients(layout)
         self.pieces = UpdatePieces.of(self.program, layout, self.policy, self.leaves)
+
+    def compress(self, make_gradients: Callable[[StoreLayout], GradientStore] | None) -> None:
+        """Let gradients lie in another store, or with None in their first one again. Collective."""
+        self._make_gradients = make_gradients or self._first_gradients
+        self.is_compressed = make_gradients is not None
+        self.freeze(self.program.frozen)
 
     def sum_over_owners(self, vector: Array) -> Array:
         """Sum of a vector, or rows, with a place for each of the model's parameters. Collective.
@@ -137,6 +151,7 @@ class Engine:
         several hold alike counts once.
         """
         placement = self.placement
+        # Ranks of a tensor axis hold copies of some parameters; one of them counts each.
         if not placement.is_whole:
             counted = {held.entry.name for held in placement.slices if held.is_counted}
             for place, entry in enumerate(placement.entries):
@@ -185,6 +200,7 @@ class Engine:
         # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
         inputs, targets = self.program.check_pair(x, y, self.loss)
         is_local = not self._config.auto_sync_gradients
+        # A sum of gradients has no meaning if the replicas differ.
         if is_local:
             self.replicas.require_drifting()
         else:
@@ -196,6 +212,7 @@ class Engine:
             batches = self._batches(inputs, targets, sample_start, is_local=is_local)
             with step_span(self.step_number + 1):
                 return self._step(batches, rule, settings or {}, is_local=is_local)
+        # After an error the round cannot be continued: its gradient may be half reduced.
         except BaseException:
             self.abandon()
             raise
@@ -209,7 +226,13 @@ class Engine:
         if sample_start is None:
             asks = self.program.is_random
             sample_start = self.round.sample_start(len(x), is_local=is_local) if asks else 0
-        return [(x, y, sample_start)]
+        if self.micro_batches == 1:  # a black box may take batches that nobody can cut
+            return [(x, y, sample_start)]
+        parts = ShardLayout(len(x), self.micro_batches)
+        return [
+            (x[rows], None if y is None else y[rows], sample_start + rows.start)
+            for rows in map(parts.slice, range(self.micro_batches))
+        ]
 
     def _step(
         self,
@@ -220,13 +243,16 @@ class Engine:
         is_local: bool,
     ) -> StepReport:
         round_ = self.round
+        # Only the last pass of a round reduces: earlier ones add to the gradient on this rank.
         ends = not (round_.accumulates or is_local)
+        loss = weight = 0.0
         for number, (x, y, sample_start) in enumerate(batches, start=1):
-            loss, weight = self._pass(
+            own_loss, own_weight = self._pass(
                 x, y, self.gradients, is_first=not round_.is_open,
                 is_last=ends and number == len(batches), sample_start=sample_start,
             )  # fmt: skip
-            round_.add(loss, weight)
+            round_.add(own_loss, own_weight)
+            loss, weight = loss + own_loss, weight + own_weight
         if is_local:
             return self._local_update(loss, weight, rule)
         step = self.step_number + 1
@@ -243,6 +269,7 @@ class Engine:
             total, total_weight, squared = round_.totals(
                 message, round_.loss, settings, step, self.leaves.fold
             )
+        # The weight is a sum over all ranks, so that every rank raises this or none.
         if total_weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
         norm = math.sqrt(squared) / total_weight
@@ -354,6 +381,7 @@ class Engine:
             self._mean(total, total_weight), total_weight, math.sqrt(squared) / total_weight
         )
         self._change(rule, gradients, report)
+        # Its weight, for the mean of the replicas that `synchronize_replicas` makes later.
         self.replicas.drift(total_weight)
         self._end_round()
         return report
@@ -371,7 +399,8 @@ class Engine:
     ) -> tuple[float, float]:
         """One forward and backward pass; this rank's loss sum and weight."""
         gradients.begin(
-            is_first=is_first, is_last=is_last, defer=self.round.defers,
+            is_first=is_first, is_last=is_last,
+            defer=self.round.defers or self.micro_batches > 1,
             compresses=gradients is self.gradients and self._config.enable_gradient_compression,
         )  # fmt: skip
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
@@ -406,7 +435,9 @@ class Engine:
         self.layout.device.use()
         inputs, targets = self.program.check_pair(x, y, loss or self.loss)
         layout = self.gradients.layout
+        # A store of its own: the gradient of an open round must stay as it is.
         sink = ReplicatedGradients(layout)
+        # Sharded parameters are gathered, so that every rank must pass its batch at the same time.
         everywhere = self.policy.shards_parameters
         self.replica.require_one_batch("compute_gradients", x, y, everywhere=everywhere)
         with self._leaving_no_unit():
@@ -415,6 +446,7 @@ class Engine:
             )
             self.program.finish_local(sink)
         full = sink.vector
+        # The store has no place for frozen units, and the result has zeros for them.
         if self.program.frozen:
             ranges = [
                 (e.start, e.stop) for e in self.program.entries
@@ -442,6 +474,7 @@ class Engine:
         (full, weight), self._computed = self._computed, None
         data = self.replica.data
         total = float(data.all_reduce(np.array([weight]))[0])
+        # The mean over all samples, from means that ranks with other numbers of samples have made.
         full *= weight
         data.all_reduce(full)
         if total:
@@ -470,6 +503,7 @@ class Engine:
         """
         self.layout.device.use()
         inputs, targets = self.program.check_pair(x, y, self.loss)
+        # No other rank waits then; sharded parameters must be gathered by all.
         if not self.policy.shards_parameters and len(x) == 0:
             return 0.0, 0.0
         if self.loss is None:

@@ -11,6 +11,7 @@ import numpy as np
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import ProcessMesh
 from mpishard.contracts import ILayeredModel, ModelMetadata
+from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.replicas import ALONE_ON_A_MESH
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.divided_program import DividedProgram
@@ -172,14 +173,21 @@ class MeshModel(ShardedModelBase):
         )
         return MeshProgram(model, self._config.minimum_parameter_group_size, choices)
 
+    def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
+        engine = super()._build_engine(program, arena=arena)
+        if not isinstance(program, MeshProgram):  # which cuts batches itself
+            engine.micro_batches = self._options.micro_batch_count
+        return engine
+
     def _say_what_stays_whole(self, reason: str) -> None:
         if self.mesh.replica_size == 1:
             super()._say_what_stays_whole(reason)
             return
         _log.warning(
             "%s: the optimizer state of %s is divided over %s ranks, and its computation is not: "
-            "each rank computes the whole batch, in one micro-batch and with all parameters, %s",
-            type(self).__name__, type(self._wrapped_model).__name__, self.mesh.describe(), reason,
+            "each rank computes the whole batch, in %s, in no schedule and with all parameters, %s",
+            type(self).__name__, type(self._wrapped_model).__name__, self.mesh.describe(),
+            self._micro_batches_in_words(), reason,
         )  # fmt: skip
 
     def _deal_layers(self, model: ILayeredModel) -> tuple[tuple[int, int], ...]:
@@ -203,13 +211,16 @@ class MeshModel(ShardedModelBase):
     # ------------------------------------------------------------------------------- properties
 
     def _described_ranks(self) -> str:
+        words = [self.mesh.describe()]
         if not isinstance(self._wrapped_model, ILayeredModel):
-            return f"{self.mesh.describe()}, computed whole"  # in one micro-batch, unscheduled
+            words.append("computed whole")
+        elif self.mesh.pipeline_size > 1:  # elsewhere a schedule orders nothing
+            words.append(self._options.schedule.name)
+        return ", ".join([*words, self._micro_batches_in_words()])
+
+    def _micro_batches_in_words(self) -> str:
         count = self._options.micro_batch_count
-        micro_batches = f"{count} micro-batch{'es' * (count > 1)}"
-        if self.mesh.pipeline_size > 1:  # elsewhere a schedule orders nothing
-            micro_batches = f"{self._options.schedule.name}, {micro_batches}"
-        return f"{self.mesh.describe()}, {micro_batches}"
+        return f"{count} micro-batch{'es' * (count > 1)}"
 
     @property
     def data_parallel_strategy(self) -> str:
@@ -293,7 +304,7 @@ class MeshModel(ShardedModelBase):
             "StageId": self.mesh.pipeline_rank,
             "NumStages": self.mesh.pipeline_size,
             "MicroBatchCount": self._options.micro_batch_count,
-            "Schedule": self._options.schedule.name,
+            "Schedule": self._options.schedule.name if self.is_compute_partitioned else None,
             "VirtualStagesPerRank": self._options.schedule.virtual_stages_per_rank,
             "EstimatedBubbleFraction": self.estimated_bubble_fraction,
             "ActivationCheckpointing": self._recomputes,
