@@ -34,7 +34,7 @@ def test_trains_and_saves(launcher: list[str], arguments: list[str], tmp_path: P
 def test_a_loop_with_two_more_lines(launcher: list[str], tmp_path: Path) -> None:
     script = SCRIPT.with_name("train_torch_loop.py")
     ended = subprocess.run(
-        [sys.executable, *launcher, str(script), "--epochs", "12"],
+        [sys.executable, *launcher, str(script)],
         cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
