@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mpishard.adapters.torch import check_module
-from mpishard.arrays import Array
+from mpishard.arrays import Array, reuse_freed_memory
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.errors import ShardingError
 from mpishard.models.engine.update import Policy
@@ -100,6 +100,7 @@ class ShardedModule:
             if not any(entry.trainable for entry in entries_of(unit, self.entries))
         )
         self._require_same_on_all_ranks(held)
+        reuse_freed_memory()
         self.ledger = MemoryLedger()
         dtype = np.dtype(str(held[0].dtype).removeprefix("torch."))
         self.layout = StoreLayout(

@@ -61,7 +61,7 @@ def current_world() -> CommunicationBackend:
         Before `init`.
     """
     world = _world.get()
-    if world is None:
+    if world is None or not world.is_initialized:
         raise NotInitializedError("call mpishard.torch.init() first, once on every rank")
     return world
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
 import io
@@ -375,10 +376,13 @@ def test_every_optimizer_of_pytorch_that_updates_elements_alone(backend, name):
     assert close(model, expected, 1e-10)
 
 
+def test_before_init_there_are_no_ranks():
+    with pytest.raises(NotInitializedError, match=r"mpishard\.torch\.init"):
+        contextvars.Context().run(mst.shard, nn.Linear(2, 2))
+
+
 @in_worlds(2)
 def test_misuse_is_refused_with_the_way_out(backend):
-    with pytest.raises(NotInitializedError, match=r"mpishard\.torch\.init"):
-        mst.shard(nn.Linear(2, 2))
     model, optimizer = start("fsdp")
     x, y = nets.mine(backend, nets.batch("mlp"))
     nets.squared(model, x, y).backward()
