@@ -16,12 +16,12 @@ from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.matching import grouped, who
-from mpishard.communication.contract.status import RankState, StatusReader
+from mpishard.communication.contract.records import RankState
+from mpishard.communication.contract.status import StatusReader
 from mpishard.communication.diagnostics.stall import unfinished
 from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, flush_output, say
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
-from mpishard.communication.mpi.headers import Posted, PostedMessage
 from mpishard.communication.mpi.ulfm import Ulfm, is_loss
 from mpishard.errors import CollectiveMismatchError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
@@ -143,19 +143,12 @@ class Job:
 
     def count_pending(self) -> int:
         """Number of collectives and messages under way, in all worlds."""
-        count = 0
-        for reference in self._groups.values():
-            backend = reference()
-            if backend is not None:
-                count += len(backend._pending) + len(backend._transfers)
-        return count
+        return sum(len(b._pending) + len(b._transfers) for b in self.backends())
 
     def progress(self) -> None:
         """Let the collectives of every world go on: a rank may wait in any of them."""
-        for reference in tuple(self._groups.values()):
-            backend = reference()
-            if backend is not None:
-                backend.progress()
+        for backend in self.backends():
+            backend.progress()
 
     def stir(self) -> None:
         """Let MPI go on with what is under way in any world."""
@@ -208,10 +201,10 @@ class Job:
                 break
         if sum(group.keeps_arrays() for group in groups):
             return  # a rank was cut off, and answers nothing any more
-        self.progress()
-        for backend in self.backends():
-            alone = [w for w in backend._pending if isinstance(w.waitable, Posted | PostedMessage)]
-            for call in [work.awaited for work in alone[:1]]:
+        for group, reference in self._groups.items():
+            backend, last = reference(), min(group.departures().values(), default=group.sequence)
+            calls = [work.awaited for work in backend._pending] if backend is not None else []
+            for call in [call for call in calls if call.sequence > last][:1]:
                 say(
                     f"mpishard: {self.ending.name} has left collective {call.sequence}, {call}, "
                     f"called at {call.place}: other ranks left without it, and nobody waited for "
