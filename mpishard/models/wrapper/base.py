@@ -7,6 +7,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -42,6 +43,7 @@ from mpishard.models.wrapper.wrapping import (
     say_what_is_slow,
     take_ownership,
 )
+from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.sharding import ParameterEntry, Piece, ShardingConfiguration, Unit
 
@@ -252,7 +254,14 @@ class ShardedModelBase(IShardedModel):
         return self.engine.placement.length
 
     def get_model_metadata(self) -> ModelMetadata:
-        """The wrapped model's metadata, and how it is sharded."""
+        """The wrapped model's metadata, how it is sharded, and figures of its training.
+
+        ``Steps``, ``Samples``, ``TrainingSeconds``, ``LastLoss``, ``BestLoss`` (of steps) and
+        ``ValidationScore`` are those of all jobs whose checkpoints it went through, as far as they
+        are known and steps were made; ``training_date`` is the time of the last step. Collective
+        for a linear model of `mpishard.nn`, whose feature importance needs all coefficients;
+        otherwise nothing is communicated.
+        """
         policy, kind = self.engine.policy, type(self._wrapped_model).__name__
         own: ModelMetadata | None = self._ask("get_model_metadata", None)
         metadata = own or ModelMetadata(kind, model_type=kind)
@@ -270,6 +279,20 @@ class ShardedModelBase(IShardedModel):
             "GradientsReplicated": not policy.shards_gradients,
             "OptimizerStateSharded": policy.shards_state,
         }
+        record = self.engine.record
+        if record.trained_at is not None:
+            metadata.training_date = datetime.fromtimestamp(record.trained_at, UTC)
+            figures = {
+                "Steps": self.engine.step_number,
+                "Samples": record.samples,
+                "TrainingSeconds": record.seconds,
+                "LastLoss": record.last_loss,
+                "BestLoss": record.best_loss,
+                "ValidationScore": record.validation_score,
+            }
+            metadata.properties |= {name: v for name, v in figures.items() if v is not None}
+        if isinstance(self._wrapped_model, LinearModel):
+            metadata.feature_importance = self.get_feature_importance()
         return metadata
 
     # ------------------------------------------------------------------- computing, collectively

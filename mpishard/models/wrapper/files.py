@@ -6,7 +6,7 @@ import json
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,22 @@ from mpishard.checkpoint.exchange.plain import (
     named_bytes,
     packed_vector,
 )
-from mpishard.checkpoint.format.metadata import COUNT, require_form
+from mpishard.checkpoint.format.metadata import COUNT, NUMBER, Form, Kind, require_form
 from mpishard.checkpoint.format.tensor_bytes import tensors_of
 from mpishard.models.engine.engine import Engine
+from mpishard.models.engine.update import TrainingRecord
 from mpishard.models.programs.leaves import NUMERICS
 from mpishard.sharding import ParameterEntry, Piece, numerics_differences
 
 __all__ = ["ModelFiles"]
 
 _log = logging.getLogger("mpishard")
+
+
+_FIGURE = Kind("a number, or null", lambda value: value is None or NUMBER.holds(value))
+_TRAINING: dict[str, Form] = {
+    each.name: NUMBER if each.default == 0 else _FIGURE for each in fields(TrainingRecord)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,7 @@ class ModelFiles:
             "strategy": strategy,
             "world_size": self.engine.world.world_size,
             "steps": self.engine.step_number,
+            "training": asdict(self.engine.record),
         }
         leaves = self.engine.leaves
         if leaves is not None:
@@ -104,13 +112,16 @@ class ModelFiles:
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Refuse choices that the plain model could not take."""
-        require_form(metadata, {"steps?": COUNT}, "metadata.model")
+        form = {"steps?": COUNT, "training?": _TRAINING}
+        require_form(metadata, form, "metadata.model")
         self._check_choices(choices_in(metadata))
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         """Go on from a checkpoint whose parameters have been read."""
         # What is random goes on with the step; a plain model's checkpoint knows of none.
         self.engine.step_number = int(metadata.get("steps", self.engine.step_number))
+        saved = metadata.get("training", {})
+        self.engine.record = TrainingRecord(**{n: saved[n] for n in saved if n in _TRAINING})
         self.take_choices(choices_in(metadata))
         self.engine.read()
         self._compare_numerics(metadata.get(NUMERICS))
