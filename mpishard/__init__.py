@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from mpishard.optimizers import (
         DDPOptimizer,
         FSDPOptimizer,
+        GradientCompressionOptimizer,
         HybridShardedOptimizer,
         OptimizationInputData,
         OptimizationResult,
@@ -72,6 +73,7 @@ __all__ = [
     "FSDPModel",
     "FSDPOptimizer",
     "FunctionModel",
+    "GradientCompressionOptimizer",
     "HybridShardedModel",
     "HybridShardedOptimizer",
     "InMemoryCommunicationBackend",
@@ -148,6 +150,7 @@ _ROOMS = {
     "optimizers": (
         "DDPOptimizer",
         "FSDPOptimizer",
+        "GradientCompressionOptimizer",
         "HybridShardedOptimizer",
         "OptimizationInputData",
         "OptimizationResult",

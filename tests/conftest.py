@@ -18,14 +18,13 @@ Of a test with three parameters or more, of which the size of the world is one, 
 are a sample in which every two values meet that meet in any row.
 
 Threads run all rows of a test in its largest world of up to 4 ranks, and a third of the rows in
-worlds of 5 and more. If there are more than 2 rows, they also run a third in its smaller worlds,
-of the rows that the largest has. Worlds of 2 are left to MPI ranks if a test has one of 3 or 4.
-A test of more than 4 rows in one world, or marked
-``@pytest.mark.dealt``, is dealt: of three rows each MPI world runs one, another one for 2, 3 and
-4 ranks. Rows marked ``threads_alone`` are left out under MPI. Of what is left, 3 or 4 ranks run a
-sixth. Of a test for MPI alone that is marked ``dealt``, 2 ranks run all rows, 3 and 4 each other.
-The conformance suite and the equality of training are whole in all these worlds, and
-``scripts/test.sh --full`` runs everything.
+worlds of 5 and more. If there are more than 2 rows, they also run a third in its smaller worlds, of
+the rows that the largest has. Worlds of 2 are left to MPI ranks if a test has one of 3 or 4. A test
+of more than 2 rows in one world is dealt: of three rows each MPI world runs one, another one for 2,
+3 and 4 ranks. Rows marked ``threads_alone`` are left out under MPI. Of what is left, 3 or 4 ranks
+run a sixth. Of a test for MPI alone that has several rows, 2 ranks run all, 3 and 4 each other. The
+conformance suite and the equality of training are whole in all these worlds, and ``scripts/test.sh
+--full`` runs everything.
 
 A test that takes ``device`` runs on the host and on a stand-in for CuPy, ``gpu`` is CuPy or the
 stand-in itself. With ``--gpu`` they run on a real GPU, and so do tests that take ``main_device``,
@@ -176,7 +175,6 @@ def pytest_generate_tests(metafunc):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "in_worlds: runs in memory and under MPI, see in_worlds()")
-    config.addinivalue_line("markers", "dealt: each MPI world runs a third of its rows")
     config.addinivalue_line("markers", "threads_alone: left out under MPI, but with --full")
     if _is_under_mpi(config):
         from mpi4py import MPI
@@ -325,6 +323,7 @@ class Deal:
         self.rows = collections.Counter()
         self.large = collections.Counter()
         self.row_counts = collections.Counter()
+        self.rows_of_mpi = collections.Counter()
         self.large_worlds = collections.defaultdict(set)
         for item in items:
             if item.get_closest_marker("in_worlds"):
@@ -332,6 +331,8 @@ class Deal:
                 self.row_counts[_function(item)] += size == world_size
                 if 2 < size < 5:
                     self.large_worlds[_function(item)].add(size)
+            elif item.get_closest_marker("mpi"):
+                self.rows_of_mpi[_function(item)] += 1
 
     def has(self, item) -> bool:
         if item.callspec.params["world_size"] != self.world_size:
@@ -342,8 +343,7 @@ class Deal:
         self.rows[_function(item)] += 1
         # A shift after each three: else a parameter of three values would have one in a world.
         is_whole = item.originalname in _WHOLE
-        has_many = self.row_counts[_function(item)] > _MANY and not is_whole
-        is_dealt = item.get_closest_marker("dealt") or has_many
+        is_dealt = self.row_counts[_function(item)] > _MANY and not is_whole
         if is_dealt and (number + number // 3) % 3 != self.world_size % 3:
             return False
         if item.get_closest_marker("threads_alone"):
@@ -352,8 +352,7 @@ class Deal:
 
     def has_turn(self, item) -> bool:
         """Whether this world runs a test that is for MPI alone: 3 and 4 ranks take turns."""
-        is_dealt = item.get_closest_marker("dealt") and not item.get_closest_marker("in_worlds")
-        if not is_dealt or self.world_size == 2 or _is_full:
+        if self.rows_of_mpi[_function(item)] < 2 or self.world_size == 2 or _is_full:
             return True
         number = self.rows[_function(item)]
         self.rows[_function(item)] += 1
@@ -381,8 +380,8 @@ def _function(item):
 _WHOLE = {"test_conformance", "test_equals_sequential_training"}
 """What runs whole in worlds of up to 4 ranks, of threads or processes."""
 
-_MANY = 4
-"""Rows in one world of a test that MPI worlds are dealt without a mark."""
+_MANY = 2
+"""Rows of a test in one world up to which MPI ranks run all."""
 
 _SMALL, _FEW = 4, 2
 """Ranks of a world, and rows of a test, up to which worlds of threads have all rows."""

@@ -36,6 +36,7 @@ from mpishard.optimizers.rules.schedules import (
 )
 from mpishard.optimizers.rules.search import LBFGS
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
+from mpishard.optimizers.sharded.compression import GradientCompressionOptimizer
 from mpishard.optimizers.sharded.strategies import (
     DDPOptimizer,
     FSDPOptimizer,
@@ -65,6 +66,7 @@ __all__ = [
     "FSDPOptimizer",
     "FitDetectionResult",
     "FitType",
+    "GradientCompressionOptimizer",
     "HybridShardedOptimizer",
     "Lion",
     "OneCycle",

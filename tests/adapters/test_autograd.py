@@ -250,7 +250,6 @@ def test_threads_take_turns_with_the_one_trace() -> None:
 
 @by_strategy
 @by_path
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_equals_training_in_one_process(backend: Any, strategy: str, path: str) -> None:
     losses, parameters = train_plainly()

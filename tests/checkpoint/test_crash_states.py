@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -28,12 +29,8 @@ SAVES = {
 }
 """Step and seed of each save, the last of which does not come to its end."""
 
-CASES = [
-    (is_folder, kind, world_size)
-    for is_folder in (False, True)
-    for kind in SAVES
-    for world_size in (1, 2, 3)
-]
+RANKS = (1, 2, 3)
+CASES = [*itertools.product((False, True), SAVES, RANKS)]
 
 
 def record(root: Path, fakes: Any, is_folder: bool, kind: str, world_size: int) -> Recording:
@@ -56,7 +53,9 @@ def _on_paper(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
     caplog.set_level(logging.ERROR)
 
 
-@pytest.mark.parametrize(("is_folder", "kind", "world_size"), CASES)
+@pytest.mark.parametrize("is_folder", [False, True])
+@pytest.mark.parametrize("kind", SAVES)
+@pytest.mark.parametrize("world_size", RANKS)
 def test_every_prefix(
     is_folder: bool, kind: str, world_size: int, tmp_path: Path, fakes: Any
 ) -> None:

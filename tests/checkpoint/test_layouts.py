@@ -110,7 +110,7 @@ def test_saved_at_one_loaded_at_another(
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
     every, dice = layouts(), torture.dice(0)
-    loads = torture.count(5, len(every))
+    loads = torture.count(3, len(every))
     firsts = every if torture.is_nightly else dice.sample(every, 12)
     seconds = list(every)
     pairs = set()

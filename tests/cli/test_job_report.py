@@ -12,8 +12,9 @@ from mpishard.cli.run.job_report import JobEnd, Verdict, interrupted
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.records import RankState
 from mpishard.communication.contract.reduction import ReductionOperation
-from mpishard.communication.contract.status import RankState, StatusPage
+from mpishard.communication.contract.status import StatusPage
 
 KILLED, ENDED, TERMINATED, SEGMENTED = -9, 0, -15, -11
 

@@ -170,7 +170,6 @@ def verdict_of(backend: Any, make: Any, **options: Any) -> Verdict:
     ("strategy", "optimizer"),
     [*((strategy, "sgd") for strategy in STRATEGIES), *(("fsdp", rule) for rule in RULES)],
 )
-@pytest.mark.dealt
 @in_worlds(1, 3)
 def test_what_is_right_is_equal(backend: Any, kind: str, strategy: str, optimizer: str) -> None:
     verdict = verdict_of(backend, RIGHT[kind], strategy=strategy, optimizer=optimizer)
@@ -214,7 +213,6 @@ ON_MESHES = {
         ("mlp", (4, 1, 1)),
     ],
 )
-@pytest.mark.dealt
 @in_worlds(4)
 def test_every_mesh_is_equal_under_every_schedule(backend: Any, kind: str, mesh: Any) -> None:
     flags = dict(zip(list(MESH_FLAGS)[:3], mesh, strict=True))

@@ -47,7 +47,6 @@ DIVISIONS = {
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_conformance_of_groups(backend, division):
     """The groups of one world work at the same time, and in no step with one another."""
@@ -126,7 +125,6 @@ def test_the_reference_tree_is_the_documented_one():
 
 
 @pytest.mark.mpi
-@pytest.mark.dealt
 @pytest.mark.parametrize(("nodes", "arena"), [("1", "off"), ("2", "off"), ("2", "auto")])
 def test_what_is_large_goes_in_several_messages(backend, nodes, arena, monkeypatch):
     """`test_large.py` tells whether libraries can count them; here little counts as large."""

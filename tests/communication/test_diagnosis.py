@@ -16,8 +16,8 @@ from mpishard.communication.contract.matching import (
     group_members,
     ranks_text,
 )
+from mpishard.communication.contract.records import LoggedCall, MessageWait, RankRecord, RankState
 from mpishard.communication.contract.reduction import ReductionOperation
-from mpishard.communication.contract.status import LoggedCall, MessageWait, RankRecord, RankState
 from mpishard.communication.diagnostics.stall import (
     describe_stall,
     longest_waiting,

@@ -8,12 +8,7 @@ import pytest
 
 from mpishard import run_in_threads
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.status import (
-    LoggedCall,
-    MessageWait,
-    RankRecord,
-    RankState,
-)
+from mpishard.communication.contract.records import LoggedCall, MessageWait, RankRecord, RankState
 from mpishard.communication.diagnostics.stall import describe_departure
 from mpishard.communication.failure.report import failure_report
 from mpishard.errors import (

@@ -30,7 +30,6 @@ GROUPS = {
 
 @by_path
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_every_way_gives_the_bits_of_the_tree(backend, path, group):
     digests = reduction_digests(backend, GROUPS[group])

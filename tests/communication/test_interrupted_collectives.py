@@ -340,7 +340,6 @@ ERRORS = [KeyboardInterrupt(), MemoryError("4 GiB"), AlarmError("10 s")]
 
 
 @pytest.mark.mpi
-@pytest.mark.dealt
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "waiting"])
 @pytest.mark.parametrize("case", STRUCK if FULL else SAMPLE)
 def test_the_world_ends_on_every_process(backend, make_world, change_steps, case, inside):

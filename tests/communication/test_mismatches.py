@@ -56,7 +56,6 @@ def refuse_all(backend, method, odd_rank, place, *, twin):
 @pytest.mark.parametrize("place", LENGTHS)
 @pytest.mark.parametrize("odd", ["first", "last"])
 @pytest.mark.parametrize("method", COLLECTIVES)
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_found_on_all_ranks(backend, method, odd, place):
     odd_rank = 0 if odd == "first" else backend.world_size - 1
@@ -104,7 +103,6 @@ def test_every_collective_has_its_mismatches():
 
 
 @pytest.mark.parametrize("length", [3, 700])
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_order(backend, length):
     """One rank makes two calls the other way round: both are refused, and what follows is not."""
@@ -130,7 +128,6 @@ def test_order(backend, length):
 
 
 @pytest.mark.parametrize("odd", ["first", "last"])
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_one_call_more(backend, odd):
     """The call that one rank makes too often meets the others' next one."""
@@ -161,7 +158,6 @@ def test_one_call_more_at_the_end(length):
     assert run_in_threads(2, body) == [0, 1]
 
 
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_arrays_where_none_are_looked_at(backend):
     """What a rank that is not root passes to scatter is ignored; to broadcast, it is not."""
@@ -178,7 +174,6 @@ def test_arrays_where_none_are_looked_at(backend):
 
 @pytest.mark.parametrize("twin", [False, True])
 @pytest.mark.parametrize("odd", ["first", "last"])
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_rows_of_out(backend, odd, twin):
     """The rows that the others send are known when they have: all ranks are told."""
@@ -200,7 +195,6 @@ def test_rows_of_out(backend, odd, twin):
         assert (backend.all_gather(mine) == 1).all()
 
 
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_several_under_way(backend):
     """One of many is refused, wherever it stands, and no other."""

@@ -55,7 +55,6 @@ def lengths_around(world, itemsize):
     return sorted({17, one - 1, one, one + 1, 2 * one + 1, 5 * one + world.world_size - 1})
 
 
-@pytest.mark.dealt
 @pytest.mark.parametrize("operation", ReductionOperation)
 @pytest.mark.parametrize("dtype", [np.float64, np.int8, ml_dtypes.bfloat16, np.complex64])
 def test_every_operation_and_type(world, operation, dtype):
@@ -77,7 +76,6 @@ def test_every_operation_and_type(world, operation, dtype):
         assert_same(world.all_gather(mine[part].copy()), wanted)
 
 
-@pytest.mark.dealt
 def test_adversarial_values(world):
     values = np.resize(np.array(ADVERSARIAL_VALUES, np.float64), 500)
     data = [np.roll(values, rank) for rank in range(world.world_size)]
@@ -105,7 +103,6 @@ def test_pieces_of_any_lengths(world):
         assert gathered is None or gathered.tobytes() == wanted.tobytes()
 
 
-@pytest.mark.dealt
 def test_ranks_come_in_any_order_and_call_in_any_way(world):
     """Blocking or not, one at a time or several, early or late: nobody reads an older array."""
     draw = np.random.default_rng(world.rank)
@@ -192,7 +189,6 @@ def test_a_mismatch_is_refused_and_the_next_is_right(world):
         assert_same(world.all_reduce(data[world.rank].copy()), tree_reduce(data, SUM))
 
 
-@pytest.mark.dealt
 def test_without_checks_rounds_stay_in_order(world):
     """One rank issues both at once, the other ranks one after the other."""
     world.check_collectives = False
@@ -230,7 +226,6 @@ def test_many_groups_at_once(backend):
             group.shutdown()
 
 
-@pytest.mark.dealt
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d.name in ("bool", "float64")], ids=str)
 def test_the_conformance_suite(world, dtype):
     checks = CommunicationConformance((dtype,))

@@ -42,7 +42,6 @@ def own_slice(backend, length, dtype):
 @by_path
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4, 5, 7)
 def test_the_bits_are_those_of_messages(backend, path, dtype):
     layout_of = {n: ShardLayout(n, backend.world_size) for n in LENGTHS}
@@ -72,7 +71,6 @@ def test_the_bits_are_those_of_messages(backend, path, dtype):
 
 
 @by_path
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_many_at_once(backend, path):
     n = 2000
@@ -86,7 +84,6 @@ def test_many_at_once(backend, path):
 
 
 @pytest.mark.parametrize("path", ["two nodes"], indirect=True)
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_long_pieces_between_nodes_go_in_rounds(backend, path, monkeypatch):
     monkeypatch.setattr("mpishard.communication.mpi.messages.MessageChannel.ROUND_BYTES", 400)
@@ -102,7 +99,6 @@ def test_long_pieces_between_nodes_go_in_rounds(backend, path, monkeypatch):
 
 
 @by_path
-@pytest.mark.dealt
 @in_worlds(2, 3, 5)
 def test_an_array_of_one_node_stands_once(backend, path):
     shared = backend.allocate_shared(1000, np.int64)
@@ -119,7 +115,6 @@ def test_an_array_of_one_node_stands_once(backend, path):
 
 
 @by_path
-@pytest.mark.dealt
 @in_worlds(2, 4, 5)
 def test_what_is_read_in_place_is_not_sent(backend, path):
     length, width = 4000, 8
@@ -429,12 +424,15 @@ def test_an_arena_has_a_vector_for_each_rank_of_a_node(backend):
 @pytest.mark.parametrize(("length", "times"), [(16, 3000), (8000, 300)])
 @in_worlds(2, 3, 4)
 def test_a_result_that_ranks_share_is_never_seen_half_done(backend, length, times):
-    """Every rank may write the result there: none may see the sums on the way to an average."""
+    """Every rank may write the result there: none may see the sums on the way to an average.
+
+    Most often with two ranks, which read each other's rows; more ranks than cores are slow.
+    """
     memory = backend.allocate_shared(length, np.float64)
     if memory is None:
         pytest.skip("no shared memory")
     own = np.full(length, 1.0 + backend.rank)
     expected = (1 + backend.world_size) / 2
-    for _ in range(times):
+    for _ in range(times if backend.world_size == 2 else times // 5):
         backend.all_reduce(own, ReductionOperation.AVERAGE, out=memory)
         assert (memory == expected).all()

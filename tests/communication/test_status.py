@@ -15,13 +15,8 @@ from mpishard import run_in_threads, settings
 from mpishard.communication.contract import status
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.matching import who
-from mpishard.communication.contract.status import (
-    MessageWait,
-    RankState,
-    StatusPage,
-    StatusReader,
-    records_in,
-)
+from mpishard.communication.contract.records import MessageWait, RankState
+from mpishard.communication.contract.status import StatusPage, StatusReader, records_in
 from mpishard.communication.diagnostics.stall import rank_table
 from mpishard.communication.mpi import job as job_module
 
@@ -133,7 +128,8 @@ class TestFiles:
     def test_a_page_in_memory_outlives_its_process(self, no_folder):
         script = (
             "import os, sys\n"
-            "from mpishard.communication.contract.status import RankState, StatusReader\n"
+            "from mpishard.communication.contract.records import RankState\n"
+            "from mpishard.communication.contract.status import StatusReader\n"
             "reader = StatusReader(1, 2)\n"
             "reader.page.end(RankState.RUNNING)\n"
             "print(reader._path, flush=True)\n"

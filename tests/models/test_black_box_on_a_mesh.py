@@ -87,9 +87,8 @@ def update(model: Any, optimizer: Any, problems: Any, kind: str, step: int, how:
     ("world_size", "mesh", "kind", "data", "rule", "accumulation", "path"), rows(),
     indirect=["path"],
 )  # fmt: skip
-@pytest.mark.dealt
 @in_worlds()
-def test_equals_sequential_training(
+def test_trains_as_one_process_does(
     backend: Any, problems: Any, mesh: Any, kind: str, data: str, rule: str, accumulation: str,
     path: str, record_property: Any,
 ) -> None:  # fmt: skip
@@ -241,7 +240,6 @@ def sent(backend: Any, links: Any, call: Any, *arguments: Any) -> int:
 
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("kind", ["function", "autograd"])
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_bytes_of_a_step(
     backend: Any, problems: Any, kind: str, data: str, messages_only: None

@@ -64,7 +64,6 @@ def sizes(model: Any, kind: str) -> tuple[int, int]:
 
 @by_kind
 @by_unit_size
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4, 5, 8)
 def test_full_sharding_gathers_twice_and_scatters_once(
     backend: Any, problems: Any, kind: str, unit_size: int
@@ -77,7 +76,6 @@ def test_full_sharding_gathers_twice_and_scatters_once(
 
 @by_kind
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4, 5, 8)
 def test_whole_parameters_take_an_all_reduce_or_its_two_halves(
     backend: Any, problems: Any, kind: str, strategy: str
@@ -100,7 +98,6 @@ def test_a_black_box_sends_as_much_as_data_parallelism(
 @by_kind
 @by_unit_size
 @by_strategy
-@pytest.mark.dealt
 @in_worlds(3)
 def test_one_collective_for_each_thing_that_must_travel(
     backend: Any, problems: Any, kind: str, unit_size: int, strategy: str

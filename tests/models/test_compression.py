@@ -32,7 +32,6 @@ def rounded(array: Any) -> Any:
 @by_strategy
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_what_arrives_is_the_float32_sum_of_rounded_gradients(
     backend: Any, problems: Any, strategy: str, dtype: str, path: str

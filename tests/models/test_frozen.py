@@ -38,7 +38,6 @@ def mask_of(entries: Any, names: frozenset[str], length: int) -> Any:
 @pytest.mark.parametrize("what", FROZEN)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)
-@pytest.mark.dealt
 @in_worlds(1, 3)
 def test_training_goes_on_around_what_is_frozen(
     backend: Any, problems: Any, what: str, strategy: str, path: str

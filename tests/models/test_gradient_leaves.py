@@ -134,7 +134,6 @@ def test_by_messages_and_between_nodes(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.dealt
 @in_worlds(2, 4)
 def test_every_kind_of_model(backend: Any, problems: Any, kind: str) -> None:
     for strategy, rule in (("fsdp", "adamw"), ("ddp", "lamb")):
@@ -203,9 +202,8 @@ def test_dealt_in_blocks_the_bits_are_others(problems: Any, monkeypatch: Any) ->
 
 
 @pytest.mark.parametrize("kind", ["mlp", "tied", "dropout", "black_box"])
-@pytest.mark.dealt
 @in_worlds(2, 4)
-def test_equals_sequential_training(backend: Any, problems: Any, kind: str) -> None:
+def test_means_are_those_of_sequential_training(backend: Any, problems: Any, kind: str) -> None:
     """Means over samples or tokens, over leaves that are uneven, one of them empty."""
     for rule, strategy in (("adamw", "fsdp"), ("lamb", "ddp")):
         expected = problems.train_sequentially(kind, problems.textbook(kind, rule), steps=4)

@@ -60,7 +60,6 @@ def steps(backend: CommunicationBackend, problems: Any, model: Any, optimizer: A
 
 @by_kind
 @by_unit_size
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 5, 8)
 def test_full_sharding_holds_its_shard_and_the_units_in_use(
     backend: Any, problems: Any, kind: str, unit_size: int
@@ -100,7 +99,6 @@ STAGES = {
 
 @by_kind
 @pytest.mark.parametrize("strategy", STAGES)
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 5)
 def test_each_stage_holds_what_the_table_says(
     backend: Any, problems: Any, kind: str, strategy: str

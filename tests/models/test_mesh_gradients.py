@@ -216,7 +216,6 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("world_size", "mesh", "options", "what"), PAIRS)
-@pytest.mark.dealt
 @in_worlds()
 def test_frozen_parameters_stay_and_count_for_nothing(
     backend: Any, problems: Any, mesh: Any, options: Any, what: str
@@ -345,7 +344,6 @@ def test_values_are_clipped_and_rates_scheduled(
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize(("world_size", "mesh"), [(4, (2, 1, 2)), (4, (1, 2, 2))])
-@pytest.mark.dealt
 @in_worlds()
 def test_gradients_are_compressed_on_the_data_axis(
     backend: Any, problems: Any, mesh: Any, strategy: str

@@ -201,7 +201,6 @@ BAD_BATCHES = [
 
 @pytest.mark.parametrize(("kind", "x", "y", "message"), BAD_BATCHES)
 @by_strategy
-@pytest.mark.dealt
 @in_worlds(2)
 def test_bad_batches_are_refused_before_anything_is_sent(
     backend: Any, problems: Any, kind: str, x: Any, y: Any, message: str, strategy: str

@@ -61,7 +61,6 @@ def check(
 
 @pytest.mark.parametrize("name", RULES)
 @by_strategy
-@pytest.mark.dealt
 @in_worlds(1, 3)
 def test_elementwise_rules(backend: Any, problems: Any, name: str, strategy: str) -> None:
     update, rule = RULES[name]

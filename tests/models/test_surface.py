@@ -36,7 +36,6 @@ def first_values(problems: Any, kind: str) -> Any:
 @by_kind
 @by_strategy
 @pytest.mark.parametrize("defers", [(False,), (True,), (False, True), (True, False)])
-@pytest.mark.dealt
 @in_worlds(1, 3)
 def test_accumulated_steps_equal_one_on_the_union(
     backend: Any, problems: Any, kind: str, strategy: str, defers: tuple[bool, ...]
@@ -119,7 +118,6 @@ def test_every_rank_gets_the_plain_model(
 
 @by_kind
 @by_strategy
-@pytest.mark.dealt
 @in_worlds(1, 3)
 def test_parameters_can_be_given(backend: Any, problems: Any, kind: str, strategy: str) -> None:
     model, optimizer = problems.build(backend, kind, strategy)
@@ -141,7 +139,6 @@ def test_parameters_can_be_given(backend: Any, problems: Any, kind: str, strateg
 
 @by_strategy
 @pytest.mark.parametrize("member", ["set_parameters", "with_parameters", "apply_gradients"])
-@pytest.mark.dealt
 @in_worlds(2, 3)
 def test_vectors_that_differ_between_ranks_are_refused_on_all(
     backend: Any, problems: Any, strategy: str, member: str
@@ -158,7 +155,6 @@ def test_vectors_that_differ_between_ranks_are_refused_on_all(
 
 @by_kind
 @by_strategy
-@pytest.mark.dealt
 @in_worlds(1, 3)
 def test_gradients_without_an_update(backend: Any, problems: Any, kind: str, strategy: str) -> None:
     model, optimizer = problems.build(backend, kind, strategy)
@@ -202,7 +198,6 @@ def test_train_is_plain_descent(backend: Any, problems: Any, strategy: str) -> N
 
 @pytest.mark.parametrize("kind", ["mlp", "tied"])
 @by_strategy
-@pytest.mark.dealt
 @in_worlds(1, 2, 4)
 def test_predicts_any_number_of_rows(backend: Any, problems: Any, kind: str, strategy: str) -> None:
     model, optimizer = problems.build(backend, kind, strategy, unit_size=60)
@@ -246,7 +241,6 @@ def test_bytes_are_those_of_the_plain_model_everywhere(problems: Any, kind: str)
 
 @by_kind
 @by_strategy
-@pytest.mark.dealt
 @in_worlds(1, 3)
 def test_clones_share_and_deep_copies_do_not(
     backend: Any, problems: Any, kind: str, strategy: str
@@ -406,7 +400,6 @@ def test_a_wrapped_model_is_structure(backend: Any, problems: Any, strategy: str
 
 @by_strategy
 @by_kind
-@pytest.mark.dealt
 @in_worlds(1, 3)
 def test_release_gives_the_parameters_back(
     backend: Any, problems: Any, strategy: str, kind: str
@@ -426,7 +419,6 @@ def test_release_gives_the_parameters_back(
 
 @by_kind
 @by_strategy
-@pytest.mark.dealt
 @in_worlds(1, 3)
 def test_shapes_chunks_and_metadata_are_the_wrapped_model_s(
     backend: Any, problems: Any, kind: str, strategy: str

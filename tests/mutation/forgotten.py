@@ -44,6 +44,11 @@ def all_reduce_async(*arguments: Any, **options: Any) -> Done:
     return Done(all_reduce(*arguments, **options))
 
 
+def all_to_all(backend: Any, parts: Any) -> Any:
+    """As if all ranks had sent what this one keeps."""
+    return [parts[backend.rank]] * backend.world_size
+
+
 def reduce_scatter_async(backend: Any, array: Any, *, out: Any) -> Done:
     """This rank's own part."""
     out[...] = array[ShardLayout(len(array), backend.world_size).slice(backend.rank)]

@@ -169,6 +169,24 @@ def minimize(problems: Any) -> None:
     as_in_one_process(body)
 
 
+@check
+def compression_with_errors(problems: Any) -> None:
+    def body(backend: Any) -> Any:
+        found = []
+        for method, ratio in (("top-k", 1.0), ("random-k", 1.0), ("powersgd", 1.0)):
+            config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+            model = ms.DDPModel(nn.MLP([5, 7, 2], seed=1), config)
+            optimizer = ms.optimizers.GradientCompressionOptimizer(
+                ms.optimizers.SGD(0.05, 0.9), config, ratio, method=method, rank=1
+            )
+            for step in range(STEPS):
+                optimizer.step(model, *problems.local_batch(backend, "mlp", step))
+            found.append(model.get_parameters())
+        return found
+
+    as_in_one_process(body)
+
+
 class Shifted(AutogradModel):
     """A placed model with a constant, which is rank 0's on all ranks."""
 

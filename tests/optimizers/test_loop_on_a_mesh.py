@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import mpishard as ms
 from mpishard.testing.worlds import in_worlds
 
+IS_FULL = bool(os.environ.get("MPISHARD_TEST_FULL"))
 SAMPLES, BATCH = 26, 9
 generator = np.random.default_rng(0)
 TOKENS = generator.integers(0, 11, (SAMPLES, 6))
@@ -42,8 +44,9 @@ CLASSES = {
     "zero1": (ms.ZeRO1Model, ms.ZeRO1Optimizer),
 }
 NAMES = [name for name in MESHES if name != "(1,1,1)"]
-by_mesh = pytest.mark.parametrize(
-    ("name", "world_size"), [(name, MESHES[name][1]) for name in NAMES]
+by_mesh, by_odd_meshes, by_even_meshes = (
+    pytest.mark.parametrize(("name", "world_size"), [(name, MESHES[name][1]) for name in names])
+    for names in (NAMES, *((NAMES, NAMES) if IS_FULL else (NAMES[::2], NAMES[1::2])))
 )
 
 
@@ -130,7 +133,7 @@ def test_a_run_is_that_of_one_process(backend: Any, name: str, whole_run: Any) -
     assert found.test_loss == found.test_result.stats["loss"]
 
 
-@by_mesh
+@by_odd_meshes
 @in_worlds()
 def test_a_plain_model_is_wrapped_as_the_optimizer_says(
     backend: Any, name: str, whole_run: Any
@@ -163,7 +166,7 @@ def run_on_noise() -> Any:
     return in_one_process("sgd", **NOISE)
 
 
-@by_mesh
+@by_odd_meshes
 @in_worlds()
 def test_the_best_is_put_back_and_patience_ends(backend: Any, name: str, run_on_noise: Any) -> None:
     expected, parameters = run_on_noise
@@ -197,7 +200,7 @@ def descent(bounds: tuple[int, ...]) -> tuple[Any, float]:
     return theta, plain.with_parameters(theta).compute_loss_and_gradients(TOKENS, TARGETS)[0]
 
 
-@by_mesh
+@by_even_meshes
 @in_worlds()
 def test_each_data_rank_may_bring_its_own(backend: Any, name: str) -> None:
     model, optimizer = build(backend, name, "sgd")

@@ -176,7 +176,6 @@ def test_there_is_no_last_gradient_before_a_step_or_after_something_else(backend
     lambda: ms.optimizers.SGD(0.1, momentum=0.9), lambda: ms.optimizers.LAMB(0.1),
     lambda: ms.optimizers.AdamW(1e-2, clip_global_norm=0.1),
 ])  # fmt: skip
-@pytest.mark.dealt
 @in_worlds(1, 3)
 def test_given_gradients_are_applied_as_a_step_would(backend, strategy, rule):
     model, optimizer = wrap(backend, strategy, rule())

@@ -62,7 +62,6 @@ MESHES = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", ["mlp", "gpt"])
-@pytest.mark.dealt
 @in_worlds(1, 2)
 def test_the_bits_are_those_of_kept_activations(backend, kind, mesh):
     sizes, choices = MESHES[mesh]

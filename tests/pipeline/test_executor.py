@@ -47,7 +47,6 @@ def assert_exact(stages, model):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4, 5)
 def test_every_schedule_gives_the_exact_gradients(backend, name):
     """Uneven micro-batches, one of them empty; ranks that doze; each run twice."""
@@ -64,7 +63,6 @@ def test_every_schedule_gives_the_exact_gradients(backend, name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4, 5)
 def test_forward_alone_gives_every_output_in_order(backend, name):
     schedule = SCHEDULES[name]
@@ -83,7 +81,6 @@ def test_forward_alone_gives_every_output_in_order(backend, name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_messages_and_bytes_are_the_formula_s(backend, name):
     """2 (T - 1) M messages, fewer by those between stages of one rank."""

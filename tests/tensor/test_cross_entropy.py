@@ -55,7 +55,6 @@ def columns_of(backend, classes):
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("shape", [(6, 7), (3, 4, 9), (0, 7), (1, 5)])
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_cross_entropy(backend, name, shape):
     loss = parallel_loss(LOSSES[name], backend, shape[-1])
@@ -92,7 +91,6 @@ def test_nothing_counts(backend):
 
 @pytest.mark.parametrize("whole", [nn.MSE(), nn.Huber(), nn.MAE()])
 @pytest.mark.parametrize("shape", [(6, 7), (0, 5), (2, 3, 4)])
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_any_other_loss(backend, whole, shape):
     loss = parallel_loss(whole, backend, shape[-1])

@@ -65,7 +65,6 @@ def run(layer, place, samples):
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("samples", [4, 0])
-@pytest.mark.dealt
 @in_worlds(2)
 def test_layers(backend, name, samples, gpu):
     layer = LAYERS[name](backend)

@@ -59,7 +59,6 @@ def reference(inputs, outputs, bias=True, activation=None):
 
 @pytest.mark.parametrize("name", COLUMN)
 @pytest.mark.parametrize("shape", [(4, 5), (2, 12, 5), (0, 5)])
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_column(backend, name, shape, columns):
     outputs, options = COLUMN[name]
@@ -71,7 +70,6 @@ def test_column(backend, name, shape, columns):
 
 @pytest.mark.parametrize("name", COLUMN)
 @pytest.mark.parametrize("batch", [1, 2, 0])
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_column_of_slices_of_the_sequence(backend, name, batch, columns, time_slice):
     outputs, options = COLUMN[name]
@@ -93,7 +91,6 @@ ROW = {
 
 @pytest.mark.parametrize("name", ROW)
 @pytest.mark.parametrize("shape", [(4,), (2, 12), (0,)])
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_row(backend, name, shape, columns):
     inputs, options = ROW[name]
@@ -105,7 +102,6 @@ def test_row(backend, name, shape, columns):
 
 @pytest.mark.parametrize("name", ROW)
 @pytest.mark.parametrize("batch", [1, 2, 0])
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_row_to_slices_of_the_sequence(backend, name, batch, columns, time_slice):
     inputs, options = ROW[name]

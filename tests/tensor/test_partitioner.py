@@ -323,7 +323,6 @@ def check_cover(backend, arrays, boxes):
 @pytest.mark.parametrize("is_all", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.dealt
 @in_worlds(2, 3, 4)
 def test_parts_compute_what_the_whole_does(backend, name, sequence, is_all):
     """The chain is the model, or stands between other layers of it."""

@@ -51,7 +51,6 @@ def test_f_and_g(backend, shape):
 
 @pytest.mark.parametrize("leading", [(3,), (2, 4), (0, 2)])
 @pytest.mark.parametrize(("size", "parts", "multiple"), [(7, 1, 1), (15, 1, 3), (24, 3, 2)])
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_outputs(backend, leading, size, parts, multiple, columns):
     layer = GatherOutput(backend, size, parts=parts, multiple=multiple)

@@ -20,7 +20,6 @@ def draw(*shape):
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(5), nn.RMSNorm(5)])
 @pytest.mark.parametrize("batch", [1, 3, 0])
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_norm(backend, norm, batch, time_slice):
     take = time_slice(backend)
@@ -30,7 +29,6 @@ def test_norm(backend, norm, batch, time_slice):
 
 @pytest.mark.parametrize("length", [12, 24])
 @pytest.mark.parametrize("batch", [1, 3, 0])
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_positions(backend, length, batch, time_slice):
     take, whole = time_slice(backend), nn.PositionalEmbedding(24, 5)
@@ -40,7 +38,6 @@ def test_positions(backend, length, batch, time_slice):
 
 @pytest.mark.parametrize("batch", [1, 5, 0])
 @pytest.mark.parametrize("width", [1, 5, 8])
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_dropout_of_slices(backend, batch, width, time_slice, monkeypatch):
     """Widths that leave a slice in the middle of what Philox makes at a time; masks of few rows."""
@@ -52,7 +49,6 @@ def test_dropout_of_slices(backend, batch, width, time_slice, monkeypatch):
 
 @pytest.mark.parametrize("batch", [1, 5, 0])
 @pytest.mark.parametrize(("size", "parts", "multiple"), [(7, 1, 1), (24, 3, 2)])
-@pytest.mark.dealt
 @in_worlds(1, 2, 3, 4)
 def test_dropout_of_columns(backend, batch, size, parts, multiple, columns, monkeypatch):
     monkeypatch.setattr("mpishard.arrays.chunk_length", lambda array: 2 * 3 * size)

@@ -81,6 +81,7 @@ class PlainModelFiles(ICheckpointableModel):
         """
         vector = self._flat_vector()
         arrays, choices = tensors_of(data), choices_of(data)
+        # All is checked before anything is written, so that an error changes nothing.
         values = packed_vector(arrays, self.checkpoint_parameters(), vector.dtype)
         self.check_choices(choices)
         copy_into(vector, values)

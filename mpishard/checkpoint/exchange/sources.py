@@ -170,6 +170,7 @@ def _is_names(value: Any) -> TypeGuard[list[str]]:
 
 
 def _sharded_source(directory: Path, index: Path, stack: ExitStack) -> TensorSource:
+    # Before it is read: a wrong file of many gigabytes would fill the memory.
     if index.stat().st_size > _LONGEST_INDEX:
         raise CheckpointError(f"{index} has more than {_LONGEST_INDEX} bytes")
     document = _json_object(index, "the index", index.read_bytes())
@@ -177,6 +178,7 @@ def _sharded_source(directory: Path, index: Path, stack: ExitStack) -> TensorSou
     if not isinstance(weight_map, dict) or not _is_names(list(weight_map.values())):
         raise CheckpointError(f"{index} has no weight_map of names to files")
     for name, file in weight_map.items():
+        # An index comes from anywhere: it must not name files outside of its directory.
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             raise CheckpointError(
                 f"{index}: {name!r} is said to be in {file!r}, which is no name of a safetensors "
@@ -190,6 +192,7 @@ def _sharded_source(directory: Path, index: Path, stack: ExitStack) -> TensorSou
         opened = _open(directory / file, stack)
         here = set(opened.offset_keys())
         mapped = {name for name, place in weight_map.items() if place == file}
+        # Tensors that the index does not name would be left out silently.
         if here - mapped:
             raise CheckpointError(
                 f"{directory / file} holds {_listed(sorted(here - mapped))}, which {index.name} "
@@ -229,6 +232,7 @@ def _blocks_of_file(
     if not shape:
         yield opened.get_tensor(name).reshape(1)
         return
+    # safetensors reads slices of the first dim, so that a block is some whole rows.
     row = math.prod(shape[1:]) * dtype.itemsize
     step = max(1, _BLOCK_BYTES // max(1, row))
     rows = opened.get_slice(name)
@@ -237,6 +241,7 @@ def _blocks_of_file(
 
 
 def _json_object(file: Path, what: str, text: str | bytes) -> dict[str, Any]:
+    # JSON takes the last of two equal names; here one of the tensors would be lost.
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):

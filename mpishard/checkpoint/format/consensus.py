@@ -84,6 +84,7 @@ def together(backend: CommunicationBackend | None) -> Iterator[Statements]:
             told = [backend.rank, type(failure).__name__, str(failure)]
         everyone = _gather_values(backend, told)
         failures = [each for each in everyone if not isinstance(each, str)]
+        # A rank that failed raises its own error below, with its traceback.
         if failures and failure is None:
             message = "; ".join(f"rank {rank}: {words}" for rank, _, words in failures)
             raise _KINDS.get(failures[0][1], CheckpointError)(message)
@@ -167,6 +168,7 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:
     """
     text = json.dumps(mine)
     marks = backend.all_gather(np.array([zlib.crc32(text.encode())]))
+    # A checksum of each first: the texts, which are rarely needed, travel only if these differ.
     if (marks == marks[0]).all():
         return ""
     everyone = [json.loads(line) for line in gather_texts(backend, text)]  # on rank 0
@@ -183,6 +185,7 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:
 
 def _gather_values(backend: CommunicationBackend, value: Any) -> list[Any]:
     """Return the ranks' JSON values, in the order of ranks, without those that are empty."""
+    # Nothing at all for an empty value: an all-gather of no bytes is only headers.
     line = json.dumps(value) + "\n" if value else ""
     lines = backend.all_gather(_encode(line)).tobytes().decode().splitlines()
     return [json.loads(line) for line in lines]

@@ -90,9 +90,11 @@ def _first_fault(whole: Box, regions: Sequence[Region]) -> tuple[int, int, int] 
     """
     if math.prod(box_shape(whole)) == 0:
         return None
+    # Most tensors are divided into ranges of one box: joined, they are the whole, and done.
     regions = list(_join_ranges(regions))
     if [r.box for r in regions] == [whole] and regions[0].length == math.prod(box_shape(whole)):
         return None
+    # Fewer dims have fewer corners. A tensor without dims counts as one of one element.
     whole, *boxes = join_dims([box or ((0, 1),) for box in (whole, *(r.box for r in regions))])
     if len(whole) > _MOST_CUT_DIMS:
         raise CheckpointError(
@@ -110,6 +112,7 @@ def _first_fault(whole: Box, regions: Sequence[Region]) -> tuple[int, int, int] 
     if not places:
         return None
     first = min(places)
+    # Differences along the last dim add up to 0, so that there is a later place in the row.
     run = min(p[-1] for p in places if p[:-1] == first[:-1] and p > first) - first[-1]
     start = 0
     for (_, size), index in zip(whole, first, strict=True):

@@ -28,6 +28,7 @@ __all__ = [
 
 def free_bytes(directory: Path) -> int:
     """Return the bytes free for this user on the file system of ``directory``, existing or not."""
+    # The directory is made later, and on the file system of its nearest parent.
     while not directory.exists():
         directory = directory.parent
     system = os.statvfs(directory)
@@ -44,6 +45,7 @@ def make_directories(directory: Path) -> None:
     if not directory.is_dir():
         make_directories(directory.parent)
         directory.mkdir(exist_ok=True)
+        # The name itself is on the disk only after a sync of the parent.
         sync_directory(directory.parent)
 
 
@@ -53,6 +55,7 @@ def write_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
     try:
         for part in parts:
             rest = memoryview(part)
+            # The system may write less than it was given, and at most 2 GiB at once.
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
@@ -63,6 +66,7 @@ def write_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
 def replace_file(file: Path, content: bytes) -> None:
     """Replace the content of ``file``: at every moment it is the old one or the new one."""
     beside = file.with_name(f".{file.name}.tmp")
+    # A killed process may have left it, and `write_file` takes no file that exists.
     beside.unlink(missing_ok=True)
     write_file(beside, [content])
     rename(beside, file)

@@ -153,6 +153,7 @@ def problems_in(
 ) -> list[CheckpointProblem]:
     """As `find_problems`, for the directory of one checkpoint, which may lack its manifest."""
     try:
+        # The manifest is written last: without it the save did not come to its end.
         if not os.path.lexists(directory / MANIFEST):
             return [CheckpointProblem(MANIFEST, (), "it is missing")]
         manifest = Manifest.read(directory)
@@ -180,6 +181,7 @@ def _read_through(
             yield 0, record.nbytes, "it is no file"
             return
         held = file.stat().st_size
+        # A torn file is told from its length, without reading it.
         if held != record.nbytes:
             yield 0, record.nbytes, f"it has {held} of {record.nbytes} bytes"
             return
@@ -199,6 +201,7 @@ def _read_through(
             except OSError as error:
                 is_right, words = False, f"bytes {low} to {high} cannot be read: {error}"
             yield low, high, "" if is_right else words
+            # The header lies in the first block. If that is damaged, it says nothing more.
             if block == 0 and is_right:
                 yield 0, 0, header_difference(np.memmap(file, np.uint8, "r"), tensors)
     finally:

@@ -104,6 +104,7 @@ def _copy(values: Any, offset: int, shape: tuple[int, ...], box: Box, out: Array
     (low, high), *columns = box
     row = math.prod(shape[1:])
     needed = math.prod(box_shape(tuple(columns)))
+    # To read long rows whole costs more than a seek for each.
     if row > _BLOCK or (needed >= _RUN and 2 * needed <= row):
         for index in range(low, high):
             _copy(values, offset + index * row, shape[1:], tuple(columns), out[index - low])

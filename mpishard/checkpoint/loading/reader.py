@@ -114,6 +114,7 @@ class CheckpointReader:
         self.check_readable(kind, region, out)
         record = self._manifest.arrays[kind]
         for piece in record.pieces[region.name]:
+            # Most pieces share nothing with the region: their files stay closed.
             found = list(overlaps(piece.region, region))
             if found:
                 values = PieceValues(self._open(piece.file), piece, record.dtype, kind)
@@ -132,6 +133,7 @@ class CheckpointReader:
         for piece in record.pieces[region.name]:
             for overlap in overlaps(piece.region, region):
                 values = PieceValues(self._open(piece.file), piece, record.dtype, kind)
+                # Reading a slice compares the checksums of its blocks; the values are not needed.
                 values[overlap.source_span]
 
     def read_whole(self, kind: str, entry: ParameterEntry) -> np.ndarray[Any, Any]:
@@ -233,6 +235,7 @@ class CheckpointReader:
             file = self._open(name)
             count = file.block_count
             try:
+                # Blocks are dealt, not files: one file may be much larger than the others.
                 file.verify(part * count // parts, (part + 1) * count // parts)
                 if part == 0:
                     file.check_header()
@@ -271,6 +274,8 @@ class CheckpointReader:
 
     def was_replaced(self) -> bool:
         """Return whether another checkpoint is at `path` by now."""
+        # A save to the same path may replace files while they are read: not damage, but another
+        # checkpoint.
         try:
             return Manifest.read(self.path).identity != self.identity
         except (OSError, ValueError):
@@ -289,6 +294,7 @@ def find_single(path: str | os.PathLike[str]) -> Path | None:
     """
     check_path("the path of a checkpoint", path)
     target = Path(path).resolve()
+    # A save that was killed between its two renames leaves the former checkpoint at `previous_of`.
     for directory in (target, previous_of(target)):
         if (directory / MANIFEST).is_file():
             return directory

@@ -132,6 +132,7 @@ def reserve(
     """
     require_checkpointable(model, optimizer)
     with together(model.checkpoint_backend):
+        # The best parameters of a loop are as long as the model's.
         nbytes = staged_bytes(model.arrays_to_write()) * (1 + kept)
         if optimizer is not None:
             nbytes += staged_bytes(optimizer.checkpoint_view(model).arrays_to_write())
@@ -188,6 +189,7 @@ def _begin(
     metadata: Mapping[str, Any] | None,
     staging: StagingBuffer | None,
 ) -> PendingSave:
+    # A function, because its errors are those of one rank, and all ranks agree on them at once.
     def make_content() -> Content:
         arrays: dict[str, Any] = {}
         document: dict[str, Any] = {"model": None, "optimizer": None, "user": as_metadata(metadata)}

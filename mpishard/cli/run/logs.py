@@ -13,7 +13,8 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Self
 
-from mpishard.communication.contract.status import LoggedCall, RankRecord, RankState, records_in
+from mpishard.communication.contract.records import LoggedCall, RankRecord, RankState
+from mpishard.communication.contract.status import records_in
 
 __all__ = [
     "CALLS",

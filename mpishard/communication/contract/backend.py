@@ -33,13 +33,14 @@ from mpishard.communication.contract.call import (
     piece_sizes,
 )
 from mpishard.communication.contract.matching import check_calls, group_label
+from mpishard.communication.contract.records import MessageWait, RankState
 from mpishard.communication.contract.reduction import (
     ReductionOperation,
     TreeReducer,
     accumulation_dtype,
     check_reducible,
 )
-from mpishard.communication.contract.status import MessageWait, RankState, StatusPage
+from mpishard.communication.contract.status import StatusPage
 from mpishard.communication.contract.work import (
     CollectiveWork,
     Session,

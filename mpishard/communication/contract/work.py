@@ -14,7 +14,8 @@ from typing import Any, Protocol, Self
 
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.matching import of_group
-from mpishard.communication.contract.status import MessageWait, StatusPage
+from mpishard.communication.contract.records import MessageWait
+from mpishard.communication.contract.status import StatusPage
 from mpishard.communication.tracing.recorder import InFlight
 from mpishard.errors import CommunicationError, MpishardError
 

@@ -16,7 +16,7 @@ from graphlib import CycleError, TopologicalSorter
 
 from mpishard.communication.contract import matching
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.status import (
+from mpishard.communication.contract.records import (
     LoggedCall,
     MessageWait,
     RankRecord,

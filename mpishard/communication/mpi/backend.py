@@ -21,7 +21,7 @@ from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import LONG_POLL, SHARES_CORE_SECONDS, Backoff
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.status import MessageWait
+from mpishard.communication.contract.records import MessageWait
 from mpishard.communication.contract.work import Steps, Work, in_call
 from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks

@@ -16,7 +16,8 @@ from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.matching import grouped, who
-from mpishard.communication.contract.status import RankState, StatusReader
+from mpishard.communication.contract.records import RankState
+from mpishard.communication.contract.status import StatusReader
 from mpishard.communication.diagnostics.stall import unfinished
 from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, flush_output, say
 from mpishard.communication.failure.watchdog import Wait, watchdog
@@ -143,19 +144,12 @@ class Job:
 
     def count_pending(self) -> int:
         """Number of collectives and messages under way, in all worlds."""
-        count = 0
-        for reference in self._groups.values():
-            backend = reference()
-            if backend is not None:
-                count += len(backend._pending) + len(backend._transfers)
-        return count
+        return sum(len(b._pending) + len(b._transfers) for b in self.backends())
 
     def progress(self) -> None:
         """Let the collectives of every world go on: a rank may wait in any of them."""
-        for reference in tuple(self._groups.values()):
-            backend = reference()
-            if backend is not None:
-                backend.progress()
+        for backend in self.backends():
+            backend.progress()
 
     def stir(self) -> None:
         """Let MPI go on with what is under way in any world."""

@@ -181,7 +181,9 @@ def share_memory(
     """
     for source in sources:
         memory, error = yield from _SOURCES[source](comm, first, nbytes)
-        verdict = np.array([_verdict(memory, error)], np.int32)
+        verdict = np.array([_GOOD], np.int32)
+        if memory is None:
+            verdict[0] = _EXHAUSTED if error and error.errno in _USED_UP else _FAILED
         worst = np.empty_like(verdict)
         yield comm.Iallreduce(verdict, worst, op=mpi.MAX)
         if worst[0] == _GOOD:
@@ -211,13 +213,7 @@ def at_once(steps: Requests) -> Any:
 
 
 _GOOD, _FAILED, _EXHAUSTED = 0, 1, 2
-
-
-def _verdict(memory: Array | None, error: OSError | None) -> int:
-    if memory is not None:
-        return _GOOD
-    exhausted = error is not None and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-    return _EXHAUSTED if exhausted else _FAILED
+_USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def _from_memfd(comm: Any, first: int, nbytes: int) -> Requests:

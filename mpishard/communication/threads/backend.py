@@ -25,7 +25,7 @@ from mpishard.arrays import (
 from mpishard.communication.contract.arena import anonymous_memory
 from mpishard.communication.contract.backend import CommunicationBackend, refuse_other_message
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.status import RankState
+from mpishard.communication.contract.records import RankState
 from mpishard.communication.contract.work import CollectiveWork, Steps, Work
 from mpishard.communication.diagnostics.stall import describe_departure, describe_stall, parting
 from mpishard.communication.threads.world import Awaited, Failure, Message, Receive, World

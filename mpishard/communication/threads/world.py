@@ -18,7 +18,8 @@ from mpishard import settings
 from mpishard.arrays import Array, beside, synchronize
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
-from mpishard.communication.contract.status import RankRecord, StatusPage
+from mpishard.communication.contract.records import RankRecord
+from mpishard.communication.contract.status import StatusPage
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.failure.report import short_traceback
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError

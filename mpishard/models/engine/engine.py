@@ -113,7 +113,8 @@ class Engine:
         self.backend = parameters.backend
         self.world = config.communication_backend
         self._config = config
-        self._make_gradients = make_gradients
+        self._make_gradients = self._first_gradients = make_gradients
+        self.is_compressed = False
         self.state_layout = state_layout
         self._stage = stage
         self.replica = program.replica
@@ -139,12 +140,20 @@ class Engine:
         """
         self.round.require_none("what is trained cannot change")
         whole = self.placement.entries
+        # A step without a gradient would have no norm, and an optimizer no state.
         if all(entry.name in names for entry in whole):
             raise ValueError(f"all {len(whole)} parameters are frozen; leave one to train")
         self.program.freeze(names)
+        # Gradients are made anew, because frozen units have no memory in them.
         layout = replace(self.layout, frozen=self.program.frozen_units)
         self.gradients = self._make_gradients(layout)
         self.pieces = UpdatePieces.of(self.program, layout, self.policy, self.leaves)
+
+    def compress(self, make_gradients: Callable[[StoreLayout], GradientStore] | None) -> None:
+        """Let gradients lie in another store, or with None in their first one again. Collective."""
+        self._make_gradients = make_gradients or self._first_gradients
+        self.is_compressed = make_gradients is not None
+        self.freeze(self.program.frozen)
 
     def sum_over_owners(self, vector: Array) -> Array:
         """Sum of a vector, or rows, with a place for each of the model's parameters. Collective.
@@ -153,6 +162,7 @@ class Engine:
         several hold alike counts once.
         """
         placement = self.placement
+        # Ranks of a tensor axis hold copies of some parameters; one of them counts each.
         if not placement.is_whole:
             counted = {held.entry.name for held in placement.slices if held.is_counted}
             for place, entry in enumerate(placement.entries):
@@ -201,6 +211,7 @@ class Engine:
         # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
         inputs, targets = self.program.check_pair(x, y, self.loss)
         is_local = not self._config.auto_sync_gradients
+        # A sum of gradients has no meaning if the replicas differ.
         if is_local:
             self.replicas.require_drifting()
         else:
@@ -213,6 +224,7 @@ class Engine:
             began = time.perf_counter()
             with step_span(self.step_number + 1):
                 report = self._step(batches, rule, settings or {}, is_local=is_local)
+        # After an error the round cannot be continued: its gradient may be half reduced.
         except BaseException:
             self.abandon()
             raise
@@ -246,6 +258,7 @@ class Engine:
         is_local: bool,
     ) -> StepReport:
         round_ = self.round
+        # Only the last pass of a round reduces: earlier ones add to the gradient on this rank.
         ends = not (round_.accumulates or is_local)
         loss = weight = 0.0
         for number, (x, y, sample_start) in enumerate(batches, start=1):
@@ -271,6 +284,7 @@ class Engine:
             total, total_weight, squared = round_.totals(
                 message, round_.loss, settings, step, self.leaves.fold
             )
+        # The weight is a sum over all ranks, so that every rank raises this or none.
         if total_weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
         norm = math.sqrt(squared) / total_weight
@@ -382,6 +396,7 @@ class Engine:
             self._mean(total, total_weight), total_weight, math.sqrt(squared) / total_weight
         )
         self._change(rule, gradients, report)
+        # Its weight, for the mean of the replicas that `synchronize_replicas` makes later.
         self.replicas.drift(total_weight)
         self._end_round()
         return report
@@ -435,7 +450,9 @@ class Engine:
         self.layout.device.use()
         inputs, targets = self.program.check_pair(x, y, loss or self.loss)
         layout = self.gradients.layout
+        # A store of its own: the gradient of an open round must stay as it is.
         sink = ReplicatedGradients(layout)
+        # Sharded parameters are gathered, so that every rank must pass its batch at the same time.
         everywhere = self.policy.shards_parameters
         self.replica.require_one_batch("compute_gradients", x, y, everywhere=everywhere)
         with self._leaving_no_unit():
@@ -444,6 +461,7 @@ class Engine:
             )
             self.program.finish_local(sink)
         full = sink.vector
+        # The store has no place for frozen units, and the result has zeros for them.
         if self.program.frozen:
             ranges = [
                 (e.start, e.stop) for e in self.program.entries
@@ -471,6 +489,7 @@ class Engine:
         (full, weight), self._computed = self._computed, None
         data = self.replica.data
         total = float(data.all_reduce(np.array([weight]))[0])
+        # The mean over all samples, from means that ranks with other numbers of samples have made.
         full *= weight
         data.all_reduce(full)
         if total:
@@ -499,6 +518,7 @@ class Engine:
         """
         self.layout.device.use()
         inputs, targets = self.program.check_pair(x, y, self.loss)
+        # No other rank waits then; sharded parameters must be gathered by all.
         if not self.policy.shards_parameters and len(x) == 0:
             return 0.0, 0.0
         if self.loss is None:

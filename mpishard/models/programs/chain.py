@@ -179,6 +179,7 @@ class LayerChain:
     def _laid_out(self, recomputed: Sequence[range]) -> list[_Group]:
         segment_of = {index: segment for segment in recomputed for index in segment}
 
+        # Layers without parameters join a group that has the same units on both sides of them.
         def key(index: int) -> tuple[range | None, tuple[Unit, ...]]:
             sides = range(index, self._range.start - 1, -1), range(index, self._range.stop)
             before, after = (next(filter(None, map(self._uses.get, side)), ()) for side in sides)
@@ -201,6 +202,7 @@ class LayerChain:
 
     def _plan(self) -> list[_Visit]:
         plan, later = list[_Visit](), set[Unit]()
+        # From the last group to the first: a unit is let go after the last group that uses it.
         for group in reversed(self._groups):
             upcoming = range(group.layers.stop, self._range.stop)
             done = [u for u in group.units if u not in later and u.index not in self._kept]
@@ -230,6 +232,7 @@ class LayerChain:
         activations: list[Any], *, again: bool = False,
     ) -> Array:  # fmt: skip
         for group, following, done in plan:
+            # Prediction saves nothing, and the second forward saves what the first did not.
             segment = group.segment if context.training and not again else None
             if segment is not None and segment.start == group.layers.start:
                 activations.append(_Forgotten(segment, x, context))
@@ -238,11 +241,13 @@ class LayerChain:
                 if parameters.in_flight:  # it may have something to send now
                     parameters.backend.progress()
                 layer = self._layers[index]
+                # The other layers read neither name nor cache, and share one context.
                 is_keyed = layer.is_random or context.cache is not None
                 own = context.enter(layer.name, layer.layer) if is_keyed else context
                 x, saved = layer.layer.forward(views[index], x, own)
                 if segment is None:
                     activations.append(saved)
+                # Else the activation of the last layer would live until the next one is saved.
                 del saved
             for unit in done:
                 parameters.reshard(unit)
@@ -292,6 +297,7 @@ class LayerChain:
                     )  # fmt: skip
                 targets.pop(index).clear_unwritten()
                 del saved  # before the reduction, which may need the memory
+            # No earlier group adds to these units' gradients: they can travel now.
             for unit in group.begun:
                 parameters.reshard(unit)
                 if unit.index not in self._without_gradient:

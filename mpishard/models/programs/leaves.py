@@ -65,6 +65,7 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, replica_size
             f"{name} is for the data axis only, and here pipeline and tensor axes have "
             f"{replica_size} ranks together: give both axes the size 1, or gradient_leaves=None"
         )
+    # The tree of V leaves has subtrees of equal size only for powers of two.
     is_power = not world_size & (world_size - 1)
     if world_size > leaves or not is_power:
         worlds = ", ".join(str(1 << level) for level in range(leaves.bit_length()))
@@ -98,6 +99,7 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
     ValueError
         For parameters of 16 bits, whose sums in float32 are rounded on arrival.
     """
+    # A sum that is rounded at each rank depends on where the ranks cut it.
     if config.gradient_leaves is not None and program.dtype.itemsize < 4:
         raise ValueError(
             f"gradient_leaves={config.gradient_leaves} needs parameters of float32 or float64, got "
@@ -110,6 +112,7 @@ def say_what_may_differ(config: ShardingConfiguration) -> None:
     backend = config.communication_backend
     mine = numerics_fingerprint()
     differing = differences(backend, mine)
+    # One warning is enough.
     if backend.rank != 0:
         return
     if differing:
@@ -198,6 +201,7 @@ class GradientLeaves:
             raise TypeError(
                 f"gradient_leaves cuts batches into slices, and a {type(x).__name__} has none"
             )
+        # The ranks exchange their counts, because only together they tell whether the cut is right.
         told = -1 if sample_start is None else sample_start
         counts, said = self._axis.all_gather(np.array([[len(x), told]])).T.tolist()
         layout = LeafLayout(sum(counts), self.count, self._axis.world_size)

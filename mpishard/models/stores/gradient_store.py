@@ -153,6 +153,7 @@ class ReplicatedGradients(GradientStore):
         self._compressed: Arena | None = None
         self._shifts: dict[int, int] = {}
         position = 0
+        # Frozen units have no place in the vector: later units move up.
         for unit in layout.trained_units:
             self._shifts[unit.index] = position - unit.start
             position += unit.length
@@ -183,6 +184,7 @@ class ReplicatedGradients(GradientStore):
         if not self._is_booked:
             self._is_booked = True
             self.layout.book(MemoryCategory.GRADIENTS, self.vector, int(self.vector.size))
+        # After an error the last reductions may still read these buffers.
         while self._stale:
             self._stale[0].wait()
             del self._stale[0]
@@ -200,6 +202,7 @@ class ReplicatedGradients(GradientStore):
         return self.vector[self._place(unit, unit.start, unit.stop)], is_empty
 
     def reduce(self, unit: Unit) -> None:
+        # Gradients of several passes are added here and travel once.
         if not self._is_last:
             return
         full, part = self.gradient(unit), self._place(unit, unit.start, unit.stop)
@@ -251,6 +254,7 @@ class ScatteredGradients(ReplicatedGradients):
     def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
         piece = self._pieces[unit.index]
         mine = full[piece.start - unit.start : piece.stop - unit.start]
+        # A sum of bfloat16 is made in float32: in its place, if that has the dtype.
         is_direct = carrier is self._slot or (
             isinstance(mine, np.ndarray) and mine.dtype == ACCUMULATION
         )
@@ -295,6 +299,7 @@ class NodeGradients(ScatteredGradients):
         self._reading: Work | None = None
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
+        # The fence of the last step: all ranks have read this rank's gradient.
         if self._reading is not None:
             self._reading.wait()
             self._reading = None
@@ -314,6 +319,7 @@ class NodeGradients(ScatteredGradients):
         """The owner's view of each piece, which must be one rank's. Read-only."""
         views = []
         for piece in pieces:
+            # The sum stands in the memory of the owner alone, and the others read it there.
             layout = ShardLayout(piece.unit.length, self.backend.world_size)
             owner = layout.owner(piece.start - piece.unit.start) if piece.length else 0
             view = self._carrier.of(owner)[self._place(piece.unit, piece.start, piece.stop)]
@@ -344,6 +350,7 @@ def squared_norm(arrays: Sequence[Array]) -> float:
         step = chunk_length(array)
         for start in range(0, int(array.size), step):
             chunk = array[start : start + step]
+            # Chunks stay in the cache. In float64 small ones are not lost.
             total += float(xp.dot(chunk, chunk))
     return total
 

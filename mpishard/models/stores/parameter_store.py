@@ -130,6 +130,7 @@ class ReplicatedParameters(ParameterStore):
     def publish(self, pieces: Sequence[Piece]) -> None:
         if self.backend.world_size == 1:
             return
+        # All pieces at once: the messages of one unit overlap those of the next.
         works = [
             self.backend.all_gather_async(
                 self._vector[p.start : p.stop], out=self._vector[p.unit.start : p.unit.stop]
@@ -188,6 +189,7 @@ class NodeParameters(ParameterStore):
         return sum(aligned(unit.length, layout.dtype) for unit in layout.units)
 
     def fill(self, unit: Unit, full: Array | None) -> None:
+        # Scattered, so that rank 0 is the only one that ever holds the whole unit.
         counts = ShardLayout(unit.length, self.backend.world_size).sizes
         (mine,) = self.owned([self.held[unit.index]])
         mine[...] = self.backend.scatter(full, root=0, counts=counts)
@@ -207,6 +209,7 @@ class NodeParameters(ParameterStore):
 
     def _share(self, pieces: Sequence[Piece]) -> None:
         """Wait until all ranks have written their pieces, and those of other nodes are here."""
+        # On one node the values are where all read them; the barrier says that they are complete.
         if self.backend.node_count == 1:
             self.backend.barrier()
             return
@@ -233,6 +236,7 @@ class ShardedParameters(ParameterStore):
     each share these buffers, so that a piece travels once to each node.
     """
 
+    # The unit in use, and the one that is prefetched meanwhile.
     _SLOTS = 2
 
     def __init__(self, layout: StoreLayout) -> None:
@@ -240,6 +244,7 @@ class ShardedParameters(ParameterStore):
         self.held = layout.pieces()
         self.kept = layout.kept
         self._shard = layout.allocate(MemoryCategory.PARAMETERS, sum(p.length for p in self.held))
+        # All slots are as long as the largest unit that passes through, so that any unit fits any.
         passing = [unit.length for unit in self.layout.units if unit.index not in self.kept]
         self._slot_length = max(passing, default=0)
         self._free: list[Array] = []
@@ -280,6 +285,7 @@ class ShardedParameters(ParameterStore):
         if unit.index in self._buffers:
             return
         buffer = self._take_buffer(unit)
+        # Noted before the gather begins, so that `abandon` finds the buffer after an error in it.
         piece = self._shard[self.held[unit.index].in_shard]
         self._buffers[unit.index] = buffer
         self.in_flight[unit.index] = self.backend.all_gather_async(piece, out=buffer[: unit.length])

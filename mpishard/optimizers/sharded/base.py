@@ -305,12 +305,20 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         self._require_model_of_this_kind(model)
         frozen = self._frozen_of(model)
         if model.sharding_configuration.auto_sync_gradients:  # elsewhere each goes its own way
-            require_same_rule(self.backend, self._rule.fingerprint(), frozen)
-        self._state = state = ModelState(self._rule, model, frozen)
+            require_same_rule(self.backend, self._fingerprint(), frozen)
+        self._state = state = self._make_state(model, frozen)
         if self._awaiting is not None:
             saved, self._awaiting = self._awaiting, None
             state.take(saved)
         return state
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """Return the settings that all ranks must share, for JSON."""
+        return self._rule.fingerprint()
+
+    def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
+        """Return new state for ``model``."""
+        return ModelState(self._rule, model, frozen)
 
     def _frozen_of(self, model: ShardedModelBase) -> frozenset[str]:
         """Return the frozen parameters, or refuse options that do not fit. No communication."""
@@ -341,6 +349,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 "one for both"
             )
         self._refuse_second_model()
+        if model.engine.is_compressed:
+            raise ShardingError(
+                "a GradientCompressionOptimizer trains this model, and keeps errors of its "
+                "gradients; call its reset() first"
+            )
         if self._rule.searches:
             refuse_unfit(model, type(self._rule).__name__)
         if not model.sharding_configuration.auto_sync_gradients:

@@ -1,0 +1,94 @@
+"""Loss and bytes of a byte-level GPT whose ranks send little: compressed gradients, local steps.
+
+    python benchmarks/little_communication.py                 # two thread-ranks, 200 steps
+    python benchmarks/little_communication.py -n 4 --steps 400
+
+All train on the text of this project's documentation, with the same samples and AdamW. Each line
+gives the mean loss of the last 20 steps in nats per byte, the bytes that the ranks sent, relative
+to DDP's, and the seconds relative to DDP's on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mpishard as ms
+
+DOCS = Path(__file__).parents[1] / "docs"
+CONTEXT, BATCH, LAST = 64, 8, 20
+
+Ways = dict[str, Callable[[Any, Any], Any]]
+
+
+def compressed(method: str, ratio: float = 0.1) -> Callable[[Any, Any], Any]:
+    """Return a maker of an optimizer that compresses."""
+    return lambda rule, config: ms.optimizers.GradientCompressionOptimizer(
+        rule, config, ratio, method=method, rank=4
+    )
+
+
+WAYS: Ways = {
+    "DDP": ms.optimizers.DDPOptimizer,
+    "int8": compressed("int8"),
+    "quantization, ratio 0.1": compressed("quantization"),
+    "top-k, 1 %": compressed("top-k", 0.01),
+    "random-k, 1 %": compressed("random-k", 0.01),
+    "PowerSGD, rank 4": compressed("powersgd"),
+}
+
+
+def train(backend: Any, name: str, steps: int) -> tuple[float, float, float]:
+    """Return loss, bytes that all ranks sent relative to DDP's, and seconds."""
+    text = "".join(p.read_text() for p in sorted(DOCS.glob("*.md"))).encode()
+    tokens = np.frombuffer(text, np.uint8).astype(np.int64)
+    x = ms.data.TokenWindows(tokens, CONTEXT)
+    y = ms.data.TokenWindows(tokens, CONTEXT, offset=1)
+    config = ms.ShardingConfiguration(backend)
+    plain = ms.nn.GPT(
+        vocabulary_size=256, context_length=CONTEXT, width=64, heads=4, layers=2, seed=0,
+        dtype=np.float32,
+    )  # fmt: skip
+    model = ms.DDPModel(plain, config)
+    optimizer = WAYS[name](ms.optimizers.AdamW(3e-3), config)
+    optimizer.bind(model)
+    generator = np.random.default_rng(1)
+    layout = ms.ShardLayout(BATCH * 4, backend.world_size)
+    backend.traffic.reset()
+    losses, begin = [], time.perf_counter()
+    for _ in range(steps):
+        rows = generator.integers(0, len(x), BATCH * 4)[layout.slice(backend.rank)]
+        losses.append(optimizer.step(model, x[rows], y[rows]))
+    seconds = time.perf_counter() - begin
+    sent = np.array([backend.traffic.total_bytes])
+    share = float(backend.all_reduce(sent)[0])
+    # By messages; in the memory of one node DDP reads, and sends nothing.
+    share /= steps * 2 * max(1, backend.world_size - 1) * model.parameter_count * 4
+    if name == "DDP":
+        share = 1.0
+    return float(np.mean(losses[-LAST:])), share, seconds
+
+
+def main() -> None:
+    """Print one line for each way."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-n", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200)
+    given = parser.parse_args()
+    first: tuple[float, float, float] | None = None
+    for name in WAYS:
+        found = ms.run_in_threads(given.n, train, name, given.steps)[0]
+        first = first or found
+        print(
+            f"{name:26} loss {found[0]:.3f} ({found[0] - first[0]:+.3f}), "
+            f"{found[1]:7.2%} of DDP's bytes, {found[2] / first[2]:.2f} of its time"
+        )
+
+
+if __name__ == "__main__":
+    main()

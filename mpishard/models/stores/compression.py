@@ -1,0 +1,168 @@
+"""Ways to send a gradient in fewer bytes: each encodes a vector as bytes, and decodes them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+
+__all__ = ["Code", "Int8", "Key", "PowerSGD", "Quantization", "RandomK", "TopK"]
+
+Key = tuple[int, ...]
+"""Seed, step, unit, owner and sender: random numbers are a function of them."""
+
+_LEAST_RANGE = 1e-12  # below it all elements are the least one
+_BLOCK = 1024  # elements that share a scale of int8
+
+
+class Code(ABC):
+    """An encoding of a vector of known length and dtype; `wire_bytes` of it travel."""
+
+    @abstractmethod
+    def wire_bytes(self, length: int, itemsize: int) -> int:
+        """Return the number of bytes of an encoded vector."""
+
+    @abstractmethod
+    def encode(self, values: Array, key: Key) -> Array:
+        """Return ``values``, of shape (n,), as uint8, of shape (`wire_bytes`,)."""
+
+    @abstractmethod
+    def decode(self, code: Array, out: Array, key: Key) -> None:
+        """Write what `encode` was given, as far as the code tells it, to ``out``, shape (n,)."""
+
+
+@dataclass(frozen=True)
+class Quantization(Code):
+    """The nearest of ``levels`` values from the least element to the greatest: a byte each."""
+
+    levels: int
+
+    def wire_bytes(self, length: int, itemsize: int) -> int:
+        return length + 2 * itemsize if length else 0
+
+    def encode(self, values: Array, key: Key) -> Array:
+        if not values.size:
+            return np.empty(0, np.uint8)
+        low, high = values.min(), values.max()
+        step = (high - low) / values.dtype.type(self.levels - 1)
+        if high - low < _LEAST_RANGE:
+            step = step * 0
+            codes = np.zeros(values.size, np.uint8)
+        else:
+            codes = np.rint((values - low) / step).astype(np.uint8)
+        return np.concatenate([np.array([low, step], values.dtype).view(np.uint8), codes])
+
+    def decode(self, code: Array, out: Array, key: Key) -> None:
+        if out.size:
+            header = 2 * out.dtype.itemsize
+            low, step = code[:header].copy().view(out.dtype)
+            out[...] = code[header:]
+            out *= step
+            out += low
+
+
+@dataclass(frozen=True)
+class Int8(Code):
+    """A signed byte each, with one scale for 1024 elements, rounded up or down at random.
+
+    The expected value is the element (Alistarh et al., "QSGD", NeurIPS 2017, section 3.1, with the
+    largest element for the norm).
+    """
+
+    def wire_bytes(self, length: int, itemsize: int) -> int:
+        return length + -(-length // _BLOCK) * itemsize
+
+    def encode(self, values: Array, key: Key) -> Array:
+        starts = np.arange(0, values.size, _BLOCK)
+        if not values.size:
+            return np.empty(0, np.uint8)
+        scales = np.maximum.reduceat(np.abs(values), starts) / values.dtype.type(127)
+        each = np.repeat(np.where(scales == 0, 1, scales), _BLOCK)[: values.size]
+        drawn = np.random.default_rng(key).random(values.size, np.float32)
+        codes = np.clip(np.floor(values / each + drawn), -127, 127).astype(np.int8)
+        return np.concatenate([scales.view(np.uint8), codes.view(np.uint8)])
+
+    def decode(self, code: Array, out: Array, key: Key) -> None:
+        header = -(-out.size // _BLOCK) * out.dtype.itemsize
+        out[...] = code[header:].view(np.int8)
+        out *= np.repeat(code[:header].copy().view(out.dtype), _BLOCK)[: out.size]
+
+
+@dataclass(frozen=True)
+class TopK(Code):
+    """The ``ratio`` of all elements that are largest, at least one, with their places."""
+
+    ratio: float
+
+    def _count(self, length: int) -> int:
+        return max(1, int(self.ratio * length)) if length else 0
+
+    def wire_bytes(self, length: int, itemsize: int) -> int:
+        return self._count(length) * (4 + itemsize)
+
+    def encode(self, values: Array, key: Key) -> Array:
+        count = self._count(values.size)
+        if not count:
+            return np.empty(0, np.uint8)
+        places = np.sort(np.argpartition(np.abs(values), values.size - count)[-count:])
+        return np.concatenate(
+            [places.astype(np.uint32).view(np.uint8), values[places].view(np.uint8)]
+        )
+
+    def decode(self, code: Array, out: Array, key: Key) -> None:
+        header = 4 * self._count(out.size)
+        out.fill(0)
+        out[code[:header].copy().view(np.uint32)] = code[header:].copy().view(out.dtype)
+
+
+@dataclass(frozen=True)
+class RandomK(Code):
+    """The ``ratio`` of all elements, drawn anew in each step, the same on all ranks.
+
+    No places travel, and the sum of what the ranks send has no other elements.
+    """
+
+    ratio: float
+
+    def _places(self, length: int, key: Key) -> Array:
+        count = max(1, int(self.ratio * length)) if length else 0
+        drawn = np.random.default_rng(key[:-1])  # whoever sends
+        return np.sort(drawn.choice(length, count, replace=False)) if count else np.empty(0, int)
+
+    def wire_bytes(self, length: int, itemsize: int) -> int:
+        return (max(1, int(self.ratio * length)) if length else 0) * itemsize
+
+    def encode(self, values: Array, key: Key) -> Array:
+        return values[self._places(values.size, key)].view(np.uint8)
+
+    def decode(self, code: Array, out: Array, key: Key) -> None:
+        out.fill(0)
+        out[self._places(out.size, key)] = code.copy().view(out.dtype)
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Matrices as products of ``rank`` columns and rows; other parameters whole.
+
+    Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+    Distributed Optimization", NeurIPS 2019, algorithms 1 and 2, with warm start. An array of more
+    than two dims is a matrix of its first dim and all others.
+    """
+
+    rank: int
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """Return rows and columns of a parameter that is compressed; None for one that is not."""
+        if len(shape) < 2:
+            return None
+        rows, columns = shape[0], int(np.prod(shape[1:]))
+        # Otherwise its factors would be larger than it is.
+        return (rows, columns) if self.rank * (rows + columns) < rows * columns else None
+
+    def first_factor(self, columns: int, key: Key) -> Any:
+        """Return the columns to begin with, shape (columns, rank)."""
+        return np.random.default_rng(key).standard_normal((columns, self.rank))
