@@ -32,8 +32,6 @@ __all__ = [
     "SLOTS",
     "Headers",
     "MessageExchange",
-    "Posted",
-    "PostedMessage",
     "RingExchange",
     "make_row",
 ]

@@ -22,7 +22,6 @@ from mpishard.communication.diagnostics.stall import unfinished
 from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, flush_output, say
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
-from mpishard.communication.mpi.headers import Posted, PostedMessage
 from mpishard.communication.mpi.ulfm import Ulfm, is_loss
 from mpishard.errors import CollectiveMismatchError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
@@ -202,10 +201,10 @@ class Job:
                 break
         if sum(group.keeps_arrays() for group in groups):
             return  # a rank was cut off, and answers nothing any more
-        self.progress()
-        for backend in self.backends():
-            alone = [w for w in backend._pending if isinstance(w.waitable, Posted | PostedMessage)]
-            for call in [work.awaited for work in alone[:1]]:
+        for group, reference in self._groups.items():
+            backend, last = reference(), min(group.departures().values(), default=group.sequence)
+            calls = [work.awaited for work in backend._pending] if backend is not None else []
+            for call in [call for call in calls if call.sequence > last][:1]:
                 say(
                     f"mpishard: {self.ending.name} has left collective {call.sequence}, {call}, "
                     f"called at {call.place}: other ranks left without it, and nobody waited for "
