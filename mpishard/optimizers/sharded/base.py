@@ -507,7 +507,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     def _state_in(self, reader: CheckpointReader) -> StateBytes:
         """Return all of the state that a checkpoint holds of this rule."""
-        found, rule = reader.metadata.get("optimizer"), type(self._rule).__name__
+        found: Any = reader.metadata.get("optimizer")
+        rule = type(self._rule).__name__
         require_form(found, STATE_FORM, "metadata.optimizer")
         tensors = {
             f"{kind.rpartition('/')[2]}/{entry.name}": reader.read_whole(kind, entry)
