@@ -406,14 +406,6 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     # ----------------------------------------------------------------------------- bytes and files
 
-    def _made_state(self) -> ModelState:
-        if self._state is None:
-            raise ShardingError(
-                f"this {type(self).__name__} has no state yet: it is made at the first step, or "
-                "by bind(model)"
-            )
-        return self._bound(self._state.model)
-
     def serialize(self) -> bytes:
         """Return settings, step count and state by parameter name, alike on all ranks. Collective.
 
@@ -422,7 +414,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         Before the first step there are settings alone, or the state that waits for its model.
         """
         if self._state is not None:
-            return self._made_state().gathered().to_bytes()
+            return self._bound(self._state.model).gathered().to_bytes()
         fresh = StateBytes(type(self._rule).__name__, self._rule.fingerprint(), 0, {})
         return (self._awaiting or fresh).to_bytes()
 
@@ -474,7 +466,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._awaiting is not None:
             raise ShardingError("the state that was loaded waits for its model: call bind(model)")
         if self._state is not None:
-            save_states(path, self._state.model, {"optimizer": self._made_state()})
+            model = self._state.model
+            save_states(path, model, {"optimizer": self._bound(model)})
             return
         own = {"settings": self._rule.fingerprint(), "optimizer_steps": 0}
         document = {"model": None, "optimizer": own, "user": {}}
@@ -495,8 +488,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             If it is torn, or of another rule or model; nothing has changed then.
         """
         if self._state is not None:
-            state = self._made_state()
-            load_states(path, state.model, {"optimizer": state})
+            model = self._state.model
+            load_states(path, model, {"optimizer": self._bound(model)})
             return
         check_path("the path of a checkpoint", path)
         with together(self.backend), CheckpointReader(path) as reader:
