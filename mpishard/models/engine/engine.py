@@ -105,6 +105,7 @@ class Engine:
         self.version = 0
         self.record = TrainingRecord()
         self.micro_batches = 1
+        self.has_said_what_is_not_saved = False  # of a black box, in its first checkpoint
         # The gradient that local_gradient returned last, and its weight, until the next step.
         self._computed: tuple[Array, float] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
