@@ -180,6 +180,7 @@ class Engine:
         *,
         sample_start: int | None = None,
         settings: Mapping[str, Any] | None = None,
+        apart: bool = False,
     ) -> StepReport:
         """One synchronised update on this rank's batch; inside `accumulate`, none yet.
 
@@ -191,6 +192,10 @@ class Engine:
 
         Without ``config.auto_sync_gradients`` the update is this rank's alone, nothing is
         communicated, and the report tells of its batch.
+
+        With ``apart`` each rank updates its replica with its own gradient, as without
+        ``config.auto_sync_gradients``, but all agree on losses, settings and errors, and the
+        report tells of all ranks' samples. A rank without samples updates nothing.
 
         Nothing has changed if it raises; only an exception of ``rule`` itself may come late.
 
@@ -213,7 +218,7 @@ class Engine:
         inputs, targets = self.program.check_pair(x, y, self.loss)
         is_local = not self._config.auto_sync_gradients
         # A sum of gradients has no meaning if the replicas differ.
-        if is_local:
+        if is_local or apart:
             self.replicas.require_drifting()
         else:
             self.replicas.require_equal("a synchronised step")
@@ -224,7 +229,7 @@ class Engine:
             batches = self._batches(inputs, targets, sample_start, is_local=is_local)
             began = time.perf_counter()
             with step_span(self.step_number + 1):
-                report = self._step(batches, rule, settings or {}, is_local=is_local)
+                report = self._step(batches, rule, settings or {}, is_local=is_local, apart=apart)
         # After an error the round cannot be continued: its gradient may be half reduced.
         except BaseException:
             self.abandon()
@@ -257,10 +262,11 @@ class Engine:
         settings: Mapping[str, Any],
         *,
         is_local: bool,
+        apart: bool,
     ) -> StepReport:
         round_ = self.round
         # Only the last pass of a round reduces: earlier ones add to the gradient on this rank.
-        ends = not (round_.accumulates or is_local)
+        ends = not (round_.accumulates or is_local or apart)
         loss = weight = 0.0
         for number, (x, y, sample_start) in enumerate(batches, start=1):
             own_loss, own_weight = self._pass(
@@ -275,6 +281,8 @@ class Engine:
         if round_.accumulates:
             total, total_weight, _ = round_.totals([loss, weight, 0.0], loss, settings, step)
             return StepReport(self._mean(total, total_weight), total_weight, None)
+        if apart:
+            return self._step_apart(rule, loss, settings, step)
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
         counted = self.gradients.owned(self.pieces.counted)
         if self.leaves is None:
@@ -298,6 +306,28 @@ class Engine:
             self.parameters.publish(self.pieces.published)
         self._end_round()
         return report
+
+    def _step_apart(
+        self, rule: Rule, loss: float, settings: Mapping[str, Any], step: int
+    ) -> StepReport:
+        """Update this replica with its own gradient, if all ranks have finite ones. Collective."""
+        assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
+        own_loss, own_weight = self.round.loss, self.round.weight
+        gradients = self.gradients.local(self.pieces.updated)
+        squared = squared_norm(gradients)
+        total, weight, _ = self.round.totals([own_loss, own_weight, squared], loss, settings, step)
+        if weight == 0:
+            raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
+        norm = 0.0
+        if own_weight:
+            norm = math.sqrt(squared) / own_weight
+            self._change(
+                rule, gradients, StepReport(self._mean(own_loss, own_weight), own_weight, norm)
+            )
+            # Its weight, for the mean of the replicas later.
+            self.replicas.drift(own_weight)
+        self._end_round()
+        return StepReport(self._mean(total, weight), weight, norm)
 
     def apply(self, gradient: Array, rule: Rule) -> None:
         """Update with a given gradient of the mean loss instead of computing one.

@@ -196,15 +196,26 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             model.engine.program.check_pair(x, y, model.engine.loss)
         state = self._bound(model)
         self._last_gradient = None
-        if isinstance(state.rule, SearchRule):
-            report = search_step(state, x, y, sample_start)
-        else:
-            report = model.engine.step(
-                x, y, state.update, sample_start=sample_start, settings=state.settings()
-            )
+        report = self._run_step(state, x, y, sample_start)
         if report.gradient_norm is not None:
             self._last_gradient = report.weight, model.engine.version
         return report
+
+    def _run_step(
+        self, state: ModelState, x: Array, y: Array, sample_start: int | None
+    ) -> StepReport:
+        """Make the step of a checked batch. Collective."""
+        if isinstance(state.rule, SearchRule):
+            return search_step(state, x, y, sample_start)
+        return state.model.engine.step(
+            x, y, state.update, sample_start=sample_start, settings=state.settings()
+        )
+
+    def settle(self) -> None:
+        """Make the model one on all ranks, before it is evaluated or saved. Collective.
+
+        Steps of most optimizers keep it so, and then nothing is done.
+        """
 
     def apply_gradients(self, gradients: Array, model: ShardedModelBase) -> None:
         """Make one update with a given gradient of the mean loss. Collective.
