@@ -275,8 +275,14 @@ def _draw(axes: Any, timeline: Timeline, inches: float, row: float) -> None:
             fade = 0.6 * done.operation.virtual_stage_index / max(virtual - 1, 1)
             for colour, start, end in _parts(done, input_times[done.global_stage]):
                 bars.setdefault((rank, _paler(colour, fade)), []).append((start, end - start))
-            if row == _ROW:
-                _label(axes, rank, done, inches, fade)
+            text, middle = str(done.operation.micro_batch_index), (done.start + done.end) / 2
+            # Numbers only in bars that are wide and high enough for them.
+            if row == _ROW and done.duration * inches >= _DIGIT * (len(text) + 0.4):
+                is_dark = done.operation.type is PipelineOperationType.FORWARD and fade < 0.3
+                axes.text(
+                    middle, rank, text, ha="center", va="center_baseline",
+                    fontsize=_FONT, color="white" if is_dark else "#222222",
+                )  # fmt: skip
         edges = [(o.start, o.duration) for o in timed]
         line = min(0.6, 9 * shortest)  # points: an eighth of the shortest bar at most
         axes.broken_barh(edges, (rank - 0.42, 0.84), facecolor="none", edgecolor="white", lw=line)
@@ -310,17 +316,6 @@ def _parts(done: TimedOperation, input_time: float) -> list[tuple[str, float, fl
         PipelineOperationType.BACKWARD_WEIGHT: _WEIGHT,
     }
     return [(colours[kind], done.start, done.end)]
-
-
-def _label(axes: Any, rank: int, done: TimedOperation, inches: float, fade: float) -> None:
-    text = str(done.operation.micro_batch_index)
-    if done.duration * inches < _DIGIT * (len(text) + 0.4):
-        return
-    is_dark = done.operation.type is PipelineOperationType.FORWARD and fade < 0.3
-    axes.text(
-        (done.start + done.end) / 2, rank, text, ha="center", va="center_baseline",
-        fontsize=_FONT, color="white" if is_dark else "#222222",
-    )  # fmt: skip
 
 
 def _paler(colour: str, fade: float) -> str:

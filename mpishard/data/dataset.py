@@ -78,6 +78,7 @@ class TokenWindows:
         self.context_length = context_length
         self.offset = offset
         self.stride = stride
+        # One token less than there are: the last input has a target behind it.
         last = len(tokens) - 1 + offset
         view = np.lib.stride_tricks.sliding_window_view(tokens[offset:last], context_length)
         self._windows = view[::stride]
@@ -143,6 +144,7 @@ def _take_sorted(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]
     if indices.size == 0:  # h5py has no empty selection by integers
         empty = dataset[np.zeros(1, np.int64)][:0] if len(dataset) else dataset[:0]
         return _as_array(empty)
+    # h5py takes only rising indices without repeats.
     unique, places = np.unique(indices, return_inverse=True)
     samples = _as_array(dataset[unique])
     return samples if np.array_equal(unique, indices) else samples[places]
@@ -182,6 +184,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
         raise TypeError(f"{name} must be {_WANTED}, got None")
     require_plain(dataset)
     kind = type(dataset).__qualname__
+    # h5py itself would raise at the first batch, after the model was wrapped.
     if type(dataset).__module__.partition(".")[0] == "h5py" and not dataset:
         raise ValueError(
             f"{name} is a {kind} of an HDF5 file that is closed; keep the file open until "
@@ -196,6 +199,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
         )
     if isinstance(dataset, list | tuple | str | bytes | set | frozenset):
         raise TypeError(f"{name} must be {_WANTED}, got a {kind}; pass numpy.asarray({name})")
+    # Its [...] would select columns, without an error.
     if hasattr(dataset, "iloc"):
         raise TypeError(f"{name} must be {_WANTED}, got a {kind}; pass {name}.to_numpy()")
     if not hasattr(dataset, "__getitem__"):

@@ -231,20 +231,15 @@ class CrossEntropy(Loss):
             total += float(xp.where(counted, losses, 0).sum(dtype=xp.float64))
             if gradient is not None:
                 exponentials *= xp.where(counted[:, None], slope / normalizer, 0)
-                self._subtract_target(exponentials, index, counted)
+                # Now the target distribution is subtracted from each row that counts.
+                if self.label_smoothing:
+                    evenly = self.label_smoothing / exponentials.shape[-1]
+                    exponentials -= (evenly * counted).astype(exponentials.dtype)[:, None]
+                    exponentials[index] -= (1.0 - self.label_smoothing) * counted
+                else:
+                    exponentials[index] -= counted
         saved = None if gradient is None else gradient.reshape(prediction.shape)
         return total, float(counted_N.sum()), saved
-
-    def _subtract_target(
-        self, gradient_NV: Array, index: tuple[Array, Array], counted_N: Array
-    ) -> None:
-        """Subtract the target distribution from each row that counts."""
-        if not self.label_smoothing:
-            gradient_NV[index] -= counted_N
-            return
-        evenly = self.label_smoothing / gradient_NV.shape[-1]
-        gradient_NV -= (evenly * counted_N).astype(gradient_NV.dtype)[:, None]
-        gradient_NV[index] -= (1.0 - self.label_smoothing) * counted_N
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
         """Refuse targets that name no class.

@@ -87,6 +87,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     records = []
     text = Path(path).read_text(encoding="utf-8", errors="replace")
+    # What follows the last line break was being written when it was read.
     for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
             record = json.loads(line)
@@ -117,6 +118,7 @@ def _keep(path: Path, step: float) -> float:
 def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         value = value.item()
+    # JSON has no NaN and no infinity.
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -153,6 +153,7 @@ class _Folder(JobTrace):
         for path in sorted(folder.glob("rank_*.json")):
             lines = _Lines(path)
             rank = lines.about.get("rank", -1)
+            # Its first line says whose it is: a copy under another name would count twice.
             if path != rank_file(folder, rank):
                 whose = f"rank {rank}" if rank >= 0 else "all ranks"
                 raise ValueError(f"{path} is the trace of {whose}; it was renamed")
@@ -211,6 +212,7 @@ class _Merged(JobTrace):
 
 def _of_one_job(folder: Path, found: dict[int, _Lines]) -> list[dict[str, Any]]:
     """Facts from the ranks' files, if all of them are of one job."""
+    # A folder that was used twice has files of both jobs: their clocks have no common origin.
     jobs: dict[str, list[int]] = {}
     for rank, lines in sorted(found.items()):
         jobs.setdefault(lines.about["job"], []).append(rank)
@@ -256,6 +258,7 @@ def merge_traces(trace: JobTrace, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {"job": trace.job, "world_size": trace.world_size, "ranks": trace.ranks}
+    # Beside the file, because a rename is atomic only within one file system.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as stream:
@@ -289,6 +292,7 @@ def _with_arrows(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             continue
         given = event["args"]
         key = tuple(given[name] for name in ("group", "source", "destination", "tag", "number"))
+        # Events come rank by rank: the first side of a message waits for the other.
         other = waiting.pop(key, None)
         if other is None:
             waiting[key] = event

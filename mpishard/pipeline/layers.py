@@ -171,7 +171,17 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
 
     def compute_partition(self, total_parameters: int, num_stages: int) -> list[tuple[int, int]]:
         total, count = _checked(total_parameters, num_stages)
-        begins = self._begins(total)
+        if self._boundaries is None:
+            assert self._size is not None
+            layout = ShardLayout(total, max(1, total // self._size))
+            begins = [layout.start(layer) for layer in range(layout.world_size)]
+        elif self._boundaries[-1] > total:
+            raise ValueError(
+                f"layer_boundaries end with {self._boundaries[-1]}, behind the last of {total} "
+                "parameters"
+            )
+        else:
+            begins = self._boundaries
         ends = [*begins[1:], total]
         costs = [float(self._cost(end - begin)) for begin, end in zip(begins, ends, strict=True)]
         for begin, end, cost in zip(begins, ends, costs, strict=True):
@@ -186,18 +196,6 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
             for first, last in itertools.pairwise(cuts)
         ]
         return stages + [(total, 0)] * (count - len(stages))
-
-    def _begins(self, total: int) -> list[int]:
-        if self._boundaries is None:
-            assert self._size is not None
-            layout = ShardLayout(total, max(1, total // self._size))
-            return [layout.start(layer) for layer in range(layout.world_size)]
-        if self._boundaries[-1] > total:
-            raise ValueError(
-                f"layer_boundaries end with {self._boundaries[-1]}, behind the last of {total} "
-                "parameters"
-            )
-        return self._boundaries
 
 
 def _checked(total_parameters: int, num_stages: int) -> tuple[int, int]:

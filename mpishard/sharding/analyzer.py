@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,15 +126,8 @@ class ParameterAnalyzer:
 
     def _chunks(self, length: int) -> list[ParameterGroup]:
         minimum = self.minimum_group_size
-        groups: list[ParameterGroup] = []
-        start = 0
-        while start < length:
-            left = length - start
-            is_merged = minimum < left and 2 * left < 3 * minimum
-            size = left if is_merged else min(minimum, left)
-            groups.append(ParameterGroup(start, size, f"ParameterGroup_{len(groups)}", is_merged))
-            start += size
-        return groups
+        # The rest is one chunk if it is longer than a chunk, and shorter than one and a half.
+        return _cut(length, minimum, "Parameter", lambda rest: 0 < 2 * rest < minimum)
 
     def analyze_for_distribution(self, parameters: Array) -> list[ParameterGroup]:
         """Chunks that the ranks can share evenly, about four for each rank.
@@ -163,17 +156,7 @@ class ParameterAnalyzer:
         length, world = _length(parameters), self.world_size
         base = max(self.minimum_group_size, length // (4 * world))
         base = max(base // world, 1) * world
-        groups: list[ParameterGroup] = []
-        start = 0
-        while start < length:
-            size = min(base, length - start)
-            tail = length - start - size
-            is_merged = 0 < tail < base // 2
-            if is_merged:
-                size += tail
-            groups.append(ParameterGroup(start, size, f"DistributedGroup_{len(groups)}", is_merged))
-            start += size
-        return groups
+        return _cut(length, base, "Distributed", lambda rest: 0 < rest < base // 2)
 
     def calculate_distribution_stats(self, groups: Sequence[ParameterGroup]) -> dict[str, float]:
         """Numbers about a grouping.
@@ -250,6 +233,22 @@ class ParameterAnalyzer:
                 "parameters"
             )
         return True
+
+
+def _cut(
+    length: int, size: int, kind: str, is_too_short: Callable[[int], bool]
+) -> list[ParameterGroup]:
+    """Cut a vector into chunks of ``size``; what follows one joins it if it is too short."""
+    groups: list[ParameterGroup] = []
+    start = 0
+    while start < length:
+        stop = min(start + size, length)
+        is_merged = is_too_short(length - stop)
+        stop = length if is_merged else stop
+        name = f"{kind}Group_{len(groups)}"
+        groups.append(ParameterGroup(start, stop - start, name, is_merged))
+        start = stop
+    return groups
 
 
 def _length(parameters: Array) -> int:

@@ -101,7 +101,7 @@ def test_alone_and_what_a_rank_raises(pipes: ModuleType, ranks: ModuleType) -> N
 @pytest.mark.timeout(200)
 def test_two_ranks_of_which_one_leaves(pipes: ModuleType, ranks: ModuleType) -> None:
     found = pipes.run_in_processes(
-        2, ranks.hold_against_the_suite, SOME, 1 + is_full, "leaves", timeout=SECONDS
+        2, ranks.hold_against_the_suite, ALL, 1 + is_full, "leaves", timeout=SECONDS
     )
     assert found.pop() == CHECKS
     only_peer_errors(found, 1, "rank 1 left after collective ", " of world")

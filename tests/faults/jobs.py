@@ -97,7 +97,7 @@ def launch(
     environment = environment_of_a_job() | {
         _MARK: mark,
         "TMPDIR": folder,
-        "MPISHARD_TIMEOUT": "3" if fault.stalls else "30",
+        "MPISHARD_TIMEOUT": "2" if fault.stalls else "30",
         "MPISHARD_WARN_AFTER": "1",
         **fault.variables,
     }

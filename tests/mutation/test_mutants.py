@@ -25,11 +25,11 @@ KILLED = [
 
 
 is_full = bool(os.environ.get("MPISHARD_TEST_FULL"))
-# The script runs all of them before it takes anything away. Here one in three, and those above.
+# The script runs all of them before it takes anything away. Here one in six, and those above.
 PASSING = [
     name
     for number, name in enumerate(CHECKS)
-    if is_full or number % 3 == 0 or name in {check for _, _, check in KILLED}
+    if is_full or number % 6 == 0 or name in {check for _, _, check in KILLED}
 ]
 
 

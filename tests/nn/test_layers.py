@@ -250,13 +250,15 @@ def test_several_chunks_give_what_each_sample_gives_alone(
     dx = layer.backward(nested(values), saved, r.copy(), nested(gradients))
 
     alone = {name: np.zeros_like(value) for name, value in values.items()}
+    ys, dxs = [], []
     for i in range(shape[0]):
         one = slice(i, i + 1)
         y_one, saved = layer.forward(nested(values), x[one], Context())
-        dx_one = layer.backward(nested(values), saved, r[one].copy(), nested(alone))
-        np.testing.assert_allclose(y_one, y[one], rtol=1e-12, atol=1e-13)
-        if dx is not None:
-            np.testing.assert_allclose(dx_one, dx[one], rtol=1e-10, atol=1e-11)
+        ys.append(y_one)
+        dxs.append(layer.backward(nested(values), saved, r[one].copy(), nested(alone)))
+    np.testing.assert_allclose(np.concatenate(ys), y, rtol=1e-12, atol=1e-13)
+    if dx is not None:
+        np.testing.assert_allclose(np.concatenate(dxs), dx, rtol=1e-10, atol=1e-11)
     for name, gradient in gradients.items():
         np.testing.assert_allclose(alone[name], gradient, rtol=1e-10, atol=1e-10)
 

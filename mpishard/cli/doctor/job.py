@@ -64,7 +64,19 @@ def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
     if found["arena"] is not None:
         text += f"; in the arena: {_speeds(arena)}"
     yield ok("job.all_reduce", text, {"messages": messages, "arena": arena})
-    yield _arena(found["sources"])
+    name, works = "job.arena", [source for source in SOURCES if found["sources"][source]]
+    tried = settings.arena_sources()
+    taken = next((source for source in tried if source in works), None)
+    value = {"taken": taken, "works": works}
+    text = f"of {', '.join(SOURCES)} these work: {', '.join(works) or 'none'}"
+    slow = "ranks of a machine send messages, which is several times slower"
+    if taken is not None:
+        yield ok(name, f"memory from {taken}; {text}", value)
+    elif not works:
+        yield note(name, f"{text}: {slow}", value, larger_folder())
+    else:
+        text = f"MPISHARD_ARENA is {tried[0] if tried else 'off'}, and {slow}; {text}"
+        yield note(name, text, value, "unset MPISHARD_ARENA")
 
 
 def _speeds(seconds: dict[str, float]) -> str:
@@ -73,21 +85,6 @@ def _speeds(seconds: dict[str, float]) -> str:
         rate = f" ({int(size) / time / 1e9:.2g} GB/s)" if int(size) >= SIZES[1] else ""
         texts.append(f"{bytes_text(int(size))} {milliseconds(time)}{rate}")
     return ", ".join(texts)
-
-
-def _arena(works_with: dict[str, Any]) -> Finding:
-    works = [source for source in SOURCES if works_with[source]]
-    tried = settings.arena_sources()
-    taken = next((source for source in tried if source in works), None)
-    value = {"taken": taken, "works": works}
-    text = f"of {', '.join(SOURCES)} these work: {', '.join(works) or 'none'}"
-    if taken is not None:
-        return ok("job.arena", f"memory from {taken}; {text}", value)
-    slow = "ranks of a machine send messages, which is several times slower"
-    if not works:
-        return note("job.arena", f"{text}: {slow}", value, larger_folder())
-    chosen = f"MPISHARD_ARENA is {tried[0] if tried else 'off'}, and {slow}; {text}"
-    return note("job.arena", chosen, value, "unset MPISHARD_ARENA")
 
 
 _REPEATS = dict(zip(SIZES, (50, 20, 3), strict=True))

@@ -186,7 +186,15 @@ def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
     yield _launcher(launcher, mpi.error)
     yield from _first_on_path(library, launcher)
     if settings.launcher_variable() is not None:
-        yield _started_by_a_launcher()
+        name, size = "mpi.started_by", settings.launched_world_size()
+        text = f"{launcher_name()} started this process"
+        value = {"variable": settings.launcher_variable(), "world_size": size}
+        if size is None or size <= 1:
+            yield ok(name, text, value)
+        else:
+            text += f", one of {size}: only the first reports, and sees the cores of one rank"
+            mend = "mpishard doctor  # without a launcher: it starts its own ranks"
+            yield note(name, text, value, mend)
     if launcher is not None:
         yield from _started(launcher)
 
@@ -224,16 +232,6 @@ def _first_on_path(library: MPILibrary, launcher: Launcher | None) -> Iterator[F
             yield note(name, text, first, mend)
         elif launcher is not None and program == launcher.program.name:
             yield note(name, "not on PATH; mpishard run finds it", None, mend)
-
-
-def _started_by_a_launcher() -> Finding:
-    name, size = "mpi.started_by", settings.launched_world_size()
-    text = f"{launcher_name()} started this process"
-    value = {"variable": settings.launcher_variable(), "world_size": size}
-    if size is None or size <= 1:
-        return ok(name, text, value)
-    text += f", one of {size}: only the first reports, and sees the cores of one rank"
-    return note(name, text, value, "mpishard doctor  # without a launcher: it starts its own ranks")
 
 
 def _started(launcher: Launcher) -> Iterator[Finding]:
