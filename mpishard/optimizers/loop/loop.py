@@ -234,6 +234,7 @@ class TrainingRun:
         found = self._evaluate("validation")
         loss = found.stats["loss"]
         self.latest = self.step, found
+        self.model.engine.record.validation_score = loss
         self.result.validation_history.append((self.step, loss))
         of_classes = {"accuracy": found.stats["accuracy"]} if "accuracy" in found.stats else {}
         self.progress.validation(self.step, loss, **of_classes)
