@@ -45,6 +45,21 @@ def close(model: Any, expected: Any, limit: float = 1e-13) -> bool:
 
 
 @by_strategy
+@in_worlds(1, 3)
+def test_every_rank_gets_rank_zeros_values(backend, strategy):
+    """Of parameters, buffers, and frozen parameters of another dtype."""
+    mst.init()
+    model = nets.make(nets.convolutions)
+    model.count = nn.Parameter(torch.full((3,), backend.rank), requires_grad=False)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(backend.rank)
+    mst.shard(model, strategy)
+    assert all((tensor == 0).all() for tensor in model.state_dict().values())
+    backend.barrier()
+
+
+@by_strategy
 @in_worlds(2)
 def test_two_backwards_add_up(backend, strategy):
     model, optimizer = start(strategy)

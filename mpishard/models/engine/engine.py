@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -17,7 +18,14 @@ from mpishard.errors import NoSampleError
 from mpishard.layout import ShardLayout
 from mpishard.models.engine.replicas import Replicas
 from mpishard.models.engine.round import Round
-from mpishard.models.engine.update import Policy, Rule, StepReport, Update, UpdatePieces
+from mpishard.models.engine.update import (
+    Policy,
+    Rule,
+    StepReport,
+    TrainingRecord,
+    Update,
+    UpdatePieces,
+)
 from mpishard.models.programs.leaves import GradientLeaves
 from mpishard.models.programs.program import Batch, Program
 from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients, squared_norm
@@ -69,6 +77,8 @@ class Engine:
         All ranks.
     step_number, version : int
         Steps made, and changes of the parameters.
+    record : TrainingRecord
+        Figures of the training so far.
     micro_batches : int
         Passes in which a step computes its batch, one part after the other. For programs that do
         not cut it themselves.
@@ -93,7 +103,9 @@ class Engine:
         self.loss = loss
         self.step_number = 0
         self.version = 0
+        self.record = TrainingRecord()
         self.micro_batches = 1
+        self.has_said_what_is_not_saved = False  # of a black box, in its first checkpoint
         # The gradient that local_gradient returned last, and its weight, until the next step.
         self._computed: tuple[Array, float] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
@@ -215,12 +227,16 @@ class Engine:
         try:
             self.replica.require_one_batch("step", x, y, everywhere=True)
             batches = self._batches(inputs, targets, sample_start, is_local=is_local)
+            began = time.perf_counter()
             with step_span(self.step_number + 1):
-                return self._step(batches, rule, settings or {}, is_local=is_local, apart=apart)
+                report = self._step(batches, rule, settings or {}, is_local=is_local, apart=apart)
         # After an error the round cannot be continued: its gradient may be half reduced.
         except BaseException:
             self.abandon()
             raise
+        if report.gradient_norm is not None:  # an update was made
+            self.record.add(report, time.perf_counter() - began)
+        return report
 
     def _batches(
         self, x: Array, y: Array, sample_start: int | None, *, is_local: bool
@@ -568,7 +584,7 @@ class Engine:
 
     def continue_as(self, other: Engine) -> None:
         """Be at the step of ``other``, whose parameters this one has a copy of."""
-        self.step_number = other.step_number
+        self.step_number, self.record = other.step_number, replace(other.record)
         self.replicas.drift_as(other.replicas)
 
     def gather(self) -> Array:
