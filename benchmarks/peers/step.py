@@ -1,10 +1,11 @@
-"""Time of PyTorch's training step: one process, DDP or FSDP2 over gloo.
+"""Time of a training step in PyTorch: one process, DDP or FSDP2 over gloo, or mpishard.torch.
 
     python benchmarks/peers/step.py --strategy fsdp2 --ranks 2
     torchrun --nproc-per-node 2 benchmarks/peers/step.py --strategy fsdp2
+    mpiexec -n 2 python benchmarks/peers/step.py --strategy mst-fsdp
 
 Started as one process it starts its ranks itself, on this machine's loopback interface. Rank 0
-prints one line of JSON. Needs PyTorch and nothing of mpishard.
+prints one line of JSON. Needs PyTorch, and for ``mst-ddp`` and ``mst-fsdp`` mpishard.
 """
 
 import argparse
@@ -27,8 +28,9 @@ WEIGHT_DECAY = 0.01
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=["mlp", "gpt"], default="mlp")
-    parser.add_argument("--strategy", choices=["single", "ddp", "fsdp2"], default="single")
+    parser.add_argument("--model", choices=["mlp", "gpt", "conv", "encoder"], default="mlp")
+    strategies = ["single", "ddp", "fsdp2", "mst-ddp", "mst-fsdp"]
+    parser.add_argument("--strategy", choices=strategies, default="single")
     parser.add_argument("--optimizer", choices=["default", "foreach", "fused"], default="fused")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="per rank")
@@ -39,7 +41,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--memory", action="store_true", help="take resident memory too")
     arguments = parser.parse_args()
-    sizes = {"mlp": (1024, 8, 64), "gpt": (256, 4, 8)}[arguments.model]
+    by_model = {
+        "mlp": (1024, 8, 64),
+        "gpt": (256, 4, 8),
+        "conv": (32, 3, 16),
+        "encoder": (128, 2, 16),
+    }
+    sizes = by_model[arguments.model]
     for name, default in zip(("width", "layers", "batch"), sizes, strict=True):
         if getattr(arguments, name) is None:
             setattr(arguments, name, default)
@@ -80,6 +88,13 @@ def build(arguments: argparse.Namespace) -> tuple[Callable[[], Any], int]:
         model = models.GPT(width, 8, arguments.layers)
         tokens = torch.randint(0, models.VOCABULARY, (B, models.CONTEXT + 1))
         x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    elif arguments.model == "conv":
+        model = models.ResNet(width, arguments.layers)
+        x, y = torch.randn(B, 3, 32, 32), torch.randint(0, 10, (B,))
+    elif arguments.model == "encoder":
+        model = models.Encoder(width, 2, arguments.layers)
+        x = torch.randint(0, 30522, (B, models.CONTEXT))
+        y = torch.randint(0, 2, (B,))
     else:
         model = models.mlp(width, arguments.layers)
         x = y = torch.randn(B, width)
@@ -94,10 +109,16 @@ def build(arguments: argparse.Namespace) -> tuple[Callable[[], Any], int]:
         for block in models.blocks_of(model):
             fully_shard(block)
         fully_shard(model)
+    elif arguments.strategy.startswith("mst"):
+        import mpishard.torch as mst
+
+        mst.shard(model, arguments.strategy.removeprefix("mst-"))
     choice = {} if arguments.optimizer == "default" else {arguments.optimizer: True}
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **choice
-    )
+    choice |= {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+    if arguments.strategy.startswith("mst"):
+        optimizer = mst.optimizer(torch.optim.AdamW, model, **choice)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **choice)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -140,8 +161,14 @@ def main(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(arguments.threads)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if arguments.strategy != "single":
+    if arguments.strategy.startswith("mst"):
+        import mpishard.torch as mst
+
+        mst.init()
+        rank, world_size = mst.rank(), mst.world_size()
+    else:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if arguments.strategy in ("ddp", "fsdp2"):
         where = os.environ.get("PEER_STORE")
         dist.init_process_group(
             "gloo", f"file://{where}" if where else None, rank=rank, world_size=world_size
@@ -150,20 +177,26 @@ def main(arguments: argparse.Namespace) -> None:
     for _ in range(arguments.warmup):
         step()
     # Steps follow each other as in training: the collectives of each keep the ranks together.
-    moments = [time.perf_counter()]
+    moments, processor = [time.perf_counter()], time.process_time()
     for _ in range(arguments.steps):
         step()
         moments.append(time.perf_counter())
+    processor = time.process_time() - processor
     memory: list[list[int]] = [memory_in(step, 8)] if arguments.memory else []
     if dist.is_initialized():
         gathered: list[Any] = [None] * world_size
         dist.all_gather_object(gathered, memory)
         memory = [pair for pairs in gathered for pair in pairs]
         dist.destroy_process_group()
+    elif arguments.strategy.startswith("mst") and memory:
+        from mpi4py import MPI
+
+        memory = MPI.COMM_WORLD.allgather(memory[0])
     if rank == 0:
         result = {
             "library": f"PyTorch {torch.__version__}",
             "parameters": parameters,
+            "processor": processor / arguments.steps,
             "seconds": [b - a for a, b in pairwise(moments)],
         }
         if memory:
@@ -176,7 +209,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     given = parse()
-    if "RANK" in os.environ:
+    if "RANK" in os.environ or given.strategy.startswith("mst"):
         main(given)
     else:
         sys.exit(start(given))

@@ -36,12 +36,14 @@ def check_module(module: Any) -> None:
     odd = [n for n, t in everything if type(t.data) is not torch.Tensor or t.is_sparse]
     if odd:
         raise TypeError(
-            f"{_some(odd)} are no plain strided tensors; give TorchModel the module as it was "
+            f"{_some(odd)} are no plain strided tensors; give mpishard the module as it was "
             "before another library (FSDP, quantisation) took it over"
         )
     odd = [f"{name} on {t.device}" for name, t in everything if t.device.type != "cpu"]
     if odd:
-        raise ValueError(f"TorchModel computes on the CPU, and {_some(odd)}; use module.cpu()")
+        raise ValueError(
+            f"mpishard computes with PyTorch on the CPU, and {_some(odd)}; use module.cpu()"
+        )
     trainable = trainable_parameters(module)
     if not trainable:
         raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient")
@@ -54,6 +56,11 @@ def check_module(module: Any) -> None:
             f"all parameters must be float32, or all float64; {found}; use module.float() or "
             "module.double()"
         )
+
+
+def _refuse_batch_norm(module: Any) -> None:
+    import torch
+
     odd = [
         name
         for name, part in module.named_modules()
@@ -119,6 +126,7 @@ class TorchModel(PlacedVectorModel):
         if not isinstance(loss, ILossFunction) and not callable(loss):
             raise TypeError("loss must be loss(output, y), or a loss of mpishard.nn")
         check_module(module)
+        _refuse_batch_norm(module)
         self._module = module
         self._loss = loss if isinstance(loss, ILossFunction) else TorchLoss(loss)
         self._index_parameters()

@@ -1,4 +1,4 @@
-"""The PyTorch example, small: alone, on threads, and on processes."""
+"""The PyTorch examples, small: alone, on threads, and on processes."""
 
 import subprocess
 import sys
@@ -28,3 +28,15 @@ def test_trains_and_saves(launcher: list[str], arguments: list[str], tmp_path: P
     assert f"on {2 if launcher or arguments else 1} rank(s)" in last
     assert float(last.split("validation loss ")[1].split()[0]) < 4  # the first is log 256 = 5.5
     assert (tmp_path / "runs" / "torch" / "latest").read_text() == "step-00000012\n"
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "mpishard", "run", "-n", "2"]])
+def test_a_loop_with_two_more_lines(launcher: list[str], tmp_path: Path) -> None:
+    script = SCRIPT.with_name("train_torch_loop.py")
+    ended = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert f"{2 if launcher else 1} rank(s), fsdp: 100.0% of the points" in ended.stdout
+    assert (tmp_path / "runs" / "torch_loop" / "manifest.json").is_file()

@@ -20,7 +20,7 @@ from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
 from mpishard.sharding import ParameterEntry, Placement, Unit, build_units, owned_pieces
 
-__all__ = ["IPlaceableModel", "PlacedProgram"]
+__all__ = ["Arrivals", "IPlaceableModel", "PlacedProgram", "entries_of"]
 
 
 class IPlaceableModel(ABC):
@@ -163,6 +163,7 @@ class PlacedProgram(WholeProgram):
         self._model.fill_parameters(start, out)
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
+        # Buffers of a module, as running statistics: they are no parameters, and no store has them.
         for index, raw in enumerate(self._model.constants()):
             self._model.set_constant(index, backend.broadcast(raw, root=0))
 
@@ -171,9 +172,10 @@ class PlacedProgram(WholeProgram):
         arrays = [
             vector[entry.start - unit.start : entry.stop - unit.start]
             for unit, vector in zip(self.units, vectors, strict=True)
-            for entry in _entries_of(unit, self.entries)
+            for entry in entries_of(unit, self.entries)
         ]
         self._model.place_parameters(arrays, holder)
+        # The module needs whole tensors at any time: only shared memory holds them once per node.
         if parameters.once_per_node or parameters.backend.world_size == 1:
             return None
         return "because the ranks of a node share no memory here"
@@ -200,7 +202,7 @@ class PlacedProgram(WholeProgram):
         return self._model.forward_pass(batch.x, batch.y, batch.loss)
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
-        arrivals = _Arrivals(self.units, self.entries, gradients, self.frozen_units)
+        arrivals = Arrivals(self.units, self.entries, gradients, self.frozen_units)
         if saved is not None:
             self._model.backward_pass(saved, arrivals.receive)
         arrivals.finish()
@@ -210,11 +212,22 @@ class PlacedProgram(WholeProgram):
         self._model.backward_pass(saved, lambda index, values: add(starts[index], values, 1.0))
 
 
-class _Arrivals:
+class Arrivals:
     """Gradients of one backward pass, on their way to the store.
 
     Units are reduced from the last to the first. What comes for an earlier unit than the one whose
     turn it is waits, so that the store has one unit open and not as many as the model likes.
+
+    Parameters
+    ----------
+    units, entries : tuple
+        Of the flat vector.
+    gradients : GradientStore
+        The store.
+    without_gradient : frozenset of int
+        Indices of the units of which nothing is trained.
+    scale : float
+        Factor of all gradients.
     """
 
     def __init__(
@@ -223,17 +236,23 @@ class _Arrivals:
         entries: tuple[ParameterEntry, ...],
         gradients: GradientStore,
         without_gradient: frozenset[int],
+        scale: float = 1.0,
     ) -> None:
+        self._scale = scale
         self._without_gradient = without_gradient
         self._units = units
         self._entries = entries
         self._gradients = gradients
         self._unit_of: list[int] = []
         self._missing: list[set[int]] = []
+        self._untrained: list[list[int]] = []
         for unit in units:
             first = len(self._unit_of)
-            self._unit_of += [unit.index] * len(_entries_of(unit, entries))
-            self._missing.append(set(range(first, len(self._unit_of))))
+            inside = entries_of(unit, entries)
+            self._unit_of += [unit.index] * len(inside)
+            places = list(enumerate(inside, start=first))
+            self._missing.append({index for index, entry in places if entry.trainable})
+            self._untrained.append([index for index, entry in places if not entry.trainable])
         self._waiting: list[list[tuple[int, Array]]] = [[] for _ in units]
         self._turn = len(units) - 1
         self._open: tuple[Array, bool] | None = None
@@ -241,6 +260,7 @@ class _Arrivals:
     def receive(self, index: int, gradient: Array) -> None:
         """Take the gradient of a parameter, and reduce what is complete."""
         unit = self._unit_of[index]
+        # A second gradient would come after its unit was reduced, and be lost.
         if index not in self._missing[unit]:
             raise ShardingError(
                 f"parameter {self._entries[index].name!r} got two gradients in one backward pass; "
@@ -249,6 +269,8 @@ class _Arrivals:
             )
         self._missing[unit].remove(index)
         self._waiting[unit].append((index, gradient))
+        # One unit after the other: autograd's order may differ between ranks, the order of
+        # messages may not.
         while self._turn >= 0:
             self._write()
             if self._missing[self._turn]:
@@ -263,6 +285,7 @@ class _Arrivals:
                 self._turn -= 1
                 continue
             target, is_new = self._opened()
+            # The store has not cleared the memory: what nobody wrote would be an old gradient.
             if is_new:
                 for index in self._missing[self._turn]:
                     target[self._place(index)] = 0
@@ -270,7 +293,10 @@ class _Arrivals:
 
     def _opened(self) -> tuple[Array, bool]:
         if self._open is None:
-            self._open = self._gradients.target(self._units[self._turn])
+            self._open = target, is_new = self._gradients.target(self._units[self._turn])
+            if is_new:
+                for index in self._untrained[self._turn]:
+                    target[self._place(index)] = 0
         return self._open
 
     def _write(self) -> None:
@@ -279,9 +305,9 @@ class _Arrivals:
         for index, gradient in self._waiting[self._turn]:
             target, is_new = self._opened()
             if is_new:
-                target[self._place(index)] = gradient
+                np.multiply(gradient, self._scale, out=target[self._place(index)])
             else:
-                target[self._place(index)] += gradient
+                target[self._place(index)] += gradient * self._scale
         self._waiting[self._turn].clear()
 
     def _reduce(self) -> None:
@@ -295,5 +321,6 @@ class _Arrivals:
         return slice(entry.start - unit.start, entry.stop - unit.start)
 
 
-def _entries_of(unit: Unit, entries: tuple[ParameterEntry, ...]) -> list[ParameterEntry]:
+def entries_of(unit: Unit, entries: tuple[ParameterEntry, ...]) -> list[ParameterEntry]:
+    """The parameters of a unit."""
     return [e for e in entries if unit.start <= e.start and e.stop <= unit.stop]

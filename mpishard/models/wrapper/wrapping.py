@@ -55,6 +55,8 @@ __all__ = [
     "build_engine",
     "give_up_ownership",
     "is_owned_by",
+    "make_gradient_store",
+    "make_parameter_store",
     "program_of",
     "require_bfloat16",
     "require_free",
@@ -271,7 +273,7 @@ def build_engine(
     offload = Offload.of(config, device)
 
     def make_gradients(layout: StoreLayout) -> GradientStore:
-        make = _gradient_store if config.gradient_leaves is None else _leaf_store
+        make = make_gradient_store if config.gradient_leaves is None else _leaf_store
         if offload.gradients:
             return OffloadedGradients(make(layout.on_host, policy), layout)
         return make(layout, policy)
@@ -280,9 +282,9 @@ def build_engine(
     if config.precision is not None:
         parameters = _mixed_store(layout, policy)
     elif offload.parameters:
-        parameters = OffloadedParameters(_parameter_store(layout.on_host, policy), layout)
+        parameters = OffloadedParameters(make_parameter_store(layout.on_host, policy), layout)
     else:
-        parameters = _parameter_store(layout, policy)
+        parameters = make_parameter_store(layout, policy)
     state_layout = layout.on_host if offload.optimizer else layout
     stage = UpdateStage(state_layout) if device.is_gpu else None
     return Engine(
@@ -297,7 +299,8 @@ def build_engine(
     )
 
 
-def _parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
+def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
+    """The store that shards parameters as ``policy`` says. Collective."""
     if not policy.shards_state:
         # Every rank updates all of them: each needs its own.
         return ReplicatedParameters(layout)
@@ -310,7 +313,7 @@ def _parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
 
 
 def _mixed_store(layout: StoreLayout, policy: Policy) -> MixedParameters:
-    copies = _parameter_store(replace(layout, dtype=BFLOAT16), policy)
+    copies = make_parameter_store(replace(layout, dtype=BFLOAT16), policy)
     if not policy.shards_state:
         return MixedParameters(layout, ReplicatedParameters(layout), copies)
     # They are gathered for whoever asks for the model, and never in a step.
@@ -318,9 +321,10 @@ def _mixed_store(layout: StoreLayout, policy: Policy) -> MixedParameters:
     return MixedParameters(layout, ShardedParameters(apart), copies)
 
 
-def _gradient_store(
+def make_gradient_store(
     layout: StoreLayout, policy: Policy, *, in_leaves: bool = False
 ) -> GradientStore:
+    """The store that shards gradients as ``policy`` says. Collective."""
     if policy.shards_gradients:
         length = ShardedGradients.slot_length(layout)
         slots = layout.allocate_slots(length, ShardedGradients.SLOTS)
@@ -335,7 +339,7 @@ def _gradient_store(
 
 
 def _leaf_store(layout: StoreLayout, policy: Policy) -> LeafGradients:
-    inner = _gradient_store(layout, policy, in_leaves=True)
+    inner = make_gradient_store(layout, policy, in_leaves=True)
     assert isinstance(inner, ScatteredGradients | ShardedGradients)
     shows_all = policy.shards_state or isinstance(inner, NodeGradients)
     return LeafGradients(inner, gathers=not shows_all)

@@ -1,0 +1,89 @@
+"""Batch normalisation over the samples of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpishard.torch.world import current_world
+
+__all__ = ["convert_sync_batchnorm"]
+
+
+class _SumOverRanks(torch.autograd.Function):  # type: ignore[misc]
+    """Sum over ranks; of its gradients, too."""
+
+    @staticmethod
+    def forward(context: Any, backend: Any, values: Any) -> Any:
+        context.backend = backend
+        return torch.from_numpy(backend.all_reduce(values.detach().clone().numpy()))
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        return None, torch.from_numpy(context.backend.all_reduce(gradient.contiguous().numpy()))
+
+
+class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]
+    """Batch normalisation whose statistics, in training, are those of all ranks' samples."""
+
+    def _check_input_dim(self, x: Any) -> None:
+        if x.dim() < 2:
+            raise ValueError(f"batch normalisation needs 2 dims or more, got {x.dim()}")
+
+    def forward(self, x: Any) -> Any:
+        """Normalise x of shape (B, C, ...). Collective in training mode."""
+        if not self.training:
+            return super().forward(x)
+        self._check_input_dim(x)
+        backend = current_world()
+        others = [0, *range(2, x.dim())]
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        # Two passes, so that large means cost no digits.
+        own = torch.cat([x.sum(others), x.new_tensor([x.numel() / x.shape[1]])])
+        sums = _SumOverRanks.apply(backend, own)
+        count = float(sums[-1].detach())
+        centered = x - (sums[:-1] / count).view(shape)
+        squares = _SumOverRanks.apply(backend, (centered * centered).sum(others))
+        if self.track_running_stats:
+            self._track(sums.detach()[:-1] / count, squares.detach() / max(count - 1, 1))
+        y = centered * torch.rsqrt(squares / count + self.eps).view(shape)
+        if self.affine:
+            y = y * self.weight.view(shape) + self.bias.view(shape)
+        return y
+
+    def _track(self, mean: Any, variance: Any) -> None:
+        self.num_batches_tracked.add_(1)
+        # Without a momentum it is the mean of all batches.
+        factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
+
+
+def convert_sync_batchnorm(module: Any) -> Any:
+    """Let a module's batch normalisation use the samples of all ranks.
+
+    As ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``: parameters and buffers stay the same
+    objects. Call it before `shard`. Results are then those of one process on all samples; without
+    it each rank normalises with its own samples, and running means are rank 0's.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Changed in place.
+
+    Returns
+    -------
+    torch.nn.Module
+        ``module``, or what replaces it if it is a batch normalisation itself.
+    """
+    if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        converted = SyncBatchNorm.__new__(SyncBatchNorm)
+        converted.__dict__ = module.__dict__
+        return converted
+    for name, inner in module.named_children():
+        converted = convert_sync_batchnorm(inner)
+        if converted is not inner:
+            module._modules[name] = converted
+    return module

@@ -1,0 +1,472 @@
+"""A module whose parameters, gradients and optimizer state are divided over the ranks."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from mpishard.adapters.torch import check_module
+from mpishard.arrays import Array, reuse_freed_memory
+from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.errors import ShardingError
+from mpishard.models.engine.update import Policy
+from mpishard.models.programs.placed_program import Arrivals, entries_of
+from mpishard.models.stores.gradient_store import ReplicatedGradients, ScatteredGradients
+from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.models.stores.vector import ModelVector
+from mpishard.models.wrapper.wrapping import make_gradient_store, make_parameter_store
+from mpishard.observe.ledger import MemoryLedger
+from mpishard.sharding import ParameterEntry, Placement, build_units, owned_pieces
+from mpishard.torch.buffers import Buffers
+from mpishard.torch.parameters import Part, SharedParameter, native_gradient
+from mpishard.torch.world import current_world
+
+__all__ = ["ShardedModule", "module_of", "no_sync", "part_of", "shard"]
+
+_POLICIES = {
+    "ddp": Policy(shards_parameters=False, shards_gradients=False, shards_state=False),
+    "zero1": Policy(shards_parameters=False, shards_gradients=False, shards_state=True),
+    "zero2": Policy(shards_parameters=False, shards_gradients=True, shards_state=True),
+    "fsdp": Policy(shards_parameters=True, shards_gradients=True, shards_state=True),
+}
+
+_ATTRIBUTE = "_mpishard"
+
+
+class ShardedModule:
+    """What holds the parameters of one user's module: units, stores, and the backward passes.
+
+    The parameters stand in memory that the ranks of a node share, whole, so that the module
+    computes as before; each rank updates its part. A hook on each parameter takes its gradient
+    when autograd has it, and each unit is reduced when it and all later units are complete. What
+    is left is reduced when the backward pass ends.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The user's.
+    strategy : str
+        A key of the policies above.
+    backend : CommunicationBackend
+        The ranks.
+    minimum_unit_size : int
+        See `mpishard.sharding.build_units`.
+
+    Attributes
+    ----------
+    placed : list of torch.nn.Parameter
+        The parameters of the vector, one for each of ``entries``.
+    parts : list of Part
+        The trained ones, in order.
+    shards_state : bool
+        Whether each rank updates only a part.
+    syncs : bool
+        Whether backward passes reduce; False inside `no_sync`.
+    ledger : MemoryLedger
+        Bytes that this rank holds, its share of shared memory among them.
+    """
+
+    def __init__(
+        self, module: Any, strategy: str, backend: CommunicationBackend, minimum_unit_size: int
+    ) -> None:
+        self.module = module
+        self.strategy = strategy
+        self.backend = backend
+        policy = _POLICIES[strategy]
+        self.shards_state = policy.shards_state
+        self.syncs = True
+        self._has_local = False  # gradients that are not reduced yet
+        self._is_reduced = False
+        self._arrivals: Arrivals | None = None
+        self._views: dict[int, Any] = {}
+        held, places, entries = _placeable(module)
+        self.placed = held
+        self.entries = tuple(entries)
+        self.placement = Placement.whole(self.entries)
+        layers = groupby(self.entries, lambda entry: entry.name.rpartition(".")[0])
+        self.units = build_units(
+            [sum(entry.size for entry in layer) for _, layer in layers], minimum_unit_size
+        )
+        frozen = frozenset(
+            unit.index
+            for unit in self.units
+            if not any(entry.trainable for entry in entries_of(unit, self.entries))
+        )
+        self._require_same_on_all_ranks(held)
+        reuse_freed_memory()
+        self.ledger = MemoryLedger()
+        dtype = np.dtype(str(held[0].dtype).removeprefix("torch."))
+        self.layout = StoreLayout(
+            self.units, frozenset(), dtype, backend, self.ledger, frozen=frozen
+        )
+        # The module computes with whole parameters: without shared memory they are each rank's.
+        whole = Policy(
+            shards_parameters=False,
+            shards_gradients=policy.shards_gradients,
+            shards_state=policy.shards_state,
+        )
+        self.parameters = make_parameter_store(self.layout, whole)
+        if policy.shards_state:
+            self.gradients = make_gradient_store(self.layout, whole)
+        else:  # a parameter's gradient is one array, which DDP's user may read and change
+            length = ReplicatedGradients.length_for(self.layout)
+            slots = self.layout.allocate_slots(length, 1)
+            self.gradients = ReplicatedGradients(self.layout, slots[0] if slots else None)
+        ModelVector(self.placement).deal(
+            self.parameters, backend, functools.partial(_fill, held, self.entries)
+        )
+        self.parts: list[Part] = []
+        self._places: list[tuple[Any, str]] = []
+        self._place(held, places)
+        self.buffers = Buffers(module, backend, {id(parameter) for parameter in held})
+        self._flags = np.zeros(len(self.parts) + 1, np.uint8)
+
+    # A copy of a sharded module, or what pickle makes of it, is a plain module.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def _require_same_on_all_ranks(self, held: Sequence[Any]) -> None:
+        structure = f"{self.strategy} {held[0].dtype} {self.units} {self.entries}"
+        mine = [len(held), self.entries[-1].stop, zlib.crc32(structure.encode())]
+        everyone = self.backend.all_gather(np.array([mine]))
+        if (everyone != everyone[0]).any():
+            rows = "; ".join(f"rank {r}: {n} parameters of {size} elements"
+                             for r, (n, size, _) in enumerate(everyone))  # fmt: skip
+            raise ValueError(
+                f"every rank must shard the same module with the same strategy: {rows} (names, "
+                "shapes, dtype, what requires a gradient, strategy or minimum_unit_size differ)"
+            )
+
+    def _place(self, held: Sequence[Any], places: Sequence[tuple[Any, str]]) -> None:
+        """Let the parameters be views of the store."""
+        vectors = self.parameters.owned(owned_pieces(self.units, 1, 0))
+        numbered = iter(range(len(self.entries)))
+        for unit, vector in zip(self.units, vectors, strict=True):
+            for entry, index in zip(entries_of(unit, self.entries), numbered, strict=False):
+                parameter = held[index]
+                flat = torch.from_numpy(vector[entry.start - unit.start : entry.stop - unit.start])
+                parameter.data = flat.view(entry.shape)
+                if not entry.trainable:
+                    continue
+                part = Part(self, index, entry, unit, parameter)
+                part.address = parameter.data_ptr()
+                own = flat[part.in_parameter] if self.shards_state else parameter.data
+                part.tensor = torch.nn.Parameter(own)
+                parameter.grad = None
+                parameter.__class__ = SharedParameter
+                parameter._part = part
+                place = len(self.parts)
+                parameter.register_post_accumulate_grad_hook(
+                    functools.partial(self._receive, place)
+                )
+                self.parts.append(part)
+                self._places.append(places[index])
+
+    # ----------------------------------------------------------------------------- backward passes
+
+    def _receive(self, place: int, parameter: Any) -> None:
+        """Hook: autograd has the gradient of a parameter."""
+        gradient = native_gradient.__get__(parameter)
+        native_gradient.__set__(parameter, None)
+        if self._arrivals is None:
+            self._begin()
+        assert self._arrivals is not None
+        gradient = gradient.detach()
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        self._flags[place] = 1
+        self._arrivals.receive(self.parts[place].index, gradient.reshape(-1).numpy())
+
+    def _begin(self) -> None:
+        """Open a backward pass, of which the first gradient is here."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        live = [part.tensor.grad is not None for part in self.parts]
+        is_first = not any(live)
+        if is_first and self._has_local:
+            self.gradients.abandon()  # what no_sync has added was cleared before it was reduced
+            self._views.clear()
+        self.gradients.begin(is_first=is_first, is_last=self.syncs, defer=not self.syncs)
+        if not is_first:
+            self._go_on(live)
+        self._flags[:-1] = live
+        scale = 1 / self.backend.world_size
+        self._arrivals = Arrivals(
+            self.units, self.entries, self.gradients, self.layout.frozen, scale
+        )
+
+    def _go_on(self, live: Sequence[bool]) -> None:
+        """Let gradients be added to what the passes before have left.
+
+        The sum over ranks must count what is reduced already once.
+        """
+        gradients = self.gradients
+        if self._is_reduced and isinstance(gradients, ReplicatedGradients):
+            if isinstance(gradients, ScatteredGradients):
+                for piece in self._trained_pieces():
+                    full = gradients.gradient(piece.unit)
+                    full[: piece.start - piece.unit.start] = 0
+                    full[piece.stop - piece.unit.start :] = 0
+            else:
+                gradients.vector[...] *= 1 / self.backend.world_size
+        self._is_reduced = False
+        for part, is_live in zip(self.parts, live, strict=True):
+            if not is_live:
+                self._clear(part)
+
+    def _clear(self, part: Part) -> None:
+        """Zero what the round's earlier passes have left of a gradient that was set to None."""
+        gradients, unit = self.gradients, part.unit
+        if isinstance(gradients, ReplicatedGradients) or self._has_local:
+            full = gradients.gradient(unit)
+            full[part.entry.start - unit.start : part.entry.stop - unit.start] = 0
+        if not isinstance(gradients, ReplicatedGradients):
+            (owned,) = gradients.owned([part.piece])
+            owned[...] = 0
+
+    def _trained_pieces(self) -> list[Any]:
+        return [p for p in self.layout.pieces() if p.unit.index not in self.layout.frozen]
+
+    def _end(self) -> None:
+        """Callback: the backward pass has ended on this rank."""
+        assert self._arrivals is not None
+        self._arrivals.finish()
+        self._arrivals = None
+        self.gradients.settle()
+        self._has_local = not self.syncs
+        self._is_reduced = self.syncs
+        if self.syncs:
+            self._flags[-1] = self.buffers.have_changed()
+            # A parameter that any rank used has a gradient on all. This is also the fence after
+            # which no rank reads another's gradients.
+            self.backend.all_reduce(self._flags, ReductionOperation.MAX)
+            if self._flags[-1]:
+                self.buffers.broadcast()
+        for place, part in enumerate(self.parts):
+            part.tensor.grad = self._view(part) if self._flags[place] else None
+
+    def _view(self, part: Part) -> Any:
+        """The gradient of a part, in the store's memory."""
+        if self._has_local and not isinstance(self.gradients, ReplicatedGradients):
+            unit = part.unit
+            full = self.gradients.gradient(unit)
+            return torch.from_numpy(full[part.start - unit.start : part.stop - unit.start])
+        view = self._views.get(part.index)
+        if view is None:
+            (array,) = self.gradients.owned([part.piece])
+            view = self._views[part.index] = torch.from_numpy(array).view(part.tensor.shape)
+        return view
+
+    # -------------------------------------------------------------------------------------- update
+
+    def require_reduced(self, purpose: str) -> None:
+        """Refuse what needs gradients that all ranks have reduced.
+
+        Raises
+        ------
+        ShardingError
+            In or after a backward pass that has not reduced them.
+        """
+        if self._arrivals is not None:
+            raise ShardingError(
+                f"{purpose} needs a backward pass that has ended, and the last one of this "
+                f"{type(self.module).__name__} has not: it raised, or is under way"
+            )
+        if self._has_local and any(part.tensor.grad is not None for part in self.parts):
+            raise ShardingError(
+                f"{purpose} needs gradients of all ranks, and the last backward() was inside "
+                "no_sync(): leave it before the last backward() of a step"
+            )
+
+    def require_placed(self) -> None:
+        """Refuse to go on with a module whose parameters are no longer those that were sharded.
+
+        Raises
+        ------
+        ShardingError
+            Naming one.
+        """
+        for part, (module, name) in zip(self.parts, self._places, strict=True):
+            parameter = part.parameter
+            if module._parameters.get(name) is parameter and parameter.data_ptr() == part.address:
+                continue
+            raise ShardingError(
+                f"parameter {part.entry.name!r} is no longer in the memory where mpishard.torch."
+                "shard() put it: call module.to(), .half(), load_state_dict(assign=True) and the "
+                "like before shard()"
+            )
+
+    def publish(self) -> None:
+        """Let all ranks read what each has updated. Collective."""
+        if self.shards_state:
+            self.parameters.publish(self._trained_pieces())
+        self.gradients.finish()
+
+
+def _placeable(module: Any) -> tuple[list[Any], list[tuple[Any, str]], list[ParameterEntry]]:
+    """The parameters that become one vector, their places in the module, and their table."""
+    check_module(module)
+    trained = next(p for p in module.parameters() if p.requires_grad and p.numel())
+    seen: set[int] = set()
+    held, places, entries = [], [], []
+    start = 0
+    for prefix, inner in module.named_modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if parameter.dtype != trained.dtype or not parameter.numel():
+                continue
+            full_name = f"{prefix}.{name}" if prefix else name
+            shape = tuple(parameter.shape)
+            entries.append(ParameterEntry(full_name, shape, start, parameter.requires_grad))
+            held.append(parameter)
+            places.append((inner, name))
+            start += parameter.numel()
+    return held, places, entries
+
+
+def _fill(held: Sequence[Any], entries: Sequence[ParameterEntry], start: int, out: Array) -> None:
+    """Write the range of the vector that begins at ``start`` into ``out``."""
+    stop = start + out.size
+    for entry, parameter in zip(entries, held, strict=True):
+        first, last = max(start, entry.start), min(stop, entry.stop)
+        if first < last:
+            values = parameter.detach().reshape(-1).numpy()
+            out[first - start : last - start] = values[first - entry.start : last - entry.start]
+
+
+def shard(
+    module: Any,
+    strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp",
+    *,
+    minimum_unit_size: int = 1 << 16,
+) -> Any:
+    """Shard a module in place: the training loop around it stays as it is. Collective.
+
+    Every rank builds the same module and gets rank 0's values. Afterwards the trained parameters
+    stand in memory that the ranks of a node share (under DDP in each rank's own), the module
+    computes with them as before, and ``backward()`` reduces gradients: the mean over the ranks,
+    each of which has its own samples. ``.grad`` is this rank's part of it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        On the CPU; its trained parameters are all float32, or all float64.
+    strategy : {"ddp", "zero1", "zero2", "fsdp"}
+        What is divided over the ranks: nothing; the optimizer's state; gradients too; parameters
+        too. With zero1 and zero2, as with fsdp, a node has one copy of the parameters.
+    minimum_unit_size : int
+        Elements below which no unit is closed: units are reduced as one.
+
+    Returns
+    -------
+    torch.nn.Module
+        ``module``.
+
+    Raises
+    ------
+    NotInitializedError
+        Before `init`.
+    TypeError, ValueError
+        For another module or strategy; on every rank if the ranks' modules differ. Nothing has
+        changed then.
+    ShardingError
+        If it, or a part of it, is sharded already.
+
+    Notes
+    -----
+    Where the ranks of a node share no memory (``MPISHARD_ARENA=off``) each rank holds all
+    parameters, and only gradients and state are divided. Random layers: rank 0 goes on with its
+    own generator, and each other rank's PyTorch generator is seeded differently, by rank 0's seed
+    and the rank. Thread-ranks share one generator, which is left alone.
+    """
+    backend = current_world()
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if strategy not in _POLICIES:
+        raise ValueError(f"strategy must be one of {', '.join(_POLICIES)}, got {strategy!r}")
+    taken = [name for name, p in module.named_parameters() if isinstance(p, SharedParameter)]
+    if taken:
+        raise ShardingError(
+            f"parameter {taken[0]!r} is sharded already; shard() a module once, and each part of "
+            "two modules by one of them"
+        )
+    sharded = ShardedModule(module, strategy, backend, minimum_unit_size)
+    module.__dict__[_ATTRIBUTE] = sharded
+    _seed(backend)
+    return module
+
+
+def _seed(backend: CommunicationBackend) -> None:
+    """Let the ranks draw different random numbers."""
+    seed = backend.broadcast(np.array([torch.initial_seed() & ((1 << 63) - 1)]), root=0)
+    if backend.rank and backend._rank_is_process:
+        torch.manual_seed((int(seed[0]) + 0x9E3779B97F4A7C15 * backend.rank) & ((1 << 63) - 1))
+
+
+def module_of(module: Any) -> ShardedModule:
+    """Return what holds a sharded module.
+
+    Raises
+    ------
+    TypeError, ShardingError
+        For another object, or a module that is not sharded.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(module).__name__}")
+    # torch.compile's module holds the user's as _orig_mod.
+    sharded = vars(getattr(module, "_orig_mod", module)).get(_ATTRIBUTE)
+    if sharded is None:
+        raise ShardingError(
+            f"this {type(module).__name__} is not sharded; call mpishard.torch.shard(model) first"
+        )
+    return sharded  # type: ignore[no-any-return]
+
+
+def part_of(parameter: Any) -> Part:
+    """Return the part of a sharded parameter.
+
+    Raises
+    ------
+    ShardingError
+        For another tensor.
+    """
+    if isinstance(parameter, SharedParameter):
+        return parameter._part
+    raise ShardingError(
+        f"a parameter of shape {tuple(parameter.shape)} is no trained parameter of a sharded "
+        "module: it was frozen when the module was sharded, or the optimizer's parameters were "
+        "collected before shard()"
+    )
+
+
+@contextmanager
+def no_sync(*models: Any) -> Iterator[None]:
+    """Let backward passes inside only add to this rank's gradients, without any message.
+
+    The first ``backward()`` outside reduces the sum. Meanwhile each rank holds full gradients.
+
+    Parameters
+    ----------
+    *models : torch.nn.Module
+        Sharded modules.
+    """
+    held = [module_of(model) for model in models]
+    before = [sharded.syncs for sharded in held]
+    for sharded in held:
+        sharded.syncs = False
+    try:
+        yield
+    finally:
+        for sharded, value in zip(held, before, strict=True):
+            sharded.syncs = value

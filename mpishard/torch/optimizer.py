@@ -1,0 +1,276 @@
+"""Optimizers of PyTorch, or rules of mpishard, on the parts that a rank owns."""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mpishard.communication import ReductionOperation
+from mpishard.errors import ShardingError
+from mpishard.torch.module import ShardedModule, module_of, part_of
+from mpishard.torch.parameters import Part, SharedParameter
+from mpishard.torch.state import gather_states, slice_states
+
+__all__ = ["clip_grad_norm_", "optimizer", "parts_of"]
+
+
+def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
+    """Make an optimizer of a sharded model.
+
+    It is a ``torch.optim`` optimizer, of the class given, whose parameters are the parts that this
+    rank owns. Schedulers, ``param_groups``, ``zero_grad`` and hooks work as ever. ``step()`` is
+    collective: it waits until all ranks have come to it, and until all have updated.
+    ``state_dict()`` is collective, too, and is PyTorch's own: whole tensors, in the order of the
+    parameters; ``load_state_dict()`` takes one, also of plain PyTorch.
+
+    Parameters
+    ----------
+    kind : type
+        A class of ``torch.optim``, or one like it.
+    parameters : torch.nn.Module or iterable
+        The sharded model: all its trained parameters. Or parameters of one or several sharded
+        models, or groups of them, as for the class: dicts with ``"params"``.
+    **options
+        For ``kind``.
+
+    Returns
+    -------
+    torch.optim.Optimizer
+
+    Raises
+    ------
+    TypeError
+        For a class that is no optimizer, or whose steps need a closure.
+    ValueError
+        For one that looks at whole matrices, if only parts of them are here: Adafactor and Muon
+        need ``strategy="ddp"``.
+    ShardingError
+        For parameters of no sharded model.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        shown = kind.__name__ if isinstance(kind, type) else type(kind).__name__
+        raise TypeError(f"kind must be a class of torch.optim, got {shown}")
+    parts: dict[int, Part] = {}
+    groups = _groups(parameters, parts)
+    owners = list(dict.fromkeys(part.owner for part in parts.values()))
+    if not owners:
+        raise ValueError("the optimizer was given no parameters")
+    if any(owner.shards_state for owner in owners):
+        _require_elementwise(kind, owners[0], options)
+    made = kind(groups, **options)
+    made.register_step_pre_hook(functools.partial(_before_step, owners))
+    made.register_step_post_hook(functools.partial(_after_step, owners))
+    made.register_state_dict_post_hook(functools.partial(gather_states, parts))
+    made.register_load_state_dict_pre_hook(functools.partial(slice_states, parts))
+    made._mpishard_parts, made._mpishard_is_divided = parts, False
+    return made
+
+
+def parts_of(made: Any) -> dict[int, Part]:
+    """Return the parts that an optimizer updates, by the id of their tensors.
+
+    Raises
+    ------
+    TypeError
+        For an optimizer that `optimizer` has not made.
+    """
+    parts: dict[int, Part] | None = getattr(made, "_mpishard_parts", None)
+    if parts is None:
+        raise TypeError(
+            f"{type(made).__name__} is no optimizer of a sharded model; mpishard.torch.optimizer("
+            "torch.optim.AdamW, model, lr=1e-3) makes one"
+        )
+    return parts
+
+
+def _groups(parameters: Any, parts: dict[int, Part]) -> list[Any]:
+    """The same groups with the parts that this rank owns, which are noted in ``parts``."""
+
+    def own(parameter: Any) -> Any:
+        if isinstance(parameter, tuple):  # a name, as of named_parameters()
+            return parameter[0], own(parameter[1])
+        part = part_of(parameter)
+        parts[id(part.tensor)] = part
+        return part.tensor
+
+    if isinstance(parameters, torch.nn.Module):
+        return [own(part.parameter) for part in module_of(parameters).parts]
+    given = list(parameters)
+    if not given or not isinstance(given[0], Mapping):
+        return [own(parameter) for parameter in given]
+    groups = []
+    for group in given:
+        inside = group["params"]
+        inside = [inside] if isinstance(inside, torch.Tensor) else inside
+        groups.append({**group, "params": [own(parameter) for parameter in inside]})
+    return groups
+
+
+def _require_elementwise(kind: Any, owner: ShardedModule, options: Mapping[str, Any]) -> None:
+    """Refuse an optimizer of which a part of a matrix is updated otherwise than the whole.
+
+    It is tried on a matrix, and on the two halves of it.
+    """
+    dtype = owner.parts[0].tensor.dtype
+    values = torch.linspace(-1, 1, 12, dtype=dtype).view(3, 4)
+    whole = torch.nn.Parameter(values.clone())
+    halves = [torch.nn.Parameter(half.clone()) for half in values.view(-1).tensor_split([5])]
+    tried = kind([whole], **options), kind(halves, **options)
+    try:
+        for step in range(3):
+            gradient = torch.cos(7 * values + step)
+            whole.grad = gradient
+            for half, part in zip(halves, gradient.reshape(-1).tensor_split([5]), strict=True):
+                half.grad = part
+            for one in tried:
+                one.step()
+    except TypeError as error:
+        if "closure" not in str(error):
+            raise
+        raise TypeError(
+            f"the steps of {kind.__name__} need a closure, which computes the loss several times "
+            "a step; sharded models take optimizers that update once after a backward()"
+        ) from error
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}: {error}") from error
+    if not torch.allclose(whole.detach().view(-1), torch.cat([h.detach() for h in halves])):
+        raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}")
+
+
+_NEEDS_WHOLE = (
+    "looks at a parameter as a whole (rows, columns, or its norm), and with "
+    'this strategy each rank updates a part of it; use strategy="ddp", or an optimizer '
+    "that updates each element alone: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, "
+    "RMSprop, Rprop, ASGD"
+)
+
+
+def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any) -> None:
+    """Hook: all ranks have gradients, nobody reads parameters, and all will do the same."""
+    if any(value is not None for value in (*args[1:], *kwargs.values())):  # args begin with made
+        raise TypeError(
+            "step() of a sharded model takes no closure: call backward() before it, on every rank"
+        )
+    for owner in owners:
+        owner.require_reduced("step()")
+        owner.require_placed()
+    settings = [
+        sorted((n, str(_plain(v))) for n, v in group.items() if n not in ("params", "param_names"))
+        for group in made.param_groups
+    ]
+    backend = owners[0].backend
+    everyone = backend.all_gather(np.array([zlib.crc32(repr(settings).encode())]))
+    if (everyone != everyone[0]).any():
+        raise ShardingError(
+            "the ranks would update with different settings, such as the learning rate (checksums "
+            f"by rank: {everyone.tolist()}; here {settings}). Nothing was updated; give every "
+            "rank the same"
+        )
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _after_step(owners: list[ShardedModule], *_: Any) -> None:
+    """Hook: let all ranks read what each has updated."""
+    for owner in owners:
+        owner.publish()
+
+
+def _refuse_others(made: Any, *_: Any) -> None:
+    """Hook of every optimizer: those that are not ours would update what other ranks read."""
+    if hasattr(made, "_mpishard_parts"):
+        return
+    for group in made.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, SharedParameter) and parameter._part.owner.shards_state:
+                raise ShardingError(
+                    f"{type(made).__name__} would update parameter {parameter._part.entry.name!r} "
+                    "whole, and this rank owns a part of it; make the optimizer with "
+                    f"mpishard.torch.optimizer(torch.optim.{type(made).__name__}, model, ...)"
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_others)
+
+
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Any:
+    """Scale gradients down if their norm over all parameters and ranks is larger. Collective.
+
+    As ``torch.nn.utils.clip_grad_norm_`` does in one process.
+
+    Parameters
+    ----------
+    parameters : torch.nn.Module, torch.Tensor, or iterable of torch.Tensor
+        A sharded model, or parameters of sharded models.
+    max_norm : float
+        Largest norm; infinity only computes it.
+    norm_type : float
+        p of the p-norm, above 0; infinity for the largest element.
+    error_if_nonfinite : bool
+        Refuse gradients that are not finite.
+
+    Returns
+    -------
+    torch.Tensor
+        The norm before, a scalar, the same on every rank.
+
+    Raises
+    ------
+    ShardingError
+        For parameters of no sharded model; if the last ``backward()`` was inside `no_sync`.
+    RuntimeError
+        On every rank, for a norm that is not finite, if that is asked for. Nothing has changed.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be above 0, got {norm_type}")
+    parts = _all_parts(parameters)
+    owners = list(dict.fromkeys(part.owner for part in parts))
+    for owner in owners:
+        owner.require_reduced("clip_grad_norm_()")
+    is_largest = math.isinf(norm_type)
+    shared, alone = 0.0, 0.0  # of what ranks divide, and of what each has whole
+    gradients = []
+    for part in parts:
+        gradient = part.tensor.grad
+        if gradient is None:
+            continue
+        gradients.append(gradient)
+        norm = float(torch.linalg.vector_norm(gradient, norm_type)) if gradient.numel() else 0.0
+        value = norm if is_largest else norm**norm_type
+        if not part.owner.shards_state:
+            alone = max(alone, value) if is_largest else alone + value
+        else:
+            shared = max(shared, value) if is_largest else shared + value
+    if any(owner.shards_state for owner in owners):
+        operation = ReductionOperation.MAX if is_largest else ReductionOperation.SUM
+        shared = float(owners[0].backend.all_reduce(np.array([shared]), operation)[0])
+    total = max(shared, alone) if is_largest else (shared + alone) ** (1 / norm_type)
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is not finite, so they cannot be "
+            "clipped; error_if_nonfinite=False goes on regardless"
+        )
+    factor = max_norm / (total + 1e-6)
+    if not factor >= 1:  # NaN, too
+        for gradient in gradients:
+            gradient.mul_(factor)
+    dtype = gradients[0].dtype if gradients else torch.float32
+    return torch.tensor(total, dtype=dtype)
+
+
+def _all_parts(parameters: Any) -> list[Part]:
+    if isinstance(parameters, torch.nn.Module):
+        return module_of(parameters).parts
+    given: Iterable[Any] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return [part_of(parameter) for parameter in given if parameter.requires_grad]

@@ -1,0 +1,138 @@
+"""A parameter whose values are shared, and whose gradient is this rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpishard.errors import ShardingError
+from mpishard.layout import ShardLayout
+from mpishard.sharding import ParameterEntry, Piece, Unit
+
+if TYPE_CHECKING:
+    from mpishard.torch.module import ShardedModule
+
+__all__ = ["GradientPiece", "Part", "SharedParameter", "native_gradient"]
+
+native_gradient = torch.Tensor.grad
+"""The attribute in which autograd leaves a gradient."""
+
+
+class Part:
+    """One trained parameter: the user's, and the part of it that this rank updates.
+
+    Parameters
+    ----------
+    owner : ShardedModule
+        Holds the parameter.
+    index : int
+        Of the entry in the flat vector's table.
+    entry : ParameterEntry
+        Name, shape and start.
+    unit : Unit
+        Unit that contains it.
+    parameter : torch.nn.Parameter
+        The user's.
+
+    Attributes
+    ----------
+    start, stop : int
+        Flat range that this rank updates: all of the parameter under DDP.
+    tensor : torch.nn.Parameter
+        Its values, in memory: what a torch optimizer is given. Shape (stop - start,), under DDP
+        the parameter's.
+    address : int
+        Place of the whole parameter in memory.
+    """
+
+    tensor: Any
+    address: int
+
+    def __init__(
+        self, owner: ShardedModule, index: int, entry: ParameterEntry, unit: Unit, parameter: Any
+    ) -> None:
+        self.owner = owner
+        self.index = index
+        self.entry = entry
+        self.unit = unit
+        self.parameter = parameter
+        self.start, self.stop = entry.start, entry.stop
+        if owner.shards_state:
+            backend = owner.backend
+            mine = ShardLayout(unit.length, backend.world_size).slice(backend.rank)
+            self.start = min(max(entry.start, unit.start + mine.start), entry.stop)
+            self.stop = max(min(entry.stop, unit.start + mine.stop), self.start)
+
+    @property
+    def piece(self) -> Piece:
+        """The flat range, as stores know it."""
+        return Piece(self.unit, self.start, self.stop, self.start)
+
+    @property
+    def in_parameter(self) -> slice:
+        """The range's elements, of the flattened parameter."""
+        return slice(self.start - self.entry.start, self.stop - self.entry.start)
+
+
+class SharedParameter(torch.nn.Parameter):  # type: ignore[misc]
+    """A parameter of a sharded module.
+
+    ``.grad`` is this rank's part of the gradient that all ranks have reduced, flat; under DDP the
+    whole gradient. It may be set to None, or changed in place.
+    """
+
+    _part: Part
+
+    @property
+    def grad(self) -> Any:
+        # The compiler asks for gradients to copy them, in the shape of the parameter.
+        if torch._guards.TracingContext.try_get() is not None:
+            return None
+        part = self._part
+        gradient = part.tensor.grad
+        if gradient is None or not part.owner.shards_state:
+            return gradient
+        return gradient.as_subclass(GradientPiece)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        part = self._part
+        if value is not None and value.shape != part.tensor.shape:
+            raise ShardingError(
+                f"the gradient of {part.entry.name!r} on this rank is its part of shape "
+                f"{tuple(part.tensor.shape)}; got a tensor of shape {tuple(value.shape)}"
+            )
+        part.tensor.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._part.tensor.grad = None
+
+    # Copies are PyTorch's own parameters.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+class GradientPiece(torch.Tensor):  # type: ignore[misc]
+    """The part of a gradient that this rank owns: no norm of it is the gradient's."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if "norm" in getattr(function, "__name__", ""):
+            raise ShardingError(
+                f"{function.__name__} of a gradient would be that of this rank's part alone; "
+                "mpishard.torch.clip_grad_norm_(model, max_norm) clips by the norm over all ranks "
+                "and returns it (with max_norm=inf it changes nothing); "
+                "p.grad.as_subclass(torch.Tensor) is the part as a plain tensor"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))

@@ -1,0 +1,86 @@
+"""The world of a PyTorch program: this process's, or this thread's, backend."""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from typing import Literal
+
+import torch
+
+from mpishard.communication import CommunicationBackend
+from mpishard.communication import init as init_backend
+from mpishard.communication.init import blas_threads
+from mpishard.errors import NotInitializedError
+
+__all__ = ["barrier", "current_world", "init", "print", "rank", "world_size"]
+
+_log = logging.getLogger("mpishard")
+
+# One for each thread-rank, as a thread has a context of its own.
+_world: ContextVar[CommunicationBackend | None] = ContextVar("torch_world", default=None)
+
+
+def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBackend:
+    """Return the initialised backend of this process, and let PyTorch use its share of the cores.
+
+    The same as `mpishard.init`. ``torch.distributed`` is not used. Under MPI PyTorch gets as many
+    threads as `mpishard.init` gives to this rank's BLAS; ``OMP_NUM_THREADS`` and, afterwards,
+    ``torch.set_num_threads`` change it.
+
+    Parameters
+    ----------
+    backend : {"auto", "mpi", "memory"}
+        See `mpishard.init`.
+
+    Returns
+    -------
+    CommunicationBackend
+        Ready for collectives.
+
+    Raises
+    ------
+    MPIUnavailableError, CommunicationError, ValueError
+        As `mpishard.init`.
+    """
+    world = init_backend(backend)
+    _world.set(world)
+    threads = blas_threads()
+    if threads is not None and torch.get_num_threads() > threads:
+        torch.set_num_threads(threads)
+        _log.info("%d PyTorch threads for each rank; torch.set_num_threads changes it", threads)
+    return world
+
+
+def current_world() -> CommunicationBackend:
+    """Return the backend that `init` made here.
+
+    Raises
+    ------
+    NotInitializedError
+        Before `init`.
+    """
+    world = _world.get()
+    if world is None or not world.is_initialized:
+        raise NotInitializedError("call mpishard.torch.init() first, once on every rank")
+    return world
+
+
+def rank() -> int:
+    """Return the number of this rank, in ``[0, world_size())``."""
+    return current_world().rank
+
+
+def world_size() -> int:
+    """Return the number of ranks."""
+    return current_world().world_size
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    current_world().barrier()
+
+
+def print(*values: object) -> None:  # noqa: A001
+    """Print on rank 0 only."""
+    current_world().print(*values)

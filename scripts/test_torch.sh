@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Passes the tests of PyTorch programs: see --help.
+set -euo pipefail
+. "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
+
+usage() {
+    cat <<'END'
+usage: scripts/test_torch.sh [pytest arguments]
+
+Makes .venv and, beside it, .venv-torch with PyTorch for the CPU (the first time only; 200 MB are
+fetched), and runs the tests that scripts/test.sh skips for want of PyTorch:
+
+    memory     pytest: one process, thread-ranks, and jobs of their own
+    mpi 2 3    the tests that also run on MPI ranks, under mpiexec -n 2 and 3
+
+PyTorch is no part of scripts/test.sh: its installation takes longer than these tests.
+END
+}
+
+for argument in "$@"; do
+    case "$argument" in -h | --help) usage; exit ;; esac
+done
+
+trap 'exit 130' INT
+prepare_environment mpi plot fast test dev docs
+overlay="$root/.venv-torch"
+torch_python="$overlay/bin/python"
+if ! "$torch_python" -c 'import torch, mpishard' 2>/dev/null; then
+    say 'making .venv-torch: PyTorch beside what .venv has'
+    rm -rf -- "$overlay"
+    "$python" -m venv --without-pip -- "$overlay" || refuse "could not make $overlay"
+    "$python" -m pip --python "$torch_python" --disable-pip-version-check install --quiet \
+        torch==2.13.0 || refuse 'the installation of PyTorch failed, for the reason above'
+    packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+    printf 'import site; site.addsitedir(r"%s")\n' "$("$python" -c "$packages")" \
+        >"$("$torch_python" -c "$packages")/mpishard-of-.venv.pth"
+fi
+
+cd -- "$root"
+export OMP_NUM_THREADS=1
+failed=0
+files=(tests/torch tests/adapters/test_torch.py tests/examples/test_train_torch.py)
+[ $# = 0 ] || files=()
+"$torch_python" -m pytest -n 2 --dist worksteal -m 'not mpi' "${files[@]}" "$@" || failed=1
+for size in 2 3; do
+    "$venv/bin/mpiexec" -n "$size" "$torch_python" -m pytest --with-mpi -m mpi \
+        -p no:cacheprovider -o timeout_method=thread "${files[@]}" "$@" </dev/null || failed=1
+done
+exit $failed

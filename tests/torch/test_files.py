@@ -1,0 +1,81 @@
+"""Checkpoints of PyTorch loops: any number of ranks, any strategy, and a run that goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mpishard import checkpoint, run_in_threads
+from mpishard.errors import CheckpointError
+from mpishard.testing.worlds import in_worlds
+
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is not installed here; pip install 'mpishard[torch]'"
+)
+import torch_nets as nets  # noqa: E402
+
+import mpishard.torch as mst  # noqa: E402
+
+
+def run(backend: Any, strategy: str, steps: int, start: Any = None, end: Any = None) -> Any:
+    """Some updates, from a checkpoint and to one."""
+    mst.init()
+    model = mst.convert_sync_batchnorm(nets.make(nets.convolutions))
+    mst.shard(model, strategy, minimum_unit_size=1)
+    optimizer = mst.optimizer(torch.optim.AdamW, model, lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], 0.5)
+    done = 0
+    if start is not None:
+        found = mst.load(start, model, optimizer, scheduler)
+        assert found["note"] == "here"
+        done = found["step"]
+    data = nets.mine(backend, nets.batch("conv"))
+    for _ in range(done, steps):
+        optimizer.zero_grad()
+        nets.squared(model, *data).backward()
+        optimizer.step()
+        scheduler.step()
+    if end is not None:
+        mst.save(end, model, optimizer, scheduler, step=steps, metadata={"note": "here"})
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("first", "then"), [("fsdp", "ddp"), ("ddp", "zero1"), ("zero2", "fsdp")])
+@in_worlds(2, 3)
+def test_a_run_goes_on_with_other_ranks_and_another_strategy(backend, shared_path, first, then):
+    path = shared_path / "run"
+    expected = run(backend, first, 7)
+    expected = {name: tensor.clone() for name, tensor in expected.items()}
+    run(backend, first, 4, end=path)
+    found = run(backend, then, 7, start=path)
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, rtol=0, atol=1e-12), name
+    # The names are PyTorch's, and mpishard's own tools read them.
+    arrays = checkpoint.load_arrays(path)
+    assert set(arrays) == {n for n, _ in nets.make(nets.convolutions).named_parameters()}
+
+
+def test_a_checkpoint_of_three_ranks_is_loaded_by_one_and_by_four(tmp_path):
+    path = tmp_path / "run"
+    (expected, *_) = run_in_threads(3, lambda b: run(b, "fsdp", 4, end=path))
+    for world_size in (1, 4):
+        (found, *_) = run_in_threads(world_size, lambda b: run(b, "zero1", 4, start=path))
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@in_worlds(2)
+def test_what_does_not_fit_is_refused_on_all_ranks(backend, shared_path):
+    path = shared_path / "run"
+    run(backend, "fsdp", 1, end=path)
+    mst.init()
+    other = mst.shard(nets.make(nets.perceptron), "fsdp")
+    with pytest.raises(CheckpointError):
+        mst.load(path, other)
+    model = mst.shard(nets.make(nets.convolutions), "fsdp")
+    with pytest.raises(CheckpointError, match="AdamW"):
+        mst.load(path, model, mst.optimizer(torch.optim.SGD, model, lr=0.1))
+    with pytest.raises(TypeError, match=r"mpishard\.torch\.optimizer"):
+        mst.save(path, model, torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1))
+    with pytest.raises(FileNotFoundError):
+        mst.load(shared_path / "nothing", model)

@@ -1,0 +1,467 @@
+"""What people write in PyTorch loops, with a sharded module: it works, or it is refused."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import functools
+import io
+from typing import Any
+
+import pytest
+
+from mpishard.errors import NotInitializedError, PeerError, ShardingError
+from mpishard.observe.ledger import MemoryCategory
+from mpishard.testing.worlds import in_worlds
+
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is not installed here; pip install 'mpishard[torch]'"
+)
+import torch_nets as nets  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import mpishard.torch as mst  # noqa: E402
+from mpishard.torch.module import module_of  # noqa: E402
+
+nn = torch.nn
+by_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def start(strategy: str, factory: Any = nets.perceptron, **options: Any) -> tuple[Any, Any]:
+    """A sharded model and its optimizer."""
+    mst.init()
+    model = mst.shard(nets.make(factory), strategy, minimum_unit_size=1)
+    return model, mst.optimizer(torch.optim.SGD, model, lr=0.1, momentum=0.9, **options)
+
+
+def alone(factory: Any = nets.perceptron) -> tuple[Any, Any]:
+    model = nets.make(factory)
+    return model, SGD(model.parameters())
+
+
+def close(model: Any, expected: Any, limit: float = 1e-13) -> bool:
+    return nets.difference(model, expected.state_dict()) < limit
+
+
+@by_strategy
+@in_worlds(1, 3)
+def test_every_rank_gets_rank_zeros_values(backend, strategy):
+    """Of parameters, buffers, and frozen parameters of another dtype."""
+    mst.init()
+    model = nets.make(nets.convolutions)
+    model.count = nn.Parameter(torch.full((3,), backend.rank), requires_grad=False)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(backend.rank)
+    mst.shard(model, strategy)
+    assert all((tensor == 0).all() for tensor in model.state_dict().values())
+    backend.barrier()
+
+
+@by_strategy
+@in_worlds(2)
+def test_two_backwards_add_up(backend, strategy):
+    model, optimizer = start(strategy)
+    expected, theirs = alone()
+    x, y = nets.batch("mlp")
+    for _ in range(3):
+        for m, o, data in (
+            (model, optimizer, nets.mine(backend, (x, y))),
+            (expected, theirs, (x, y)),
+        ):
+            nets.squared(m, *data).backward()
+            (m(data[0]) ** 2).mean().backward()
+            o.step()
+            o.zero_grad()
+    assert close(model, expected)
+
+
+@by_strategy
+@in_worlds(2, 3)
+def test_no_sync_sends_nothing_until_the_last_backward(backend, strategy):
+    model, optimizer = start(strategy)
+    expected, theirs = alone()
+    x, y = nets.batch("mlp")
+    part = nets.mine(backend, (x, y))
+    for _ in range(3):
+        with mst.no_sync(model):
+            (model(part[0]) ** 2).mean().backward()
+            sent = backend._sequence
+            model(part[0]).abs().mean().backward()
+            assert backend._sequence == sent
+            with pytest.raises(ShardingError, match=r"no_sync"):
+                optimizer.step()
+        nets.squared(model, *part).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ((expected(x) ** 2).mean() + expected(x).abs().mean()).backward()
+        nets.squared(expected, x, y).backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert close(model, expected)
+
+
+@by_strategy
+@in_worlds(2)
+def test_what_no_sync_added_can_be_cleared(backend, strategy):
+    model, optimizer = start(strategy)
+    expected, theirs = alone()
+    x, y = nets.batch("mlp")
+    part = nets.mine(backend, (x, y))
+    with mst.no_sync(model):
+        (model(part[0]) ** 2).mean().backward()
+    optimizer.zero_grad()
+    nets.squared(model, *part).backward()
+    optimizer.step()
+    nets.squared(expected, x, y).backward()
+    theirs.step()
+    assert close(model, expected)
+
+
+@by_strategy
+@in_worlds(2)
+def test_some_gradients_are_cleared_and_others_are_not(backend, strategy):
+    model, optimizer = start(strategy)
+    expected, theirs = alone()
+    x, y = nets.batch("mlp")
+    for m, o, data in ((model, optimizer, nets.mine(backend, (x, y))), (expected, theirs, (x, y))):
+        nets.squared(m, *data).backward()
+        m[0].weight.grad = None
+        m[2].bias.grad = None
+        nets.squared(m, *data).backward()
+        o.step()
+    assert close(model, expected)
+
+
+@by_strategy
+@in_worlds(2, 3)
+def test_ranks_use_different_branches_and_one_is_never_used(backend, strategy):
+    """A parameter that a rank did not use adds zero; one that none used has no gradient."""
+    model, optimizer = start(strategy, nets.Branches, weight_decay=0.5)
+    expected = nets.make(nets.Branches)
+    theirs = SGD(expected.parameters(), weight_decay=0.5)
+    x, _ = nets.batch("mlp")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x, left=backend.rank == 0).sum().backward()
+        optimizer.step()
+        theirs.zero_grad()
+        total = sum(expected(x, left=r == 0).sum() for r in range(backend.world_size))
+        (total / backend.world_size).backward()
+        theirs.step()
+    assert model.never.weight.grad is None
+    assert close(model, expected)
+
+
+@by_strategy
+@in_worlds(2)
+def test_groups_frozen_parts_and_a_scheduler(backend, strategy):
+    mst.init()
+    x, y = nets.batch("mlp")
+    made = []
+    for is_ours in (True, False):
+        model = nets.make(nets.perceptron)
+        model[2].requires_grad_(False)
+        if is_ours:
+            mst.shard(model, strategy, minimum_unit_size=1)
+        groups = [
+            {"params": [model[0].weight, model[4].weight], "weight_decay": 0.3},
+            {"params": [model[0].bias, model[4].bias], "lr": 0.05},
+        ]
+        make = mst.optimizer if is_ours else lambda kind, *a, **k: kind(*a, **k)
+        optimizer = make(torch.optim.AdamW, groups, lr=0.01)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        for _ in range(4):
+            nets.squared(model, *(nets.mine(backend, (x, y)) if is_ours else (x, y))).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=False)
+        made.append(model)
+    assert close(*made)
+
+
+@by_strategy
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@in_worlds(2)
+def test_checkpointed_segments(backend, strategy, is_reentrant):
+    model, optimizer = start(strategy)
+    expected, theirs = alone()
+    x, y = nets.batch("mlp")
+    for m, o, data in ((model, optimizer, nets.mine(backend, (x, y))), (expected, theirs, (x, y))):
+        inputs = data[0].clone().requires_grad_()
+        hidden = checkpoint(m[:3], inputs, use_reentrant=is_reentrant)
+        nn.functional.mse_loss(m[3:](hidden), data[1]).backward()
+        o.step()
+    assert close(model, expected)
+
+
+@by_strategy
+@in_worlds(2)
+def test_autocast_computes_in_bfloat16_and_updates_float32(backend, strategy):
+    mst.init()
+    made = []
+    x, y = (values.float() for values in nets.batch("mlp"))
+    for is_ours in (True, False):
+        model = nets.make(nets.perceptron).float()
+        if is_ours:
+            mst.shard(model, strategy)
+        make = mst.optimizer if is_ours else lambda kind, *a, **k: kind(*a, **k)
+        optimizer = make(torch.optim.SGD, model if is_ours else model.parameters(), lr=0.1)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+            assert output.dtype == torch.bfloat16
+            loss = nn.functional.mse_loss(output.float(), y)
+        loss.backward()
+        optimizer.step()
+        made.append(model)
+    assert close(*made, 1e-6)
+
+
+@in_worlds(2)
+def test_two_models_train_each_other(backend):
+    """A GAN: the generator's loss leaves gradients in the discriminator, which are dropped."""
+    mst.init()
+    made = []
+    noise, real = nets.batch("mlp")
+    for is_ours in (True, False):
+        g, d = nets.make(nets.perceptron), nets.make(lambda: nn.Linear(2, 1))
+        if is_ours:
+            mst.shard(g, "fsdp"), mst.shard(d, "zero2")
+            make = functools.partial(mst.optimizer, torch.optim.Adam, lr=1e-2)
+            of_g, of_d = make(g), make(d)
+        else:
+            of_g, of_d = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (g, d))
+        z, x = nets.mine(backend, (noise, real)) if is_ours else (noise, real)
+        for _ in range(3):
+            of_d.zero_grad()
+            (
+                nn.functional.softplus(-d(x)) + nn.functional.softplus(d(g(z).detach()))
+            ).mean().backward()
+            of_d.step()
+            of_g.zero_grad()
+            nn.functional.softplus(-d(g(z))).mean().backward()
+            of_g.step()
+        made.append((g, d))
+    assert close(made[0][0], made[1][0])
+    assert close(made[0][1], made[1][1])
+
+
+@by_strategy
+@in_worlds(1)
+def test_a_compiled_model_trains(backend, strategy):
+    model, optimizer = start(strategy)
+    expected, theirs = alone()
+    compiled = torch.compile(model, backend="aot_eager")
+    for m, called, o in ((model, compiled, optimizer), (expected, expected, theirs)):
+        for rows in (12, 12, 7):  # another shape is compiled while gradients are there
+            x, y = (values[:rows] for values in nets.batch("mlp"))
+            nets.squared(called, x, y).backward()
+        o.step()
+        assert m is not None
+    mst.clip_grad_norm_(compiled, 1.0)
+    assert close(model, expected)
+
+
+@by_strategy
+@in_worlds(3)
+def test_state_dicts_are_pytorchs_own_both_ways(backend, strategy):
+    mst.init()
+    x, y = nets.batch("mlp")
+    adam = functools.partial(torch.optim.AdamW, lr=1e-2)
+    expected = nets.make(nets.perceptron)
+    theirs = adam(expected.parameters())
+    nets.squared(expected, x, y).backward()
+    theirs.step()
+    # What plain PyTorch saved is loaded by two more lines, and the other way round.
+    model = mst.shard(nets.make(nets.perceptron), strategy)
+    optimizer = mst.optimizer(torch.optim.AdamW, model, lr=1e-2)
+    model.load_state_dict(expected.state_dict())
+    optimizer.load_state_dict(theirs.state_dict())
+    backend.barrier()
+    for m, o, data in ((model, optimizer, nets.mine(backend, (x, y))), (expected, theirs, (x, y))):
+        o.zero_grad()
+        nets.squared(m, *data).backward()
+        o.step()
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    plain = nets.make(nets.perceptron)
+    again = adam(plain.parameters())
+    plain.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    assert close(plain, expected)
+    for ours, other in zip(plain.parameters(), expected.parameters(), strict=True):
+        for key, value in theirs.state[other].items():
+            assert again.state[ours][key].shape == value.shape
+            assert torch.allclose(again.state[ours][key], value, rtol=0, atol=1e-15)
+    backend.barrier()
+
+
+@in_worlds(2)
+def test_a_copy_of_a_sharded_model_is_a_plain_one(backend):
+    model, _ = start("fsdp")
+    copied = copy.deepcopy(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for plain in (copied, torch.load(buffer, weights_only=False)):
+        assert type(plain[0].weight) is nn.Parameter
+        plain(nets.batch("mlp")[0]).sum().backward()
+        assert plain[0].weight.grad.shape == plain[0].weight.shape
+        assert close(plain, model, 1e-300)
+    backend.barrier()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+@in_worlds(3)
+def test_each_rank_holds_its_part(backend, strategy):
+    mst.init()
+    model = mst.shard(nets.make(lambda: nn.Sequential(*[nn.Linear(30, 30) for _ in range(6)])),
+                      strategy, minimum_unit_size=1)  # fmt: skip
+    optimizer = mst.optimizer(torch.optim.Adam, model)
+    model(torch.ones(2, 30, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    S = 8 * sum(p.numel() for p in model.parameters())
+    third, ledger = S // 3, module_of(model).ledger
+    unit = 8 * 930
+
+    def held(category: MemoryCategory) -> int:
+        return ledger.held(category)
+
+    shares = strategy != "ddp"
+    assert abs(held(MemoryCategory.PARAMETERS) - (third if shares else S)) <= 8 * 6
+    full = strategy in ("ddp", "zero1")
+    assert abs(held(MemoryCategory.GRADIENTS) - (S if full else third)) <= 8 * 6
+    assert held(MemoryCategory.FULL_GRADIENTS) <= (0 if full else 2 * unit)
+    state = sum(
+        value.nbytes for states in optimizer.state.values()
+        for key, value in states.items() if key != "step"
+    )  # fmt: skip
+    assert abs(state - 2 * (third if shares else S)) <= 16 * 6
+    if shares:  # one copy on the node: what one rank writes, another reads
+        if backend.rank == 0:
+            with torch.no_grad():
+                model[0].weight.fill_(7)
+        backend.barrier()
+        assert float(model[0].weight.detach()[3, 3]) == 7
+        backend.barrier()
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+@in_worlds(1, 2)
+def test_an_optimizer_that_needs_whole_matrices_is_refused_or_has_them(backend):
+    mst.init()
+    expected = nets.make(nets.perceptron)
+    model = mst.shard(nets.make(nets.perceptron), "fsdp")
+    with pytest.raises(ValueError, match="Adafactor looks at a parameter as a whole"):
+        mst.optimizer(torch.optim.Adafactor, model, lr=1e-2)
+    with pytest.raises(TypeError, match="LBFGS need a closure"):
+        mst.optimizer(torch.optim.LBFGS, model)
+    model = mst.shard(nets.make(nets.perceptron), "ddp")
+    ours = mst.optimizer(torch.optim.Adafactor, model, lr=1e-2)
+    theirs = torch.optim.Adafactor(expected.parameters(), lr=1e-2)
+    x, y = nets.batch("mlp")
+    for _ in range(3):
+        for m, o, data in ((model, ours, nets.mine(backend, (x, y))), (expected, theirs, (x, y))):
+            o.zero_grad()
+            nets.squared(m, *data).backward()
+            o.step()
+    assert close(model, expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
+)
+@in_worlds(3)
+def test_every_optimizer_of_pytorch_that_updates_elements_alone(backend, name):
+    mst.init()
+    kind = getattr(torch.optim, name)
+    model, expected = mst.shard(nets.make(nets.perceptron), "fsdp"), nets.make(nets.perceptron)
+    x, y = nets.batch("mlp")
+    ours, theirs = mst.optimizer(kind, model), kind(expected.parameters())
+    for _ in range(3):
+        for m, o, data in ((model, ours, nets.mine(backend, (x, y))), (expected, theirs, (x, y))):
+            o.zero_grad()
+            nets.squared(m, *data).backward()
+            o.step()
+    assert close(model, expected, 1e-10)
+
+
+def test_before_init_there_are_no_ranks():
+    with pytest.raises(NotInitializedError, match=r"mpishard\.torch\.init"):
+        contextvars.Context().run(mst.shard, nn.Linear(2, 2))
+
+
+@in_worlds(2)
+def test_misuse_is_refused_with_the_way_out(backend):
+    model, optimizer = start("fsdp")
+    x, y = nets.mine(backend, nets.batch("mlp"))
+    nets.squared(model, x, y).backward()
+    with pytest.raises(ShardingError, match=r"mpishard\.torch\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ShardingError, match=r"mpishard\.torch\.optimizer\(torch\.optim\.Adam"):
+        torch.optim.Adam(model.parameters()).step()
+    with pytest.raises(TypeError, match="no closure"):
+        optimizer.step(lambda: None)
+    with pytest.raises(ShardingError, match="sharded already"):
+        mst.shard(model)
+    with pytest.raises(ShardingError, match="no trained parameter of a sharded module"):
+        mst.optimizer(torch.optim.SGD, nn.Linear(2, 2).parameters())
+    with pytest.raises(ShardingError, match="is not sharded"):
+        mst.clip_grad_norm_(nn.Linear(2, 2), 1.0)
+    with pytest.raises(ValueError, match="strategy must be one of ddp, zero1, zero2, fsdp"):
+        mst.shard(nn.Linear(2, 2), "fsdp2")
+    with pytest.raises(ValueError, match="multiple of their number: got 3 for 2 ranks"):
+        mst.DataLoader([1, 2, 3], 3)
+    model.float()
+    with pytest.raises(ShardingError, match=r"'0.weight' is no longer in the memory"):
+        optimizer.step()
+
+
+@in_worlds(2)
+def test_ranks_with_other_rates_or_models_are_told_so(backend):
+    mst.init()
+    with pytest.raises(ValueError, match=r"every rank must shard the same module.*rank 1: 2 param"):
+        mst.shard(nn.Linear(2, 2 + backend.rank))
+    model, optimizer = start("fsdp")
+    nets.squared(model, *nets.mine(backend, nets.batch("mlp"))).backward()
+    optimizer.param_groups[0]["lr"] = 0.1 + backend.rank
+    with pytest.raises(ShardingError, match="different settings, such as the learning rate"):
+        optimizer.step()
+
+
+def test_an_error_on_one_rank_ends_all():
+    from mpishard import run_in_threads
+
+    def body(backend: Any) -> None:
+        model, _ = start("fsdp")
+        loss = nets.squared(model, *nets.mine(backend, nets.batch("mlp")))
+        if backend.rank == 1:
+            raise ValueError("no more")
+        loss.backward()
+
+    with pytest.raises((ValueError, PeerError), match="no more"):
+        run_in_threads(2, body)
+
+
+@in_worlds(1, 2, 3)
+def test_the_loader_gives_the_batches_of_one_process(backend):
+    mst.init()
+    loader = mst.DataLoader(list(range(24)), 6, shuffle=True, seed=3)
+    alone = torch.utils.data.distributed.DistributedSampler(list(range(24)), 1, 0, seed=3)
+    for epoch in range(2):
+        alone.set_epoch(epoch)
+        order = list(alone)
+        batches = [batch.tolist() for batch in loader]
+        assert len(batches) == 4
+        for number, own in enumerate(batches):
+            wanted = order[6 * number : 6 * number + 6]
+            assert own == wanted[backend.rank :: backend.world_size]
+    assert loader.epoch == 2
+    assert mst.rank() == backend.rank
+    assert mst.world_size() == backend.world_size
+    mst.barrier()
