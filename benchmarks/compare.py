@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from rows import ROWS
 
+from mpishard import onednn
 from mpishard.cli.wording import bytes_text
 
 Samples = dict[str, list[float]]
@@ -35,9 +36,9 @@ def compare_steps(runner: Runner, model: str, peers: bool, adapter: bool, sample
     """One repeat of the step's jobs."""
     batch = {"mlp": 64, "gpt": 8}[model]
 
-    def ours(ranks: int, *, numba: bool = False) -> None:
-        (row,) = runner.our_step(model, ranks=ranks, numba=numba)
-        name = f"{model} ours {ranks}" + (" numba" if numba else "")
+    def ours(ranks: int, *words: str, numba: bool = False) -> None:
+        (row,) = runner.our_step(model, *words, ranks=ranks, numba=numba)
+        name = f"{model} ours {ranks}" + (" bfloat16" if words else " numba" if numba else "")
         samples[name].append(median(row["seconds"]))
 
     def peer(name: str, strategy: str, *options: str, ranks: int = 1) -> None:
@@ -47,6 +48,8 @@ def compare_steps(runner: Runner, model: str, peers: bool, adapter: bool, sample
     ours(2)
     if find_spec("numba"):
         ours(2, numba=True)
+        if onednn.library() is not None:  # else bfloat16 is float32 of rounded operands
+            ours(2, "--precision", "bfloat16", numba=True)
     if adapter:
         row = runner.adapter_step(model)
         samples[f"{model} adapter"].append(median(row["seconds"]))

@@ -110,6 +110,9 @@ ROWS = [
         8.0,
         unit="us",
     ),
+    # Both with numba, which the extra of bfloat16 is used with.
+    Row("MLP step, bfloat16 / float32", "mlp ours 2 bfloat16", "mlp ours 2 numba", 0.66),
+    Row("GPT step, bfloat16 / float32", "gpt ours 2 bfloat16", "gpt ours 2 numba", 0.60),
     Row("MLP step, checks on / off", "mlp checked", "mlp unchecked", 1.02),
     Row("GPT step, checks on / off", "gpt checked", "gpt unchecked", 1.02),
     *(

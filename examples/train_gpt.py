@@ -44,6 +44,7 @@ DEFAULTS = {
     "clip": 1.0,
     "seed": 0,
     "dtype": "float32",
+    "precision": None,
     "validate_every": 150,
     "checkpoint_every": 300,
 }
@@ -57,6 +58,7 @@ SPREAD = {
     "sequence_parallel": ["tensor", "hybrid"],
     "recompute": ["tensor", "pipeline", "hybrid"],
 }
+CHOICES = {"dtype": ["float32", "float64"], "precision": ["bfloat16"]}
 AT_LEAST = {"warm_up": 0, "weight_decay": 0, "seed": 0}  # the others must be positive
 PROMPT = "The "
 LAST_FILE = "sample.txt"  # its presence marks a finished run
@@ -102,11 +104,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     add_spread(parser.add_argument_group("parallelism"))
     for name, value in DEFAULTS.items():
-        if name == "dtype":
-            kind: dict[str, Any] = {"choices": ["float32", "float64"]}
-        else:
-            kind = {"type": number(name)}
-        parser.add_argument(option(name), **kind, help=f"default {value}")
+        kind = {"choices": CHOICES[name]} if name in CHOICES else {"type": number(name)}
+        default = "that of --dtype" if value is None else value
+        parser.add_argument(option(name), **kind, help=f"default {default}")
     arguments = parser.parse_args()
     if arguments.resume is not None:
         changed = [k for k in DEFAULTS if k != "steps" and getattr(arguments, k) is not None]
@@ -194,7 +194,7 @@ def interrupted_run(arguments: argparse.Namespace) -> Path | None:
         kept = directory / "settings.json"
         if (directory / LAST_FILE).exists() or not kept.is_file():
             continue
-        if json.loads(kept.read_text())["settings"] == wanted:
+        if DEFAULTS | json.loads(kept.read_text())["settings"] == wanted:
             return directory
     return None
 
@@ -317,6 +317,7 @@ def build(
         clip_global_norm=settings["clip"],
         parameter_options={"*norm*": {"weight_decay": 0}, "*.bias": {"weight_decay": 0}},
     )
+    options["precision"] = settings["precision"]
     return (
         ms.as_distributed(model, backend, spread["strategy"], **options),
         ms.as_distributed(optimizer, backend, spread["strategy"], **options),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mpishard.communication.init import init
     from mpishard.distributed import (
         DistributedStrategy,
+        TrainingBuilder,
         as_distributed,
         as_distributed_for_high_bandwidth,
         as_distributed_for_low_bandwidth,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         FSDPOptimizer,
         GradientCompressionOptimizer,
         HybridShardedOptimizer,
+        LocalSGDOptimizer,
         OptimizationInputData,
         OptimizationResult,
         PipelineParallelOptimizer,
@@ -77,6 +79,7 @@ __all__ = [
     "HybridShardedModel",
     "HybridShardedOptimizer",
     "InMemoryCommunicationBackend",
+    "LocalSGDOptimizer",
     "MPICommunicationBackend",
     "OptimizationInputData",
     "OptimizationResult",
@@ -92,6 +95,7 @@ __all__ = [
     "ShardingConfiguration",
     "TensorParallelModel",
     "TensorParallelOptimizer",
+    "TrainingBuilder",
     "ZeRO1Model",
     "ZeRO1Optimizer",
     "ZeRO2Model",
@@ -129,6 +133,7 @@ _ROOMS = {
     ),
     "distributed": (
         "DistributedStrategy",
+        "TrainingBuilder",
         "as_distributed",
         "as_distributed_for_high_bandwidth",
         "as_distributed_for_low_bandwidth",
@@ -152,6 +157,7 @@ _ROOMS = {
         "FSDPOptimizer",
         "GradientCompressionOptimizer",
         "HybridShardedOptimizer",
+        "LocalSGDOptimizer",
         "OptimizationInputData",
         "OptimizationResult",
         "PipelineParallelOptimizer",

@@ -183,7 +183,8 @@ def chunk_length(array: Array) -> int:
     """
     if is_device_array(array):
         return max(1, int(array.size))
-    return max(1, _chunk_bytes() // int(array.dtype.itemsize))
+    # Elements of 16 bits are computed in float32.
+    return max(1, _chunk_bytes() // max(4, int(array.dtype.itemsize)))
 
 
 def block_squares(array: Array) -> Array:

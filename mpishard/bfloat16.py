@@ -14,10 +14,22 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpishard.arrays import Array, chunk_length
+from mpishard.arrays import Array, array_namespace, chunk_length, chunks
 from mpishard.compilation import compile_loop, numba_module
 
-__all__ = ["BFLOAT16", "UNIT_ROUNDOFF", "is_bfloat16", "round_into", "rounded", "widened"]
+__all__ = [
+    "BFLOAT16",
+    "UNIT_ROUNDOFF",
+    "added",
+    "is_bfloat16",
+    "round_into",
+    "rounded",
+    "scratch",
+    "store",
+    "wide",
+    "wide_dtype",
+    "widened",
+]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -67,6 +79,52 @@ def widened(values: Array) -> Array:
     return values.astype(np.float32)
 
 
+# Layers compute chunk by chunk: `wide` operands, results in `scratch`, which `store` rounds into
+# place. In every other dtype these are the operands and the places themselves, and nothing is done.
+
+
+def wide_dtype(array: Array) -> np.dtype[Any]:
+    """Dtype in which a layer computes with ``array``: float32 for bfloat16, else its own."""
+    return np.dtype(np.float32) if is_bfloat16(array) else np.dtype(array.dtype)
+
+
+def wide(array: Array) -> Array:
+    """``array`` itself; of bfloat16 a float32 copy."""
+    return widened(array) if is_bfloat16(array) else array
+
+
+def scratch(place: Array) -> Array:
+    """The array to compute what goes to ``place`` in: itself; for bfloat16 a new one of float32."""
+    return np.empty(place.shape, np.float32) if is_bfloat16(place) else place
+
+
+def store(place: Array, values: Array) -> None:
+    """Write ``values`` that were computed in the `scratch` or `wide` array of ``place`` there."""
+    if is_bfloat16(place):
+        round_into(place, values)
+
+
+def added(a: Array, b: Array, out: Array | None = None) -> Array:
+    """``a + b``, of one shape; bfloat16 is added in float32, and rounded once.
+
+    Parameters
+    ----------
+    a, b : Array
+        Arrays of one shape and dtype.
+    out : Array, optional
+        Result; may be ``a``. A new array if not given.
+    """
+    if not is_bfloat16(a):
+        return array_namespace(a).add(a, b, out=out)
+    total = np.empty(a.shape, a.dtype) if out is None else out
+    flat_a, flat_b, flat_total = a.reshape(-1), b.reshape(-1), total.reshape(-1)
+    for part in chunks(flat_a):
+        values = widened(flat_a[part])
+        values += widened(flat_b[part])
+        round_into(flat_total[part], values)
+    return total
+
+
 def _round(values: Any, out: Any) -> None:
     """`round_into` on bits: half a spacing is added, one less where the last bit kept is 0."""
     for i in range(values.size):
@@ -78,13 +136,10 @@ def _round(values: Any, out: Any) -> None:
             out[i] = (bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
 
 
+@functools.cache  # once in a process: to ask for numba takes longer than a chunk
 def _loop() -> Callable[..., None] | None:
-    return None if numba_module() is None else _compiled()
-
-
-@functools.cache
-def _compiled() -> Callable[..., None]:
     numba = numba_module()
-    assert numba is not None
+    if numba is None:
+        return None
     values = numba.types.Array(numba.types.uint32, 1, "C", readonly=True)
     return compile_loop(_round, [numba.void(values, numba.types.uint16[::1])])

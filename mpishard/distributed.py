@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any, TypeVar, overload
+from typing import Any, Self, TypeVar, overload
 
 from mpishard import models, optimizers
 from mpishard.arguments import adapter_hint, nearest
@@ -15,11 +15,13 @@ from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.init import is_launched, refuse_worlds_of_one
 from mpishard.contracts import IOptimizer
 from mpishard.errors import PeerError
+from mpishard.models.strategies.mesh_options import checked_mesh_options
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = [
     "STRATEGY_OPTIONS",
     "DistributedStrategy",
+    "TrainingBuilder",
     "as_distributed",
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
@@ -247,6 +249,98 @@ def register_strategy(
         raise ValueError(f"there is a strategy {name!r} already; choose another name")
     _CLASSES[name] = pair
     STRATEGY_OPTIONS[name] = tuple(options)
+
+
+class TrainingBuilder:
+    """A model and an optimizer, configured call by call and wrapped as a pair.
+
+    It does what `as_distributed` does, for those who like to chain calls.
+
+    Parameters
+    ----------
+    model, optimizer : object
+        Plain ones, as `as_distributed` takes them.
+
+    Examples
+    --------
+    >>> import mpishard as ms
+    >>> def main(backend):
+    ...     plain, rule = ms.nn.MLP([4, 8, 8, 2]), ms.optimizers.AdamW(1e-3)
+    ...     builder = ms.TrainingBuilder(plain, rule).configure_distributed_training(backend)
+    ...     builder.configure_pipeline_parallelism("1f1b", micro_batch_count=4)
+    ...     return str(builder.build())
+    >>> print(ms.run_in_threads(2, main)[0])
+    (PipelineParallelModel(MLP, 2 pipeline x 1 tensor x 1 data, 1F1B, 4 micro-batches), \
+PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
+    """
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self._pair = model, optimizer
+        self._place: CommunicationBackend | ShardingConfiguration | None = None
+        self._strategy: str = DistributedStrategy.DDP
+        self._options: dict[str, Any] = {}
+
+    def configure_distributed_training(
+        self,
+        backend: CommunicationBackend | None = None,
+        strategy: str | DistributedStrategy = DistributedStrategy.DDP,
+        configuration: ShardingConfiguration | None = None,
+        **degrees: Any,
+    ) -> Self:
+        """Choose the ranks and the strategy.
+
+        Parameters
+        ----------
+        backend : CommunicationBackend, optional
+            Default: the configuration's, or `mpishard.init`'s.
+        strategy, degrees
+            As for `as_distributed`.
+        configuration : ShardingConfiguration, optional
+            Further choices.
+
+        Raises
+        ------
+        ValueError
+            For an unknown strategy, or a configuration with another backend than ``backend``.
+        TypeError
+            For an option that the strategy does not take.
+        """
+        if None not in (backend, configuration) and configuration is not None:
+            own = configuration.communication_backend
+            if own is not backend:
+                raise ValueError(f"the configuration's backend is {own!r}, and backend {backend!r}")
+        self._strategy = _strategy(strategy)
+        self._options |= _options(self._strategy, degrees)
+        self._place = configuration or backend
+        return self
+
+    def configure_pipeline_parallelism(
+        self,
+        schedule: Any = None,
+        partition_strategy: Any = None,
+        checkpoint_config: Any = None,
+        micro_batch_count: int = 1,
+    ) -> Self:
+        """Deal layers to stages, in strategy "pipeline" unless "hybrid" was chosen.
+
+        Parameters and errors are those of `PipelineParallelModel`.
+        """
+        self._options |= checked_mesh_options({
+            "schedule": schedule, "partition_strategy": partition_strategy,
+            "checkpoint_config": checkpoint_config, "micro_batch_count": micro_batch_count,
+        })  # fmt: skip
+        if self._strategy != DistributedStrategy.HYBRID:
+            self._strategy = DistributedStrategy.PIPELINE_PARALLEL
+        return self
+
+    def build(self) -> tuple[Any, Any]:
+        """Wrap both. Collective. Errors are those of `as_distributed`."""
+        place = self._place or init()
+        model, optimizer = self._pair
+        return (
+            as_distributed(model, place, self._strategy, **self._options),
+            as_distributed(optimizer, place, self._strategy, **self._options),
+        )
 
 
 def _strategy(given: str | DistributedStrategy) -> str:

@@ -6,9 +6,8 @@ hierarchy has, these are left out on purpose:
 * ``_ensure_sharding_initialized``: wrapping deals the parameters, so there is no later moment;
 * ``_offload_gradients_to_cpu``, ``_offload_params_to_cpu``, ``_begin_cpu_offload_scope``: where
   memory lies is the business of mpishard/models/stores/offload.py, chosen by the configuration;
-* ``_get_authoritative_parameter_source``, ``_wrapped_model_internal``: the engine's parameter store
-  and ``wrapped_model``;
-* ``_num_ops``, ``INumericOperations``: a dtype;
+* ``_get_authoritative_parameter_source``: the engine's parameter store;
+* ``INumericOperations``: NumPy or CuPy, which ``_num_ops`` is;
 * ``_run_*_step`` of optimizers: one engine makes all steps;
 * ``_apply_reduction_operation``: one tree (mpishard/communication/contract/reduction.py).
 """
@@ -70,7 +69,8 @@ SHARDED = f"""
 """
 SHARDED_BASE = f"""
     {SHARDED} owned_ranges check_replicas() accumulate(*, defer=False) unsharded(root=None)
-    _cached_full_parameters _local_shard _shard_size _shard_start_index
+    _cached_full_parameters _local_shard _num_ops _shard_size _shard_start_index
+    _wrapped_model_internal
     _initialize_sharding() _on_before_initialize_sharding() _invalidate_cache()
     _update_local_shard_from_full(full)
 """

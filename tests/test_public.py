@@ -256,3 +256,34 @@ def test_configuration_refuses(options, message):
             ms.ShardingConfiguration(backend).communication_backend = backend
     with pytest.raises(TypeError, match=r"got NoneType; mpishard\.init\(\) returns one"):
         ms.ShardingConfiguration(None)
+
+
+def test_a_builder_wraps_model_and_optimizer_as_a_pair():
+    def main(backend):
+        def builder():
+            return ms.TrainingBuilder(ms.nn.MLP([4, 3, 3, 2]), ms.optimizers.SGD(0.1))
+
+        model, optimizer = builder().configure_distributed_training(backend).build()
+        assert (type(model), type(optimizer)) == (ms.DDPModel, ms.DDPOptimizer)
+        config = ms.ShardingConfiguration(backend, learning_rate=0.5)
+        chosen = builder().configure_distributed_training(strategy="zero2", configuration=config)
+        assert chosen.build()[0].sharding_configuration is config
+        staged = builder().configure_distributed_training(backend)
+        staged.configure_pipeline_parallelism("1f1b", micro_batch_count=3)
+        model, optimizer = staged.build()
+        assert type(model) is ms.PipelineParallelModel
+        assert (model.micro_batch_count, model.schedule.name) == (3, "1F1B")
+        assert np.isfinite(optimizer.step(model, np.ones((6, 4)), np.ones((6, 2))))
+        mesh = {"pipeline_parallel_size": 2, "tensor_parallel_size": 1}
+        hybrid = builder().configure_distributed_training(backend, "hybrid", **mesh)
+        model, _ = hybrid.configure_pipeline_parallelism(micro_batch_count=2).build()
+        assert (type(model), model.micro_batch_count) == (ms.HybridShardedModel, 2)
+        with pytest.raises(ValueError, match="micro_batch_count must be 1 or more, got 0"):
+            builder().configure_pipeline_parallelism(micro_batch_count=0)
+        other = ms.InMemoryCommunicationBackend(0, 1, "other")
+        with pytest.raises(ValueError, match=r"the configuration's backend is .*, and backend"):
+            builder().configure_distributed_training(other, configuration=config)
+        with pytest.raises(TypeError, match="takes no tensor_parallel_size"):
+            builder().configure_distributed_training(backend, "ddp", tensor_parallel_size=2)
+
+    ms.run_in_threads(2, main)

@@ -6,13 +6,14 @@ of `mpishard.onednn`, with sums in float32; without that, as float32, which hold
 
 from __future__ import annotations
 
+import functools
 import time
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from mpishard.arrays import Array, array_namespace
-from mpishard.bfloat16 import BFLOAT16, is_bfloat16, round_into, widened
+from mpishard.bfloat16 import is_bfloat16, round_into, widened
 from mpishard.onednn import library
 
 __all__ = ["add_column_sums", "product", "products_per_second"]
@@ -67,7 +68,8 @@ def add_column_sums(total_O: Array, values_NO: Array) -> None:
     total_O += product(ones, values_NO, sums)[0]
 
 
-def products_per_second(dtype: DTypeLike = BFLOAT16, size: int = 512) -> float:
+@functools.cache  # once in a process
+def products_per_second(dtype: DTypeLike, size: int = 256) -> float:
     """Floating-point operations a second of a product of two square matrices, the best of five.
 
     Parameters

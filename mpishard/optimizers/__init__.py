@@ -37,6 +37,7 @@ from mpishard.optimizers.rules.schedules import (
 from mpishard.optimizers.rules.search import LBFGS
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.compression import GradientCompressionOptimizer
+from mpishard.optimizers.sharded.local_sgd import LocalSGDOptimizer
 from mpishard.optimizers.sharded.strategies import (
     DDPOptimizer,
     FSDPOptimizer,
@@ -69,6 +70,7 @@ __all__ = [
     "GradientCompressionOptimizer",
     "HybridShardedOptimizer",
     "Lion",
+    "LocalSGDOptimizer",
     "OneCycle",
     "OptimizationAlgorithmOptions",
     "OptimizationInputData",

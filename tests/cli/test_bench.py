@@ -203,6 +203,17 @@ def test_a_step_counts_the_bytes_of_all_ranks(backend, monkeypatch):
     assert row.bytes_sent >= 2 * 4 * row.parameters
 
 
+@in_worlds(2)
+def test_a_step_in_bfloat16_sends_half_of_what_is_gathered(backend, monkeypatch):
+    monkeypatch.setenv("MPISHARD_ARENA", "off")
+    sent = {}
+    for precision in (None, "bfloat16"):
+        benchmark = StepBenchmark("mlp", 8, 2, 4, steps=1, warmup=1, precision=precision)
+        (row,) = benchmark.run(backend, "zero1")
+        sent[precision] = row.bytes_sent
+    assert sent[None] - sent["bfloat16"] == 2 * row.parameters
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

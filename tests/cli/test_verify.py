@@ -30,6 +30,7 @@ from mpishard.cli.verify.job import (
 )
 from mpishard.cli.verify.reference import RULES, require_layers, settle_schedules, train_alone
 from mpishard.distributed import DistributedStrategy
+from mpishard.models.stores.mixed_parameters import MixedParameters
 from mpishard.testing.worlds import in_worlds
 
 ALONE = None
@@ -154,7 +155,7 @@ def verdicts_of(backend: Any, make: Any, **options: Any) -> list[Verdict]:
     mine = job(backend.world_size, **options)
     reference = train_alone(mine, make(ALONE))
     return [
-        Verdict(found, default_tolerance(str(found.dtype)))
+        Verdict.of(found)
         for schedule in mine.mesh.schedules
         for found in [compare(backend, mine, make(backend.rank), reference, schedule)]
     ]
@@ -329,6 +330,54 @@ def test_float32_has_a_tolerance_of_its_own() -> None:
     assert default_tolerance("float64") == 1e-10
 
 
+def _in_bfloat16(backend: Any, kind: str) -> Verdict:
+    def make(dtype: str) -> Problem:
+        if kind == "gpt":
+            model = ms.nn.GPT(
+                vocabulary_size=11, context_length=6, width=8, heads=2, layers=1, dtype=dtype
+            )
+            return Problem(model, *tokens())
+        x, y = (array.astype(dtype) for array in data())
+        return Problem(ms.nn.MLP([5, 7, 2], seed=0, dtype=dtype), x, y)
+
+    mine = job(backend.world_size, precision="bfloat16")
+    reference = train_alone(mine, make(mine.dtype_alone or ""))
+    return Verdict.of(compare(backend, mine, make("float32"), reference))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt"])
+@in_worlds(2)
+def test_bfloat16_is_within_its_roundings_of_float64(backend: Any, kind: str) -> None:
+    verdict = _in_bfloat16(backend, kind)
+    assert verdict.is_equal, verdict.lines()
+    assert 2.0**-8 < verdict.tolerance < 0.04
+    assert verdict.comparison.gradients.max() > 2.0**-12  # it is not float32 in disguise
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_rounding_of_one_owner_is_found(monkeypatch: Any, rank: int) -> None:
+    def main(backend: Any) -> Verdict:
+        real = MixedParameters._round
+
+        def truncates(self: Any, pieces: Any) -> None:
+            real(self, pieces)
+            if self.backend.rank == rank:
+                for master, copy in zip(
+                    self.owned(pieces), self._copies.owned(pieces), strict=True
+                ):
+                    copy.view(np.uint16)[...] = master.view(np.uint32) >> 16
+            self.backend.barrier()
+
+        if backend.rank == 0:
+            monkeypatch.setattr(MixedParameters, "_round", truncates)
+        backend.barrier()
+        return _in_bfloat16(backend, "mlp")
+
+    for verdict in ms.run_in_threads(2, main):
+        assert not verdict.is_equal
+        assert "bfloat16 parameters are not the nearest" in verdict.lines()[-2]
+
+
 def test_the_reference_knows_nothing_of_our_rules(monkeypatch: Any) -> None:
     wrong = replace(RULES["sgd"], make=lambda rate: ms.optimizers.SGD(1.001 * rate, 0.9))
     monkeypatch.setitem(RULES, "sgd", wrong)
@@ -345,7 +394,7 @@ def test_the_worst_parameter_comes_first_with_its_rank_and_step() -> None:
         parameters, np.zeros((2, 3)), np.zeros((2, 3, 3)), np.zeros((2, 3), bool),
         np.full(2, np.nan),
     )  # fmt: skip
-    table = Verdict(c, 1e-10).table()
+    table = Verdict.of(c).table()
     rows = list(zip(*(column._cells for column in table.columns), strict=True))
     assert rows == [
         ("b", "(1,)", "5.0e-01", "1", "3"), ("c", "(1,)", "2.5e-01", "0", "2"),

@@ -237,13 +237,8 @@ WRAPPED = [
           ("too short", np.ones(3), ValueError, r"\(26,\), got \(3,\)"))],
     ("1.6", "apply_gradients: no model", TypeError, "got NoneType; wrap it",
      lambda g: g.optimizer.apply_gradients(g.ones, None)),
-    *[("1.6", f"{name}: before a step", ShardingError, message, lambda g, call=call: call(g.fresh))
-      for name, message, call in (
-          ("last_computed_gradients", "no gradient of a last step",
-           lambda o: o.last_computed_gradients),
-          ("serialize", "no state yet", lambda o: o.serialize()),
-          ("save_model", "no state yet", lambda o: o.save_model("here")),
-          ("load_model", "no state yet", lambda o: o.load_model("here")))],
+    ("1.6", "last_computed_gradients: before a step", ShardingError, "no gradient of a last step",
+     lambda g: g.fresh.last_computed_gradients),
     *[("1.6", f"deserialize of an optimizer: {what}", error, message,
        lambda g, data=data: g.optimizer.deserialize(data))
       for what, data, error, message in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 from typing import Any
 
@@ -300,3 +301,54 @@ def test_what_a_black_box_returns_is_looked_at(backend: Any) -> None:
         ms.as_distributed(Alone(), backend, "ddp").train(x, y)
     with pytest.raises(ValueError, match=r"must be one number.* shape \(2,\)"):
         ms.as_distributed(PerSample(), backend, "ddp").train(x, y)
+
+
+# ----------------------------------------------------------- what it holds beside its vector
+
+
+class Scaled(Least):
+    """One that scales its inputs by a number that training does not change."""
+
+    def __init__(self, scale: float = 0.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def serialize(self) -> bytes:
+        return repr((self.scale, self.theta.tolist())).encode()
+
+    def deserialize(self, data: bytes) -> None:
+        self.scale, theta = ast.literal_eval(data.decode())
+        self.theta = np.array(theta)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+@in_worlds(2, 3)
+def test_a_checkpoint_holds_what_a_black_box_serializes(
+    backend: Any, shared_path: Any, strategy: str
+) -> None:
+    model = ms.as_distributed(Scaled(7.0 + backend.rank), backend, strategy)
+    mine = model.batch_indices(len(X))
+    for _ in range(2):
+        model.train(X[mine], Y[mine])
+    kept = model.get_parameters()
+    model.save_model(shared_path / "own")
+    plain = Scaled()
+    other = ms.as_distributed(plain, backend, "ddp")
+    other.load_model(shared_path / "own")
+    assert plain.scale == 7.0  # rank 0's
+    np.testing.assert_array_equal(plain.theta, kept)
+    np.testing.assert_array_equal(other.get_parameters(), kept)
+    ms.as_distributed(Least(), backend, "ddp").load_model(shared_path / "own")
+
+
+def test_a_black_box_without_serialize_is_warned_of_once(caplog: Any, tmp_path: Any) -> None:
+    with (
+        ms.InMemoryCommunicationBackend(0, 1, "unsaved") as backend,
+        caplog.at_level(logging.WARNING, "mpishard"),
+    ):
+        model = ms.as_distributed(Least(), backend, "ddp")
+        for name in "ab":
+            model.save_model(tmp_path / name)
+        ms.as_distributed(Scaled(), backend, "ddp").save_model(tmp_path / "c")
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert said.startswith("checkpoints hold the parameters of Least, and nothing that it holds b")

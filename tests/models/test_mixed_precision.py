@@ -256,6 +256,80 @@ def test_one_warning_says_what_the_missing_unit_costs(caplog: Any) -> None:
     assert "GFLOP/s" in told[0]
 
 
+GPTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {"kv_heads": 2, "tied_embeddings": True, "dropout": 0.2},
+}
+
+
+def gpt(kind: str, length: int = 6, **options: Any) -> nn.GPT:
+    return nn.GPT(
+        vocabulary_size=11, context_length=length, width=16, heads=4, layers=2, seed=5,
+        dtype=np.float32, **GPTS[kind], **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GPTS)
+@in_worlds(1, 2, 3)
+def test_a_gpt_has_the_same_bits_in_every_strategy_and_learns_as_float32(
+    backend: Any, kind: str, monkeypatch: Any
+) -> None:
+    found = {}
+    for strategy, arena, precision in (
+        ("ddp", "auto", "bfloat16"), ("zero1", "auto", "bfloat16"), ("fsdp", "auto", "bfloat16"),
+        ("fsdp", "off", "bfloat16"), ("fsdp", "auto", None),
+    ):  # fmt: skip
+        backend.barrier()
+        monkeypatch.setenv("MPISHARD_ARENA", arena)
+        backend.barrier()
+        model = ms.as_distributed(gpt(kind), backend, strategy, precision=precision)
+        optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-2), backend, strategy)
+        losses = []
+        for step in range(4):
+            rng = np.random.default_rng((step, backend.rank))
+            tokens = rng.integers(0, 11, (3 + backend.rank, 7))
+            losses.append(optimizer.step(model, tokens[:, :-1], tokens[:, 1:]))
+        found[strategy, arena, precision] = model.get_parameters(), losses
+    backend.barrier()
+    (first, losses), *others, (_, exact) = found.values()
+    for other, _ in others:
+        np.testing.assert_array_equal(other, first)
+    assert losses != exact
+    np.testing.assert_allclose(losses, exact, rtol=2.0**-7)
+
+
+@pytest.mark.parametrize("kind", GPTS)
+@pytest.mark.parametrize("length", [6, 150])  # 150: several blocks of queries
+def test_gradients_of_a_gpt_are_near_those_of_float32(kind: str, length: int) -> None:
+    tokens = np.random.default_rng(3).integers(0, 11, (3, length + 1))
+
+    def main(backend: Any, precision: str | None) -> Any:
+        model = ms.as_distributed(gpt(kind, length), backend, "fsdp", precision=precision)
+        gradient = model.compute_gradients(tokens[:, :-1], tokens[:, 1:])
+        return model.parameter_entries, gradient, model.get_parameters()
+
+    ((entries, found, vector),) = ms.run_in_threads(1, main, "bfloat16")
+    ((_, single, _),) = ms.run_in_threads(1, main, None)
+    errors = []
+    for entry in entries:
+        part = slice(entry.start, entry.stop)
+        errors.append(np.linalg.norm(found[part] - single[part]) / np.linalg.norm(single[part]))
+    # A wrong term is off by its own size; roundings of 2^-8 along some 20 operations are not.
+    assert max(errors) < 20 * 2.0**-8
+    assert vector.dtype == found.dtype == np.float32
+
+
+@in_worlds(2)
+def test_a_gpt_generates_in_bfloat16(backend: Any) -> None:
+    model = ms.as_distributed(gpt("grouped"), backend, "fsdp", precision="bfloat16")
+    drawn = model.generate([3, 1, 4], 4, 0)
+    assert drawn.shape == (7,)
+    prediction = model.predict(drawn[None, :5])
+    assert prediction.dtype == np.float32
+    chosen = prediction[0, 2:5]
+    np.testing.assert_allclose(chosen[np.arange(3), drawn[3:6]], chosen.max(axis=-1), atol=2.0**-6)
+
+
 @pytest.mark.parametrize("shape", [(3, 5), (40_000, 3)])
 def test_relu_of_bfloat16_keeps_nan(shape: tuple[int, int]) -> None:
     x = np.random.default_rng(0).standard_normal(shape).astype(ml_dtypes.bfloat16)

@@ -49,6 +49,11 @@ def all_to_all(backend: Any, parts: Any) -> Any:
     return [parts[backend.rank]] * backend.world_size
 
 
+def reduce_scatter(backend: Any, array: Any) -> Any:
+    """This rank's own part."""
+    return array[ShardLayout(len(array), backend.world_size).slice(backend.rank)].copy()
+
+
 def reduce_scatter_async(backend: Any, array: Any, *, out: Any) -> Done:
     """This rank's own part."""
     out[...] = array[ShardLayout(len(array), backend.world_size).slice(backend.rank)]

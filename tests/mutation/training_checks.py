@@ -187,6 +187,23 @@ def compression_with_errors(problems: Any) -> None:
     as_in_one_process(body)
 
 
+@check
+def local_steps(problems: Any) -> None:
+    def body(backend: Any) -> Any:
+        found = []
+        for outer in (None, ms.optimizers.LAMB(0.1)):
+            config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+            model = ms.DDPModel(nn.MLP([5, 7, 2], seed=1), config)
+            inner = ms.optimizers.SGD(0.05)  # with a period of 1, and uneven batches, as one rank
+            optimizer = ms.optimizers.LocalSGDOptimizer(inner, config, 1, outer)
+            for step in range(STEPS):
+                optimizer.step(model, *problems.local_batch(backend, "mlp", step))
+            found.append(model.get_parameters())
+        return found
+
+    as_in_one_process(body)
+
+
 class Shifted(AutogradModel):
     """A placed model with a constant, which is rank 0's on all ranks."""
 

@@ -326,18 +326,6 @@ def test_streams(backend):
 
 
 @in_worlds(2)
-def test_before_there_is_a_state_there_is_nothing_to_write(backend, shared_path):
-    _, optimizer = wrap(backend)
-    before = backend._sequence
-    for member, arguments in {
-        "serialize": (), "save_model": (shared_path / "s",), "load_model": (shared_path / "s",),
-    }.items():  # fmt: skip
-        with pytest.raises(ShardingError, match="no state yet: it is made at the first step"):
-            getattr(optimizer, member)(*arguments)
-    assert backend._sequence == before
-
-
-@in_worlds(2)
 def test_bytes_that_do_not_fit_change_nothing(backend):
     data, _ = trained(backend, rule=ms.optimizers.SGD(0.1, momentum=0.9))
     good, _ = trained(backend)

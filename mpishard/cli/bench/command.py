@@ -162,6 +162,10 @@ def step(
         typer.Option(help="Compare the ranks' calls; both: in every other step."),
     ] = "on",
     memory: Annotated[bool, typer.Option(help="Measure resident memory too.")] = False,
+    precision: Annotated[
+        Literal["bfloat16"] | None,
+        typer.Option(help="Mixed precision, instead of float32.", show_default=False),
+    ] = None,
     json: JSONOption = None,
     plot: PlotOption = None,
     ranks: RanksOption = 0,
@@ -173,7 +177,7 @@ def step(
         check_choice("bench", "--strategy", name, _STRATEGIES)
     usual = _SIZES[model]
     sizes = (width or usual[0], layers or usual[1], batch or usual[2])
-    benchmark = StepBenchmark(model, *sizes, steps, warmup, unit_size, checks, memory)
+    benchmark = StepBenchmark(model, *sizes, steps, warmup, unit_size, checks, memory, precision)
     _check_model(benchmark)
     _Job(context, ranks, world_size, json, plot).measure(
         "steps",

@@ -87,6 +87,8 @@ class StepBenchmark:
         Whether the ranks' calls are compared; ``both`` takes turns from step to step.
     memory : bool
         Whether resident memory is measured too, in steps of their own.
+    precision : {"bfloat16"}, optional
+        See `ShardingConfiguration`; None computes in float32.
     """
 
     model: str
@@ -98,6 +100,7 @@ class StepBenchmark:
     unit_size: int = 1024
     checks: str = "on"
     memory: bool = False
+    precision: str | None = None
 
     def build_model(self) -> nn.Model:
         """Return the model, without arrays yet.
@@ -124,6 +127,7 @@ class StepBenchmark:
             own,
             minimum_parameter_group_size=self.unit_size,
             check_collectives=self.checks != "off",
+            precision=self.precision,
         )
         _, step = training_step(config, model, "ddp" if own is not backend else strategy, x, y)
         time_chain(step, 1, self.warmup - 1)
@@ -162,7 +166,8 @@ def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: 
     title = (
         f"{benchmark.model}, {counted(benchmark.layers, 'layer')} of width {benchmark.width}, "
         f"{results[0].parameters:,} parameters, {benchmark.batch} per rank, "
-        f"{counted(world_size, 'rank')}, {counted(benchmark.steps, 'step')}, updates in "
+        f"{counted(world_size, 'rank')}, {counted(benchmark.steps, 'step')}, "
+        f"{benchmark.precision or 'float32'}, updates in "
         f"{'numba' if uses_numba() else 'NumPy'}"
     )
     columns = ("strategy", "median", "spread", "/ alone", "sent per step", "resident", "peak")

@@ -292,7 +292,7 @@ from mpishard.onednn import library, reason_for_none
 import threadpoolctl
 found = library()
 with threadpoolctl.threadpool_limits(1):
-    rates = {str(d): products_per_second(d) / 1e9 for d in ("float32", "bfloat16")}
+    rates = {str(d): products_per_second(d, 1024) / 1e9 for d in ("float32", "bfloat16")}
 answer({"library": found and [found.version, found.path], "reason": reason_for_none(), **rates})
 """
 

@@ -13,7 +13,7 @@ import typer
 from mpishard import settings
 from mpishard.cli.run.launcher import find_launcher, loaded_library
 from mpishard.cli.tables import show
-from mpishard.cli.verify.comparison import Comparison, Verdict, default_tolerance
+from mpishard.cli.verify.comparison import Comparison, Verdict
 from mpishard.cli.verify.job import (
     DATA_STRATEGIES,
     MESH_FLAGS,
@@ -60,10 +60,15 @@ def verify(
     steps: Annotated[int, typer.Option(min=1, help="Number of updates.")] = 5,
     batch_size: Annotated[int, _flag("Samples of the global batch; default 8 N.", 0)] = 0,
     tolerance: Annotated[
-        float | None, _flag("Largest relative error; default 1e-10, for float32 1e-4.")
+        float | None,
+        _flag("Largest relative error; default 1e-10, for float32 1e-4, for bfloat16 by depth."),
     ] = None,
     dtype: Annotated[
         Literal["float32", "float64"] | None, _flag("Dtype of the model; default its own.")
+    ] = None,
+    precision: Annotated[
+        Literal["bfloat16"] | None,
+        _flag("Mixed precision of the ranks, against float64 alone; the factory must take dtype."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Argument of the factory.")] = 0,
     pipeline_parallel_size: Annotated[int | None, _SIZE] = None,
@@ -110,7 +115,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(
             Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
-            learning_rate, dtype, mesh,
+            learning_rate, dtype, mesh, precision,
         )  # fmt: skip
         is_equal = _are_equal(job, is_mpi, tolerance)
     raise typer.Exit(0 if is_equal else 1)
@@ -158,10 +163,10 @@ def _can_start_mpi(backend: Backend) -> bool:
 
 def _show(job: VerifyJob, where: str, found: Comparison, tolerance: float | None) -> bool:
     """Print the comparison of one schedule, and tell whether all agree."""
-    verdict = Verdict(found, tolerance or default_tolerance(str(found.dtype)))
+    verdict = Verdict.of(found, tolerance)
     typer.echo(
         f"{job.target}: {where} against training alone, {counted(job.steps, 'step')} of "
-        f"{job.optimizer}, {found.dtype}"
+        f"{job.optimizer}, {job.precision or found.dtype}"
     )
     show(verdict.table())
     typer.echo("\n".join(verdict.lines()))

@@ -11,6 +11,7 @@ import numpy as np
 from rich.table import Column, Table
 
 from mpishard.arrays import Array
+from mpishard.bfloat16 import UNIT_ROUNDOFF
 from mpishard.cli.verify.job import (
     Problem,
     VerifyJob,
@@ -24,13 +25,16 @@ from mpishard.cli.wording import counted
 from mpishard.communication import CommunicationBackend
 from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
+from mpishard.models import ShardedModelBase
+from mpishard.nn import Layer, ReLU
 from mpishard.pipeline import ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
-__all__ = ["Comparison", "Verdict", "compare", "default_tolerance"]
+__all__ = ["Comparison", "Verdict", "compare", "default_tolerance", "rounding_bounds"]
 
 _SEGMENT = 2  # layers: a small model has several segments, too
 _FILE = "comparison-{}.npz"
+_LEAST_EXPONENT = -125  # of float32's normal numbers, as frexp has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,11 @@ class Comparison:
         Whether the rank got other samples, shape (ranks, steps).
     predictions : Array
         Shape (ranks,); NaN if there are none.
+    tolerances : Array
+        Errors that roundings explain, of shape (2,): of gradients, and of all else.
+    copies : Array
+        Parameters whose bfloat16 copy is not the nearest to the owners' values, shape
+        (ranks, steps); 0 without mixed precision.
     computed : Array
         Who computed a batch: "alone", one rank; "together", several; "repeated", each of several
         all of it. Text, of shape ().
@@ -68,6 +77,8 @@ class Comparison:
     gradients: Array
     inputs: Array
     predictions: Array
+    tolerances: Array = field(default_factory=lambda: np.array([1e-10, 1e-10]))
+    copies: Array = field(default_factory=lambda: np.zeros((1, 1), int))
     computed: Array = field(default_factory=lambda: np.array("alone"))
 
     def write(self, folder: Path, schedule: str) -> None:
@@ -96,28 +107,35 @@ def compare(
     entries = problem.entries(start.size)
     # Several units, in a small model too.
     unit_size = min(1024, max(1, start.size // 4))
-    config = ShardingConfiguration(backend, minimum_parameter_group_size=unit_size)
+    config = ShardingConfiguration(
+        backend, minimum_parameter_group_size=unit_size, precision=job.precision
+    )
     options = _options(job, schedule)
     model = as_distributed(problem.model, config, job.strategy, **options)
     if problem.loss is not None:
         model.engine.loss = problem.loss
     rule = RULES[job.optimizer].make(job.learning_rate)
     optimizer = as_distributed(rule, config, job.strategy, **options)
-    rows: dict[str, list[Any]] = {"parameters": [], "losses": [], "gradients": [], "inputs": []}
+    kinds = ("parameters", "losses", "gradients", "inputs", "copies")
+    rows: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for step in range(job.steps):
         x, y, begin = job.read_share(problem, step, model.data_rank)
-        rows["inputs"].append(checksum(x, y) != reference.inputs[step, model.data_rank])
+        given = checksum(x, y, dtype=job.precision and "float32")
+        rows["inputs"].append(given != reference.inputs[step, model.data_rank])
         if step < len(reference.gradients):
             expected = reference.gradients[step, model.data_rank]
             own = model.compute_gradients(x, y, problem.loss)
-            # Relative to the largest element of the whole gradient.
-            floor = float(np.max(np.abs(expected)))
-            rows["gradients"].append(_errors(entries, own, expected, floor))
+            if job.precision is not None:
+                rows["gradients"].append(_norms_of_errors(entries, own, expected))
+            else:  # relative to the largest element of the whole gradient
+                floor = float(np.max(np.abs(expected)))
+                rows["gradients"].append(_errors(entries, own, expected, floor))
         loss = optimizer.step_report(model, x, y, sample_start=begin).loss
         known = not np.isnan(reference.losses[step])
         rows["losses"].append(relative_error(loss, reference.losses[step]) if known else 0.0)
         full = model.gather_full_parameters()
         rows["parameters"].append(_errors(entries, full, reference.parameters[step + 1]))
+        rows["copies"].append(_wrong_copies(model, full) if job.precision else 0)
     last = take(problem.x, job.batch(job.steps - 1, len(problem.x)))
     predicted = np.nan
     if reference.predictions.size:
@@ -130,9 +148,61 @@ def compare(
         names=np.array([e.name for e in entries]),
         shapes=np.array([str(e.shape) for e in entries]),
         dtype=np.array(start.dtype.name),
+        tolerances=np.array(
+            rounding_bounds(problem.model)
+            if job.precision
+            else [default_tolerance(start.dtype.name)] * 2
+        ),
         computed=np.array(computed),
         **{n: backend.all_gather(np.array([value])) for n, value in {**mine, **rows}.items()},
     )
+
+
+def _wrong_copies(model: ShardedModelBase, full: Array) -> int:
+    """Return the number of bfloat16 parameters that are not nearest to ``full``. Collective."""
+    wrong = 0
+    for unit in model.engine.program.units:
+        seen = model.engine.parameters.unshard(unit).astype(np.float64)
+        model.engine.parameters.reshard(unit)
+        # Written anew: 8 bits of mantissa, ties to even. Smaller numbers have fewer.
+        _, exponent = np.frexp(full[unit.start : unit.stop].astype(np.float64))
+        exponent = np.maximum(exponent, _LEAST_EXPONENT)
+        scaled = np.ldexp(full[unit.start : unit.stop].astype(np.float64), 8 - exponent)
+        wrong += int((seen != np.ldexp(np.rint(scaled), exponent - 8)).sum())
+    return wrong
+
+
+def rounding_bounds(model: Any) -> tuple[float, float]:
+    """Return the relative errors of a gradient, and of all else, that bfloat16 explains.
+
+    A value meets one rounding in each layer forward and one backward, besides those of the
+    input, the weight and the output's gradient. Errors of n roundings add up to ``sqrt(n) u`` for
+    the unit roundoff u if their signs are independent: Higham & Mary, "A New Approach to
+    Probabilistic Rounding Error Analysis", SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4. They are
+    if each is to the nearest.
+
+    The slope of ReLU jumps at 0. An input that is rounded across it, of which there is about one
+    in 1 / u, puts a whole element of the gradient in or out: sqrt(u) of its norm in each of these.
+    """
+    leaves = [leaf for layer in model.layers for leaf in _leaves(layer)]
+    smooth = float(np.sqrt(2 * len(leaves) + 3)) * UNIT_ROUNDOFF
+    jumps = sum(isinstance(leaf, ReLU) for leaf in leaves)
+    return smooth + float(np.sqrt(jumps * UNIT_ROUNDOFF)), smooth
+
+
+def _leaves(layer: Layer) -> list[Layer]:
+    inner = [leaf for child in layer.children.values() for leaf in _leaves(child)]
+    return inner or [layer]
+
+
+def _norms_of_errors(
+    entries: tuple[ParameterEntry, ...], actual: Array, expected: Array
+) -> list[float]:
+    """Return the Euclidean norm of each parameter's error, relative to that of ``expected``."""
+    error = np.subtract(actual, expected, dtype=np.float64)
+    whole = float(np.linalg.norm(expected)) or 1.0
+    norms = [float(np.linalg.norm(error[e.start : e.stop])) / whole for e in entries]
+    return [norm if np.isfinite(norm) else np.inf for norm in norms]
 
 
 def _options(job: VerifyJob, schedule: str) -> dict[str, Any]:
@@ -157,7 +227,8 @@ def _errors(
 
 def _train_and_compare(backend: CommunicationBackend, job: VerifyJob, factory: Any) -> None:
     for schedule in job.mesh.schedules:
-        problem = build_problem(factory, job.seed, job.dtype)  # wrapping took the last one's arrays
+        dtype = "float32" if job.precision else job.dtype
+        problem = build_problem(factory, job.seed, dtype)  # wrapping took the last one's arrays
         comparison = compare(backend, job, problem, Reference.read(job.folder), schedule)
         if backend.rank == 0:
             comparison.write(job.folder, schedule)
@@ -176,19 +247,28 @@ class Verdict:
     ----------
     comparison : Comparison
         Errors that the ranks found.
-    tolerance : float
-        Largest relative error.
+    tolerance, gradient_tolerance : float
+        Largest relative errors.
     """
 
     comparison: Comparison
     tolerance: float
+    gradient_tolerance: float
+
+    @classmethod
+    def of(cls, comparison: Comparison, tolerance: float | None = None) -> Verdict:
+        """Return the verdict at the comparison's own tolerances, or at one that is given."""
+        gradient, other = (tolerance or float(own) for own in comparison.tolerances)
+        return cls(comparison, other, gradient)
 
     @property
     def is_equal(self) -> bool:
         """True if everything that was compared is within the tolerance, on every rank."""
         c = self.comparison
-        errors = (c.built, c.parameters, c.losses, c.gradients, np.nan_to_num(c.predictions))
-        return not c.inputs.any() and all(self._within(e) for e in errors)
+        errors = (c.built, c.parameters, c.losses, np.nan_to_num(c.predictions))
+        if (c.gradients > self.gradient_tolerance).any():
+            return False
+        return not (c.inputs.any() or c.copies.any()) and all(map(self._within, errors))
 
     def _within(self, errors: Array) -> bool:
         return bool((errors <= self.tolerance).all())
@@ -242,9 +322,16 @@ class Verdict:
                 f"{_ranks(ranks)} got {what} than a process alone: factory(seed) must depend on "
                 "its seed and on nothing else"
             )
+        if c.copies.any():
+            step = int(c.copies.any(axis=0).argmax())
+            return (
+                f"step {step + 1}: on {_ranks(c.copies.any(axis=1))} {c.copies[:, step].max()} "
+                "bfloat16 parameters are not the nearest to those that their owners hold in "
+                "float32. The fault is mpishard's"
+            )
         wrong = (c.parameters > self.tolerance).any(axis=(0, 2))
         first_wrong = int(wrong.argmax()) if wrong.any() else len(wrong)
-        off = c.gradients > self.tolerance
+        off = c.gradients > self.gradient_tolerance
         first_off = int(off.any(axis=(0, 2)).argmax()) if off.any() else len(wrong) + 1
         if first_off <= first_wrong:
             name = c.names[c.gradients[:, first_off].max(axis=0).argmax()]

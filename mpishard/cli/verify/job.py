@@ -164,6 +164,8 @@ class VerifyJob:
         What the model's must be.
     mesh : MeshChoice, optional
         The mesh of the ranks; by default each has samples of its own.
+    precision : {"bfloat16"}, optional
+        Precision that the ranks compute a float32 model in, against float64 alone.
     """
 
     folder: Path
@@ -177,6 +179,12 @@ class VerifyJob:
     learning_rate: float
     dtype: str | None = None
     mesh: MeshChoice = field(default=MeshChoice((1, 1, -1)))
+    precision: str | None = None
+
+    @property
+    def dtype_alone(self) -> str | None:
+        """Dtype of the model that trains alone."""
+        return self.dtype if self.precision is None else "float64"
 
     @property
     def data_size(self) -> int:
@@ -222,11 +230,13 @@ class VerifyJob:
         return max(1, min(self.steps, int(_GRADIENT_BYTES // one)))
 
 
-def checksum(*arrays: Array) -> int:
-    """Return a number that differs if the arrays do."""
+def checksum(*arrays: Array, dtype: str | None = None) -> int:
+    """Return a number that differs if the arrays do; real ones are read as ``dtype``."""
     value = 0
     for array in arrays:
         host = np.ascontiguousarray(to_host(array))
+        if dtype is not None and host.dtype.kind == "f":
+            host = host.astype(dtype)
         value = zlib.crc32(f"{host.dtype}{host.shape}".encode(), value)
         value = zlib.crc32(host.tobytes(), value)
     return value

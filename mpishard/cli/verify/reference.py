@@ -185,7 +185,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     parameters, losses, gradients, inputs = [theta], [], [], []
     for step in range(job.steps):
         shares = [job.read_share(problem, step, rank)[:2] for rank in range(job.data_size)]
-        inputs.append([checksum(*share) for share in shares])
+        inputs.append([checksum(*share, dtype=job.precision and "float32") for share in shares])
         if step < job.gradient_steps(theta):
             gradients.append([_gradient(problem, step, *share)[1] for share in shares])
         indices = job.batch(step, len(problem.x))
@@ -285,7 +285,7 @@ def main() -> None:
     """Train alone, in the process that was started for it; exit code 2 for what is no target."""
     job = VerifyJob.read(Path(sys.argv[1]))
     try:
-        problem = build_problem(load_factory(job.target), job.seed, job.dtype)
+        problem = build_problem(load_factory(job.target), job.seed, job.dtype_alone)
         require_layers(job, problem)
         settled = settle_schedules(job, problem)
         if len(settled.mesh.schedules) < len(job.mesh.schedules):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -17,7 +18,14 @@ from mpishard.errors import NoSampleError
 from mpishard.layout import ShardLayout
 from mpishard.models.engine.replicas import Replicas
 from mpishard.models.engine.round import Round
-from mpishard.models.engine.update import Policy, Rule, StepReport, Update, UpdatePieces
+from mpishard.models.engine.update import (
+    Policy,
+    Rule,
+    StepReport,
+    TrainingRecord,
+    Update,
+    UpdatePieces,
+)
 from mpishard.models.programs.leaves import GradientLeaves
 from mpishard.models.programs.program import Batch, Program
 from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients, squared_norm
@@ -69,6 +77,8 @@ class Engine:
         All ranks.
     step_number, version : int
         Steps made, and changes of the parameters.
+    record : TrainingRecord
+        Figures of the training so far.
     micro_batches : int
         Passes in which a step computes its batch, one part after the other. For programs that do
         not cut it themselves.
@@ -93,7 +103,9 @@ class Engine:
         self.loss = loss
         self.step_number = 0
         self.version = 0
+        self.record = TrainingRecord()
         self.micro_batches = 1
+        self.has_said_what_is_not_saved = False  # of a black box, in its first checkpoint
         # The gradient that local_gradient returned last, and its weight, until the next step.
         self._computed: tuple[Array, float] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
@@ -168,6 +180,7 @@ class Engine:
         *,
         sample_start: int | None = None,
         settings: Mapping[str, Any] | None = None,
+        apart: bool = False,
     ) -> StepReport:
         """One synchronised update on this rank's batch; inside `accumulate`, none yet.
 
@@ -179,6 +192,10 @@ class Engine:
 
         Without ``config.auto_sync_gradients`` the update is this rank's alone, nothing is
         communicated, and the report tells of its batch.
+
+        With ``apart`` each rank updates its replica with its own gradient, as without
+        ``config.auto_sync_gradients``, but all agree on losses, settings and errors, and the
+        report tells of all ranks' samples. A rank without samples updates nothing.
 
         Nothing has changed if it raises; only an exception of ``rule`` itself may come late.
 
@@ -201,7 +218,7 @@ class Engine:
         inputs, targets = self.program.check_pair(x, y, self.loss)
         is_local = not self._config.auto_sync_gradients
         # A sum of gradients has no meaning if the replicas differ.
-        if is_local:
+        if is_local or apart:
             self.replicas.require_drifting()
         else:
             self.replicas.require_equal("a synchronised step")
@@ -210,12 +227,16 @@ class Engine:
         try:
             self.replica.require_one_batch("step", x, y, everywhere=True)
             batches = self._batches(inputs, targets, sample_start, is_local=is_local)
+            began = time.perf_counter()
             with step_span(self.step_number + 1):
-                return self._step(batches, rule, settings or {}, is_local=is_local)
+                report = self._step(batches, rule, settings or {}, is_local=is_local, apart=apart)
         # After an error the round cannot be continued: its gradient may be half reduced.
         except BaseException:
             self.abandon()
             raise
+        if report.gradient_norm is not None:  # an update was made
+            self.record.add(report, time.perf_counter() - began)
+        return report
 
     def _batches(
         self, x: Array, y: Array, sample_start: int | None, *, is_local: bool
@@ -241,10 +262,11 @@ class Engine:
         settings: Mapping[str, Any],
         *,
         is_local: bool,
+        apart: bool,
     ) -> StepReport:
         round_ = self.round
         # Only the last pass of a round reduces: earlier ones add to the gradient on this rank.
-        ends = not (round_.accumulates or is_local)
+        ends = not (round_.accumulates or is_local or apart)
         loss = weight = 0.0
         for number, (x, y, sample_start) in enumerate(batches, start=1):
             own_loss, own_weight = self._pass(
@@ -259,6 +281,8 @@ class Engine:
         if round_.accumulates:
             total, total_weight, _ = round_.totals([loss, weight, 0.0], loss, settings, step)
             return StepReport(self._mean(total, total_weight), total_weight, None)
+        if apart:
+            return self._step_apart(rule, loss, settings, step)
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
         counted = self.gradients.owned(self.pieces.counted)
         if self.leaves is None:
@@ -282,6 +306,28 @@ class Engine:
             self.parameters.publish(self.pieces.published)
         self._end_round()
         return report
+
+    def _step_apart(
+        self, rule: Rule, loss: float, settings: Mapping[str, Any], step: int
+    ) -> StepReport:
+        """Update this replica with its own gradient, if all ranks have finite ones. Collective."""
+        assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
+        own_loss, own_weight = self.round.loss, self.round.weight
+        gradients = self.gradients.local(self.pieces.updated)
+        squared = squared_norm(gradients)
+        total, weight, _ = self.round.totals([own_loss, own_weight, squared], loss, settings, step)
+        if weight == 0:
+            raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
+        norm = 0.0
+        if own_weight:
+            norm = math.sqrt(squared) / own_weight
+            self._change(
+                rule, gradients, StepReport(self._mean(own_loss, own_weight), own_weight, norm)
+            )
+            # Its weight, for the mean of the replicas later.
+            self.replicas.drift(own_weight)
+        self._end_round()
+        return StepReport(self._mean(total, weight), weight, norm)
 
     def apply(self, gradient: Array, rule: Rule) -> None:
         """Update with a given gradient of the mean loss instead of computing one.
@@ -538,7 +584,7 @@ class Engine:
 
     def continue_as(self, other: Engine) -> None:
         """Be at the step of ``other``, whose parameters this one has a copy of."""
-        self.step_number = other.step_number
+        self.step_number, self.record = other.step_number, replace(other.record)
         self.replicas.drift_as(other.replicas)
 
     def gather(self) -> Array:

@@ -38,6 +38,11 @@ class Replicas:
         self._is_on_mesh = is_on_mesh
         self._weight = 0.0  # of the samples used by this rank alone since all were equal
 
+    @property
+    def weight(self) -> float:
+        """Weight of the samples that this rank has used alone since all were equal."""
+        return self._weight
+
     def require_drifting(self) -> None:
         """Refuse a strategy whose ranks cannot update alone.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +13,7 @@ from mpishard.models.programs.program import Program
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import Piece, pieces_within
 
-__all__ = ["Policy", "Rule", "StepReport", "Update", "UpdatePieces", "descent"]
+__all__ = ["Policy", "Rule", "StepReport", "TrainingRecord", "Update", "UpdatePieces", "descent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,42 @@ class StepReport:
     loss: float
     weight: float
     gradient_norm: float | None
+
+
+@dataclass(slots=True)
+class TrainingRecord:
+    """Training of a model in figures, which its metadata show and its checkpoints keep.
+
+    Attributes
+    ----------
+    samples : float
+        Weight of all batches: samples, or tokens, as the loss weighs them.
+    seconds : float
+        Time of all steps on this rank, of earlier jobs too.
+    last_loss, best_loss : float or None
+        Mean loss of the last step, and the lowest of a step; None if no step told one.
+    validation_score : float or None
+        Loss of the last evaluation on validation data.
+    trained_at : float or None
+        Time of the last step, in seconds since the epoch.
+    """
+
+    samples: float = 0.0
+    seconds: float = 0.0
+    last_loss: float | None = None
+    best_loss: float | None = None
+    validation_score: float | None = None
+    trained_at: float | None = None
+
+    def add(self, report: StepReport, seconds: float) -> None:
+        """Count a step."""
+        self.samples += report.weight
+        self.seconds += seconds
+        self.trained_at = time.time()
+        if math.isfinite(report.loss):
+            self.last_loss = report.loss
+            if self.best_loss is None or report.loss < self.best_loss:
+                self.best_loss = report.loss
 
 
 @dataclass(frozen=True, slots=True)

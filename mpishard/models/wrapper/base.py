@@ -7,13 +7,15 @@ import copy
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
 from mpishard import checkpoint
 from mpishard.arguments import as_number
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, array_namespace, copy_into
+from mpishard.checkpoint.format.consensus import together
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import (
     DynamicShapeInfo,
@@ -42,6 +44,7 @@ from mpishard.models.wrapper.wrapping import (
     say_what_is_slow,
     take_ownership,
 )
+from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.sharding import ParameterEntry, Piece, ShardingConfiguration, Unit
 
@@ -252,7 +255,14 @@ class ShardedModelBase(IShardedModel):
         return self.engine.placement.length
 
     def get_model_metadata(self) -> ModelMetadata:
-        """The wrapped model's metadata, and how it is sharded."""
+        """The wrapped model's metadata, how it is sharded, and figures of its training.
+
+        ``Steps``, ``Samples``, ``TrainingSeconds``, ``LastLoss``, ``BestLoss`` (of steps) and
+        ``ValidationScore`` are those of all jobs whose checkpoints it went through, as far as they
+        are known and steps were made; ``training_date`` is the time of the last step. Collective
+        for a linear model of `mpishard.nn`, whose feature importance needs all coefficients;
+        otherwise nothing is communicated.
+        """
         policy, kind = self.engine.policy, type(self._wrapped_model).__name__
         own: ModelMetadata | None = self._ask("get_model_metadata", None)
         metadata = own or ModelMetadata(kind, model_type=kind)
@@ -270,6 +280,20 @@ class ShardedModelBase(IShardedModel):
             "GradientsReplicated": not policy.shards_gradients,
             "OptimizerStateSharded": policy.shards_state,
         }
+        record = self.engine.record
+        if record.trained_at is not None:
+            metadata.training_date = datetime.fromtimestamp(record.trained_at, UTC)
+            figures = {
+                "Steps": self.engine.step_number,
+                "Samples": record.samples,
+                "TrainingSeconds": record.seconds,
+                "LastLoss": record.last_loss,
+                "BestLoss": record.best_loss,
+                "ValidationScore": record.validation_score,
+            }
+            metadata.properties |= {name: v for name, v in figures.items() if v is not None}
+        if isinstance(self._wrapped_model, LinearModel):
+            metadata.feature_importance = self.get_feature_importance()
         return metadata
 
     # ------------------------------------------------------------------- computing, collectively
@@ -435,11 +459,62 @@ class ShardedModelBase(IShardedModel):
         sharded = engine.policy.shards_parameters or engine.parameters.owners_only
         return engine.layout.pieces(sharded=sharded)
 
-    # The names by which subclasses know a rank's shard.
+    # The names by which subclasses of the mirrored hierarchy know a rank's shard.
 
-    _local_shard = local_parameter_shard
-    _shard_start_index = property(lambda self: self._only_range[0])
-    _shard_size = property(lambda self: self._only_range[1] - self._only_range[0])
+    @property
+    def _wrapped_model_internal(self) -> Any:
+        return self._wrapped_model
+
+    @property
+    def _num_ops(self) -> Any:
+        """NumPy or CuPy: the functions on the model's arrays."""
+        return self.engine.layout.device.namespace
+
+    @property
+    def _local_shard(self) -> Array:
+        """As `local_parameter_shard`; assigning takes other values. Collective then."""
+        return self.local_parameter_shard
+
+    @_local_shard.setter
+    def _local_shard(self, values: Array) -> None:
+        size = sum(piece.length for piece in self._held_pieces)
+        with together(self.backend):  # and no rank writes what another still reads
+            if getattr(values, "shape", None) != (size,):
+                raise ValueError(
+                    f"_local_shard: expected a vector of shape ({size},), got "
+                    f"{getattr(values, 'shape', type(values).__name__)}"
+                )
+            self.engine.round.require_none("_local_shard is assigned")
+        start = 0
+        for target in self.engine.parameters.owned(self._held_pieces):
+            stop = start + int(target.size)
+            copy_into(target, values[start:stop])
+            start = stop
+        self.engine.read()
+
+    @property
+    def _shard_start_index(self) -> int:
+        return self._only_range[0]
+
+    @_shard_start_index.setter
+    def _shard_start_index(self, start: int) -> None:
+        self._require_dealt("_shard_start_index", start, self._shard_start_index)
+
+    @property
+    def _shard_size(self) -> int:
+        return self._only_range[1] - self._only_range[0]
+
+    @_shard_size.setter
+    def _shard_size(self, size: int) -> None:
+        self._require_dealt("_shard_size", size, self._shard_size)
+
+    def _require_dealt(self, name: str, given: int, dealt: int) -> None:
+        """Refuse another range than the strategy's, by which all ranks communicate."""
+        if given != dealt:
+            raise ShardingError(
+                f"{name} is {dealt}, as {self.strategy} deals the parameters, and cannot become "
+                f"{given}: for other ranges derive from another strategy"
+            )
 
     @property
     def _only_range(self) -> tuple[int, int]:
@@ -456,6 +531,10 @@ class ShardedModelBase(IShardedModel):
         """The last gathered vector, while somebody holds it and parameters have not changed."""
         full, version = self._remembered or (None, -1)
         return full() if full is not None and version == self.engine.version else None
+
+    @_cached_full_parameters.setter
+    def _cached_full_parameters(self, full: Array | None) -> None:
+        self._remembered = None if full is None else (weakref.ref(full), self.engine.version)
 
     def _invalidate_cache(self) -> None:
         self._remembered = None
@@ -511,8 +590,7 @@ class ShardedModelBase(IShardedModel):
 
     def gather_full_parameters(self) -> Array:
         """All parameters in layer order, a new vector on every rank. Collective."""
-        full = self.engine.gather()
-        self._remembered = (weakref.ref(full), self.engine.version)
+        self._cached_full_parameters = full = self.engine.gather()
         return full
 
     def get_parameters(self) -> Array:

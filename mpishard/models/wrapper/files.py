@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,25 @@ from mpishard.checkpoint.exchange.plain import (
     named_bytes,
     packed_vector,
 )
-from mpishard.checkpoint.format.metadata import COUNT, require_form
+from mpishard.checkpoint.format.consensus import together
+from mpishard.checkpoint.format.metadata import COUNT, NUMBER, TEXT, Form, Kind, require_form
 from mpishard.checkpoint.format.tensor_bytes import tensors_of
+from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.engine import Engine
+from mpishard.models.engine.update import TrainingRecord
 from mpishard.models.programs.leaves import NUMERICS
+from mpishard.models.programs.placed_program import IPlaceableModel
 from mpishard.sharding import ParameterEntry, Piece, numerics_differences
 
 __all__ = ["ModelFiles"]
 
 _log = logging.getLogger("mpishard")
+
+
+_FIGURE = Kind("a number, or null", lambda value: value is None or NUMBER.holds(value))
+_TRAINING: dict[str, Form] = {
+    each.name: NUMBER if each.default == 0 else _FIGURE for each in fields(TrainingRecord)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +106,49 @@ class ModelFiles:
             "strategy": strategy,
             "world_size": self.engine.world.world_size,
             "steps": self.engine.step_number,
+            "training": asdict(self.engine.record),
         }
         leaves = self.engine.leaves
         if leaves is not None:
             origin[NUMERICS] = leaves.numerics()
         choices = self._choices()
-        return origin | {"choices": choices} if choices else origin
+        return origin | ({"choices": choices} if choices else {}) | self._own_bytes()
+
+    @property
+    def _is_black_box(self) -> bool:
+        return not isinstance(self.plain, PlainModelFiles | ILayeredModel | IPlaceableModel)
+
+    def _own_bytes(self) -> dict[str, str]:
+        """Bytes by a black box's own ``serialize``: it may hold more than its vector."""
+        if not self._is_black_box or self.engine.world.rank != 0:
+            return {}
+        if hasattr(self.plain, "serialize") and hasattr(self.plain, "deserialize"):
+            return {"own": base64.b64encode(self.plain.serialize()).decode()}
+        if not self.engine.has_said_what_is_not_saved:
+            self.engine.has_said_what_is_not_saved = True
+            _log.warning(
+                "checkpoints hold the parameters of %s, and nothing that it holds beside them: "
+                "give it serialize() -> bytes and deserialize(data), which they then hold too",
+                type(self.plain).__name__,
+            )
+        return {}
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Refuse choices that the plain model could not take."""
-        require_form(metadata, {"steps?": COUNT}, "metadata.model")
+        form = {"steps?": COUNT, "training?": _TRAINING, "own?": TEXT}
+        require_form(metadata, form, "metadata.model")
         self._check_choices(choices_in(metadata))
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         """Go on from a checkpoint whose parameters have been read."""
         # What is random goes on with the step; a plain model's checkpoint knows of none.
         self.engine.step_number = int(metadata.get("steps", self.engine.step_number))
+        saved = metadata.get("training", {})
+        self.engine.record = TrainingRecord(**{n: saved[n] for n in saved if n in _TRAINING})
         self.take_choices(choices_in(metadata))
+        if "own" in metadata and self._is_black_box and hasattr(self.plain, "deserialize"):
+            with together(self.engine.world):  # a user's code may fail on one rank alone
+                self.plain.deserialize(base64.b64decode(metadata["own"]))
         self.engine.read()
         self._compare_numerics(metadata.get(NUMERICS))
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace, chunks
-from mpishard.bfloat16 import is_bfloat16
+from mpishard.bfloat16 import is_bfloat16, scratch, store, wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 
@@ -133,6 +133,8 @@ class Sigmoid(_SavedOutput):
 class _SavedSlope(_Activation):
     """An activation whose forward pass saves its slope, as large as the input would be."""
 
+    computes_bfloat16 = True
+
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Activate; saves the slope dy/dx."""
         xp = array_namespace(x)
@@ -140,7 +142,12 @@ class _SavedSlope(_Activation):
         flat_y = xp.empty_like(flat_x)
         slope = xp.empty_like(flat_x) if context.training else None
         for part in chunks(flat_x):
-            self._activate(flat_x[part], flat_y[part], None if slope is None else slope[part])
+            y_part = scratch(flat_y[part])
+            slope_part = None if slope is None else scratch(slope[part])
+            self._activate(wide(flat_x[part]), y_part, slope_part)
+            store(flat_y[part], y_part)
+            if slope is not None:
+                store(slope[part], slope_part)
         return flat_y.reshape(x.shape), slope
 
     @abstractmethod
@@ -149,8 +156,15 @@ class _SavedSlope(_Activation):
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """``dy`` times the saved slope, in its place."""
-        dy *= saved.reshape(dy.shape)
-        return dy, None
+        if not is_bfloat16(dy):
+            dy *= saved.reshape(dy.shape)
+            return dy, None
+        flat_dy, slope = dy.reshape(-1), saved.reshape(-1)
+        for part in chunks(flat_dy):
+            d = wide(flat_dy[part])
+            d *= wide(slope[part])
+            store(flat_dy[part], d)
+        return flat_dy.reshape(dy.shape), None
 
 
 class SiLU(_SavedSlope):
@@ -248,6 +262,7 @@ class SwiGLU(Layer):
     """
 
     category = LayerCategory.ACTIVATION
+    computes_bfloat16 = True
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """(..., 2 F) -> (..., F)."""
@@ -263,10 +278,11 @@ class SwiGLU(Layer):
         y_NF = xp.empty((x.size // x.shape[-1], x.shape[-1] // 2), dtype=x.dtype)
         x_N2F = x.reshape(-1, x.shape[-1])
         for rows in chunks(y_NF):
-            a, b = _halves(x_N2F[rows])
-            y = sigmoid(a, out=y_NF[rows])
+            a, b = _halves(wide(x_N2F[rows]))
+            y = sigmoid(a, out=scratch(y_NF[rows]))
             y *= a
             y *= b
+            store(y_NF[rows], y)
         return y_NF.reshape(*x.shape[:-1], y_NF.shape[1]), x if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -276,15 +292,17 @@ class SwiGLU(Layer):
         dx_N2F, x_N2F = (array.reshape(-1, saved.shape[-1]) for array in (dx, saved))
         dy_NF = dy.reshape(-1, dy.shape[-1])
         for rows in chunks(dy_NF):
-            (a, b), (da, db) = _halves(x_N2F[rows]), _halves(dx_N2F[rows])
+            d, dx_rows = wide(dy_NF[rows]), scratch(dx_N2F[rows])
+            (a, b), (da, db) = _halves(wide(x_N2F[rows])), _halves(dx_rows)
             s = sigmoid(a)
             xp.multiply(a, s, out=db)
             xp.subtract(1.0, s, out=da)
             da *= db
             da += s
             da *= b
-            da *= dy_NF[rows]
-            db *= dy_NF[rows]
+            da *= d
+            db *= d
+            store(dx_N2F[rows], dx_rows)
         return dx, None
 
 

@@ -11,10 +11,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from mpishard.arguments import check_sizes
 from mpishard.arrays import Array, array_namespace, chunk_length, is_device_array
+from mpishard.bfloat16 import is_bfloat16, rounded, scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.layer import Context, Layer, Parameters
+from mpishard.nn.products import product
 
 __all__ = ["Attention", "CausalAttention"]
 
@@ -55,6 +59,7 @@ class Attention(Layer):
     """
 
     category = LayerCategory.ATTENTION
+    computes_bfloat16 = True  # scores, softmax and the sums of keys' gradients are float32
 
     def __init__(self, heads: int, *, causal: bool = False, kv_heads: int | None = None) -> None:
         kv_heads = heads if kv_heads is None else kv_heads
@@ -119,13 +124,13 @@ class Attention(Layer):
         """Write the output for x into y, and return the log of each softmax's denominator."""
         xp = array_namespace(x)
         cached = k_BGSK.shape[2] - x.shape[1]
-        logsum_BGQT1 = xp.empty((*y_BGQTK.shape[:-1], 1), dtype=x.dtype)
+        logsum_BGQT1 = xp.empty((*y_BGQTK.shape[:-1], 1), dtype=wide_dtype(x))
         mask_RR = self._causal_mask(x, cached)
         scale = 1.0 / math.sqrt(q_BGQTK.shape[-1])
         for which, queries in self._blocks(x, cached):
             keys = self._keys(queries, cached)
-            q_BGPK = _joined(q_BGQTK[which][..., queries, :] * scale)
-            scores_BGPS = xp.matmul(q_BGPK, k_BGSK[which][..., keys, :].swapaxes(-1, -2))
+            q, k = q_BGQTK[which][..., queries, :], k_BGSK[which][..., keys, :]
+            scores_BGPS = _scores(q, k, scale)
             # Small scores need no maximum per row: this saves a pass and a subtraction over them.
             are_small = _are_small(scores_BGPS)
             if self.causal:
@@ -135,9 +140,11 @@ class Attention(Layer):
                 scores_BGPS -= largest
             xp.exp(scores_BGPS, out=scores_BGPS)
             total = xp.einsum("...ps->...p", scores_BGPS)[..., None]
-            y_block = y_BGQTK[which][..., queries, :]
-            _product(scores_BGPS, v_BGSK[which][..., keys, :], y_block)
+            place = y_BGQTK[which][..., queries, :]
+            y_block = scratch(place)
+            _product(_narrow(scores_BGPS, x), v_BGSK[which][..., keys, :], y_block)
             y_block /= total.reshape(*y_block.shape[:-1], 1)
+            store(place, y_block)
             xp.log(total, out=total)
             total += largest
             logsum_BGQT1[which][..., queries, :] = total.reshape(*y_block.shape[:-1], 1)
@@ -162,30 +169,40 @@ class Attention(Layer):
         for which, queries in self._blocks(x):
             keys = self._keys(queries)
             k, v = k_BGSK[which][..., keys, :], v_BGSK[which][..., keys, :]
-            dk, dv = dk_BGSK[which][..., keys, :], dv_BGSK[which][..., keys, :]
+            is_first = queries.stop == x.shape[1]
+            if is_first:
+                dk_all, dv_all = scratch(dk_BGSK[which]), scratch(dv_BGSK[which])
+            dk, dv = dk_all[..., keys, :], dv_all[..., keys, :]
             d = dy_BGQTK[which][..., queries, :]
             q = q_BGQTK[which][..., queries, :]
-            scores_BGPS = xp.matmul(_joined(q * scale), k.swapaxes(-1, -2))
+            scores_BGPS = _scores(q, k, scale)
             if self.causal:
                 self._mask(scores_BGPS, mask_RR, queries.start)
             scores_BGPS -= _joined(logsum_BGQT1[which][..., queries, :])
             xp.exp(scores_BGPS, out=scores_BGPS)
-            scaled_d = d * scale
-            dscores_BGPS = xp.matmul(_joined(scaled_d), v.swapaxes(-1, -2))
-            y_block = y_BGQTK[which][..., queries, :]
+            scaled_d = wide(d) * scale
+            if is_bfloat16(d):
+                dscores_BGPS = _scores(d, v, scale)
+            else:
+                dscores_BGPS = xp.matmul(_joined(scaled_d), v.swapaxes(-1, -2))
+            y_block = wide(y_BGQTK[which][..., queries, :])
             sums = xp.einsum("...rk,...rk->...r", scaled_d, y_block)
             dscores_BGPS -= sums.reshape(*dscores_BGPS.shape[:-1], 1)
             dscores_BGPS *= scores_BGPS
+            scores_BGPS, dscores_BGPS = _narrow(scores_BGPS, x), _narrow(dscores_BGPS, x)
             _product(dscores_BGPS, k, dq_BGQTK[which][..., queries, :])
             # Products over P sum over the queries' heads that share these keys and values, too.
             scores_BGSP, dscores_BGSP = scores_BGPS.swapaxes(-1, -2), dscores_BGPS.swapaxes(-1, -2)
             # The last queries come first and reach every key, so they write; all others add.
-            if queries.stop == x.shape[1]:
-                xp.matmul(scores_BGSP, _joined(d), out=dv)
-                xp.matmul(dscores_BGSP, _joined(q), out=dk)
+            if is_first:
+                product(scores_BGSP, _joined(d), dv)
+                product(dscores_BGSP, _joined(q), dk)
             else:
-                dv += xp.matmul(scores_BGSP, _joined(d))
-                dk += xp.matmul(dscores_BGSP, _joined(q))
+                dv += product(scores_BGSP, _joined(d), _apart(dv))
+                dk += product(dscores_BGSP, _joined(q), _apart(dk))
+            if queries.start == 0:
+                store(dk_BGSK[which], dk_all)
+                store(dv_BGSK[which], dv_all)
         return dx, None
 
     def _split(self, x: Array) -> tuple[Array, Array, Array]:
@@ -249,7 +266,7 @@ class Attention(Layer):
         """
         xp = array_namespace(x)
         rows = self._block_sizes(x, cached)[2] if self.causal else 0
-        return xp.triu(xp.full((rows, rows), -xp.inf, dtype=x.dtype), k=1)
+        return xp.triu(xp.full((rows, rows), -xp.inf, dtype=wide_dtype(x)), k=1)
 
     def _check_cache(self, context: Context) -> None:
         if not self.causal:
@@ -290,11 +307,33 @@ def _joined(a_BGQRK: Array) -> Array:
 
 def _product(a_BGPS: Array, b_BGSK: Array, out_BGQRK: Array) -> None:
     """Multiply into a view whose heads of a group stand apart; in place if it is one head."""
-    xp = array_namespace(a_BGPS)
     if out_BGQRK.shape[2] == 1:
-        xp.matmul(a_BGPS, b_BGSK, out=out_BGQRK[:, :, 0])
+        product(a_BGPS, b_BGSK, out_BGQRK[:, :, 0])
     else:
-        out_BGQRK[...] = xp.matmul(a_BGPS, b_BGSK).reshape(out_BGQRK.shape)
+        shape = *a_BGPS.shape[:-1], b_BGSK.shape[-1]
+        y_BGPK = product(a_BGPS, b_BGSK, array_namespace(a_BGPS).empty(shape, out_BGQRK.dtype))
+        out_BGQRK[...] = y_BGPK.reshape(out_BGQRK.shape)
+
+
+def _scores(q_BGQRK: Array, k_BGSK: Array, scale: float) -> Array:
+    """Return ``scale * q k^T`` for each head; bfloat16 is scaled in float32, after the product."""
+    k_BGKS = k_BGSK.swapaxes(-1, -2)
+    if not is_bfloat16(q_BGQRK):
+        return array_namespace(q_BGQRK).matmul(_joined(q_BGQRK * scale), k_BGKS)
+    q_BGPK = _joined(q_BGQRK)
+    scores = product(q_BGPK, k_BGKS, np.empty((*q_BGPK.shape[:-1], k_BGKS.shape[-1]), np.float32))
+    scores *= scale
+    return scores
+
+
+def _narrow(values: Array, like: Array) -> Array:
+    """Return factors of a product in the dtype of the other one: rounded if that is bfloat16."""
+    return rounded(values) if is_bfloat16(like) else values
+
+
+def _apart(place: Array) -> Array:
+    """Return an array for a product that is to be added to ``place``."""
+    return array_namespace(place).empty(place.shape, place.dtype)
 
 
 def _are_small(scores: Array) -> bool:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from mpishard.arrays import Array
+from mpishard.bfloat16 import added
 from mpishard.contracts import DynamicShapeInfo, LayerCategory, LayerInfo
 from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters
 from mpishard.sharding import ParameterTable
@@ -163,6 +164,7 @@ class Residual(Layer):
     """
 
     category = LayerCategory.COMPOSITE
+    computes_bfloat16 = True
 
     def __init__(self, *inner: Layer | Mapping[str, Layer]) -> None:
         first = inner[0] if len(inner) == 1 else None
@@ -199,14 +201,13 @@ class Residual(Layer):
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Add x to the inner output, in a new array: the inner layers may have saved theirs."""
         y, saved = self.inner.forward(p, x, context)
-        return x + y, saved
+        return added(x, y), saved
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """The inner gradient plus ``dy``, of which the inner layers get a copy to overwrite."""
         # The inner layers may overwrite their dy, and this one is needed for the sum below.
         dx, pending = self.inner.backward_input(p, saved, dy.copy())
-        dx += dy
-        return dx, pending
+        return added(dx, dy, out=dx), pending
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """The inner layers' half."""
@@ -223,8 +224,7 @@ class Residual(Layer):
     ) -> Array:
         """Both halves, layer by layer; always with the input's gradient."""
         dx = self.inner.backward(p, saved, dy.copy(), g)
-        dx += dy
-        return dx
+        return added(dx, dy, out=dx)
 
 
 def layer_infos(

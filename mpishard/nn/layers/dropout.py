@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.bfloat16 import scratch, store, wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 
@@ -45,6 +46,7 @@ class Dropout(Layer):
     """
 
     category = LayerCategory.REGULARIZATION
+    computes_bfloat16 = True
 
     def __init__(self, rate: float) -> None:
         if not 0 <= rate < 1:
@@ -84,10 +86,11 @@ class Dropout(Layer):
         y_BE = xp.empty_like(x_BE)
         mask_BE = xp.empty(x_BE.shape, dtype=bool)
         for rows in chunks(x_BE):
-            y = y_BE[rows]
+            y = scratch(y_BE[rows])
             mask_BE[rows] = xp.asarray(next_masks(y.shape[0]))
-            xp.multiply(x_BE[rows], 1.0 / (1.0 - self.rate), out=y)
+            xp.multiply(wide(x_BE[rows]), 1.0 / (1.0 - self.rate), out=y)
             y *= mask_BE[rows]
+            store(y_BE[rows], y)
         return y_BE.reshape(x.shape), mask_BE
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -96,9 +99,10 @@ class Dropout(Layer):
             return dy, None
         dy_BE = dy.reshape(saved.shape)
         for rows in chunks(dy_BE):
-            d = dy_BE[rows]
+            d = wide(dy_BE[rows])
             d *= 1.0 / (1.0 - self.rate)
             d *= saved[rows]
+            store(dy_BE[rows], d)
         return dy_BE.reshape(dy.shape), None
 
 

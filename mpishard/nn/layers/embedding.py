@@ -11,6 +11,7 @@ from typing import Any
 
 from mpishard.arguments import check_sizes
 from mpishard.arrays import Array, array_namespace, is_device_array
+from mpishard.bfloat16 import added, is_bfloat16, wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.initializers import normal
 from mpishard.nn.layers.layer import (
@@ -42,6 +43,7 @@ class Embedding(Layer):
     """
 
     category = LayerCategory.EMBEDDING
+    computes_bfloat16 = True
 
     def __init__(
         self, vocabulary_size: int, width: int, initializer: Initializer | None = None
@@ -97,7 +99,7 @@ class Embedding(Layer):
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add each row of dy into the row of the token it came from."""
         tokens, dy = pending
-        add_rows(g["weight"], tokens.reshape(-1), dy.reshape(-1, self.width))
+        add_rows(g["weight"], tokens.reshape(-1), wide(dy).reshape(-1, self.width))
 
 
 def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
@@ -158,6 +160,7 @@ class PositionalEmbedding(Layer):
     """
 
     category = LayerCategory.EMBEDDING
+    computes_bfloat16 = True
 
     def __init__(
         self, context_length: int, width: int, initializer: Initializer | None = None
@@ -202,16 +205,23 @@ class PositionalEmbedding(Layer):
                 f"PositionalEmbedding has {self.context_length}"
             )
         if len(starts) < 2:
-            return x + p["weight"][longest : longest + x.shape[1]], None
+            return _placed(x, p["weight"][longest : longest + x.shape[1]]), None
         xp = array_namespace(x)
         positions_BT = xp.asarray(starts)[:, None] + xp.arange(x.shape[1])
-        return x + p["weight"][positions_BT], None
+        return _placed(x, p["weight"][positions_BT]), None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """``dy`` itself; pending is its sum over the batch, which shares no memory with it."""
-        return dy, dy.sum(axis=0)
+        return dy, wide(dy).sum(axis=0)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add the sum over the batch into the first T rows."""
         dw_TD = g["weight"][: pending.shape[0]]
         dw_TD += pending
+
+
+def _placed(x_BTD: Array, positions: Array) -> Array:
+    """Add the vectors of positions, of shape (T, D) or (B, T, D)."""
+    if is_bfloat16(x_BTD):
+        return added(x_BTD, array_namespace(x_BTD).broadcast_to(positions, x_BTD.shape))
+    return x_BTD + positions

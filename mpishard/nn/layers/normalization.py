@@ -11,6 +11,7 @@ from typing import Any
 
 from mpishard.arguments import check_sizes
 from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.bfloat16 import scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.initializers import ones, zeros
 from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters, ParameterSpec
@@ -22,6 +23,7 @@ class _Norm(Layer):
     """A normalisation of the last dim: its width, and the epsilon that keeps it finite."""
 
     category = LayerCategory.NORMALIZATION
+    computes_bfloat16 = True  # moments and sums over samples are float32
 
     def __init__(self, width: int, epsilon: float) -> None:
         kind = type(self).__name__
@@ -90,16 +92,20 @@ class LayerNorm(_Norm):
         x_ND = x.reshape(-1, self.width)
         y_ND = xp.empty_like(x_ND)
         h_ND = xp.empty_like(x_ND) if context.training else y_ND
-        inverse_N1 = xp.empty((x_ND.shape[0], 1), dtype=x.dtype)
+        dtype, weight, bias = wide_dtype(x), wide(p["weight"]), wide(p["bias"])
+        inverse_N1 = xp.empty((x_ND.shape[0], 1), dtype=dtype)
         # Means as products with a constant vector: numpy's row sums are three times as slow.
-        average_D1 = xp.full((self.width, 1), 1.0 / self.width, dtype=x.dtype)
+        average_D1 = xp.full((self.width, 1), 1.0 / self.width, dtype=dtype)
         for rows in chunks(x_ND):
-            h, inverse, y = h_ND[rows], inverse_N1[rows], y_ND[rows]
-            xp.subtract(x_ND[rows], xp.matmul(x_ND[rows], average_D1), out=h)
+            inverse, x_rows = inverse_N1[rows], wide(x_ND[rows])
+            h, y = scratch(h_ND[rows]), scratch(y_ND[rows])
+            xp.subtract(x_rows, xp.matmul(x_rows, average_D1), out=h)
             self._inverse_root(xp.einsum("nd,nd->n", h, h), inverse)
             h *= inverse
-            xp.multiply(h, p["weight"], out=y)
-            y += p["bias"]
+            store(h_ND[rows], h)
+            xp.multiply(h, weight, out=y)
+            y += bias
+            store(y_ND[rows], y)
         return y_ND.reshape(x.shape), (h_ND, inverse_N1) if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -114,21 +120,23 @@ class LayerNorm(_Norm):
         h_ND, inverse_N1 = saved
         xp = array_namespace(dy)
         dy_ND = dy.reshape(-1, self.width)
-        dw_D = xp.zeros(self.width, dtype=dy.dtype)
+        dw_D = xp.zeros(self.width, dtype=wide_dtype(dy))
         db_D = xp.zeros_like(dw_D)
-        weight_D1 = p["weight"].reshape(-1, 1) / self.width
+        weight = wide(p["weight"])
+        weight_D1 = weight.reshape(-1, 1) / self.width
         for rows in chunks(dy_ND):
-            d, h = dy_ND[rows], h_ND[rows]
-            ones_N = xp.ones(d.shape[0], dtype=dy.dtype)
+            d, h = wide(dy_ND[rows]), wide(h_ND[rows])
+            ones_N = xp.ones(d.shape[0], dtype=d.dtype)
             dh = d * h
             dw_D += ones_N @ dh
             db_D += ones_N @ d
             mean_dh = xp.matmul(dh, weight_D1)
             mean_d = xp.matmul(d, weight_D1)
-            d *= p["weight"]
+            d *= weight
             d -= xp.multiply(h, mean_dh, out=dh)
             d -= mean_d
             d *= inverse_N1[rows]
+            store(dy_ND[rows], d)
         return dy_ND.reshape(dy.shape), (dw_D, db_D)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
@@ -174,12 +182,14 @@ class RMSNorm(_Norm):
         xp = array_namespace(x)
         x_ND = x.reshape(-1, self.width)
         y_ND = xp.empty_like(x_ND)
-        inverse_N1 = xp.empty((x_ND.shape[0], 1), dtype=x.dtype)
+        inverse_N1 = xp.empty((x_ND.shape[0], 1), dtype=wide_dtype(x))
+        weight = wide(p["weight"])
         for rows in chunks(x_ND):
-            inverse, y = inverse_N1[rows], y_ND[rows]
-            self._inverse_root(xp.einsum("nd,nd->n", x_ND[rows], x_ND[rows]), inverse)
-            xp.multiply(x_ND[rows], inverse, out=y)
-            y *= p["weight"]
+            inverse, x_rows, y = inverse_N1[rows], wide(x_ND[rows]), scratch(y_ND[rows])
+            self._inverse_root(xp.einsum("nd,nd->n", x_rows, x_rows), inverse)
+            xp.multiply(x_rows, inverse, out=y)
+            y *= weight
+            store(y_ND[rows], y)
         return y_ND.reshape(x.shape), (x_ND, inverse_N1) if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -191,17 +201,19 @@ class RMSNorm(_Norm):
         x_ND, inverse_N1 = saved
         xp = array_namespace(dy)
         dy_ND = dy.reshape(-1, self.width)
-        dw_D = xp.zeros(self.width, dtype=dy.dtype)
-        weight_D1 = p["weight"].reshape(-1, 1) / self.width
+        dw_D = xp.zeros(self.width, dtype=wide_dtype(dy))
+        weight = wide(p["weight"])
+        weight_D1 = weight.reshape(-1, 1) / self.width
         for rows in chunks(dy_ND):
-            d, inverse = dy_ND[rows], inverse_N1[rows]
-            h = x_ND[rows] * inverse
+            d, inverse = wide(dy_ND[rows]), inverse_N1[rows]
+            h = wide(x_ND[rows]) * inverse
             dh = d * h
-            dw_D += xp.ones(d.shape[0], dtype=dy.dtype) @ dh
+            dw_D += xp.ones(d.shape[0], dtype=d.dtype) @ dh
             h *= xp.matmul(dh, weight_D1)
-            d *= p["weight"]
+            d *= weight
             d -= h
             d *= inverse
+            store(dy_ND[rows], d)
         return dy_ND.reshape(dy.shape), dw_D
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:

@@ -56,6 +56,10 @@ class LoopOptimizer(CheckpointableOptimizer, Protocol):
         """Return whether any rank asks for training to end. Collective."""
         ...
 
+    def settle(self) -> None:
+        """Make the model one on all ranks, before it is evaluated or saved. Collective."""
+        ...
+
     def step_report(
         self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int | None = None
     ) -> StepReport:

@@ -212,6 +212,7 @@ class TrainingRun:
     def _save_where_due(self, checkpoints: RunCheckpoints, *, is_last: bool) -> None:
         is_preempted = checkpoints.is_preempted()
         if is_preempted or checkpoints.is_due(self.step, is_last=is_last):
+            self.optimizer.settle()
             checkpoints.save(
                 self.step, self.model, self.optimizer, self.best, {LOOP: self._position()}
             )
@@ -229,9 +230,11 @@ class TrainingRun:
         return self.result.fitness_history[-1]
 
     def _validate(self) -> float:
+        self.optimizer.settle()
         found = self._evaluate("validation")
         loss = found.stats["loss"]
         self.latest = self.step, found
+        self.model.engine.record.validation_score = loss
         self.result.validation_history.append((self.step, loss))
         self.progress.validation(self.step, loss)
         if self.metrics is not None:
@@ -240,6 +243,7 @@ class TrainingRun:
 
     def _weigh(self, score: float) -> None:
         if self.stopping.observe(self.step, score) and self.best is not None:
+            self.optimizer.settle()
             self.best.keep()
 
     def _length_in_words(self, epochs: int, max_steps: int) -> str:
@@ -266,6 +270,7 @@ class TrainingRun:
 
     def _evaluate_end(self) -> None:
         """Evaluate once more if the run ends between two evaluations."""
+        self.optimizer.settle()
         partial = self._finish_epoch()
         if self.data.x_validation is None:
             if partial is not None:

@@ -3,7 +3,8 @@
 Begin with `base.ShardedOptimizerBase`, which has every member, and `state.ModelState`, the rule's
 state for one model and the update of a step. `strategies` is the table of the eight optimizers.
 `state_bytes` writes and reads the state as bytes that fit every layout. `searching` is the step of
-a rule that evaluates a batch several times.
+a rule that evaluates a batch several times. `compression` and `local_sgd` are the optimizers that
+send little.
 
 This chapter imports from `rules` and `loop`, and not from `plain`.
 """

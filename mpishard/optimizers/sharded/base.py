@@ -9,10 +9,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mpishard.arguments import check_path
 from mpishard.arrays import Array, array_namespace
 from mpishard.checkpoint.format.consensus import together
+from mpishard.checkpoint.format.metadata import require_form
+from mpishard.checkpoint.loading.reader import CheckpointReader
 from mpishard.checkpoint.loading.restore import load_states
-from mpishard.checkpoint.saving.snapshot import save_states
+from mpishard.checkpoint.saving.snapshot import save_states, write_checkpoint
 from mpishard.communication import ReductionOperation
 from mpishard.contracts import (
     ICheckpointableModel,
@@ -22,7 +25,13 @@ from mpishard.contracts import (
     IShardedOptimizer,
     PathLike,
 )
-from mpishard.errors import CommunicationError, NonFiniteLossError, NoSampleError, ShardingError
+from mpishard.errors import (
+    CheckpointError,
+    CommunicationError,
+    NonFiniteLossError,
+    NoSampleError,
+    ShardingError,
+)
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport
 from mpishard.models.wrapper.digest import agreed_vector
@@ -33,7 +42,7 @@ from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.rules.search import SearchRule
 from mpishard.optimizers.sharded.searching import refuse_unfit, search_step
-from mpishard.optimizers.sharded.state import ModelState
+from mpishard.optimizers.sharded.state import STATE_FORM, ModelState
 from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ShardingConfiguration
 
@@ -187,15 +196,26 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             model.engine.program.check_pair(x, y, model.engine.loss)
         state = self._bound(model)
         self._last_gradient = None
-        if isinstance(state.rule, SearchRule):
-            report = search_step(state, x, y, sample_start)
-        else:
-            report = model.engine.step(
-                x, y, state.update, sample_start=sample_start, settings=state.settings()
-            )
+        report = self._run_step(state, x, y, sample_start)
         if report.gradient_norm is not None:
             self._last_gradient = report.weight, model.engine.version
         return report
+
+    def _run_step(
+        self, state: ModelState, x: Array, y: Array, sample_start: int | None
+    ) -> StepReport:
+        """Make the step of a checked batch. Collective."""
+        if isinstance(state.rule, SearchRule):
+            return search_step(state, x, y, sample_start)
+        return state.model.engine.step(
+            x, y, state.update, sample_start=sample_start, settings=state.settings()
+        )
+
+    def settle(self) -> None:
+        """Make the model one on all ranks, before it is evaluated or saved. Collective.
+
+        Steps of most optimizers keep it so, and then nothing is done.
+        """
 
     def apply_gradients(self, gradients: Array, model: ShardedModelBase) -> None:
         """Make one update with a given gradient of the mean loss. Collective.
@@ -397,25 +417,17 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     # ----------------------------------------------------------------------------- bytes and files
 
-    def _made_state(self) -> ModelState:
-        if self._state is None:
-            raise ShardingError(
-                f"this {type(self).__name__} has no state yet: it is made at the first step, or "
-                "by bind(model)"
-            )
-        return self._bound(self._state.model)
-
     def serialize(self) -> bytes:
         """Return settings, step count and state by parameter name, alike on all ranks. Collective.
 
         Every rank holds the whole state for it: `save_model` does not need that.
 
-        Raises
-        ------
-        ShardingError
-            Before there is a state.
+        Before the first step there are settings alone, or the state that waits for its model.
         """
-        return self._made_state().to_bytes()
+        if self._state is not None:
+            return self._bound(self._state.model).gathered().to_bytes()
+        fresh = StateBytes(type(self._rule).__name__, self._rule.fingerprint(), 0, {})
+        return (self._awaiting or fresh).to_bytes()
 
     def deserialize(self, data: bytes) -> None:
         """Take state and step count from bytes of `serialize`, of any layout. Collective.
@@ -452,32 +464,67 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     def save_model(self, path: PathLike) -> None:
         """Write the state alone to a checkpoint directory. Collective; nothing is gathered.
 
-        `mpishard.checkpoint.save` writes model and optimizer together.
+        `mpishard.checkpoint.save` writes model and optimizer together. Before the first step there
+        are settings alone.
 
         Raises
         ------
         ShardingError
-            Before there is a state.
+            If a state that was loaded waits for its model, which `bind` tells.
         ValueError, CheckpointError
             As `mpishard.checkpoint.save`.
         """
-        state = self._made_state()
-        save_states(path, state.model, {"optimizer": state})
+        if self._awaiting is not None:
+            raise ShardingError("the state that was loaded waits for its model: call bind(model)")
+        if self._state is not None:
+            model = self._state.model
+            save_states(path, model, {"optimizer": self._bound(model)})
+            return
+        own = {"settings": self._rule.fingerprint(), "optimizer_steps": 0}
+        document = {"model": None, "optimizer": own, "user": {}}
+        check_path("the path of a checkpoint", path)
+        write_checkpoint(path, self.backend, (), np.dtype(np.float64), {}, document)
 
     def load_model(self, path: PathLike) -> None:
         """Take the state from a checkpoint of any world size and strategy. Collective.
 
+        Before the first step, or `bind`, every rank reads the whole state, which waits for its
+        model.
+
         Raises
         ------
-        ShardingError
-            Before `bind` or a step, which tell the model.
         FileNotFoundError
             If there is no checkpoint.
         CheckpointError
             If it is torn, or of another rule or model; nothing has changed then.
         """
-        state = self._made_state()
-        load_states(path, state.model, {"optimizer": state})
+        if self._state is not None:
+            model = self._state.model
+            load_states(path, model, {"optimizer": self._bound(model)})
+            return
+        check_path("the path of a checkpoint", path)
+        with together(self.backend), CheckpointReader(path) as reader:
+            try:
+                self._awaiting = self._state_in(reader)
+            except ValueError as error:
+                raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
+
+    def _state_in(self, reader: CheckpointReader) -> StateBytes:
+        """Return all of the state that a checkpoint holds of this rule."""
+        found: Any = reader.metadata.get("optimizer")
+        rule = type(self._rule).__name__
+        require_form(found, STATE_FORM, "metadata.optimizer")
+        tensors = {
+            f"{kind.rpartition('/')[2]}/{entry.name}": reader.read_whole(kind, entry)
+            for kind in reader.kinds
+            if kind.startswith(f"optimizer/{rule}/")
+            for entry in reader.held(kind)
+        }
+        saved = StateBytes(
+            rule, found["settings"], found["optimizer_steps"], tensors, found.get("numbers", {})
+        )
+        saved.require_rule(found["settings"].get("rule", rule), self._rule.needed_state())
+        return saved
 
     # ------------------------------------------------------------------------------------ training
 

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mpishard.arrays import Array
 from mpishard.checkpoint import CheckpointState, Pieces
 from mpishard.checkpoint.format.metadata import COUNT, OBJECT, require_form
@@ -21,7 +23,10 @@ from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state_bytes import StateBytes, gather_state
 from mpishard.sharding import Piece
 
-__all__ = ["ModelState"]
+__all__ = ["STATE_FORM", "ModelState"]
+
+STATE_FORM: dict[str, Any] = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
+"""The form of an optimizer's metadata in a checkpoint."""
 
 _log = logging.getLogger("mpishard")
 
@@ -173,7 +178,13 @@ class ModelState(CheckpointState):
 
     # ------------------------------------------------------------------------ bytes and checkpoints
 
-    def to_bytes(self) -> bytes:
+    def synchronize(self) -> None:
+        """Take what the ranks that write a checkpoint hold, and rank 0's steps. Collective."""
+        saved, engine = self.gathered(), self.model.engine
+        saved.fill(self.vectors, engine.pieces.updated, engine.placement)
+        self.steps = int(self.model.backend.broadcast(np.array([self.steps]))[0])
+
+    def gathered(self) -> StateBytes:
         """Return the state of all ranks by parameter name, the same on every rank. Collective."""
         engine, rule = self.model.engine, self.rule
         tensors = gather_state(
@@ -183,7 +194,7 @@ class ModelState(CheckpointState):
         )  # fmt: skip
         return StateBytes(
             type(rule).__name__, rule.fingerprint(), self.steps, tensors, self.numbers
-        ).to_bytes()
+        )
 
     def take(self, saved: StateBytes) -> None:
         """Take vectors, steps and settings from bytes that fit. Communicates nothing."""
@@ -215,8 +226,7 @@ class ModelState(CheckpointState):
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         """Go on from the saved step."""
-        form = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
-        require_form(metadata, form, "metadata.optimizer")
+        require_form(metadata, STATE_FORM, "metadata.optimizer")
         numbers = metadata.get("numbers", {})
         self._go_on(metadata["optimizer_steps"], metadata["settings"], numbers)
 

@@ -71,6 +71,11 @@ class StateBytes:
         numbers = header.get("numbers", {})
         return cls(header["rule"], header["settings"], int(header["steps"]), tensors, numbers)
 
+    @property
+    def is_fresh(self) -> bool:
+        """True before the first step of an optimizer, which has no model and so no tensors."""
+        return self.steps == 0 and not self.tensors
+
     def require_rule(self, rule: str, state_names: Sequence[str]) -> None:
         """Refuse another rule's state.
 
@@ -80,7 +85,7 @@ class StateBytes:
             Naming both rules, or the state vectors that differ.
         """
         held = sorted({name.partition("/")[0] for name in self.tensors})
-        if self.rule != rule or held != sorted(state_names):
+        if self.rule != rule or not (self.is_fresh or held == sorted(state_names)):
             raise ValueError(
                 f"these bytes hold the state {held} of {self.rule}, and {rule} needs "
                 f"{sorted(state_names)}"
@@ -96,6 +101,8 @@ class StateBytes:
         ValueError
             Naming the first tensor that is missing, too many, or of another shape or dtype.
         """
+        if self.is_fresh:
+            return
         expected = {
             f"{name}/{entry.name}": (entry.shape, model.dtype.name)
             for name in state_names
@@ -118,6 +125,9 @@ class StateBytes:
         ``placement`` tells the tensors that the pieces are parts of.
         """
         for name, vector in state.items():
+            if self.is_fresh:
+                vector[...] = 0
+                continue
             for region, values in placement.cut((p.start, vector[p.in_shard]) for p in pieces):
                 take_region(self.tensors[f"{name}/{region.name}"], region, values)
 

@@ -132,7 +132,13 @@ class _MeshOptimizer(ShardedOptimizerBase):
             )
 
     def synchronize_optimizer_state(self) -> None:
-        """Do nothing: a rank's state belongs to slices or layers that it alone has, or is equal."""
+        """Make the state that several ranks hold alike equal again. Collective; a repair.
+
+        Of whole layers it becomes that of one of the ranks; slices and layers that a rank alone
+        has keep theirs. The number of updates becomes rank 0's.
+        """
+        if self._state is not None:
+            self._state.synchronize()
 
 
 # Option -> the value of it that must be equal for the optimizer and the model.
