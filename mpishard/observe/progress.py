@@ -46,18 +46,21 @@ class Progress:
         Draw the live line; default if the stream is a terminal, or the launcher's is.
     interval : float
         Seconds between plain lines.
+    stamp : str
+        Format (`time.strftime`) of the time before each plain line, if the stream is no terminal.
     clock : callable
         Seconds as `time.monotonic` gives them.
 
     Examples
     --------
-    >>> with Progress(2, unit="tokens/s", clock=iter(range(9)).__next__) as progress:
+    >>> seconds = iter(range(9))
+    >>> with Progress(2, unit="tokens/s", clock=seconds.__next__, stamp="") as progress:
     ...     progress.update(1, loss=2.5, amount=640)
     ...     progress.update(2, loss=2.25, amount=640)
-    ...     progress.validation(2, 2.375)
+    ...     progress.validation(2, 2.375, accuracy=0.5)
     step 1/2  loss 2.5000  640 tokens/s  0:01 left
     step 2/2  loss 2.2500  640 tokens/s  0:02 in all
-    step 2/2  loss 2.2500  validation loss 2.3750
+    step 2/2  loss 2.2500  validation loss 2.3750  accuracy 50.0%
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Progress:
         stream: TextIO | None = None,
         live: bool | None = None,
         interval: float = 10.0,
+        stamp: str = "%Y-%m-%d %H:%M:%S  ",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total_steps
@@ -80,11 +84,12 @@ class Progress:
         self._stream = sys.stdout if stream is None else stream
         self._wants_live = live
         self._interval = interval
+        self._stamp = stamp
         self._clock = clock
         self._live: LiveLine | None = None
         self._closing = ""
         self._loss: float | None = None
-        self._validation_loss: float | None = None
+        self._validation = ""
         self._amount = 0.0
         self._began = self._now = self._shown = 0.0
         self._is_shown = True
@@ -143,8 +148,8 @@ class Progress:
         if step >= self._total or self._now - self._shown >= pause:
             self._attempt(self._show)
 
-    def validation(self, step: int, loss: float) -> None:
-        """Tell the loss on the validation data after ``step`` steps.
+    def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
+        """Tell the loss, and of classes the accuracy, on the validation data after ``step`` steps.
 
         The time since the last `update` counts as validation, and not against throughput.
         """
@@ -154,10 +159,13 @@ class Progress:
         pause = now - self._now
         # Shift the window by the validation's time, so that throughput counts training alone.
         self._marks = deque((moment + pause, amount) for moment, amount in self._marks)
-        self._step, self._now, self._validation_loss = step, now, float(loss)
+        self._step, self._now = step, now
+        self._validation = f"validation loss {_loss(float(loss))}"
+        if accuracy is not None:
+            self._validation += f"  accuracy {accuracy:.1%}"
         if self._live is None:
             words = [self._position(), *self._losses()]
-            self._validation_loss = None
+            self._validation = ""
             self._attempt(lambda: self._print("  ".join(words)))
         else:
             self._attempt(self._show)
@@ -169,9 +177,7 @@ class Progress:
 
     def _losses(self) -> list[str]:
         words = [] if self._loss is None else [f"loss {_loss(self._loss)}"]
-        if self._validation_loss is not None:
-            words.append(f"validation loss {_loss(self._validation_loss)}")
-        return words
+        return [*words, self._validation] if self._validation else words
 
     def _pace(self) -> list[str]:
         words = []
@@ -191,6 +197,8 @@ class Progress:
         # Under mpishard run this stream is a pipe, and the launcher says what is at its end.
         columns = settings.terminal_columns() if self._stream is sys.stdout else None
         is_terminal = self._stream.isatty() or columns is not None
+        if is_terminal:
+            self._stamp = ""
         if not (is_terminal if self._wants_live is None else self._wants_live):
             return
         from mpishard.observe.live_line import LiveLine  # programs without one do without rich
@@ -210,7 +218,7 @@ class Progress:
         self._is_shown = True
 
     def _print(self, line: str) -> None:
-        self._stream.write(line + "\n")
+        self._stream.write(time.strftime(self._stamp) + line + "\n")
         self._stream.flush()
 
     def _attempt(self, action: Callable[[], Any]) -> None:

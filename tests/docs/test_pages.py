@@ -187,3 +187,22 @@ def test_a_wrong_output_is_noticed(module):
     with pytest.raises(ZeroDivisionError):
         run(Block(1, "1 / 0", "ValueError: no", None, ""), module)
     assert run(Block(1, "1 / 0", "ZeroDivisionError: ...", None, ""), module).startswith("ZeroDiv")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_fits_its_column_and_outputs_hold_whole_numbers(page):
+    """The column shows 100 characters. Outputs wrap, and errors may hold any number."""
+    for block in blocks_of(page.read_text()):
+        assert max(map(len, block.code.split("\n"))) <= 100, f"line {block.line}"
+        cut = [line for line in (block.output or "").split("\n") if re.search(r"\d\.\.\.", line)]
+        assert [line for line in cut if "Error: " not in line] == [], f"line {block.line}"
+
+
+def test_the_site_begins_with_installation_and_tutorial():
+    site = (ROOT / "mkdocs.yml").read_text()
+    pages = re.findall(r"^  - (?:\w+: )?(\S+\.md)$", site, re.MULTILINE)
+    assert pages[:3] == ["index.md", "install.md", "tutorial.md"]
+    assert "scheme: slate" in site
+    style = (DOCS / "stylesheets" / "extra.css").read_text()
+    assert "class: output" in site  # the mark that the style sheet wraps long lines by
+    assert re.search(r"pre\.output > code \{[^}]*white-space: pre-wrap", style)

@@ -330,6 +330,19 @@ def test_a_gpt_generates_in_bfloat16(backend: Any) -> None:
     np.testing.assert_allclose(chosen[np.arange(3), drawn[3:6]], chosen.max(axis=-1), atol=2.0**-6)
 
 
+@pytest.mark.parametrize("layer", [nn.Tanh(), nn.Sigmoid(), nn.SiLU(), nn.GELU(), nn.SwiGLU()])
+def test_activations_round_once(layer: Any) -> None:
+    x = np.random.default_rng(0).standard_normal((300, 400)).astype(ml_dtypes.bfloat16)
+    y, saved = layer.forward({}, x, nn.Context())
+    exact, exact_saved = layer.forward({}, x.astype("f4"), nn.Context())
+    np.testing.assert_array_equal(y, exact.astype(ml_dtypes.bfloat16))
+    dy = y.copy()
+    expected, _ = layer.backward_input({}, exact_saved, dy.astype("f4"))
+    dx, _ = layer.backward_input({}, saved, dy)
+    # What was saved is rounded, too, and the slope of a function of it changes as much.
+    np.testing.assert_allclose(dx.astype("f4"), expected, rtol=2.0**-6, atol=2.0**-7)
+
+
 @pytest.mark.parametrize("shape", [(3, 5), (40_000, 3)])
 def test_relu_of_bfloat16_keeps_nan(shape: tuple[int, int]) -> None:
     x = np.random.default_rng(0).standard_normal(shape).astype(ml_dtypes.bfloat16)

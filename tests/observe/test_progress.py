@@ -58,6 +58,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Terminal
 
 
 def run(stream: Any, clock: Clock, steps: int = 40, seconds: float = 1.0, **options: Any) -> None:
+    options = {"stamp": ""} | options
     with Progress(steps, stream=stream, clock=clock, unit="tokens/s", **options) as progress:
         for step in range(1, steps + 1):
             clock.now += seconds
@@ -65,6 +66,22 @@ def run(stream: Any, clock: Clock, steps: int = 40, seconds: float = 1.0, **opti
             if step % 25 == 0:
                 clock.now += 2.0
                 progress.validation(step, 0.5)
+
+
+def test_lines_in_a_file_begin_with_the_time(clock: Clock, terminal: Any) -> None:
+    stream = io.StringIO()
+    with Progress(2, stream=stream, clock=clock) as progress:
+        progress.announce("two steps")
+        progress.update(1, loss=0.5)
+        progress.validation(1, 0.25, accuracy=0.875)
+    lines = stream.getvalue().splitlines()
+    assert [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "at ", line) for line in lines] == [
+        "at two steps",
+        "at step 1/2  loss 0.5000  0:00 left",
+        "at step 1/2  loss 0.5000  validation loss 0.2500  accuracy 87.5%",
+    ]
+    run(stream := terminal(), clock, 1, live=False, stamp="%Y")
+    assert stream.getvalue().startswith("step 1/1")
 
 
 def test_plain_lines_first_at_most_one_an_interval_validations_last(clock: Clock) -> None:
@@ -85,7 +102,7 @@ def test_the_last_step_done_is_shown_when_a_run_ends_early(clock: Clock) -> None
     stream = io.StringIO()
 
     def interrupted() -> None:
-        with Progress(100, stream=stream, clock=clock) as progress:
+        with Progress(100, stream=stream, clock=clock, stamp="") as progress:
             for step in range(1, 6):
                 clock.now += 1
                 progress.update(step, loss=1.0, amount=1)
@@ -101,7 +118,7 @@ def test_the_last_step_done_is_shown_when_a_run_ends_early(clock: Clock) -> None
 
 def test_a_resumed_run_counts_its_own_steps_only(clock: Clock) -> None:
     stream = io.StringIO()
-    with Progress(100, start=90, stream=stream, clock=clock) as progress:
+    with Progress(100, start=90, stream=stream, clock=clock, stamp="") as progress:
         clock.now += 3
         progress.update(91, loss=1.0, amount=6)
     assert stream.getvalue() == "step  91/100  loss 1.0000  2 samples/s  0:27 left\n"
@@ -109,7 +126,7 @@ def test_a_resumed_run_counts_its_own_steps_only(clock: Clock) -> None:
 
 def test_throughput_is_of_the_last_seconds(clock: Clock) -> None:
     stream = io.StringIO()
-    with Progress(100, stream=stream, clock=clock, interval=0) as progress:
+    with Progress(100, stream=stream, clock=clock, stamp="", interval=0) as progress:
         clock.now += 1000  # compiling, say
         progress.update(1, loss=1.0, amount=10)
         for step in range(2, 40):
@@ -120,7 +137,7 @@ def test_throughput_is_of_the_last_seconds(clock: Clock) -> None:
 
 def test_without_amounts_there_is_no_throughput(clock: Clock) -> None:
     stream = io.StringIO()
-    with Progress(2, stream=stream, clock=clock) as progress:
+    with Progress(2, stream=stream, clock=clock, stamp="") as progress:
         clock.now += 1
         progress.update(1, loss=np.float32(0.25))
     assert stream.getvalue() == "step 1/2  loss 0.2500  0:01 left\n"
@@ -133,7 +150,7 @@ def test_disabled_prints_nothing(clock: Clock, capsys: pytest.CaptureFixture[str
 
 def test_a_validation_before_any_step(clock: Clock) -> None:
     stream = io.StringIO()
-    with Progress(2, stream=stream, clock=clock) as progress:
+    with Progress(2, stream=stream, clock=clock, stamp="") as progress:
         progress.validation(0, 5.5)
     assert stream.getvalue() == "step 0/2  validation loss 5.5000\n"
 

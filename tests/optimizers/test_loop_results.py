@@ -7,6 +7,7 @@ import pytest
 
 import mpishard as ms
 from mpishard.errors import MissingMemberError
+from mpishard.observe import read_metrics
 from mpishard.optimizers import FitType
 from mpishard.optimizers.loop.evaluation import Regression
 from mpishard.optimizers.loop.result import FitDetectionResult
@@ -102,9 +103,15 @@ def test_accuracy_of_classes(backend, strategy):
 
 
 @in_worlds(2)
-def test_accuracy_of_yes_or_no(backend):
+def test_accuracy_of_yes_or_no(backend, tmp_path):
     labels = (CLASSES > 0)[:, None].astype(float)
-    result = train(backend, ms.nn.LogisticRegression(4), **PARTS, **targets(labels))
+    file = tmp_path / "metrics.jsonl"
+    result = train(
+        backend, ms.nn.LogisticRegression(4), metrics=str(file), **PARTS, **targets(labels)
+    )
+    if backend.rank == 0:
+        rows = [row for row in read_metrics(file) if "validation_loss" in row]
+        assert rows[-1]["validation_accuracy"] == result.validation_result.stats["accuracy"]
     whole = ms.nn.LogisticRegression(4).with_parameters(result.model.get_parameters())
     right = whole.predict_classes(X[:9]) == labels[:9, 0]
     assert result.validation_result.stats["accuracy"] == right.mean()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -344,7 +346,9 @@ def test_a_black_box_without_a_loss_cannot_be_the_best(backend):
 
 def printed(capsys, **options):
     result = ms.run_in_threads(2, lambda backend: train(backend, progress=True, **options))[0][0]
-    return result, capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  \S", line) for line in lines)
+    return result, [line[21:] for line in lines]
 
 
 def test_the_last_line_says_why_the_run_stopped(capsys):

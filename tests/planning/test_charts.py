@@ -119,3 +119,11 @@ def test_picture_shows_each_operation(name):
     axes.texts.clear()
     charts._draw(axes, timeline, 0.01, charts._ROW)  # too narrow for numbers
     assert axes.texts == []
+
+
+def test_pictures_of_all_schedules_are_small(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "all.png"
+    lines = [simulate(schedule_by_name(name), 4, 8) for name in SCHEDULE_NAMES]
+    plot_timelines(path, lines)
+    assert path.stat().st_size < 150_000

@@ -316,7 +316,7 @@ def test_memory_under_a_launcher_is_refused():
 def test_a_batch_script_is_no_launcher():
     ended = job("just_init", 0, SLURM_NTASKS="8")
     assert ended.code == 0, ended
-    assert "InMemoryCommunicationBackend(rank 0 of 1)" in ended.out, ended
+    assert "InMemoryCommunicationBackend(rank 0 of 1, environment " in ended.out, ended
 
 
 @needs_mpi

@@ -270,7 +270,9 @@ class MPICommunicationBackend(CommunicationBackend):
     # ---------------------------------------------------------------------------------- waiting
 
     def _drive(self, work: Work) -> None:
-        job, _ = self._joined()
+        job = self._job
+        if job is None or not self._initialized:
+            raise self._not_ready_error()
         try:
             # Nothing is issued while this rank waits: what is alone now stays so.
             advance = work.advance if job.count_pending() == 1 else job.progress

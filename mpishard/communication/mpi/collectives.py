@@ -73,7 +73,7 @@ class Collectives:
                     return work.awaited is call
             raise AssertionError(call)
 
-        if not has_come():
+        if pending[0].awaited is not call:
             yield Condition(has_come)
 
     def open(

@@ -15,8 +15,9 @@ from __future__ import annotations
 import platform
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -240,8 +241,10 @@ class RingExchange:
         self._marks = [[(row[peer] + _MARK) // 8 for peer in peers] for row in self._rows]
         self._read = starts[rank] // 8
         self._reads = [starts[peer] // 8 for peer in peers]
-        self._fence = (starts[rank] + _FENCE) // 8
-        self._peer_fences = [(starts[peer] + _FENCE) // 8 for peer in peers]
+        fence = (starts[rank] + _FENCE) // 8
+        peer_fences = [(starts[peer] + _FENCE) // 8 for peer in peers]
+        self.fence: Callable[[], Waitable] = partial(Fence, self._numbers, fence, peer_fences)
+        """Be true when every rank has come to this fence. All ranks count them alike."""
         self._room = 0
         self._unsent: deque[Posted] = deque()
         self._posted: deque[Posted] = deque()
@@ -299,7 +302,3 @@ class RingExchange:
             self._bytes[start : start + ROW_BYTES] = posted.row
             self._numbers[(start + _MARK) // 8] = number
             self._unsent.popleft()
-
-    def fence(self) -> Waitable:
-        """Be true when every rank has come to this fence. All ranks count them alike."""
-        return Fence(self._numbers, self._fence, self._peer_fences)

@@ -143,7 +143,12 @@ class Job:
 
     def count_pending(self) -> int:
         """Number of collectives and messages under way, in all worlds."""
-        return sum(len(b._pending) + len(b._transfers) for b in self.backends())
+        count = 0
+        for reference in self._groups.values():
+            backend = reference()
+            if backend is not None:
+                count += len(backend._pending) + len(backend._transfers)
+        return count
 
     def progress(self) -> None:
         """Let the collectives of every world go on: a rank may wait in any of them."""

@@ -113,6 +113,7 @@ class Round:
         Not where ``is_local``: then this rank is alone.
         """
         before = self._samples
+        # The other ranks are not in this call.
         if is_local or self._axis.world_size == 1:
             self._samples += samples
             return before
@@ -144,6 +145,7 @@ class Round:
         own = np.array([self.passes + 0.5 * self.accumulates, mark])
         sums = backend.all_reduce(np.array([*own, *(own * own), *message]))
         total, weight, squared = (float(v) for v in fold(sums[4:]))
+        # (sum)^2 = N (sum of squares) holds only if all summands are equal (Cauchy-Schwarz).
         same = sums[:2] ** 2 == sums[2:4] * backend.world_size
         if not same[0]:
             raise ShardingError(
@@ -161,6 +163,7 @@ class Round:
         if not all(math.isfinite(v) for v in (total, weight, squared)):
             losses = []
             if not self._config.allow_nonfinite:
+                # All ranks see the same sums, so that all come here: another collective is safe.
                 losses = backend.all_gather(np.array([own_loss])).tolist()
             self.refuse_nonfinite(self._what_is_not_finite(losses), step)
         return total, weight, squared

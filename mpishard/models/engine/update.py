@@ -119,6 +119,7 @@ def descent(rate: float) -> Rule:
         scale = rate / report.weight
         for update in updates:
             parameters, gradients = update.parameters, update.gradients
+            # In chunks, because the product would be a temporary array as large as the gradient.
             length = chunk_length(parameters)
             for start in range(0, update.piece.length, length):
                 parameters[start : start + length] -= scale * gradients[start : start + length]

@@ -133,6 +133,7 @@ class MeshProgram(LayeredProgram):
         self.partition_log = layout.log
         self.kept = held.reused
         if len(layout.ranges) == 1 and self.micro_batch_count == 1 and self.units:
+            # Backward begins with the last unit: to gather it once more would be for nothing.
             self.kept |= {self.units[-1].index}
         self.chains = [
             LayerChain(held, *bounds, self.kept, self._recomputed(virtual, bounds[0]))
@@ -228,11 +229,13 @@ class MeshProgram(LayeredProgram):
     ) -> tuple[float, float]:
         loss = batch.loss
         assert loss is not None
+        # The ranks' logits are parts of the classes, and the loss adds up their sums.
         if self._splits_output:
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
         run = StageRun(self, parameters, batch.x, batch.context, gradients, batch.y, loss)
         self.last_record = self._executor(self.micro_batch_count).run(run)
         self._add_ties(gradients)
+        # One rank of a replica tells the loss, so that the sum over all ranks counts it once.
         return (run.total, run.weight) if self.replica.speaks else (0.0, 0.0)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
@@ -282,6 +285,7 @@ class MeshProgram(LayeredProgram):
         for name, ranks in self._shared.items():
             if len(ranks) == 1:
                 continue
+            # The pipeline itself serves if all its ranks hold it: a split makes a communicator.
             is_all = len(ranks) == pipeline.world_size
             group = pipeline if is_all else pipeline.split(0 if pipeline.rank in ranks else None)
             if group is not None and pipeline.rank in ranks:
@@ -294,6 +298,7 @@ class MeshProgram(LayeredProgram):
             if unit.index not in self.shared_units or unit.index in self.frozen_units:
                 continue
             name = self.shared_units[unit.index]
+            # Accumulated gradients are added up in the round's last pass, as those of replicas are.
             if gradients.sends_now and name in self._tie_groups:
                 self._tie_groups[name].all_reduce(gradients.gradient(unit))
             gradients.reduce(unit)
@@ -307,6 +312,7 @@ class MeshProgram(LayeredProgram):
     def copy(self) -> tuple[Program, Any]:
         program = copy.copy(self)
         program._model = self._copied_model()
+        # Chains refer to layers, and those of the copy are its own.
         program._hold()
         program.vector = self.vector
         return self._copied(program), program._model
@@ -395,10 +401,12 @@ class StageRun(IPipelineStage):
 
     def forward(self, virtual_stage: int, micro_batch: int, x: Array | None) -> Array | None:
         rows = self._rows.slice(micro_batch)
+        # The first stage has no sender: its input is the batch.
         if x is None:
             x = self._x[rows]
         context = self._context
         if context.training:
+            # Dropout's masks depend on the sample's place in the global batch alone.
             start = context.sample_start + rows.start
             context = replace(context, sample_start=start)
         chain = self._chain(virtual_stage)

@@ -163,6 +163,7 @@ class PlacedProgram(WholeProgram):
         self._model.fill_parameters(start, out)
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
+        # Buffers of a module, as running statistics: they are no parameters, and no store has them.
         for index, raw in enumerate(self._model.constants()):
             self._model.set_constant(index, backend.broadcast(raw, root=0))
 
@@ -174,6 +175,7 @@ class PlacedProgram(WholeProgram):
             for entry in entries_of(unit, self.entries)
         ]
         self._model.place_parameters(arrays, holder)
+        # The module needs whole tensors at any time: only shared memory holds them once per node.
         if parameters.once_per_node or parameters.backend.world_size == 1:
             return None
         return "because the ranks of a node share no memory here"
@@ -258,6 +260,7 @@ class Arrivals:
     def receive(self, index: int, gradient: Array) -> None:
         """Take the gradient of a parameter, and reduce what is complete."""
         unit = self._unit_of[index]
+        # A second gradient would come after its unit was reduced, and be lost.
         if index not in self._missing[unit]:
             raise ShardingError(
                 f"parameter {self._entries[index].name!r} got two gradients in one backward pass; "
@@ -266,6 +269,8 @@ class Arrivals:
             )
         self._missing[unit].remove(index)
         self._waiting[unit].append((index, gradient))
+        # One unit after the other: autograd's order may differ between ranks, the order of
+        # messages may not.
         while self._turn >= 0:
             self._write()
             if self._missing[self._turn]:
@@ -280,6 +285,7 @@ class Arrivals:
                 self._turn -= 1
                 continue
             target, is_new = self._opened()
+            # The store has not cleared the memory: what nobody wrote would be an old gradient.
             if is_new:
                 for index in self._missing[self._turn]:
                     target[self._place(index)] = 0

@@ -40,6 +40,7 @@ class ModelVector:
         """Give every rank the values of world rank 0. Collective. No rank holds two full units."""
         units = parameters.layout.units
         is_root = world.rank == 0
+        # One buffer for all units: rank 0 never holds two of them.
         full = np.empty(max(u.length for u in units) if is_root else 0, parameters.layout.dtype)
         for unit in units:
             values = None
@@ -62,6 +63,7 @@ class ModelVector:
         full = None
         if layout.backend.rank == root:
             full = layout.device.namespace.empty(layout.length, layout.dtype)
+        # What the owners alone hold is gathered, although the policy replicates it.
         is_sharded |= parameters.owners_only
         pieces = layout.pieces(sharded=is_sharded)
         for piece, owned in zip(pieces, parameters.owned(pieces), strict=True):
@@ -158,6 +160,7 @@ class RangeVector(ModelVector):
     @contextmanager
     def _own_values(self, parameters: ParameterStore) -> Iterator[Array]:
         layout = parameters.layout
+        # A rank may own nothing, and takes part in the collective nonetheless.
         if not layout.units:
             yield layout.device.namespace.empty(0, layout.dtype)
         for unit in layout.units:
@@ -207,8 +210,10 @@ class MeshVector(ModelVector):
 
     def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
         layout = parameters.layout
+        # The other replicas get their pieces from the first, when a unit is filled.
         begins = self._mesh.data_rank == 0
         buffers: dict[int, Array] = {}
+        # A unit may have parts of several layers: it is filled when the last of them has come.
         missing = {unit.index: unit.length for unit in layout.units}
         for entries in self._layers:
             start, stop = entries[0].start, entries[-1].stop
@@ -244,6 +249,7 @@ class MeshVector(ModelVector):
     def _reader(self, parameters: ParameterStore) -> Callable[[Slice], Array]:
         def read(held: Slice) -> Array:
             unit, place = _place_of(parameters.layout.units, held)
+            # A copy, because the buffer of a unit is used for the next one.
             values = parameters.unshard(unit)[place].copy()
             parameters.reshard(unit)
             return values

@@ -87,11 +87,15 @@ class ReLU(_Activation):
 class _SavedOutput(_Activation):
     """An activation whose slope is a function of its output, which it saves."""
 
+    computes_bfloat16 = True
+
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """``dy`` times the slope, in its place."""
         flat_dy, flat_y = dy.reshape(-1), saved.reshape(-1)
         for part in chunks(flat_dy):
-            flat_dy[part] *= self._slope(flat_y[part])
+            d = wide(flat_dy[part])
+            d *= self._slope(wide(flat_y[part]))
+            store(flat_dy[part], d)
         return flat_dy.reshape(dy.shape), None
 
     @abstractmethod
@@ -104,7 +108,13 @@ class Tanh(_SavedOutput):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Squash; saves y."""
-        y = array_namespace(x).tanh(x)
+        xp, flat_x = array_namespace(x), x.reshape(-1)
+        flat_y = xp.empty_like(flat_x)
+        for part in chunks(flat_x):
+            y_part = scratch(flat_y[part])
+            xp.tanh(wide(flat_x[part]), out=y_part)
+            store(flat_y[part], y_part)
+        y = flat_y.reshape(x.shape)
         return y, y if context.training else None
 
     def _slope(self, y: Array) -> Array:
@@ -120,7 +130,8 @@ class Sigmoid(_SavedOutput):
         flat_x = x.reshape(-1)
         flat_y = array_namespace(x).empty_like(flat_x)
         for part in chunks(flat_x):
-            sigmoid(flat_x[part], out=flat_y[part])
+            y_part = sigmoid(wide(flat_x[part]), out=scratch(flat_y[part]))
+            store(flat_y[part], y_part)
         y = flat_y.reshape(x.shape)
         return y, y if context.training else None
 

@@ -236,9 +236,13 @@ class TrainingRun:
         self.latest = self.step, found
         self.model.engine.record.validation_score = loss
         self.result.validation_history.append((self.step, loss))
-        self.progress.validation(self.step, loss)
+        of_classes = {"accuracy": found.stats["accuracy"]} if "accuracy" in found.stats else {}
+        self.progress.validation(self.step, loss, **of_classes)
         if self.metrics is not None:
-            self.metrics.write(step=self.step, time=self._elapsed(), validation_loss=loss)
+            self.metrics.write(
+                step=self.step, time=self._elapsed(), validation_loss=loss,
+                **{f"validation_{name}": value for name, value in of_classes.items()},
+            )  # fmt: skip
         return loss
 
     def _weigh(self, score: float) -> None:
