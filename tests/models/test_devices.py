@@ -190,7 +190,7 @@ def test_on_the_host_the_flags_change_nothing_and_say_so_once(problems, caplog):
 def test_ranks_on_different_devices_are_refused(problems, gpu):
     def body(backend):
         model = nn.MLP([2, 2], device="cuda" if backend.rank else "cpu")
-        with pytest.raises(ValueError, match="dtype or device differ"):
+        with pytest.raises(ValueError, match="by rank, device is cpu, cuda"):
             problems.STRATEGIES["ddp"][0](model, ShardingConfiguration(backend))
 
     run_in_threads(2, body)

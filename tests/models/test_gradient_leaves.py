@@ -407,10 +407,13 @@ def test_refused_as_clearly(problems: Any) -> None:
 
 
 def test_parameters_of_16_bits(problems: Any) -> None:
-    config = ms.ShardingConfiguration(ms.init("memory"), gradient_leaves=2)
-    model = ms.FunctionModel(problems.regression, np.zeros(12, np.float16))
-    with pytest.raises(ValueError, match="float32 or float64, got float16"):
-        ms.as_distributed(model, config, "ddp")
+    def body(backend: Any) -> None:
+        config = ms.ShardingConfiguration(backend, gradient_leaves=2)
+        model = ms.FunctionModel(problems.regression, np.zeros(12, np.float16))
+        with pytest.raises(ValueError, match="float32 or float64, got float16"):
+            ms.as_distributed(model, config, "ddp")
+
+    run_in_threads(1, body)
 
 
 # ----------------------------------------------------------------- what else decides the bits

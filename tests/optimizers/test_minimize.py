@@ -17,6 +17,7 @@ from scipy.optimize._dcsrch import DCSRCH
 
 import mpishard as ms
 from mpishard.errors import NonFiniteLossError, PeerError, Preempted
+from mpishard.observe import open_trace, summarize_trace, trace
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers import LBFGS
 from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
@@ -484,3 +485,13 @@ def test_frozen_parameters_stay(backend):
     changed = model.get_parameters() != before
     assert changed[-5:].all()
     assert not changed[:-5].any()
+
+
+def test_a_trace_has_a_step_for_each_evaluation(tmp_path):
+    def main(backend):
+        with trace(tmp_path / "trace", backend):
+            return ms.minimize(logistic, START, (X, Y), backend=backend)
+
+    found = ms.run_in_threads(2, main)[0]
+    summary = summarize_trace(open_trace(tmp_path / "trace"))
+    assert [rank.steps for rank in summary.ranks] == [found.nfev] * 2
