@@ -282,7 +282,7 @@ def test_one_warning_says_what_to_implement(
     def wrap(backend: Any, *mesh: int) -> Any:
         model = HybridShardedModel(
             problems.MODELS[kind](0), ShardingConfiguration(backend), *mesh, micro_batch_count=4,
-            schedule="1f1b", data_parallel_strategy=data,
+            data_parallel_strategy=data,
         )  # fmt: skip
         return model.get_model_metadata().properties, model.estimated_bubble_fraction
 
@@ -290,7 +290,7 @@ def test_one_warning_says_what_to_implement(
         found = run_in_threads(4, wrap, 2, 1, 2)
     (message,) = [record.getMessage() for record in caplog.records]
     for words in ("HybridShardedModel", "2 pipeline x 1 tensor x 2 data", "ILayeredModel",
-                  "computes the whole batch, in 4 micro-batches, in no schedule"):  # fmt: skip
+                  "each rank computes the whole batch, in 4 micro-batches"):  # fmt: skip
         assert words in message
     for properties, bubble in found:
         assert properties["ComputePartitioned"] is False
@@ -340,6 +340,14 @@ def test_a_black_box_computes_its_batch_in_micro_batches(backend: Any, mesh: Any
     counts = list(ShardLayout(len(mine), 3).sizes)
     assert (plain[0].seen, plain[1].seen) == ([len(mine)] * 4, [n for n in counts if n] * 4)
     assert repr(model).endswith("computed whole, 3 micro-batches)")
+
+
+def test_a_schedule_for_a_black_box_is_refused() -> None:
+    def wrap(backend: Any) -> None:
+        PipelineParallelModel(Ten(), ShardingConfiguration(backend), 2, schedule="1f1b")
+
+    with pytest.raises(ValueError, match=r"schedule 1F1B orders .* Ten is a black box, which each"):
+        run_in_threads(2, wrap)
 
 
 def test_recomputation_is_refused() -> None:

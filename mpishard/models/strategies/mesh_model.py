@@ -28,6 +28,7 @@ from mpishard.models.strategies.mesh_options import (
 from mpishard.models.wrapper.base import ShardedModelBase
 from mpishard.models.wrapper.wrapping import program_of, require_free
 from mpishard.pipeline import (
+    GPipeSchedule,
     IPipelinePartitionStrategy,
     IPipelineSchedule,
     RecomputeStrategy,
@@ -82,6 +83,12 @@ class MeshModel(ShardedModelBase):
                 "partition_strategy gives costs of layers, and "
                 f"{type(self._wrapped_model).__name__} is a black box without layers: give an "
                 "IPipelinePartitionStrategy, which deals its flat vector to the stages, or None"
+            )
+        if not (is_layered or isinstance(self._options.schedule, GPipeSchedule)):
+            raise ValueError(
+                f"schedule {self._options.schedule.name} orders the work of pipeline stages, and "
+                f"{type(self._wrapped_model).__name__} is a black box, which each rank computes "
+                "whole: give schedule=None, or a model that implements ILayeredModel (mpishard.nn)"
             )
         if self._recomputes and not is_layered:
             raise NotImplementedError(
@@ -185,7 +192,7 @@ class MeshModel(ShardedModelBase):
             return
         _log.warning(
             "%s: the optimizer state of %s is divided over %s ranks, and its computation is not: "
-            "each rank computes the whole batch, in %s, in no schedule and with all parameters, %s",
+            "each rank computes the whole batch, in %s and with all parameters, %s",
             type(self).__name__, type(self._wrapped_model).__name__, self.mesh.describe(),
             self._micro_batches_in_words(), reason,
         )  # fmt: skip
