@@ -216,6 +216,14 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(backend, shared_pa
         assert (done.nit, done.message) == (rest.nit, rest.message)
 
 
+@pytest.fixture
+def alone():
+    """The world of one that `minimize` makes without a backend; ended with the test."""
+    with ms.init():
+        yield
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_run_goes_on_at_another_world_size(tmp_path):
     whole = ms.minimize(logistic, START, (X, Y))
     for size, limit in ((3, 2), (1, 4), (2, 15_000)):
@@ -230,6 +238,7 @@ def test_a_run_goes_on_at_another_world_size(tmp_path):
     assert found[1].nit == whole.nit
 
 
+@pytest.mark.usefixtures("alone")
 def test_preemption_saves_the_run_and_the_same_call_goes_on(tmp_path, monkeypatch):
     def call(callback=None):
         return ms.minimize(logistic, START, (X, Y), checkpoint=tmp_path / "run", callback=callback)
