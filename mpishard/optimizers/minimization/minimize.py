@@ -120,12 +120,14 @@ def minimize(
 
     Examples
     --------
+    >>> import mpishard
     >>> import numpy as np
     >>> def fun(theta, x, y):
     ...     error = x @ theta - y
     ...     return np.mean(error**2), 2 * x.T @ error / len(x)
     >>> x = np.random.default_rng(0).standard_normal((100, 3))
-    >>> result = minimize(fun, np.zeros(3), (x, x @ [1.0, 2.0, 3.0]))
+    >>> with mpishard.init() as backend:
+    ...     result = minimize(fun, np.zeros(3), (x, x @ [1.0, 2.0, 3.0]), backend=backend)
     >>> result.x.round(4).tolist(), result.success
     ([1.0, 2.0, 3.0], True)
     """
