@@ -38,12 +38,18 @@ fi
 
 cd -- "$root"
 export OMP_NUM_THREADS=1
+# mpi4py looks for the MPI library in the environment that Python belongs to: the overlay has none.
+export PATH="$venv/bin:$PATH" LD_LIBRARY_PATH="$venv/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 files=(tests/torch tests/adapters/test_torch.py tests/examples/test_train_torch.py)
 [ $# = 0 ] || files=()
 "$torch_python" -m pytest -n 2 --dist worksteal -m 'not mpi' "${files[@]}" "$@" || failed=1
+# As in test.sh: among folders of earlier runs the ranks' pytests clear the same ones away.
+folders="$(mktemp -d)"
+trap 'rm -rf -- "$folders"' EXIT
 for size in 2 3; do
-    "$venv/bin/mpiexec" -n "$size" "$torch_python" -m pytest --with-mpi -m mpi \
+    PYTEST_DEBUG_TEMPROOT="$(mktemp -d -p "$folders")" \
+        "$venv/bin/mpiexec" -n "$size" "$torch_python" -m pytest --with-mpi -m mpi \
         -p no:cacheprovider -o timeout_method=thread "${files[@]}" "$@" </dev/null || failed=1
 done
 exit $failed
