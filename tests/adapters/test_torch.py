@@ -22,6 +22,8 @@ from mpishard.testing.worlds import in_worlds
 torch = pytest.importorskip(
     "torch", reason="PyTorch is not installed here; pip install 'mpishard[torch]'"
 )
+from torch_nets import GPT  # noqa: E402
+
 nn = torch.nn
 
 RATE = 1e-3
@@ -36,29 +38,6 @@ THEIRS = {
 by_path = pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)
 by_strategy = pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 by_rule = pytest.mark.parametrize("rule", ["sgd", "adamw"])
-
-
-class Transformer(nn.Module):
-    """One block between an embedding and a head that is tied to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.norm = nn.LayerNorm(8)
-        self.qkv = nn.Linear(8, 24, bias=False)
-        self.projection = nn.Linear(8, 8)
-        self.network = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Any) -> Any:
-        x = self.embedding(tokens)
-        q, k, v = (
-            p.unflatten(2, (2, 4)).transpose(1, 2) for p in self.qkv(self.norm(x)).split(8, 2)
-        )
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.projection(y.transpose(1, 2).flatten(2))
-        return self.head(x + self.network(x))
 
 
 class Branches(nn.Module):
@@ -84,7 +63,7 @@ def cross_entropy(logits: Any, targets: Any) -> Any:
 
 KINDS = {
     "mlp": (perceptron, nn.functional.mse_loss),
-    "transformer": (Transformer, cross_entropy),
+    "transformer": (GPT, cross_entropy),
 }
 
 
