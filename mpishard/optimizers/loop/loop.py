@@ -14,7 +14,7 @@ import numpy as np
 from mpishard import checkpoint
 from mpishard.checkpoint.format.consensus import together
 from mpishard.contracts import IFeatureAware
-from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
+from mpishard.data import Batch, Batches, GlobalBatchSampler, LocalBatchSampler, count_samples
 from mpishard.models import ShardedModelBase
 from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.metrics import MetricsWriter
@@ -101,6 +101,7 @@ class TrainingRun:
         self.metrics: MetricsWriter | None = None
         self.has_found_no_replicas = False
         self.progress: Progress
+        self.batches: Batches
         self.started = 0.0
         require_agreement(optimizer, model, data, self.order)
         self.user_state = UserState(data.user_state or {}, model.backend)
@@ -151,9 +152,17 @@ class TrainingRun:
             if self.data.epochs is not None and self.data.max_steps is not None:
                 self.progress.announce(self._length_in_words(self.data.epochs, self.data.max_steps))
             stack.enter_context(self.progress)
+            self.batches = stack.enter_context(
+                Batches(
+                    self.data.x_train, self.data.y_train, self.sampler,
+                    self.model.data_rank, self.model.data_size, steps=range(self.step, self.total),
+                    ahead=not self.data.user_state,
+                )
+            )  # fmt: skip
             with nullcontext() if self.checkpoints is None else self.checkpoints.running():
+                batches = iter(self.batches)
                 while self.step < self.total and not ends:
-                    ends = self._one_step()
+                    ends = self._one_step(next(batches))
             self._evaluate_end()
             self.result.iterations = self.step
             self.result.stopped_early = ends and self.step < self.total
@@ -165,16 +174,14 @@ class TrainingRun:
 
     # ------------------------------------------------------------------------------------- steps
 
-    def _one_step(self) -> bool:
+    def _one_step(self, batch: Batch) -> bool:
         """Make an update and the work due after it; return whether the run stops early."""
         data, model = self.data, self.model
         epoch, index = divmod(self.step, self.sampler.batches_per_epoch)
-        indices, sample_start = self.sampler.local(epoch, index, model.data_rank, model.data_size)
         rate = self.optimizer.get_current_learning_rate()
         report = self.optimizer.step_report(
-            model, take(data.x_train, indices), take(data.y_train, indices),
-            sample_start=sample_start,
-        )  # fmt: skip
+            model, batch.x, batch.y, sample_start=batch.sample_start
+        )
         self.step += 1
         self.result.loss_history.append(report.loss)
         self.result.weight += report.weight
@@ -328,9 +335,12 @@ class TrainingRun:
             sampler = LocalBatchSampler(self.lengths[part], data.batch_size, shuffle=False)
         else:
             sampler = GlobalBatchSampler(
-                len(x), data.batch_size, shuffle=False, leaves=self.model.gradient_leaves
+                count_samples(x), data.batch_size, shuffle=False, leaves=self.model.gradient_leaves
             )
-        return evaluate(self.model, x, y, sampler, keep_predictions=at_end and data.predictions)
+        self.batches.settle()  # one thread of a rank reads at a time
+        return evaluate(
+            self.model, x, y, sampler, keep_predictions=at_end and data.predictions, part=part
+        )
 
     # --------------------------------------------------------------------------------- positions
 
