@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpishard.communication import ReductionOperation
+from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.torch.module import ShardedModule, module_of, part_of
 from mpishard.torch.parameters import Part, SharedParameter
@@ -152,6 +153,7 @@ _NEEDS_WHOLE = (
 )
 
 
+@called_as("optimizer.step()")
 def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any) -> None:
     """Hook: all ranks have gradients, nobody reads parameters, and all will do the same."""
     if any(value is not None for value in (*args[1:], *kwargs.values())):  # args begin with made
@@ -179,6 +181,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
+@called_as("optimizer.step()")
 def _after_step(owners: list[ShardedModule], *_: Any) -> None:
     """Hook: let all ranks read what each has updated."""
     for owner in owners:
