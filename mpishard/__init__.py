@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         ZeRO3Model,
     )
     from mpishard.optimizers import (
+        AsyncSGDOptimizer,
         DDPOptimizer,
         FSDPOptimizer,
         GradientCompressionOptimizer,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncSGDOptimizer",
     "CommunicationBackend",
     "CommunicationManager",
     "DDPModel",
@@ -154,6 +156,7 @@ _ROOMS = {
         "ZeRO3Model",
     ),
     "optimizers": (
+        "AsyncSGDOptimizer",
         "DDPOptimizer",
         "FSDPOptimizer",
         "GradientCompressionOptimizer",

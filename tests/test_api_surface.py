@@ -69,6 +69,7 @@ SHARDED = f"""
 """
 SHARDED_BASE = f"""
     {SHARDED} owned_ranges check_replicas() accumulate(*, defer=False) unsharded(root=None)
+    loss_and_gradients(x, y) evaluate(x, y)
     _cached_full_parameters _local_shard _num_ops _shard_size _shard_start_index
     _wrapped_model_internal
     _initialize_sharding() _on_before_initialize_sharding() _invalidate_cache()

@@ -112,6 +112,7 @@ def test_what_every_rank_must_call_says_so(name):
         "train", "accumulate", "unsharded", "gather_full_parameters", "get_parameters",
         "set_parameters", "with_parameters", "compute_gradients", "apply_gradients", "predict",
         "synchronize_gradients", "serialize", "deserialize", "save_model", "load_model",
+        "loss_and_gradients", "evaluate",
     ):  # fmt: skip
         assert "ollective" in inspect.getdoc(getattr(getattr(ms, name), member)), member
 
