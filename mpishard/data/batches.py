@@ -91,6 +91,7 @@ class Batches:
         """End the thread, after the read that is under way: a file may be closed then."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+            self._ahead = None
 
     def settle(self) -> None:
         """Wait until the thread reads nothing: some files let one thread at a time read."""

@@ -26,7 +26,7 @@ from mpishard.models.strategies.mesh_options import (
     idle_axes,
 )
 from mpishard.models.wrapper.base import ShardedModelBase
-from mpishard.models.wrapper.wrapping import program_of, require_free
+from mpishard.models.wrapper.wrapping import program_of, require_bfloat16, require_free
 from mpishard.pipeline import (
     GPipeSchedule,
     IPipelinePartitionStrategy,
@@ -72,10 +72,7 @@ class MeshModel(ShardedModelBase):
 
     def _on_before_initialize_sharding(self) -> None:
         if self._config.precision is not None:
-            raise NotImplementedError(
-                f'precision="{self._config.precision}" is for ddp, zero1, zero2, zero3 and fsdp; '
-                "slices and stages do not compute in it yet: use one of these, or precision=None"
-            )
+            require_bfloat16(self._wrapped_model)  # before the ranks exchange anything
         is_layered = isinstance(self._wrapped_model, ILayeredModel)
         given = self._options.partition_strategy
         if not (is_layered or given is None or isinstance(given, IPipelinePartitionStrategy)):
@@ -178,7 +175,8 @@ class MeshModel(ShardedModelBase):
             self._options.sequence_parallel,
             self._options.checkpoint_config,
         )
-        return MeshProgram(model, self._config.minimum_parameter_group_size, choices)
+        size = self._config.minimum_parameter_group_size
+        return MeshProgram(model, size, choices, mixed=self._config.precision is not None)
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
         engine = super()._build_engine(program, arena=arena)

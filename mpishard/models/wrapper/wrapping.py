@@ -121,8 +121,9 @@ def require_bfloat16(model: Any) -> None:
     without = sorted({type(leaf).__name__ for one in model.layers for leaf in _without(one)})
     if without:
         raise NotImplementedError(
-            f"{refused}has layers that do not compute in bfloat16 yet: {', '.join(without)}; leave "
-            "precision=None"
+            f"{refused}has layers without bfloat16: {', '.join(without)}; give a layer of your own "
+            "computes_bfloat16 = True if it adds up and rounds as docs/mixed-precision.md says, or "
+            "leave precision=None"
         )
 
 
