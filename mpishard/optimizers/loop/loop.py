@@ -178,7 +178,8 @@ class TrainingRun:
         self.step += 1
         self.result.loss_history.append(report.loss)
         self.result.weight += report.weight
-        self.epoch_sums += (report.loss * report.weight, report.weight)
+        if report.weight:  # this rank's, if it does not wait for the others
+            self.epoch_sums += (report.loss * report.weight, report.weight)
         self.progress.update(self.step, loss=report.loss, amount=report.weight)
         if self.metrics is not None:
             self.metrics.write(
@@ -210,7 +211,7 @@ class TrainingRun:
         return ends
 
     def _save_where_due(self, checkpoints: RunCheckpoints, *, is_last: bool) -> None:
-        is_preempted = checkpoints.is_preempted()
+        is_preempted = self.optimizer.should_sync(self.step) and checkpoints.is_preempted()
         if is_preempted or checkpoints.is_due(self.step, is_last=is_last):
             self.optimizer.settle()
             checkpoints.save(
@@ -223,7 +224,7 @@ class TrainingRun:
 
     def _finish_epoch(self) -> float | None:
         """Record the mean loss of the epoch under way, unless its weight is 0."""
-        total, weight = self.epoch_sums
+        total, weight = self.optimizer.sum_over_reports(self.epoch_sums)
         if not weight:
             return None
         self.result.fitness_history.append(float(total / weight))
