@@ -383,7 +383,8 @@ class _StaleState(ModelState):
 
     def _apply(self) -> None:
         weight, self._arrived, self._weight = self._weight, 0, 0.0
-        if not weight:  # no rank had a sample
+        if not weight:  # no samples; it counts, so that all owners count alike
+            self.steps += 1
             return
         engine = self.model.engine
         starts, position = {}, 0
