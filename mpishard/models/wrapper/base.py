@@ -315,7 +315,17 @@ class ShardedModelBase(IShardedModel):
         -------
         float
             The mean loss over all ranks' samples, before the update.
+
+        Raises
+        ------
+        ShardingError
+            If an optimizer applies this model's gradients some steps later.
         """
+        if self.engine.gradients.is_late:
+            raise ShardingError(
+                f"{self.engine.gradients_user} has gradients of this model under way: train with "
+                "its step(), or call its reset() first"
+            )
         rate = self._config.learning_rate
         if not self._said_train and self.rank == 0:
             _log.info("train: plain gradient descent with learning rate %g", rate)
