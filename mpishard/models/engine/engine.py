@@ -115,7 +115,7 @@ class Engine:
         self.world = config.communication_backend
         self._config = config
         self._make_gradients = self._first_gradients = make_gradients
-        self.is_compressed = False
+        self.gradients_user: str | None = None  # the class of an optimizer with a store of its own
         self.state_layout = state_layout
         self._stage = stage
         self.replica = program.replica
@@ -150,10 +150,12 @@ class Engine:
         self.gradients = self._make_gradients(layout)
         self.pieces = UpdatePieces.of(self.program, layout, self.policy, self.leaves)
 
-    def compress(self, make_gradients: Callable[[StoreLayout], GradientStore] | None) -> None:
-        """Let gradients lie in another store, or with None in their first one again. Collective."""
+    def lend_gradients(
+        self, user: str | None, make_gradients: Callable[[StoreLayout], GradientStore] | None = None
+    ) -> None:
+        """Let gradients lie in a store of ``user``, or with None in their first one. Collective."""
         self._make_gradients = make_gradients or self._first_gradients
-        self.is_compressed = make_gradients is not None
+        self.gradients_user = user
         self.freeze(self.program.frozen)
 
     def sum_over_owners(self, vector: Array) -> Array:

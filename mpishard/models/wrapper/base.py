@@ -127,7 +127,7 @@ class ShardedModelBase(IShardedModel):
         require_same_on_all_ranks(program, self.strategy, self._config)
         self._engine: Engine | None = self._build_engine(program)
         say_what_is_ignored(self._config, program.device)
-        say_what_is_slow(self._config)
+        say_what_is_slow(self._config, program)
         if self.gradient_leaves is not None:
             say_what_may_differ(self._config)
         program.vector.deal(self.engine.parameters, self.backend, program.fill)
@@ -315,7 +315,17 @@ class ShardedModelBase(IShardedModel):
         -------
         float
             The mean loss over all ranks' samples, before the update.
+
+        Raises
+        ------
+        ShardingError
+            If an optimizer applies this model's gradients some steps later.
         """
+        if self.engine.gradients.is_late:
+            raise ShardingError(
+                f"{self.engine.gradients_user} has gradients of this model under way: train with "
+                "its step(), or call its reset() first"
+            )
         rate = self._config.learning_rate
         if not self._said_train and self.rank == 0:
             _log.info("train: plain gradient descent with learning rate %g", rate)
