@@ -206,8 +206,10 @@ class _OptimizerView:
     def __init__(self, owner: ShardedModule, optimizer: Any) -> None:
         self._owner = owner
         self._optimizer = optimizer
-        self._prefix = f"optimizer/{type(optimizer).__name__}/"
         parts = parts_of(optimizer)
+        rule = getattr(optimizer, "rule", None)
+        name = type(optimizer).__name__ if rule is None else f"mpishard.{type(rule).__name__}"
+        self._prefix = f"optimizer/{name}/"
         self._parts: list[Part] = [part for _, part in numbered_parts(parts, optimizer)]
         strange = [part.entry.name for part in self._parts if part.owner is not owner]
         if strange:

@@ -15,6 +15,7 @@ import torch
 from mpishard.adapters.torch import check_module
 from mpishard.arrays import Array, reuse_freed_memory
 from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.placed_program import Arrivals, entries_of
@@ -175,6 +176,7 @@ class ShardedModule:
 
     # ----------------------------------------------------------------------------- backward passes
 
+    @called_as("backward()")
     def _receive(self, place: int, parameter: Any) -> None:
         """Hook: autograd has the gradient of a parameter."""
         gradient = native_gradient.__get__(parameter)
@@ -236,6 +238,7 @@ class ShardedModule:
     def _trained_pieces(self) -> list[Any]:
         return [p for p in self.layout.pieces() if p.unit.index not in self.layout.frozen]
 
+    @called_as("backward()")
     def _end(self) -> None:
         """Callback: the backward pass has ended on this rank."""
         assert self._arrivals is not None
