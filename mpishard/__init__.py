@@ -13,7 +13,7 @@ from mpishard import blas  # isort: skip  # noqa: F401 - before NumPy is loaded
 from mpishard import settings
 
 if TYPE_CHECKING:
-    from mpishard import checkpoint, contracts, data, nn, optimizers, pipeline, tensor
+    from mpishard import callbacks, checkpoint, contracts, data, nn, optimizers, pipeline, tensor
     from mpishard.adapters import FunctionModel
     from mpishard.communication import (
         CommunicationBackend,
@@ -107,6 +107,7 @@ __all__ = [
     "as_distributed",
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
+    "callbacks",
     "checkpoint",
     "contracts",
     "data",

@@ -120,7 +120,8 @@ INPUT_DATA = (
     "seed=0, shuffle=True, drop_last=False, validate_every=None, patience=None, tolerance=0.0, "
     "keep_best=None, training_statistics=False, predictions=False, checkpoint=None, "
     "checkpoint_every=None, keep_last=2, keep_every=None, checkpoint_async=False, resume=None, "
-    "user_state=None, digest_every=None, progress=True, throughput_unit='samples', metrics=None)"
+    "user_state=None, digest_every=None, progress=True, throughput_unit='samples', metrics=None, "
+    "callbacks=())"
 )
 
 # Class, how it is made (or nothing, of an interface), members.

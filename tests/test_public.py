@@ -26,7 +26,7 @@ PROMISED = {
     "ShardedModelBase", "ShardedOptimizerBase", "ShardingConfiguration", "as_distributed",
     "checkpoint", "init", "launch", "nn", "optimizers", "run_in_threads",
 }  # fmt: skip
-ROOMS = (ms, ms.nn, ms.optimizers, ms.checkpoint, ms.data)
+ROOMS = (ms, ms.nn, ms.optimizers, ms.callbacks, ms.checkpoint, ms.data)
 
 
 PUBLIC = [

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import mpishard as ms
+from mpishard.callbacks import preemption
+from mpishard.callbacks.preemption import PREEMPTING_SIGNALS, Preemption
 from mpishard.errors import NonFiniteLossError, Preempted
-from mpishard.optimizers.loop import preemption
-from mpishard.optimizers.loop.preemption import PREEMPTING_SIGNALS, Preemption
 
 SAMPLES, BATCH = 24, 8
 

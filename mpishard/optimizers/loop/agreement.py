@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpishard.arrays import Array
+from mpishard.callbacks.run import names_of
 from mpishard.checkpoint.format.consensus import differences, together
 from mpishard.checkpoint.format.protocol import CheckpointableOptimizer
 from mpishard.communication import CommunicationBackend
@@ -197,6 +198,7 @@ def require_agreement(
         **shared_choices(model.sharding_configuration),
         "metrics": data.metrics is not None,
         "user_state": sorted(data.user_state or ()),
+        "callbacks": names_of(data.callbacks),
         "validation": data.x_validation is not None,
         "test": data.x_test is not None,
         **optimizer.wrapped_optimizer.fingerprint(),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from mpishard.arguments import as_flag, as_integer, as_number, check_path
+from mpishard.callbacks.run import check_callbacks
 from mpishard.contracts import PathLike
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset
 from mpishard.optimizers.loop.user_state import check_user_state
@@ -102,6 +103,10 @@ class OptimizationInputData:
         Unit of a loss's weight: "samples", or "tokens" if each token has a loss.
     metrics : path, optional
         File of JSON lines, one per step and evaluation, written by rank 0.
+    callbacks : list
+        Objects that are called at the run's start, steps, evaluations, checkpoints and end, in
+        this order, on every rank (`mpishard.callbacks`). The state of those with ``state_dict``
+        and ``load_state_dict`` is saved and restored, as that of ``user_state``.
     """
 
     model: Any = None
@@ -135,6 +140,7 @@ class OptimizationInputData:
     progress: bool = True
     throughput_unit: str = "samples"
     metrics: PathLike | None = None
+    callbacks: Sequence[Any] = ()
 
     def __repr__(self) -> str:
         """The number of samples of each data set, and the choices that are not the defaults."""
@@ -188,6 +194,7 @@ class OptimizationInputData:
             raise ValueError(f"tolerance {self.tolerance} needs patience, which it is part of")
         if self.user_state is not None:
             check_user_state(self.user_state)
+        check_callbacks(self.callbacks)
         if self.checkpoint is None:
             self._refuse_without_checkpoint()
         if self.validate_every is not None and self.x_validation is None:

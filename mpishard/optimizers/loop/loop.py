@@ -6,20 +6,24 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpishard import checkpoint
+from mpishard.callbacks.run import Record, Run, names_of
+from mpishard.callbacks.stopping import EarlyStopping
+from mpishard.callbacks.writers import JSONLines, ProgressLine
 from mpishard.checkpoint.format.consensus import together
 from mpishard.contracts import IFeatureAware
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
 from mpishard.models import ShardedModelBase
 from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.metrics import MetricsWriter
-from mpishard.observe.progress import Progress
 from mpishard.optimizers.loop.agreement import LoopOptimizer, require_agreement
+from mpishard.optimizers.loop.best import BestParameters
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.evaluation import DatasetResult, evaluate
 from mpishard.optimizers.loop.result import FitDetectionResult, OptimizationResult
@@ -30,7 +34,6 @@ from mpishard.optimizers.loop.saving import (
     checkpoint_to_resume,
     order_of_samples,
 )
-from mpishard.optimizers.loop.stopping import BestParameters, EarlyStopping
 from mpishard.optimizers.loop.user_state import UserState
 
 __all__ = ["TrainingRun"]
@@ -98,17 +101,31 @@ class TrainingRun:
         self.stopping = EarlyStopping(data.patience, data.tolerance)
         self.best = BestParameters(model) if data.keeps_best else None
         self.latest: tuple[int, DatasetResult] | None = None  # evaluation of this run
-        self.metrics: MetricsWriter | None = None
         self.has_found_no_replicas = False
-        self.progress: Progress
         self.started = 0.0
         require_agreement(optimizer, model, data, self.order)
-        self.user_state = UserState(data.user_state or {}, model.backend)
-        self.checkpoints = None if data.checkpoint is None else RunCheckpoints(data, model.backend)
+        states = {
+            f"callback {name}": callback
+            for name, callback in zip(names_of(data.callbacks), data.callbacks, strict=True)
+            if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
+        }
+        self.user_state = UserState({**(data.user_state or {}), **states}, model.backend)
+        self.checkpoints = None
+        if data.checkpoint is not None:
+            self.checkpoints = RunCheckpoints(data, model.backend, self._tell_saved)
         own = None if self.checkpoints is None else self.checkpoints.folder
         resumed = checkpoint_to_resume(data, model.backend, own)
         if resumed is not None:
             self._resume(resumed)
+        self.record = Record(self.step)
+        callbacks = [self.stopping, *data.callbacks]
+        if model.rank == 0:  # the short forms come last: they write what the others log
+            callbacks += [JSONLines(data.metrics)] if data.metrics is not None else []
+            callbacks += [ProgressLine()] if data.progress else []
+        self.hooks = Run(
+            callbacks, model.backend, model=model, total_steps=self.total,
+            unit=data.throughput_unit, can_save=data.checkpoint is not None,
+        )  # fmt: skip
         if self.step < self.total:
             with together(model.backend):  # a schedule may be a table, and too short
                 last = optimizer.steps + self.total - self.step - 1
@@ -137,28 +154,24 @@ class TrainingRun:
         ends = self.stopping.is_exhausted
         if self.checkpoints is not None and self.step < self.total and not ends:
             self.checkpoints.reserve(self.model, self.optimizer, keeps_best=self.best is not None)
+        hooks, data = self.hooks, self.data
+        if data.epochs is not None and data.max_steps is not None:
+            hooks.announcement = self._length_in_words(data.epochs, data.max_steps)
         with ExitStack() as stack:
-            if is_root and self.data.metrics is not None:
-                self.metrics = stack.enter_context(
-                    MetricsWriter(Path(self.data.metrics), resume_step=self.step)
-                )
-            self.progress = Progress(
-                self.total,
-                start=self.step,
-                unit=f"{self.data.throughput_unit}/s",
-                enabled=is_root and self.data.progress,
-            )
-            if self.data.epochs is not None and self.data.max_steps is not None:
-                self.progress.announce(self._length_in_words(self.data.epochs, self.data.max_steps))
-            stack.enter_context(self.progress)
+            hooks.enter(stack)
+            if data.callbacks:  # on all ranks
+                self.model.engine.round.wishes = hooks.wishes
+                stack.callback(setattr, self.model.engine.round, "wishes", None)
+            hooks.call("on_start", self.record)
             with nullcontext() if self.checkpoints is None else self.checkpoints.running():
                 while self.step < self.total and not ends:
                     ends = self._one_step()
             self._evaluate_end()
             self.result.iterations = self.step
             self.result.stopped_early = ends and self.step < self.total
-            if self.result.stopped_early:
-                self.progress.conclude(self._end_in_words())
+            if self.result.stopped_early and not hooks.ending:
+                hooks.ending = self._end_in_words()
+            hooks.call("on_stop", self.record)
         self.result.seconds = time.perf_counter() - self.started
         self._conclude()
         return self.result
@@ -170,6 +183,7 @@ class TrainingRun:
         data, model = self.data, self.model
         epoch, index = divmod(self.step, self.sampler.batches_per_epoch)
         indices, sample_start = self.sampler.local(epoch, index, model.data_rank, model.data_size)
+        began = time.perf_counter()
         rate = self.optimizer.get_current_learning_rate()
         report = self.optimizer.step_report(
             model, take(data.x_train, indices), take(data.y_train, indices),
@@ -179,12 +193,14 @@ class TrainingRun:
         self.result.loss_history.append(report.loss)
         self.result.weight += report.weight
         self.epoch_sums += (report.loss * report.weight, report.weight)
-        self.progress.update(self.step, loss=report.loss, amount=report.weight)
-        if self.metrics is not None:
-            self.metrics.write(
-                step=self.step, time=self._elapsed(), epoch=epoch, loss=report.loss,
-                learning_rate=rate, gradient_norm=report.gradient_norm, weight=report.weight,
+        stops, saves = self.hooks.wishes.take() if data.callbacks else (False, False)
+        if self.hooks.listens_to_steps:
+            now = time.perf_counter()
+            self.record = Record(
+                self.step, epoch, report.loss, report.weight, rate, report.gradient_norm,
+                now - self.started, now - began, model.memory.total,
             )  # fmt: skip
+            self.hooks.call("on_step", self.record)
         if data.digest_every is not None and self.step % data.digest_every == 0:
             compared = model.check_replicas()
             if not compared and not self.has_found_no_replicas and model.rank == 0:
@@ -205,13 +221,21 @@ class TrainingRun:
             self._weigh(score)
             asked_to = self.optimizer.should_early_stop()  # collective: every rank must ask
             ends = asked_to or self.stopping.is_exhausted
+            if data.callbacks:  # an evaluation's wishes need not wait for the next step
+                wishes = self.hooks.wishes
+                wishes.exchanged(model.backend.all_reduce(np.array(wishes.own)))
+                at_once = wishes.take()
+                stops, saves = stops or at_once[0], saves or at_once[1]
+        if stops and not ends and self.step < self.total:
+            self.hooks.stopped(self.step)
+        ends = ends or stops
         if self.checkpoints is not None:
-            self._save_where_due(self.checkpoints, is_last=ends or self.step == self.total)
+            self._save_where_due(self.checkpoints, saves or ends or self.step == self.total)
         return ends
 
-    def _save_where_due(self, checkpoints: RunCheckpoints, *, is_last: bool) -> None:
+    def _save_where_due(self, checkpoints: RunCheckpoints, is_asked: bool) -> None:
         is_preempted = checkpoints.is_preempted()
-        if is_preempted or checkpoints.is_due(self.step, is_last=is_last):
+        if is_preempted or checkpoints.is_due(self.step, is_last=is_asked):
             self.optimizer.settle()
             checkpoints.save(
                 self.step, self.model, self.optimizer, self.best, {LOOP: self._position()}
@@ -219,6 +243,8 @@ class TrainingRun:
         else:
             checkpoints.poll()
         if is_preempted:
+            checkpoints.finish()
+            self.hooks.call("on_stop", self.record)
             checkpoints.leave(self.step, self.total)
 
     def _finish_epoch(self) -> float | None:
@@ -236,19 +262,23 @@ class TrainingRun:
         self.latest = self.step, found
         self.model.engine.record.validation_score = loss
         self.result.validation_history.append((self.step, loss))
-        of_classes = {"accuracy": found.stats["accuracy"]} if "accuracy" in found.stats else {}
-        self.progress.validation(self.step, loss, **of_classes)
-        if self.metrics is not None:
-            self.metrics.write(
-                step=self.step, time=self._elapsed(), validation_loss=loss,
-                **{f"validation_{name}": value for name, value in of_classes.items()},
-            )  # fmt: skip
         return loss
 
     def _weigh(self, score: float) -> None:
-        if self.stopping.observe(self.step, score) and self.best is not None:
+        """Let the callbacks judge an evaluation, and keep the best parameters."""
+        validation = {}
+        if self.latest is not None and self.latest[0] == self.step:
+            stats = self.latest[1].stats
+            validation = {name: stats[name] for name in ("loss", "accuracy") if name in stats}
+        self.record = replace(self.record, step=self.step)
+        found = replace(self.record, score=score, validation=validation)
+        self.hooks.call("on_evaluate", found)
+        if self.best is not None and self.stopping.best_step == self.step:
             self.optimizer.settle()
             self.best.keep()
+
+    def _tell_saved(self, folder: Path) -> None:
+        self.hooks.call("on_checkpoint", replace(self.record, step=self.step, checkpoint=folder))
 
     def _length_in_words(self, epochs: int, max_steps: int) -> str:
         steps = epochs * self.sampler.batches_per_epoch
@@ -266,9 +296,6 @@ class TrainingRun:
             f": best {kind} loss {best.best_score:.4f} after step {best.best_step}"
         )  # fmt: skip
         return f"stopped early after step {self.step} of {self.total}{found}"
-
-    def _elapsed(self) -> float:
-        return time.perf_counter() - self.started
 
     # --------------------------------------------------------------------------------------- end
 
@@ -341,7 +368,7 @@ class TrainingRun:
             "epoch_sums": self.epoch_sums.tolist(),
             "fitness_history": self.result.fitness_history,
             "validation_history": self.result.validation_history,
-            "stopping": self.stopping.position(),
+            "stopping": self.stopping.state_dict(),
             "order": self.order,
             "user_state": self.user_state.position(),
         }
@@ -359,7 +386,7 @@ class TrainingRun:
                                           position["validation_history"]]  # fmt: skip
         # A best score is of no use without its parameters: then the search begins anew.
         if self.best is None or holds_best:
-            self.stopping.restore(position["stopping"])
+            self.stopping.load_state_dict(position["stopping"])
         if self.model.rank == 0:
             if self.step < self.total:
                 _log.info("going on after step %d of %d from %s", self.step, self.total, path)
