@@ -61,6 +61,14 @@ class LoopOptimizer(CheckpointableOptimizer, Protocol):
         """Make the model one on all ranks, before it is evaluated or saved. Collective."""
         ...
 
+    def should_sync(self, iteration: int) -> bool:
+        """Return whether the ranks may be asked for something after ``iteration`` steps."""
+        ...
+
+    def sum_over_reports(self, sums: Array) -> Array:
+        """Return what the reports of all ranks add up to. Collective if each has its own."""
+        ...
+
     def step_report(
         self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int | None = None
     ) -> StepReport:
