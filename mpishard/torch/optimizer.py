@@ -182,6 +182,7 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
     for owner in owners:
         owner.require_reduced("step()")
         owner.require_placed()
+        owner.let_go()
     settings = [
         sorted((n, str(_plain(v))) for n, v in group.items() if n not in ("params", "param_names"))
         for group in made.param_groups

@@ -306,8 +306,9 @@ def test_state_dicts_are_pytorchs_own_both_ways(backend, strategy):
     backend.barrier()
 
 
+@pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
 @in_worlds(2)
-def test_a_copy_of_a_sharded_model_is_a_plain_one(backend):
+def test_a_copy_of_a_sharded_model_is_a_plain_one(backend, path):
     model, _ = start("fsdp")
     copied = copy.deepcopy(model)
     buffer = io.BytesIO()
