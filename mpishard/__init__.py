@@ -13,7 +13,7 @@ from mpishard import blas  # isort: skip  # noqa: F401 - before NumPy is loaded
 from mpishard import settings
 
 if TYPE_CHECKING:
-    from mpishard import checkpoint, contracts, data, nn, optimizers, pipeline, tensor
+    from mpishard import callbacks, checkpoint, contracts, data, nn, optimizers, pipeline, tensor
     from mpishard.adapters import FunctionModel
     from mpishard.communication import (
         CommunicationBackend,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         ZeRO3Model,
     )
     from mpishard.optimizers import (
+        AsyncSGDOptimizer,
         DDPOptimizer,
         FSDPOptimizer,
         GradientCompressionOptimizer,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncSGDOptimizer",
     "CommunicationBackend",
     "CommunicationManager",
     "DDPModel",
@@ -105,6 +107,7 @@ __all__ = [
     "as_distributed",
     "as_distributed_for_high_bandwidth",
     "as_distributed_for_low_bandwidth",
+    "callbacks",
     "checkpoint",
     "contracts",
     "data",
@@ -153,6 +156,7 @@ _ROOMS = {
         "ZeRO3Model",
     ),
     "optimizers": (
+        "AsyncSGDOptimizer",
         "DDPOptimizer",
         "FSDPOptimizer",
         "GradientCompressionOptimizer",

@@ -105,22 +105,24 @@ def store(place: Array, values: Array) -> None:
 
 
 def added(a: Array, b: Array, out: Array | None = None) -> Array:
-    """``a + b``, of one shape; bfloat16 is added in float32, and rounded once.
+    """``a + b``; bfloat16 is added in float32, and rounded once.
 
     Parameters
     ----------
     a, b : Array
-        Arrays of one shape and dtype.
+        Arrays of one dtype. ``b`` has the shape of ``a``, or of its last dims.
     out : Array, optional
         Result; may be ``a``. A new array if not given.
     """
     if not is_bfloat16(a):
         return array_namespace(a).add(a, b, out=out)
     total = np.empty(a.shape, a.dtype) if out is None else out
-    flat_a, flat_b, flat_total = a.reshape(-1), b.reshape(-1), total.reshape(-1)
+    is_row = b.size != a.size  # added to each row of a
+    shape = (-1, b.size) if is_row else -1
+    flat_a, flat_b, flat_total = a.reshape(shape), b.reshape(-1), total.reshape(shape)
     for part in chunks(flat_a):
         values = widened(flat_a[part])
-        values += widened(flat_b[part])
+        values += widened(flat_b if is_row else flat_b[part])
         round_into(flat_total[part], values)
     return total
 

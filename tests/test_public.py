@@ -26,7 +26,7 @@ PROMISED = {
     "ShardedModelBase", "ShardedOptimizerBase", "ShardingConfiguration", "as_distributed",
     "checkpoint", "init", "launch", "nn", "optimizers", "run_in_threads",
 }  # fmt: skip
-ROOMS = (ms, ms.nn, ms.optimizers, ms.checkpoint, ms.data)
+ROOMS = (ms, ms.nn, ms.optimizers, ms.callbacks, ms.checkpoint, ms.data)
 
 
 PUBLIC = [
@@ -112,6 +112,7 @@ def test_what_every_rank_must_call_says_so(name):
         "train", "accumulate", "unsharded", "gather_full_parameters", "get_parameters",
         "set_parameters", "with_parameters", "compute_gradients", "apply_gradients", "predict",
         "synchronize_gradients", "serialize", "deserialize", "save_model", "load_model",
+        "loss_and_gradients", "evaluate",
     ):  # fmt: skip
         assert "ollective" in inspect.getdoc(getattr(getattr(ms, name), member)), member
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import TextIO
 
@@ -23,13 +24,13 @@ class LiveLine:
     ----------
     stream : text file
         A terminal, or a pipe to a launcher whose output is one.
-    total_steps : int
-        Steps at which the bar is full.
+    total_steps : float
+        Steps at which the bar is full; infinity if nobody knows: there is no bar then.
     columns : int, optional
         Width of the launcher's terminal; default that of ``stream``.
     """
 
-    def __init__(self, stream: TextIO, total_steps: int, columns: int | None) -> None:
+    def __init__(self, stream: TextIO, total_steps: float, columns: int | None) -> None:
         self._total = total_steps
         self._console = _PatientConsole(
             file=stream, force_terminal=True, force_jupyter=False, width=columns
@@ -57,7 +58,7 @@ class LiveLine:
         left, right = Text(position), Text(words)
         width = self._console.width
         space = width - left.cell_len - right.cell_len - 5
-        if space < _BAR // 3:  # there is no room for a bar
+        if space < _BAR // 3 or self._total == math.inf:  # there is no room for a bar, or no end
             line = Text("  ").join([left, right])
             line.truncate(max(1, width - 1), overflow="crop")
             line.no_wrap = True

@@ -57,7 +57,7 @@ class MetricsWriter:
             if it is not given: since the file was opened, and on top of the last time in a file
             that is continued. Infinities and NaN, which JSON does not know, become null.
         """
-        values.setdefault("time", round(time.monotonic() - self._began, 3))
+        values.setdefault("time", round(time.monotonic() - self._began, 6))
         record = {"step": int(step), **{name: _plain(value) for name, value in values.items()}}
         self._stream.write(json.dumps(record, allow_nan=False) + "\n")
         self._stream.flush()

@@ -32,8 +32,8 @@ class Progress:
 
     Parameters
     ----------
-    total_steps : int
-        Steps of the whole run, those before ``start`` included.
+    total_steps : int or None
+        Steps of the whole run, those before ``start`` included; None if nobody knows.
     start : int
         Steps that a resumed run has behind it.
     unit : str
@@ -65,7 +65,7 @@ class Progress:
 
     def __init__(
         self,
-        total_steps: int,
+        total_steps: int | None,
         *,
         start: int = 0,
         unit: str = "samples/s",
@@ -76,7 +76,7 @@ class Progress:
         stamp: str = "%Y-%m-%d %H:%M:%S  ",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total = total_steps
+        self._total = math.inf if total_steps is None else total_steps
         self._start = start
         self._step = start
         self._unit = unit
@@ -173,6 +173,8 @@ class Progress:
     # ------------------------------------------------------------------------------------- words
 
     def _position(self) -> str:
+        if self._total == math.inf:
+            return f"step {self._step}"
         return f"step {self._step:{len(str(self._total))}}/{self._total}"
 
     def _losses(self) -> list[str]:
@@ -187,7 +189,7 @@ class Progress:
         done, elapsed = self._step - self._start, self._now - self._began
         if self._step >= self._total:
             words.append(f"{_duration(elapsed)} in all")
-        elif done > 0:
+        elif done > 0 and self._total < math.inf:
             words.append(f"{_duration(elapsed / done * (self._total - self._step))} left")
         return words
 

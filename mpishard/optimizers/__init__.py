@@ -35,6 +35,7 @@ from mpishard.optimizers.rules.schedules import (
     WarmUp,
 )
 from mpishard.optimizers.rules.search import LBFGS
+from mpishard.optimizers.sharded.asynchronous import AsyncSGDOptimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.compression import GradientCompressionOptimizer
 from mpishard.optimizers.sharded.local_sgd import LocalSGDOptimizer
@@ -59,6 +60,7 @@ __all__ = [
     "Adam",
     "AdamOptimizerOptions",
     "AdamW",
+    "AsyncSGDOptimizer",
     "Constant",
     "Cosine",
     "DDPOptimizer",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.bfloat16 import wide
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.embedding import Embedding, add_rows
@@ -133,7 +134,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
             dy = gather_time(self.backend, dy)
         local, is_here = self._localize(tokens.reshape(-1))
         places_M = array_namespace(dy).flatnonzero(is_here)
-        add_rows(g["weight"], local[places_M], dy.reshape(-1, self.width)[places_M])
+        add_rows(g["weight"], local[places_M], wide(dy.reshape(-1, self.width)[places_M]))
 
     def _localize(self, tokens: Array) -> tuple[Array, Array]:
         """The row of each token among this rank's, and whether it is one of them."""

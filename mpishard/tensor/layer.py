@@ -151,6 +151,8 @@ class TensorParallelLayer(Layer):
         For no backend.
     """
 
+    computes_bfloat16 = True
+
     def __init__(self, backend: CommunicationBackend) -> None:
         if not isinstance(backend, CommunicationBackend):
             raise TypeError(f"backend must be a CommunicationBackend, got {type(backend).__name__}")

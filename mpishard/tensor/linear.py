@@ -17,6 +17,7 @@ import numpy as np
 
 from mpishard.arguments import check_sizes
 from mpishard.arrays import Array, array_namespace, to_host
+from mpishard.bfloat16 import added
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.activations import Softmax
@@ -29,6 +30,7 @@ from mpishard.nn.layers.layer import (
     ParameterSpec,
 )
 from mpishard.nn.layers.linear import Linear
+from mpishard.nn.products import product
 from mpishard.sharding import Box, whole_box
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 from mpishard.tensor.regions import (
@@ -80,6 +82,7 @@ class SplitLinear(TensorParallelLayer):
         self.input_size = int(input_size)
         self.output_size = int(output_size)
         self.activation = activation
+        self.computes_bfloat16 = activation is None or activation.computes_bfloat16
         self.bias = bias
         whole = Linear(self.input_size, self.output_size, bias, initializer, tied_to)
         self._whole: Mapping[str, ParameterSpec] = whole.parameters
@@ -413,7 +416,7 @@ class RowParallelLinear(SplitLinear):
             self.backend.all_reduce(y)
         # After the sum over ranks, or the bias would count once for each rank.
         if self.bias:
-            y += p["bias"]
+            y = added(y, p["bias"], out=y)
         y, activation_saved = self._activate(y, context)
         return y, (x, activation_saved) if context.training else None
 
@@ -448,7 +451,7 @@ class RowParallelLinear(SplitLinear):
 
 def _product(x: Array, matrix: Array) -> Array:
     """X times ``matrix`` along the last dim, C-contiguous."""
-    y_NO = array_namespace(x).matmul(x.reshape(-1, matrix.shape[0]), matrix)
+    y_NO = product(x.reshape(-1, matrix.shape[0]), matrix)
     return y_NO.reshape(*x.shape[:-1], matrix.shape[1])
 
 

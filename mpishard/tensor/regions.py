@@ -268,6 +268,7 @@ class Framed(Layer):
     """
 
     category = LayerCategory.COMPOSITE
+    computes_bfloat16 = True  # if its layer does
 
     def __init__(
         self, layer: Layer, *, before: _Operator | None = None, after: _Operator | None = None

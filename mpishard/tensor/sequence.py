@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.bfloat16 import added, wide
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.dropout import Dropout, MaskStream
@@ -150,11 +151,11 @@ class SequenceParallelPositionalEmbedding(TensorParallelLayer):
                 "sequence_parallel, which has the same parameters"
             )
         start = self.backend.rank * x.shape[1]
-        return x + p["weight"][start : start + x.shape[1]], None
+        return added(x, p["weight"][start : start + x.shape[1]]), None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """``dy`` itself; pending is its sum over the batch, which shares no memory with it."""
-        return dy, dy.sum(axis=0)
+        return dy, wide(dy).sum(axis=0)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add all ranks' sums into the first T rows. Collective."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace
+from mpishard.bfloat16 import wide_dtype
 from mpishard.communication import CommunicationBackend
 from mpishard.layout import ShardLayout
 from mpishard.nn.layers.layer import (
@@ -138,7 +139,7 @@ class Stage3ShardedLinear(SplitLinear):
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add this rank's piece of W's gradient, and the bias's, over all samples. Collective."""
         xp = array_namespace(pending[1])
-        dtype = pending[1].dtype
+        dtype = wide_dtype(pending[1])
         own = {
             "weight": xp.zeros((self.output_size, self.input_size), dtype=dtype),
             "bias": xp.zeros(self.output_size, dtype=dtype),

@@ -163,6 +163,7 @@ class _ModelView:
 
     def __init__(self, owner: ShardedModule) -> None:
         self._owner = owner
+        owner.let_go()
 
     @property
     def checkpoint_backend(self) -> CommunicationBackend:
@@ -195,6 +196,8 @@ class _ModelView:
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         self._owner.parameters.refresh()
+        if self._owner.gathered is not None:
+            self._owner.gathered.forget()
 
 
 class _OptimizerView:
@@ -206,8 +209,10 @@ class _OptimizerView:
     def __init__(self, owner: ShardedModule, optimizer: Any) -> None:
         self._owner = owner
         self._optimizer = optimizer
-        self._prefix = f"optimizer/{type(optimizer).__name__}/"
         parts = parts_of(optimizer)
+        rule = getattr(optimizer, "rule", None)
+        name = type(optimizer).__name__ if rule is None else f"mpishard.{type(rule).__name__}"
+        self._prefix = f"optimizer/{name}/"
         self._parts: list[Part] = [part for _, part in numbered_parts(parts, optimizer)]
         strange = [part.entry.name for part in self._parts if part.owner is not owner]
         if strange:

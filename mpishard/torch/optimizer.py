@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
-import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mpishard.communication import ReductionOperation
+from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
+from mpishard.optimizers import Optimizer
 from mpishard.torch.module import ShardedModule, module_of, part_of
 from mpishard.torch.parameters import Part, SharedParameter
+from mpishard.torch.rule_optimizer import RuleOptimizer
 from mpishard.torch.state import gather_states, slice_states
 
-__all__ = ["clip_grad_norm_", "optimizer", "parts_of"]
+__all__ = ["optimizer", "parts_of"]
 
 
 def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
@@ -32,13 +33,15 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
 
     Parameters
     ----------
-    kind : type
-        A class of ``torch.optim``, or one like it.
+    kind : type or Optimizer
+        A class of ``torch.optim``, or one like it. Or a rule of `mpishard.optimizers`, such as
+        ``AdamW(1e-3)``, with its own clipping, decay groups and state; its rate is a schedule of
+        its own, or a number that schedulers of PyTorch may change.
     parameters : torch.nn.Module or iterable
         The sharded model: all its trained parameters. Or parameters of one or several sharded
         models, or groups of them, as for the class: dicts with ``"params"``.
     **options
-        For ``kind``.
+        For a class.
 
     Returns
     -------
@@ -54,23 +57,40 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     ShardingError
         For parameters of no sharded model.
     """
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        shown = kind.__name__ if isinstance(kind, type) else type(kind).__name__
-        raise TypeError(f"kind must be a class of torch.optim, got {shown}")
     parts: dict[int, Part] = {}
     groups = _groups(parameters, parts)
     owners = list(dict.fromkeys(part.owner for part in parts.values()))
     if not owners:
         raise ValueError("the optimizer was given no parameters")
-    if any(owner.shards_state for owner in owners):
-        _require_elementwise(kind, owners[0], options)
-    made = kind(groups, **options)
+    if isinstance(kind, Optimizer):
+        if options:
+            raise TypeError(
+                f"{', '.join(options)}: the settings of {type(kind).__name__} are given when it "
+                "is made"
+            )
+        made = RuleOptimizer(groups, kind, parts)
+    else:
+        made = _made_by_torch(kind, groups, owners, options)
     made.register_step_pre_hook(functools.partial(_before_step, owners))
     made.register_step_post_hook(functools.partial(_after_step, owners))
     made.register_state_dict_post_hook(functools.partial(gather_states, parts))
     made.register_load_state_dict_pre_hook(functools.partial(slice_states, parts))
     made._mpishard_parts, made._mpishard_is_divided = parts, False
     return made
+
+
+def _made_by_torch(
+    kind: Any, groups: list[Any], owners: list[ShardedModule], options: dict[str, Any]
+) -> Any:
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        shown = kind.__name__ if isinstance(kind, type) else type(kind).__name__
+        raise TypeError(
+            f"kind must be a class of torch.optim, or a rule such as mpishard.optimizers.AdamW("
+            f"1e-3), got {shown}"
+        )
+    if any(owner.shards_state for owner in owners):
+        _require_elementwise(kind, owners[0], options)
+    return kind(groups, **options)
 
 
 def parts_of(made: Any) -> dict[int, Part]:
@@ -152,6 +172,7 @@ _NEEDS_WHOLE = (
 )
 
 
+@called_as("optimizer.step()")
 def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any) -> None:
     """Hook: all ranks have gradients, nobody reads parameters, and all will do the same."""
     if any(value is not None for value in (*args[1:], *kwargs.values())):  # args begin with made
@@ -161,6 +182,7 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
     for owner in owners:
         owner.require_reduced("step()")
         owner.require_placed()
+        owner.let_go()
     settings = [
         sorted((n, str(_plain(v))) for n, v in group.items() if n not in ("params", "param_names"))
         for group in made.param_groups
@@ -179,6 +201,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
+@called_as("optimizer.step()")
 def _after_step(owners: list[ShardedModule], *_: Any) -> None:
     """Hook: let all ranks read what each has updated."""
     for owner in owners:
@@ -200,77 +223,3 @@ def _refuse_others(made: Any, *_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_refuse_others)
-
-
-def clip_grad_norm_(
-    parameters: Any, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-) -> Any:
-    """Scale gradients down if their norm over all parameters and ranks is larger. Collective.
-
-    As ``torch.nn.utils.clip_grad_norm_`` does in one process.
-
-    Parameters
-    ----------
-    parameters : torch.nn.Module, torch.Tensor, or iterable of torch.Tensor
-        A sharded model, or parameters of sharded models.
-    max_norm : float
-        Largest norm; infinity only computes it.
-    norm_type : float
-        p of the p-norm, above 0; infinity for the largest element.
-    error_if_nonfinite : bool
-        Refuse gradients that are not finite.
-
-    Returns
-    -------
-    torch.Tensor
-        The norm before, a scalar, the same on every rank.
-
-    Raises
-    ------
-    ShardingError
-        For parameters of no sharded model; if the last ``backward()`` was inside `no_sync`.
-    RuntimeError
-        On every rank, for a norm that is not finite, if that is asked for. Nothing has changed.
-    """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be above 0, got {norm_type}")
-    parts = _all_parts(parameters)
-    owners = list(dict.fromkeys(part.owner for part in parts))
-    for owner in owners:
-        owner.require_reduced("clip_grad_norm_()")
-    is_largest = math.isinf(norm_type)
-    shared, alone = 0.0, 0.0  # of what ranks divide, and of what each has whole
-    gradients = []
-    for part in parts:
-        gradient = part.tensor.grad
-        if gradient is None:
-            continue
-        gradients.append(gradient)
-        norm = float(torch.linalg.vector_norm(gradient, norm_type)) if gradient.numel() else 0.0
-        value = norm if is_largest else norm**norm_type
-        if not part.owner.shards_state:
-            alone = max(alone, value) if is_largest else alone + value
-        else:
-            shared = max(shared, value) if is_largest else shared + value
-    if any(owner.shards_state for owner in owners):
-        operation = ReductionOperation.MAX if is_largest else ReductionOperation.SUM
-        shared = float(owners[0].backend.all_reduce(np.array([shared]), operation)[0])
-    total = max(shared, alone) if is_largest else (shared + alone) ** (1 / norm_type)
-    if error_if_nonfinite and not math.isfinite(total):
-        raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is not finite, so they cannot be "
-            "clipped; error_if_nonfinite=False goes on regardless"
-        )
-    factor = max_norm / (total + 1e-6)
-    if not factor >= 1:  # NaN, too
-        for gradient in gradients:
-            gradient.mul_(factor)
-    dtype = gradients[0].dtype if gradients else torch.float32
-    return torch.tensor(total, dtype=dtype)
-
-
-def _all_parts(parameters: Any) -> list[Part]:
-    if isinstance(parameters, torch.nn.Module):
-        return module_of(parameters).parts
-    given: Iterable[Any] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return [part_of(parameter) for parameter in given if parameter.requires_grad]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpishard.communication.contract.status import called_as
 from mpishard.torch.parameters import Part
 
 __all__ = ["gather_states", "numbered_parts", "slice_states"]
@@ -25,6 +26,7 @@ def is_elementwise(value: Any, shape: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
 
 
+@called_as("optimizer.state_dict()")
 def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any]) -> Any:
     """Hook: the states of all ranks' parts, put together. Collective."""
     state = dict(state_dict["state"])

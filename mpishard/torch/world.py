@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from mpishard.communication import CommunicationBackend
 from mpishard.communication import init as init_backend
+from mpishard.communication.contract.status import look_behind
 from mpishard.communication.init import blas_threads
 from mpishard.errors import NotInitializedError
 
 __all__ = ["barrier", "current_world", "init", "print", "rank", "world_size"]
 
 _log = logging.getLogger("mpishard")
+
+# Autograd and optimizers call our hooks: reports name the user's line that called PyTorch.
+look_behind(str(Path(torch.__file__).parent))
 
 # One for each thread-rank, as a thread has a context of its own.
 _world: ContextVar[CommunicationBackend | None] = ContextVar("torch_world", default=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -331,7 +332,7 @@ def test_float32_has_a_tolerance_of_its_own() -> None:
     assert default_tolerance("float64") == 1e-10
 
 
-def _in_bfloat16(backend: Any, kind: str) -> Verdict:
+def _in_bfloat16(backend: Any, kind: str, strategy: str = "fsdp", flags: Any = None) -> Verdict:
     def make(dtype: str) -> Problem:
         if kind == "gpt":
             model = ms.nn.GPT(
@@ -341,9 +342,30 @@ def _in_bfloat16(backend: Any, kind: str) -> Verdict:
         x, y = (array.astype(dtype) for array in data())
         return Problem(ms.nn.MLP([5, 7, 2], seed=0, dtype=dtype), x, y)
 
-    mine = job(backend.world_size, precision="bfloat16")
+    mine = job(backend.world_size, flags, strategy=strategy, precision="bfloat16")
     reference = train_alone(mine, make(mine.dtype_alone or ""))
-    return Verdict.of(compare(backend, mine, make("float32"), reference))
+    (schedule,) = mine.mesh.schedules
+    return Verdict.of(compare(backend, mine, make("float32"), reference, schedule))
+
+
+IN_BFLOAT16 = [
+    ("pipeline", {"--schedule": "zb-v", "--recompute": "full"}),
+    ("tensor", {}),
+    ("tensor", {"--sequence-parallel": True}),
+]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt"])
+@pytest.mark.parametrize(("strategy", "flags"), IN_BFLOAT16)
+@in_worlds(2)
+def test_bfloat16_on_a_mesh_is_within_its_roundings(
+    backend: Any, kind: str, strategy: str, flags: Any
+) -> None:
+    if kind == "mlp" and flags.get("--sequence-parallel"):
+        return
+    verdict = _in_bfloat16(backend, kind, strategy, flags)
+    assert verdict.is_equal, verdict.lines()
+    assert verdict.comparison.gradients.max() > 2.0**-12
 
 
 @pytest.mark.parametrize("kind", ["mlp", "gpt"])
@@ -356,13 +378,17 @@ def test_bfloat16_is_within_its_roundings_of_float64(backend: Any, kind: str) ->
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_wrong_rounding_of_one_owner_is_found(monkeypatch: Any, rank: int) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor", "pipeline"])
+def test_a_wrong_rounding_of_one_owner_is_found(monkeypatch: Any, rank: int, strategy: str) -> None:
+    here = threading.local()
+
     def main(backend: Any) -> Verdict:
         real = MixedParameters._round
+        here.rank = backend.rank
 
         def truncates(self: Any, pieces: Any) -> None:
             real(self, pieces)
-            if self.backend.rank == rank:
+            if here.rank == rank:
                 for master, copy in zip(
                     self.owned(pieces), self._copies.owned(pieces), strict=True
                 ):
@@ -372,7 +398,7 @@ def test_a_wrong_rounding_of_one_owner_is_found(monkeypatch: Any, rank: int) -> 
         if backend.rank == 0:
             monkeypatch.setattr(MixedParameters, "_round", truncates)
         backend.barrier()
-        return _in_bfloat16(backend, "mlp")
+        return _in_bfloat16(backend, "mlp", strategy)
 
     for verdict in ms.run_in_threads(2, main):
         assert not verdict.is_equal

@@ -6,13 +6,13 @@ import signal
 
 import pytest
 
+from mpishard.callbacks.preemption import Preemption
 from mpishard.communication.contract import status
 from mpishard.communication.contract.status import records_in
 from mpishard.communication.failure import preemption as making_room
 from mpishard.communication.failure.preemption import PreemptionNotice
 from mpishard.communication.failure.watchdog import is_free
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
-from mpishard.optimizers.loop.preemption import Preemption
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def no_handler(monkeypatch):
 @pytest.fixture
 def order(monkeypatch):
     monkeypatch.setattr(
-        "mpishard.optimizers.loop.preemption.preemption_notice", made := PreemptionNotice()
+        "mpishard.callbacks.preemption.preemption_notice", made := PreemptionNotice()
     )
     yield made
     atexit.unregister(made.report_if_ignored)

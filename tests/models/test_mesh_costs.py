@@ -36,13 +36,15 @@ WITH_DATA = [(world, mesh) for world, mesh in CASES if IS_FULL or mesh[2] > 1 or
 by_mesh = pytest.mark.parametrize(("world_size", "mesh"), CASES)
 
 
-def build(backend: CommunicationBackend, mesh: Any, **options: Any) -> tuple[Any, Any]:
+def build(
+    backend: CommunicationBackend, mesh: Any, precision: str | None = None, **options: Any
+) -> tuple[Any, Any]:
     tied = options.pop("tied", False)
     model = nn.GPT(
         vocabulary_size=VOCABULARY, context_length=TIME, width=WIDTH, heads=4, layers=BLOCKS,
-        dtype="float64", tied_embeddings=tied,
+        dtype="float32" if precision else "float64", tied_embeddings=tied,
     )  # fmt: skip
-    config = ShardingConfiguration(backend, minimum_parameter_group_size=100)
+    config = ShardingConfiguration(backend, minimum_parameter_group_size=100, precision=precision)
     sharded = HybridShardedModel(model, config, *mesh, **options)
     optimizer = HybridShardedOptimizer(AdamW(1e-3), config, *mesh)
     optimizer.step(sharded, *batch(sharded))  # compares the ranks' rules, once
@@ -57,7 +59,7 @@ def batch(model: Any) -> tuple[Any, Any]:
 
 def sent(backend: CommunicationBackend, model: Any, optimizer: Any) -> dict[str, int]:
     """Bytes of a step by axis, over all ranks; the same in each step."""
-    found = []
+    found: list[dict[str, int]] = []
     for _ in range(2):
         groups = {axis: getattr(model.mesh, axis) for axis in AXES}
         for group in groups.values():
@@ -84,7 +86,9 @@ def small(group: CommunicationBackend, array: Any, name: str) -> int:
     return group.traffic.total_bytes - before
 
 
-def cross_entropy_bytes(backend: CommunicationBackend, model: Any, micro_batches: int) -> int:
+def cross_entropy_bytes(
+    backend: CommunicationBackend, model: Any, micro_batches: int, dtype: str = "float64"
+) -> int:
     """What the split loss sends in all replicas, measured alone."""
     mesh = model.mesh
     loss = VocabularyParallelCrossEntropy(mesh.tensor, nn.CrossEntropy(), VOCABULARY)
@@ -92,7 +96,7 @@ def cross_entropy_bytes(backend: CommunicationBackend, model: Any, micro_batches
     before = mesh.tensor.traffic.total_bytes
     for index in range(micro_batches):
         rows = ShardLayout(BATCH, micro_batches).size(index)
-        loss.forward(np.zeros((rows, TIME, part)), np.zeros((rows, TIME), np.int64))
+        loss.forward(np.zeros((rows, TIME, part), dtype), np.zeros((rows, TIME), np.int64))
     mine = mesh.tensor.traffic.total_bytes - before if mesh.pipeline_rank == 0 else 0
     return int(backend.all_reduce(np.array([mine]))[0])
 
@@ -119,6 +123,29 @@ def test_each_axis_sends_what_its_formula_says(backend: Any, mesh: Any, micro_ba
     own = model.engine.layout.length * ITEM
     together = int(backend.all_reduce(np.array([own]))[0]) // data  # of one replica
     assert found["data"] == 2 * (data - 1) * together
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+@pytest.mark.parametrize(("world_size", "mesh"), [(3, (3, 1, 1)), (3, (1, 3, 1)), (8, (2, 2, 2))])
+@in_worlds()
+def test_bfloat16_halves_what_activations_and_copies_send(
+    backend: Any, mesh: Any, strategy: str
+) -> None:
+    model, optimizer = build(backend, mesh, "bfloat16", data_parallel_strategy=strategy)
+    found = sent(backend, model, optimizer)
+    pipeline, tensor, data = mesh
+    activation = BATCH * TIME * WIDTH * 2
+    assert found["pipeline"] == 2 * (pipeline - 1) * activation * tensor * data
+    expected = data * (4 * BLOCKS + 2) * 2 * (tensor - 1) * activation
+    expected += cross_entropy_bytes(backend, model, 1, "float32")
+    assert found["tensor"] == expected
+    # Gradients in float32; copies in bfloat16, of FSDP once for forward and once for backward,
+    # but for kept units.
+    layout, is_sharded = model.engine.layout, strategy == "fsdp"
+    kept = sum(unit.length for unit in layout.units if unit.index in layout.kept)
+    mine = 4 * layout.length + 2 * layout.length + 2 * (layout.length - kept) * is_sharded
+    together = int(backend.all_reduce(np.array([mine]))[0]) // data
+    assert found["data"] == (data - 1) * together
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

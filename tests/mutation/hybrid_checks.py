@@ -98,9 +98,13 @@ def parameters_of_a_mesh(problems: Any) -> None:
                     close(given.get_parameters(), theta)
         plain = problems.MODELS["tied"](7)
         x, y = x[model.data_rank :], y[model.data_rank :]  # each data rank's own
-        loss, gradient = plain.compute_loss_and_gradients(x, y)
-        close(model.compute_gradients(x, y), gradient)
-        close(model.engine.local_gradient(x, y, None)[0], loss)
+        close(model.compute_gradients(x, y), plain.compute_gradients(x, y))
+        whole = problems.batch("tied", 0)
+        loss, gradient = plain.compute_loss_and_gradients(*whole)
+        found, full = model.loss_and_gradients(*whole)
+        close(found, loss)
+        close(full, gradient)
+        close(model.evaluate(*whole)[0], loss)
         close(model.predict(x), plain.predict(x))
         close(model.with_parameters(theta + 1).get_parameters(), theta + 1)
 

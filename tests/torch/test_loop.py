@@ -6,11 +6,18 @@ import contextvars
 import copy
 import functools
 import io
+import re
 from typing import Any
 
 import pytest
 
-from mpishard.errors import NotInitializedError, PeerError, ShardingError
+from mpishard import run_in_threads
+from mpishard.errors import (
+    CollectiveMismatchError,
+    NotInitializedError,
+    PeerError,
+    ShardingError,
+)
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.testing.worlds import in_worlds
 
@@ -299,8 +306,9 @@ def test_state_dicts_are_pytorchs_own_both_ways(backend, strategy):
     backend.barrier()
 
 
+@pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
 @in_worlds(2)
-def test_a_copy_of_a_sharded_model_is_a_plain_one(backend):
+def test_a_copy_of_a_sharded_model_is_a_plain_one(backend, path):
     model, _ = start("fsdp")
     copied = copy.deepcopy(model)
     buffer = io.BytesIO()
@@ -435,8 +443,6 @@ def test_ranks_with_other_rates_or_models_are_told_so(backend):
 
 
 def test_an_error_on_one_rank_ends_all():
-    from mpishard import run_in_threads
-
     def body(backend: Any) -> None:
         model, _ = start("fsdp")
         loss = nets.squared(model, *nets.mine(backend, nets.batch("mlp")))
@@ -446,6 +452,27 @@ def test_an_error_on_one_rank_ends_all():
 
     with pytest.raises((ValueError, PeerError), match="no more"):
         run_in_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    ("missing", "word"), [("backward", r"backward\(\)"), ("step", r"optimizer\.step\(\)")]
+)
+def test_a_rank_that_leaves_out_a_call_is_told_of_it_by_the_users_line(missing, word):
+    """And not by PyTorch's, which calls the hooks."""
+
+    def body(backend: Any) -> None:
+        model, optimizer = start("fsdp")
+        for step in range(2):
+            loss = nets.squared(model, *nets.mine(backend, nets.batch("mlp")))
+            if (step, backend.rank, missing) != (1, 1, "backward"):
+                loss.backward()
+            if (step, backend.rank, missing) != (1, 1, "step"):
+                optimizer.step()
+
+    with pytest.raises((CollectiveMismatchError, PeerError)) as caught:
+        run_in_threads(2, body)
+    assert re.search(rf"{__file__}:\d+( in|:|, ).*{word}|{word}.*{__file__}:\d+", str(caught.value))
+    assert "site-packages" not in str(caught.value)
 
 
 @in_worlds(1, 2, 3)

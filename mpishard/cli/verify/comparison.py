@@ -26,7 +26,7 @@ from mpishard.communication import CommunicationBackend
 from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
 from mpishard.models import ShardedModelBase
-from mpishard.nn import Layer, ReLU
+from mpishard.nn import Layer
 from mpishard.pipeline import ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
@@ -135,7 +135,7 @@ def compare(
         rows["losses"].append(relative_error(loss, reference.losses[step]) if known else 0.0)
         full = model.gather_full_parameters()
         rows["parameters"].append(_errors(entries, full, reference.parameters[step + 1]))
-        rows["copies"].append(_wrong_copies(model, full) if job.precision else 0)
+        rows["copies"].append(_wrong_copies(model) if job.precision else 0)
     last = take(problem.x, job.batch(job.steps - 1, len(problem.x)))
     predicted = np.nan
     if reference.predictions.size:
@@ -158,16 +158,21 @@ def compare(
     )
 
 
-def _wrong_copies(model: ShardedModelBase, full: Array) -> int:
-    """Return the number of bfloat16 parameters that are not nearest to ``full``. Collective."""
-    wrong = 0
+def _wrong_copies(model: ShardedModelBase) -> int:
+    """Return how many of a rank's bfloat16 parameters are not nearest to the owners'. Collective.
+
+    On a mesh they are those of the rank's stages and slices.
+    """
+    wrong, parameters = 0, model.engine.parameters
     for unit in model.engine.program.units:
-        seen = model.engine.parameters.unshard(unit).astype(np.float64)
-        model.engine.parameters.reshard(unit)
+        seen = parameters.unshard(unit).astype(np.float64)
+        parameters.reshard(unit)
+        owned = np.empty(unit.length, np.float32)
+        parameters.read(unit, owned)
         # Written anew: 8 bits of mantissa, ties to even. Smaller numbers have fewer.
-        _, exponent = np.frexp(full[unit.start : unit.stop].astype(np.float64))
+        _, exponent = np.frexp(owned.astype(np.float64))
         exponent = np.maximum(exponent, _LEAST_EXPONENT)
-        scaled = np.ldexp(full[unit.start : unit.stop].astype(np.float64), 8 - exponent)
+        scaled = np.ldexp(owned.astype(np.float64), 8 - exponent)
         wrong += int((seen != np.ldexp(np.rint(scaled), exponent - 8)).sum())
     return wrong
 
@@ -184,9 +189,12 @@ def rounding_bounds(model: Any) -> tuple[float, float]:
     The slope of ReLU jumps at 0. An input that is rounded across it, of which there is about one
     in 1 / u, puts a whole element of the gradient in or out: sqrt(u) of its norm in each of these.
     """
-    leaves = [leaf for layer in model.layers for leaf in _leaves(layer)]
+    if hasattr(model, "layers"):
+        leaves = [leaf for layer in model.layers for leaf in _leaves(layer)]
+    else:  # a PyTorch module
+        leaves = [m for m in model.module.modules() if next(m.children(), None) is None]
     smooth = float(np.sqrt(2 * len(leaves) + 3)) * UNIT_ROUNDOFF
-    jumps = sum(isinstance(leaf, ReLU) for leaf in leaves)
+    jumps = sum(type(leaf).__name__ == "ReLU" for leaf in leaves)
     return smooth + float(np.sqrt(jumps * UNIT_ROUNDOFF)), smooth
 
 

@@ -25,8 +25,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 from mpishard import settings
 from mpishard.communication.contract.call import HEADER_BYTES, Call
@@ -39,9 +39,11 @@ from mpishard.communication.contract.records import (
 )
 
 __all__ = [
-    "PLACE_BYTES", "StatusPage", "StatusReader", "decode_place", "encode_place", "own_page",
-    "records_in", "stopped_siblings",
+    "PLACE_BYTES", "StatusPage", "StatusReader", "called_as", "decode_place", "encode_place",
+    "look_behind", "own_page", "records_in", "stopped_siblings",
 ]  # fmt: skip
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MAGIC = b"mpishard"
 _FORMAT = 3
@@ -66,9 +68,11 @@ _PAGE_BYTES = _FIRST_ROW + _ROWS * _ROW.size
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC
 
 _PLACES_KEPT = 1024
-_CONTEXTLIB = contextlib.contextmanager.__code__.co_filename
-# Frames of this package, and of the context managers in it, are not the user's.
-_NOT_OF_USERS = (str(Path(__file__).resolve().parents[2]) + os.sep, _CONTEXTLIB)
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+# Frames of this package, of the context managers in it, and of a framework that calls it back,
+# are not the user's.
+_not_of_users = [_PACKAGE, contextlib.contextmanager.__code__.co_filename]
+_called_as: dict[CodeType, str] = {}
 
 _world_numbers = itertools.count()
 """Counts the root worlds of this process."""
@@ -159,11 +163,12 @@ class StatusPage:
             The innermost frame to look at; with None the place stays as ``call`` has it.
         """
         called: FrameType | None = None
+        others = tuple(_not_of_users)
         while frame is not None:
             filename = frame.f_code.co_filename
-            if not filename.startswith(_NOT_OF_USERS):
+            if not filename.startswith(others):
                 break
-            called = called if filename == _CONTEXTLIB else frame
+            called = frame if filename.startswith(_PACKAGE) else called
             frame = frame.f_back
         if frame is None:
             place = encode_place(call, group)
@@ -509,12 +514,36 @@ def _process(pid: int) -> tuple[bytes, int]:
     return fields[0], int(fields[19])
 
 
+def look_behind(framework: str) -> None:
+    """Report the user's line, and not the framework's, for calls that the framework passes on.
+
+    Parameters
+    ----------
+    framework : str
+        The folder of a package that calls functions of this one, such as PyTorch.
+    """
+    if framework not in _not_of_users:
+        _not_of_users.append(framework)
+
+
+def called_as(name: str) -> Callable[[_Function], _Function]:
+    """Decorate a function that a framework calls back: ``name`` is the user's word for it."""
+
+    def note(function: _Function) -> _Function:
+        _called_as[function.__code__] = name
+        return function
+
+    return note
+
+
 def _method(frame: FrameType) -> str:
     """The user's name for the function of ``frame``; empty for the collectives themselves.
 
     For a method, the class is that of the object, not the base class that defines the method.
     """
     code = frame.f_code
+    if code in _called_as:
+        return _called_as[code]
     name = code.co_qualname.partition(".<")[0]
     owner = frame.f_locals.get("self") if "self" in code.co_varnames else None
     module = str(frame.f_globals.get("__name__", "")).split(".")

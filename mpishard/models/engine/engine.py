@@ -106,8 +106,8 @@ class Engine:
         self.record = TrainingRecord()
         self.micro_batches = 1
         self.has_said_what_is_not_saved = False  # of a black box, in its first checkpoint
-        # The gradient that local_gradient returned last, and its weight, until the next step.
-        self._computed: tuple[Array, float] | None = None
+        # What local_gradient found last, until the next step: gradient, sum and weight of the loss.
+        self._computed: tuple[Array, float, float] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self.layout = parameters.layout
         self.own_pieces = parameters.layout.pieces()
@@ -115,7 +115,7 @@ class Engine:
         self.world = config.communication_backend
         self._config = config
         self._make_gradients = self._first_gradients = make_gradients
-        self.is_compressed = False
+        self.gradients_user: str | None = None  # the class of an optimizer with a store of its own
         self.state_layout = state_layout
         self._stage = stage
         self.replica = program.replica
@@ -150,10 +150,12 @@ class Engine:
         self.gradients = self._make_gradients(layout)
         self.pieces = UpdatePieces.of(self.program, layout, self.policy, self.leaves)
 
-    def compress(self, make_gradients: Callable[[StoreLayout], GradientStore] | None) -> None:
-        """Let gradients lie in another store, or with None in their first one again. Collective."""
+    def lend_gradients(
+        self, user: str | None, make_gradients: Callable[[StoreLayout], GradientStore] | None = None
+    ) -> None:
+        """Let gradients lie in a store of ``user``, or with None in their first one. Collective."""
         self._make_gradients = make_gradients or self._first_gradients
-        self.is_compressed = make_gradients is not None
+        self.gradients_user = user
         self.freeze(self.program.frozen)
 
     def sum_over_owners(self, vector: Array) -> Array:
@@ -181,6 +183,7 @@ class Engine:
         sample_start: int | None = None,
         settings: Mapping[str, Any] | None = None,
         apart: bool = False,
+        alone: bool = False,
     ) -> StepReport:
         """One synchronised update on this rank's batch; inside `accumulate`, none yet.
 
@@ -196,6 +199,9 @@ class Engine:
         With ``apart`` each rank updates its replica with its own gradient, as without
         ``config.auto_sync_gradients``, but all agree on losses, settings and errors, and the
         report tells of all ranks' samples. A rank without samples updates nothing.
+
+        With ``alone`` this rank's step communicates nothing but what ``rule`` does, which is called
+        with this rank's own gradient, also if it has no samples.
 
         Nothing has changed if it raises; only an exception of ``rule`` itself may come late.
 
@@ -216,7 +222,7 @@ class Engine:
         self._computed = None
         # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
         inputs, targets = self.program.check_pair(x, y, self.loss)
-        is_local = not self._config.auto_sync_gradients
+        is_local = alone or not self._config.auto_sync_gradients
         # A sum of gradients has no meaning if the replicas differ.
         if is_local or apart:
             self.replicas.require_drifting()
@@ -229,7 +235,9 @@ class Engine:
             batches = self._batches(inputs, targets, sample_start, is_local=is_local)
             began = time.perf_counter()
             with step_span(self.step_number + 1):
-                report = self._step(batches, rule, settings or {}, is_local=is_local, apart=apart)
+                report = self._step(
+                    batches, rule, settings or {}, is_local=is_local, apart=apart, alone=alone
+                )
         # After an error the round cannot be continued: its gradient may be half reduced.
         except BaseException:
             self.abandon()
@@ -263,6 +271,7 @@ class Engine:
         *,
         is_local: bool,
         apart: bool,
+        alone: bool,
     ) -> StepReport:
         round_ = self.round
         # Only the last pass of a round reduces: earlier ones add to the gradient on this rank.
@@ -276,7 +285,7 @@ class Engine:
             round_.add(own_loss, own_weight)
             loss, weight = loss + own_loss, weight + own_weight
         if is_local:
-            return self._local_update(loss, weight, rule)
+            return self._local_update(loss, weight, rule, needs_samples=not alone)
         step = self.step_number + 1
         if round_.accumulates:
             total, total_weight, _ = round_.totals([loss, weight, 0.0], loss, settings, step)
@@ -410,22 +419,23 @@ class Engine:
         self.round.end()
         self.step_number += 1
 
-    def _local_update(self, loss: float, weight: float, rule: Rule) -> StepReport:
+    def _local_update(
+        self, loss: float, weight: float, rule: Rule, *, needs_samples: bool
+    ) -> StepReport:
         """Update this replica with its own gradient; the others are not asked."""
         assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
         if self.round.accumulates:
             return StepReport(self._mean(loss, weight), weight, None)
         total, total_weight = self.round.loss, self.round.weight
-        if total_weight == 0:
+        if total_weight == 0 and needs_samples:
             raise ValueError("this rank has no sample that counts in this step; all weights are 0")
         gradients = self.gradients.local(self.pieces.updated)
         squared = squared_norm(gradients)
         if not (math.isfinite(total) and math.isfinite(squared)):
             what = f"the loss or the gradient of rank {self.backend.rank} is not finite"
             self.round.refuse_nonfinite(what, self.step_number + 1)
-        report = StepReport(
-            self._mean(total, total_weight), total_weight, math.sqrt(squared) / total_weight
-        )
+        norm = math.sqrt(squared) / total_weight if total_weight else 0.0
+        report = StepReport(self._mean(total, total_weight), total_weight, norm)
         self._change(rule, gradients, report)
         # Its weight, for the mean of the replicas that `synchronize_replicas` makes later.
         self.replicas.drift(total_weight)
@@ -476,8 +486,10 @@ class Engine:
         self.gradients.abandon()
         self.parameters.abandon()
 
-    def local_gradient(self, x: Array, y: Array, loss: ILossFunction | None) -> tuple[float, Array]:
-        """Mean loss of this rank's batch and its gradient, shape (length,), not reduced."""
+    def local_gradient(
+        self, x: Array, y: Array, loss: ILossFunction | None, sample_start: int = 0
+    ) -> Array:
+        """Gradient of the mean loss of this rank's batch, shape (length,), not reduced."""
         self.layout.device.use()
         inputs, targets = self.program.check_pair(x, y, loss or self.loss)
         layout = self.gradients.layout
@@ -488,8 +500,9 @@ class Engine:
         self.replica.require_one_batch("compute_gradients", x, y, everywhere=everywhere)
         with self._leaving_no_unit():
             total, weight = self._pass(
-                inputs, targets, sink, is_first=True, is_last=False, loss=loss
-            )
+                inputs, targets, sink, is_first=True, is_last=False, loss=loss,
+                sample_start=sample_start,
+            )  # fmt: skip
             self.program.finish_local(sink)
         full = sink.vector
         # The store has no place for frozen units, and the result has zeros for them.
@@ -506,26 +519,44 @@ class Engine:
         full = self.program.vector.assemble(full, layout)
         if weight:
             full /= weight
-            total /= weight
-        self._computed = full, weight
-        return total, full
+        self._computed = full, total, weight
+        return full
 
-    def synchronize_gradient(self) -> Array | None:
+    def synchronize_gradient(self) -> tuple[float, float, Array] | None:
         """Average the last `local_gradient` over the batches of all ranks, in place. Collective.
 
-        None if there is none: since the last call, or since a step.
+        Mean loss, weight of all samples, and the gradient; None if there is none: since the last
+        call, or since a step.
         """
         if self._computed is None:
             return None
-        (full, weight), self._computed = self._computed, None
+        (full, loss, weight), self._computed = self._computed, None
         data = self.replica.data
-        total = float(data.all_reduce(np.array([weight]))[0])
+        total, total_weight = map(float, data.all_reduce(np.array([loss, weight])))
         # The mean over all samples, from means that ranks with other numbers of samples have made.
         full *= weight
         data.all_reduce(full)
-        if total:
-            full /= total
-        return full
+        if total_weight:
+            full /= total_weight
+        return self._mean(total, total_weight), total_weight, full
+
+    def global_gradient(self, x: Array, y: Array) -> tuple[float, Array]:
+        """Mean loss of all ranks' batches and its gradient, shape (length,). Collective."""
+        self.replicas.require_equal("loss_and_gradients()")
+        self.round.require_none("loss_and_gradients()")
+        inputs, _ = self.program.check_pair(x, y, self.loss)
+        self.replica.require_one_batch("compute_gradients", x, y, everywhere=True)
+        sample_start = 0
+        if self.program.is_random:
+            sample_start = self.round.sample_start(len(inputs), is_local=False)
+            self.round.end()
+        self.local_gradient(x, y, None, sample_start)
+        found = self.synchronize_gradient()
+        assert found is not None
+        loss, weight, full = found
+        if weight == 0:
+            raise NoSampleError("no rank has a sample that counts; all weights are 0")
+        return loss, full
 
     def predict(self, x: Array) -> Array:
         """Outputs for this rank's inputs. Collective if parameters are sharded."""
@@ -556,6 +587,15 @@ class Engine:
             batch = Batch(inputs, targets, None, Context(training=False))
             return self.program.forward(self.parameters, batch)[:2]
         return self.program.measure(self.loss, self.predict(x), targets)
+
+    def evaluate_all(self, x: Array, y: Array) -> tuple[float, float]:
+        """Mean loss of all ranks' batches and its weight, NaN if it is unknown. Collective."""
+        self.replicas.require_equal("evaluate()")
+        total, weight = self.evaluate(x, y)
+        # All ranks of a replica have computed one batch, which counts once.
+        own = (total, weight) if self.replica.speaks else (0.0, 0.0)
+        total, weight = map(float, self.world.all_reduce(np.array(own)))
+        return self._mean(total, weight), weight
 
     def synchronize_replicas(self) -> None:
         """Give every rank the mean of all replicas; a barrier if nothing drifts. Collective."""

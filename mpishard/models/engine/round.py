@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.callbacks.run import Wishes
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import CommunicationBackend
 from mpishard.errors import NonFiniteLossError, ShardingError
@@ -44,6 +45,8 @@ class Round:
         Sums over this rank's samples.
     parts : list of (float, float)
         The same of each pass that this rank has added.
+    wishes : Wishes or None
+        Wishes of callbacks, which travel with the totals; None on all ranks if there are none.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Round:
         self.defers = False
         self.loss = self.weight = 0.0
         self.parts: list[tuple[float, float]] = []
+        self.wishes: Wishes | None = None
         self._samples = 0  # of all ranks; counted where the program is random
         self._backend = config.communication_backend
         self._axis = axis
@@ -143,8 +147,11 @@ class Round:
         backend = self._backend
         mark = zlib.crc32(repr(settings).encode()) % _SETTINGS
         own = np.array([self.passes + 0.5 * self.accumulates, mark])
-        sums = backend.all_reduce(np.array([*own, *(own * own), *message]))
-        total, weight, squared = (float(v) for v in fold(sums[4:]))
+        wished = () if self.wishes is None else self.wishes.own
+        sums = backend.all_reduce(np.array([*own, *(own * own), *wished, *message]))
+        if self.wishes is not None:
+            self.wishes.exchanged(sums[4:6])
+        total, weight, squared = (float(v) for v in fold(sums[4 + len(wished) :]))
         # (sum)^2 = N (sum of squares) holds only if all summands are equal (Cauchy-Schwarz).
         same = sums[:2] ** 2 == sums[2:4] * backend.world_size
         if not same[0]:

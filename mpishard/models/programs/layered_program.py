@@ -123,6 +123,8 @@ class LayeredProgram(Program):
             )
         if not isinstance(loss, ILossFunction):
             raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
+        if y is None:
+            raise TypeError(f"{type(loss).__name__} needs targets, and y (y_train) is None")
         if getattr(y, "shape", None) is None:
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
         if len(y) != len(x):
@@ -172,37 +174,37 @@ class LayeredProgram(Program):
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         (chain,) = self._chains
-        y, _ = chain.forward(parameters, self._entering(x), Context(training=False))
+        y, _ = chain.forward(parameters, self.entering(x), Context(training=False))
         chain.let_go(parameters)
-        return self._leaving(y)
+        return self.leaving(y)
 
     def predict_next(self, parameters: ParameterStore, x: Array, cache: KeyValueCache) -> Array:
         (chain,) = self._chains
         context = Context(training=False, cache=cache)
-        y, _ = chain.forward(parameters, self._entering(x), context)
+        y, _ = chain.forward(parameters, self.entering(x), context)
         chain.let_go(parameters)
-        return self._leaving(y[:, -1])
+        return self.leaving(y[:, -1])
 
-    def _entering(self, values: Array) -> Array:
+    def entering(self, values: Array) -> Array:
         """Inputs, or the gradient of outputs, as the layers take them; token numbers as is."""
         return rounded(values) if self._mixed and values.dtype.kind == "f" else values
 
-    def _leaving(self, values: Array) -> Array:
+    def leaving(self, values: Array) -> Array:
         """Outputs as the loss and the user take them."""
         return widened(values) if self._mixed else values
 
     def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
         assert batch.loss is not None
         (chain,) = self._chains
-        x = self._entering(batch.x)
+        x = self.entering(batch.x)
         prediction, activations = chain.forward(parameters, x, batch.context)
-        total, weight, of_loss = batch.loss.forward(self._leaving(prediction), batch.y)
+        total, weight, of_loss = batch.loss.forward(self.leaving(prediction), batch.y)
         return as_loss(total, batch.loss, "sum"), weight, [activations, batch.loss, of_loss]
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         activations, loss, of_loss = saved
         saved.clear()
-        dy = self._entering(loss.backward(of_loss))
+        dy = self.entering(loss.backward(of_loss))
         del of_loss
         (chain,) = self._chains
         chain.backward(

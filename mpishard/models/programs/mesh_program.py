@@ -11,6 +11,7 @@ import numpy as np
 
 from mpishard.arguments import as_loss
 from mpishard.arrays import Array
+from mpishard.bfloat16 import BFLOAT16
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.layout import ShardLayout
@@ -86,15 +87,24 @@ class MeshProgram(LayeredProgram):
         See `mpishard.sharding.build_units`.
     choices : MeshChoices
         Mesh, schedule and stages.
+    mixed : bool
+        Whether layers compute in bfloat16. Stages then send bfloat16, too.
     """
 
-    def __init__(self, model: ILayeredModel, minimum_unit_size: int, choices: MeshChoices) -> None:
+    def __init__(
+        self,
+        model: ILayeredModel,
+        minimum_unit_size: int,
+        choices: MeshChoices,
+        *,
+        mixed: bool = False,
+    ) -> None:
         self.choices = choices
         self.mesh = choices.mesh
         self.micro_batch_count = choices.micro_batch_count
         self.stages_here = choices.stages_of(self.mesh.pipeline_rank)
         self.stage_count = len(choices.stages)
-        super().__init__(model, minimum_unit_size, self.mesh.world)
+        super().__init__(model, minimum_unit_size, self.mesh.world, mixed=mixed)
         self.replica = MeshReplica(
             self.mesh, speaks=self._has_output and self.mesh.tensor_rank == 0
         )
@@ -106,8 +116,9 @@ class MeshProgram(LayeredProgram):
 
     def _executor(self, micro_batches: int) -> PipelineExecutor:
         if micro_batches not in self._executors:
+            dtype = BFLOAT16 if self._mixed else self.dtype
             self._executors[micro_batches] = PipelineExecutor(
-                self.mesh.pipeline, self.choices.schedule, micro_batches, self.dtype
+                self.mesh.pipeline, self.choices.schedule, micro_batches, dtype
             )
         return self._executors[micro_batches]
 
@@ -271,10 +282,10 @@ class MeshProgram(LayeredProgram):
                 )
         if self.mesh.pipeline_size == 1:
             assert y is not None
-            return y
+            return self.leaving(y)
         ranks = range(self.mesh.pipeline_size)
         last = next(r for r in ranks if self.stage_count - 1 in self.choices.stages_of(r))
-        return self.mesh.pipeline.broadcast(y, root=last)
+        return self.leaving(self.mesh.pipeline.broadcast(y, root=last))
 
     # ------------------------------------------------------------------------ shared parameters
 
@@ -403,7 +414,7 @@ class StageRun(IPipelineStage):
         rows = self._rows.slice(micro_batch)
         # The first stage has no sender: its input is the batch.
         if x is None:
-            x = self._x[rows]
+            x = self._program.entering(self._x[rows])
         context = self._context
         if context.training:
             # Dropout's masks depend on the sample's place in the global batch alone.
@@ -423,7 +434,7 @@ class StageRun(IPipelineStage):
             return y
         assert self._loss is not None
         assert self._y is not None
-        total, weight, saved = self._loss.forward(y, self._y[rows])
+        total, weight, saved = self._loss.forward(self._program.leaving(y), self._y[rows])
         self.total += as_loss(total, self._loss, "sum")
         self.weight += weight
         self._activations[key] = activations
@@ -472,7 +483,7 @@ class StageRun(IPipelineStage):
         if dy is not None:
             return dy
         assert self._loss is not None
-        return self._loss.backward(self._pending.pop(key))
+        return self._program.entering(self._loss.backward(self._pending.pop(key)))
 
     def _reducer(self, virtual_stage: int) -> Any:
         """A function that reduces a unit when a micro-batch's gradient of it is complete."""

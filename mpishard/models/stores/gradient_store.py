@@ -52,7 +52,11 @@ class GradientStore(ABC):
     ----------
     in_flight : deque
         Reductions under way.
+    is_late : bool
+        Whether `owned` is of an earlier step.
     """
+
+    is_late = False
 
     def __init__(self, layout: StoreLayout) -> None:
         self.layout = layout
@@ -184,12 +188,15 @@ class ReplicatedGradients(GradientStore):
         if not self._is_booked:
             self._is_booked = True
             self.layout.book(MemoryCategory.GRADIENTS, self.vector, int(self.vector.size))
-        # After an error the last reductions may still read these buffers.
+        self._await_stale()
+        if is_first:
+            self._touched.clear()
+
+    def _await_stale(self) -> None:
+        """Wait for the reductions of before an error, which may still read these buffers."""
         while self._stale:
             self._stale[0].wait()
             del self._stale[0]
-        if is_first:
-            self._touched.clear()
 
     def _make_buffers(self) -> CompressionBuffers:
         compression = CompressionBuffers(self.layout, self.length_for(self.layout), 1)

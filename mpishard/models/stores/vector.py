@@ -247,12 +247,16 @@ class MeshVector(ModelVector):
         return full
 
     def _reader(self, parameters: ParameterStore) -> Callable[[Slice], Array]:
+        layout = parameters.layout
+        last: dict[int, Array] = {}  # slices of a unit come one after the other: it is read once
+
         def read(held: Slice) -> Array:
-            unit, place = _place_of(parameters.layout.units, held)
-            # A copy, because the buffer of a unit is used for the next one.
-            values = parameters.unshard(unit)[place].copy()
-            parameters.reshard(unit)
-            return values
+            unit, place = _place_of(layout.units, held)
+            if unit.index not in last:
+                last.clear()
+                last[unit.index] = layout.device.namespace.empty(unit.length, layout.dtype)
+                parameters.read(unit, last[unit.index])
+            return last[unit.index][place]
 
         return read
 

@@ -26,7 +26,7 @@ from mpishard.models.strategies.mesh_options import (
     idle_axes,
 )
 from mpishard.models.wrapper.base import ShardedModelBase
-from mpishard.models.wrapper.wrapping import program_of, require_free
+from mpishard.models.wrapper.wrapping import program_of, require_bfloat16, require_free
 from mpishard.pipeline import (
     GPipeSchedule,
     IPipelinePartitionStrategy,
@@ -71,12 +71,16 @@ class MeshModel(ShardedModelBase):
         check_leaves(self._config, self.world_size, replica_size=pipeline * tensor)
 
     def _on_before_initialize_sharding(self) -> None:
-        if self._config.precision is not None:
-            raise NotImplementedError(
-                f'precision="{self._config.precision}" is for ddp, zero1, zero2, zero3 and fsdp; '
-                "slices and stages do not compute in it yet: use one of these, or precision=None"
-            )
         is_layered = isinstance(self._wrapped_model, ILayeredModel)
+        if self._config.precision is not None:
+            require_bfloat16(self._wrapped_model)  # before the ranks exchange anything
+            pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
+            if pipeline * tensor > 1 and not is_layered:
+                raise NotImplementedError(
+                    f'precision="bfloat16": {type(self._wrapped_model).__name__} is computed whole '
+                    "by each rank of a pipeline or tensor axis, with float32 parameters: use ddp, "
+                    "zero1, zero2 or fsdp, or precision=None"
+                )
         given = self._options.partition_strategy
         if not (is_layered or given is None or isinstance(given, IPipelinePartitionStrategy)):
             raise ValueError(
@@ -178,7 +182,8 @@ class MeshModel(ShardedModelBase):
             self._options.sequence_parallel,
             self._options.checkpoint_config,
         )
-        return MeshProgram(model, self._config.minimum_parameter_group_size, choices)
+        size = self._config.minimum_parameter_group_size
+        return MeshProgram(model, size, choices, mixed=self._config.precision is not None)
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
         engine = super()._build_engine(program, arena=arena)

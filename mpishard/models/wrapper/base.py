@@ -127,7 +127,7 @@ class ShardedModelBase(IShardedModel):
         require_same_on_all_ranks(program, self.strategy, self._config)
         self._engine: Engine | None = self._build_engine(program)
         say_what_is_ignored(self._config, program.device)
-        say_what_is_slow(self._config)
+        say_what_is_slow(self._config, program)
         if self.gradient_leaves is not None:
             say_what_may_differ(self._config)
         program.vector.deal(self.engine.parameters, self.backend, program.fill)
@@ -315,7 +315,17 @@ class ShardedModelBase(IShardedModel):
         -------
         float
             The mean loss over all ranks' samples, before the update.
+
+        Raises
+        ------
+        ShardingError
+            If an optimizer applies this model's gradients some steps later.
         """
+        if self.engine.gradients.is_late:
+            raise ShardingError(
+                f"{self.engine.gradients_user} has gradients of this model under way: train with "
+                "its step(), or call its reset() first"
+            )
         rate = self._config.learning_rate
         if not self._said_train and self.rank == 0:
             _log.info("train: plain gradient descent with learning rate %g", rate)
@@ -369,7 +379,58 @@ class ShardedModelBase(IShardedModel):
         or `synchronize_gradients`, which averages it over the ranks. Collective if parameters are
         sharded.
         """
-        return self.engine.local_gradient(x, y, loss_function)[1]
+        return self.engine.local_gradient(x, y, loss_function)
+
+    def loss_and_gradients(self, x: Array, y: Array) -> tuple[float, Array]:
+        """Mean loss over the samples of all ranks, and its gradient. Collective.
+
+        For optimizers of your own, such as ``scipy.optimize.minimize(jac=True)``: every rank gets
+        the same bits, so that the same optimizer on every rank takes the same steps. Parameters
+        stay as they are; `set_parameters` changes them. A loss that is not finite is returned,
+        because a line search may step too far.
+
+        Parameters
+        ----------
+        x, y : Array
+            This rank's inputs and targets, shape (B, ...); B may be 0 and may differ between ranks.
+
+        Returns
+        -------
+        loss : float
+            The mean; NaN if a black box tells no loss.
+        gradient : Array
+            Shape (parameter_count,), zeros for frozen parameters. Every rank holds all of it.
+
+        Raises
+        ------
+        NoSampleError
+            If no rank has a sample that counts, on every rank.
+        ShardingError
+            If replicas have drifted apart; in the middle of a round of `accumulate`.
+        """
+        return self.engine.global_gradient(x, y)
+
+    def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
+        """Mean loss over the samples of all ranks, as in evaluation: without dropout. Collective.
+
+        Parameters
+        ----------
+        x, y : Array
+            This rank's inputs and targets, shape (B, ...); B may be 0 and may differ between ranks.
+
+        Returns
+        -------
+        loss : float
+            The mean; NaN without samples, or if a black box tells no loss.
+        weight : float
+            Number of samples, or of targets that the loss counts; the same on every rank.
+
+        Raises
+        ------
+        ShardingError
+            If replicas have drifted apart.
+        """
+        return self.engine.evaluate_all(x, y)
 
     def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
         """``theta -= learning_rate * gradients`` for a full vector, the same on every rank.
@@ -410,7 +471,8 @@ class ShardedModelBase(IShardedModel):
         ShardingError
             Before any gradient was computed.
         """
-        averaged = self.engine.synchronize_gradient()
+        found = self.engine.synchronize_gradient()
+        averaged = None if found is None else found[2]
         if averaged is None and self.engine.step_number == 0:
             raise ShardingError("synchronize_gradients() before any gradient was computed")
         if averaged is None or not self._config.auto_sync_gradients:

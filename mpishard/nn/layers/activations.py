@@ -231,6 +231,7 @@ class Softmax(Layer):
     """
 
     category = LayerCategory.ACTIVATION
+    computes_bfloat16 = True
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The input's shape, of which the last dim must not be empty."""
@@ -246,10 +247,11 @@ class Softmax(Layer):
         x_NV = x.reshape(-1, x.shape[-1])
         y_NV = xp.empty_like(x_NV)
         for rows in chunks(x_NV):
-            y = y_NV[rows]
-            xp.subtract(x_NV[rows], x_NV[rows].max(axis=-1, keepdims=True), out=y)
+            x_rows, y = wide(x_NV[rows]), scratch(y_NV[rows])
+            xp.subtract(x_rows, x_rows.max(axis=-1, keepdims=True), out=y)
             xp.exp(y, out=y)
             y /= y.sum(axis=-1, keepdims=True)
+            store(y_NV[rows], y)
         y = y_NV.reshape(x.shape)
         return y, y if context.training else None
 
@@ -259,9 +261,10 @@ class Softmax(Layer):
         y_NV = saved.reshape(-1, saved.shape[-1])
         dy_NV = dy.reshape(y_NV.shape)
         for rows in chunks(dy_NV):
-            d = dy_NV[rows]
-            d -= xp.einsum("nv,nv->n", d, y_NV[rows])[:, None]
-            d *= y_NV[rows]
+            d, y = wide(dy_NV[rows]), wide(y_NV[rows])
+            d -= xp.einsum("nv,nv->n", d, y)[:, None]
+            d *= y
+            store(dy_NV[rows], d)
         return dy_NV.reshape(dy.shape), None
 
 

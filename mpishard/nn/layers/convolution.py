@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpishard.arguments import check_sizes, is_size
 from mpishard.arrays import Array, array_namespace, chunk_length, chunks
+from mpishard.bfloat16 import scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.initializers import kaiming_uniform, zeros
 from mpishard.nn.layers.layer import (
@@ -22,6 +24,7 @@ from mpishard.nn.layers.layer import (
     ParameterSpec,
 )
 from mpishard.nn.layers.targets import unwritten
+from mpishard.nn.products import add_column_sums, product
 
 __all__ = ["Conv2D", "Flatten", "MaxPool2D", "WindowColumns", "Windows", "size_pair"]
 
@@ -114,9 +117,13 @@ class WindowColumns:
         dtype and device matter.
     counts : (int, int)
         Numbers P and Q of windows along each dim.
+    dtype : dtype, optional
+        Of the columns, if not that of the images.
     """
 
-    def __init__(self, windows: Windows, images: Array, counts: Pair) -> None:
+    def __init__(
+        self, windows: Windows, images: Array, counts: Pair, dtype: DTypeLike | None = None
+    ) -> None:
         xp = array_namespace(images)
         batch, channels, height, width = images.shape
         self._windows = windows
@@ -126,13 +133,14 @@ class WindowColumns:
         self._size = channels * math.prod(windows.kernel) * math.prod(counts)
         limit = _CHUNKS_AT_A_TIME * chunk_length(images)
         self._samples = max(1, min(batch, limit // self._size))
-        self._scratch = xp.empty(min(batch, self._samples) * self._size, dtype=images.dtype)
+        dtype = images.dtype if dtype is None else dtype
+        self._scratch = xp.empty(min(batch, self._samples) * self._size, dtype=dtype)
         down, right = windows.padding
         self._inner = (..., slice(down, down + height), slice(right, right + width))
         self._frame: Array | None = None
         if down or right:
             framed = (self._samples, channels, height + 2 * down, width + 2 * right)
-            self._frame = xp.zeros(framed, dtype=images.dtype)
+            self._frame = xp.zeros(framed, dtype=dtype)
 
     def chunks(self) -> Iterator[slice]:
         """Slices of the batch that each fit the scratch memory; the last may reach beyond it."""
@@ -234,6 +242,7 @@ class Conv2D(Layer):
 
     category = LayerCategory.CONVOLUTION
     pending_is_saved_and_dy = True
+    computes_bfloat16 = True
 
     def __init__(
         self,
@@ -286,12 +295,14 @@ class Conv2D(Layer):
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         y_BOS = _with_flat_images(y)
         w_OK = p["weight"].reshape(self.outputs, -1)
+        bias_O1 = wide(p["bias"])[:, None] if self.bias else None
         columns = WindowColumns(self.windows, x, y.shape[2:])
         for rows in columns.chunks():
-            part = y_BOS[rows]
-            xp.matmul(w_OK, columns.by_sample(x[rows]), out=part)
+            part = scratch(y_BOS[rows])
+            product(w_OK, columns.by_sample(x[rows]), part)
             if self.bias:
-                part += p["bias"][:, None]
+                part += bias_O1
+            store(y_BOS[rows], part)
         return y, x if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -300,11 +311,12 @@ class Conv2D(Layer):
         dx = xp.empty(saved.shape, dtype=dy.dtype)
         dy_BOS = _with_flat_images(dy)
         w_KO = p["weight"].reshape(self.outputs, -1).T
-        columns = WindowColumns(self.windows, dx, dy.shape[2:])
+        columns = WindowColumns(self.windows, dx, dy.shape[2:], wide_dtype(dx))
         for rows in columns.chunks():
-            part = dx[rows]
-            d_BKS = xp.matmul(w_KO, dy_BOS[rows], out=columns.empty(part.shape[0]))
+            part = scratch(dx[rows])
+            d_BKS = product(w_KO, dy_BOS[rows], columns.empty(part.shape[0]))
             columns.scatter(d_BKS, part)
+            store(dx[rows], part)
         return dx, (saved, dy)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
@@ -324,13 +336,12 @@ class Conv2D(Layer):
             d_ON = d_OBS.reshape(self.outputs, -1)
             columns_NK = columns.by_row(x[rows]).T
             if is_written:
-                dw_OK += xp.matmul(d_ON, columns_NK)
+                dw_OK += product(d_ON, columns_NK, xp.empty_like(dw_OK))
             else:
-                xp.matmul(d_ON, columns_NK, out=dw_OK)
+                product(d_ON, columns_NK, dw_OK)
                 is_written = True
             if self.bias:
-                db_O = g["bias"]
-                db_O += d_ON @ xp.ones(d_ON.shape[1], dtype=dy.dtype)
+                add_column_sums(g["bias"], d_ON.T)
 
 
 def _with_flat_images(y: Array) -> Array:
@@ -359,6 +370,7 @@ class MaxPool2D(Layer):
     """
 
     category = LayerCategory.POOLING
+    computes_bfloat16 = True
 
     def __init__(self, kernel: int | Pair, stride: int | Pair | None = None) -> None:
         size = size_pair("MaxPool2D", "kernel", kernel)
@@ -384,8 +396,8 @@ class MaxPool2D(Layer):
         position_dtype = np.min_scalar_type(math.prod(self.windows.kernel) - 1)
         which = xp.zeros(y.shape, dtype=position_dtype) if context.training else None
         for rows in chunks(x):
-            largest = y[rows]
-            for position, view in enumerate(self.windows.views(x[rows], counts)):
+            largest = scratch(y[rows])
+            for position, view in enumerate(self.windows.views(wide(x[rows]), counts)):
                 if position == 0:
                     largest[...] = view
                     continue
@@ -393,17 +405,20 @@ class MaxPool2D(Layer):
                     moved = xp.multiply(view > largest, position, dtype=which.dtype)
                     xp.maximum(which[rows], moved, out=which[rows])
                 xp.maximum(largest, view, out=largest)  # hands on NaN
+            store(y[rows], largest)
         return y, None if which is None else (x.shape, which)
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """Each element of ``dy`` where its largest element was, 0 elsewhere."""
         shape, which = saved
-        dx = array_namespace(dy).zeros(shape, dtype=dy.dtype)
+        dx = array_namespace(dy).empty(shape, dtype=dy.dtype)
         for rows in chunks(dx):
-            d, chosen = dy[rows], which[rows]
-            for position, view in enumerate(self.windows.views(dx[rows], dy.shape[2:])):
+            part, d, chosen = scratch(dx[rows]), wide(dy[rows]), which[rows]
+            part.fill(0)
+            for position, view in enumerate(self.windows.views(part, dy.shape[2:])):
                 # Added, not written: overlapping windows may choose the same element.
                 view[...] += d * (chosen == position)
+            store(dx[rows], part)
         return dx, None
 
 
@@ -411,6 +426,7 @@ class Flatten(Layer):
     """Each sample's dims as one, in C order: (d1, d2, ...) -> (d1 d2 ...,)."""
 
     category = LayerCategory.RESHAPE
+    computes_bfloat16 = True
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The product of the dims; a sample that is one number becomes a vector of one."""

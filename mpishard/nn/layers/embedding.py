@@ -11,7 +11,7 @@ from typing import Any
 
 from mpishard.arguments import check_sizes
 from mpishard.arrays import Array, array_namespace, is_device_array
-from mpishard.bfloat16 import added, is_bfloat16, wide
+from mpishard.bfloat16 import added, wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.initializers import normal
 from mpishard.nn.layers.layer import (
@@ -205,10 +205,10 @@ class PositionalEmbedding(Layer):
                 f"PositionalEmbedding has {self.context_length}"
             )
         if len(starts) < 2:
-            return _placed(x, p["weight"][longest : longest + x.shape[1]]), None
+            return added(x, p["weight"][longest : longest + x.shape[1]]), None
         xp = array_namespace(x)
         positions_BT = xp.asarray(starts)[:, None] + xp.arange(x.shape[1])
-        return _placed(x, p["weight"][positions_BT]), None
+        return added(x, p["weight"][positions_BT]), None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """``dy`` itself; pending is its sum over the batch, which shares no memory with it."""
@@ -218,10 +218,3 @@ class PositionalEmbedding(Layer):
         """Add the sum over the batch into the first T rows."""
         dw_TD = g["weight"][: pending.shape[0]]
         dw_TD += pending
-
-
-def _placed(x_BTD: Array, positions: Array) -> Array:
-    """Add the vectors of positions, of shape (T, D) or (B, T, D)."""
-    if is_bfloat16(x_BTD):
-        return added(x_BTD, array_namespace(x_BTD).broadcast_to(positions, x_BTD.shape))
-    return x_BTD + positions

@@ -114,7 +114,7 @@ class Layer(ABC):
     pending_is_saved_and_dy: ClassVar[bool] = False
     """True if `backward_weight` takes ``(saved, dy)``: it can then run without `backward_input`."""
 
-    computes_bfloat16: ClassVar[bool] = False
+    computes_bfloat16: bool = False
     """True if the layer computes with bfloat16 parameters and activations, which is its own work:
     what it adds, averages or exponentiates in float32. Its weight gradients are float32."""
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpishard import checkpoint
+from mpishard.callbacks.run import Record, Run, names_of
+from mpishard.callbacks.stopping import EarlyStopping
+from mpishard.callbacks.writers import JSONLines, ProgressLine
 from mpishard.checkpoint.format.consensus import together
 from mpishard.contracts import IFeatureAware
-from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
+from mpishard.data import Batch, Batches, GlobalBatchSampler, LocalBatchSampler, count_samples
 from mpishard.models import ShardedModelBase
 from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.metrics import MetricsWriter
-from mpishard.observe.progress import Progress
 from mpishard.optimizers.loop.agreement import LoopOptimizer, require_agreement
+from mpishard.optimizers.loop.best import BestParameters
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.evaluation import DatasetResult, evaluate
 from mpishard.optimizers.loop.result import FitDetectionResult, OptimizationResult
@@ -30,7 +34,6 @@ from mpishard.optimizers.loop.saving import (
     checkpoint_to_resume,
     order_of_samples,
 )
-from mpishard.optimizers.loop.stopping import BestParameters, EarlyStopping
 from mpishard.optimizers.loop.user_state import UserState
 
 __all__ = ["TrainingRun"]
@@ -98,17 +101,32 @@ class TrainingRun:
         self.stopping = EarlyStopping(data.patience, data.tolerance)
         self.best = BestParameters(model) if data.keeps_best else None
         self.latest: tuple[int, DatasetResult] | None = None  # evaluation of this run
-        self.metrics: MetricsWriter | None = None
         self.has_found_no_replicas = False
-        self.progress: Progress
+        self.batches: Batches
         self.started = 0.0
         require_agreement(optimizer, model, data, self.order)
-        self.user_state = UserState(data.user_state or {}, model.backend)
-        self.checkpoints = None if data.checkpoint is None else RunCheckpoints(data, model.backend)
+        states = {
+            f"callback {name}": callback
+            for name, callback in zip(names_of(data.callbacks), data.callbacks, strict=True)
+            if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
+        }
+        self.user_state = UserState({**(data.user_state or {}), **states}, model.backend)
+        self.checkpoints = None
+        if data.checkpoint is not None:
+            self.checkpoints = RunCheckpoints(data, model.backend, self._tell_saved)
         own = None if self.checkpoints is None else self.checkpoints.folder
         resumed = checkpoint_to_resume(data, model.backend, own)
         if resumed is not None:
             self._resume(resumed)
+        self.record = Record(self.step)
+        callbacks = [self.stopping, *data.callbacks]
+        if model.rank == 0:  # the short forms come last: they write what the others log
+            callbacks += [JSONLines(data.metrics)] if data.metrics is not None else []
+            callbacks += [ProgressLine()] if data.progress else []
+        self.hooks = Run(
+            callbacks, model.backend, model=model, total_steps=self.total,
+            unit=data.throughput_unit, can_save=data.checkpoint is not None,
+        )  # fmt: skip
         if self.step < self.total:
             with together(model.backend):  # a schedule may be a table, and too short
                 last = optimizer.steps + self.total - self.step - 1
@@ -137,54 +155,61 @@ class TrainingRun:
         ends = self.stopping.is_exhausted
         if self.checkpoints is not None and self.step < self.total and not ends:
             self.checkpoints.reserve(self.model, self.optimizer, keeps_best=self.best is not None)
+        hooks, data = self.hooks, self.data
+        if data.epochs is not None and data.max_steps is not None:
+            hooks.announcement = self._length_in_words(data.epochs, data.max_steps)
         with ExitStack() as stack:
-            if is_root and self.data.metrics is not None:
-                self.metrics = stack.enter_context(
-                    MetricsWriter(Path(self.data.metrics), resume_step=self.step)
+            hooks.enter(stack)
+            if data.callbacks:  # on all ranks
+                self.model.engine.round.wishes = hooks.wishes
+                stack.callback(setattr, self.model.engine.round, "wishes", None)
+            hooks.call("on_start", self.record)
+            self.batches = stack.enter_context(
+                Batches(
+                    data.x_train, data.y_train, self.sampler, self.model.data_rank,
+                    self.model.data_size, steps=range(self.step, self.total),
+                    ahead=not data.user_state,
                 )
-            self.progress = Progress(
-                self.total,
-                start=self.step,
-                unit=f"{self.data.throughput_unit}/s",
-                enabled=is_root and self.data.progress,
-            )
-            if self.data.epochs is not None and self.data.max_steps is not None:
-                self.progress.announce(self._length_in_words(self.data.epochs, self.data.max_steps))
-            stack.enter_context(self.progress)
+            )  # fmt: skip
+            following = iter(self.batches)
             with nullcontext() if self.checkpoints is None else self.checkpoints.running():
                 while self.step < self.total and not ends:
-                    ends = self._one_step()
+                    ends = self._one_step(following)
             self._evaluate_end()
             self.result.iterations = self.step
             self.result.stopped_early = ends and self.step < self.total
-            if self.result.stopped_early:
-                self.progress.conclude(self._end_in_words())
+            if self.result.stopped_early and not hooks.ending:
+                hooks.ending = self._end_in_words()
+            hooks.call("on_stop", self.record)
         self.result.seconds = time.perf_counter() - self.started
         self._conclude()
         return self.result
 
     # ------------------------------------------------------------------------------------- steps
 
-    def _one_step(self) -> bool:
+    def _one_step(self, following: Iterator[Batch]) -> bool:
         """Make an update and the work due after it; return whether the run stops early."""
         data, model = self.data, self.model
         epoch, index = divmod(self.step, self.sampler.batches_per_epoch)
-        indices, sample_start = self.sampler.local(epoch, index, model.data_rank, model.data_size)
+        began = time.perf_counter()
+        batch = next(following)
         rate = self.optimizer.get_current_learning_rate()
         report = self.optimizer.step_report(
-            model, take(data.x_train, indices), take(data.y_train, indices),
-            sample_start=sample_start,
-        )  # fmt: skip
+            model, batch.x, batch.y, sample_start=batch.sample_start
+        )
         self.step += 1
         self.result.loss_history.append(report.loss)
         self.result.weight += report.weight
-        self.epoch_sums += (report.loss * report.weight, report.weight)
-        self.progress.update(self.step, loss=report.loss, amount=report.weight)
-        if self.metrics is not None:
-            self.metrics.write(
-                step=self.step, time=self._elapsed(), epoch=epoch, loss=report.loss,
-                learning_rate=rate, gradient_norm=report.gradient_norm, weight=report.weight,
+        if report.weight:  # this rank's, if it does not wait for the others
+            self.epoch_sums += (report.loss * report.weight, report.weight)
+        stops, saves = self.hooks.wishes.take() if data.callbacks else (False, False)
+        if self.hooks.listens_to_steps:
+            now = time.perf_counter()
+            self.record = Record(
+                self.step, epoch, report.loss, report.weight, rate, report.gradient_norm,
+                now - self.started, now - began, model.memory.total,
             )  # fmt: skip
+            self.hooks.call("on_step", self.record)
         if data.digest_every is not None and self.step % data.digest_every == 0:
             compared = model.check_replicas()
             if not compared and not self.has_found_no_replicas and model.rank == 0:
@@ -205,13 +230,21 @@ class TrainingRun:
             self._weigh(score)
             asked_to = self.optimizer.should_early_stop()  # collective: every rank must ask
             ends = asked_to or self.stopping.is_exhausted
+            if data.callbacks:  # an evaluation's wishes need not wait for the next step
+                wishes = self.hooks.wishes
+                wishes.exchanged(model.backend.all_reduce(np.array(wishes.own)))
+                at_once = wishes.take()
+                stops, saves = stops or at_once[0], saves or at_once[1]
+        if stops and not ends and self.step < self.total:
+            self.hooks.stopped(self.step)
+        ends = ends or stops
         if self.checkpoints is not None:
-            self._save_where_due(self.checkpoints, is_last=ends or self.step == self.total)
+            self._save_where_due(self.checkpoints, saves or ends or self.step == self.total)
         return ends
 
-    def _save_where_due(self, checkpoints: RunCheckpoints, *, is_last: bool) -> None:
-        is_preempted = checkpoints.is_preempted()
-        if is_preempted or checkpoints.is_due(self.step, is_last=is_last):
+    def _save_where_due(self, checkpoints: RunCheckpoints, is_asked: bool) -> None:
+        is_preempted = self.optimizer.should_sync(self.step) and checkpoints.is_preempted()
+        if is_preempted or checkpoints.is_due(self.step, is_last=is_asked):
             self.optimizer.settle()
             checkpoints.save(
                 self.step, self.model, self.optimizer, self.best, {LOOP: self._position()}
@@ -219,11 +252,13 @@ class TrainingRun:
         else:
             checkpoints.poll()
         if is_preempted:
+            checkpoints.finish()
+            self.hooks.call("on_stop", self.record)
             checkpoints.leave(self.step, self.total)
 
     def _finish_epoch(self) -> float | None:
         """Record the mean loss of the epoch under way, unless its weight is 0."""
-        total, weight = self.epoch_sums
+        total, weight = self.optimizer.sum_over_reports(self.epoch_sums)
         if not weight:
             return None
         self.result.fitness_history.append(float(total / weight))
@@ -236,19 +271,23 @@ class TrainingRun:
         self.latest = self.step, found
         self.model.engine.record.validation_score = loss
         self.result.validation_history.append((self.step, loss))
-        of_classes = {"accuracy": found.stats["accuracy"]} if "accuracy" in found.stats else {}
-        self.progress.validation(self.step, loss, **of_classes)
-        if self.metrics is not None:
-            self.metrics.write(
-                step=self.step, time=self._elapsed(), validation_loss=loss,
-                **{f"validation_{name}": value for name, value in of_classes.items()},
-            )  # fmt: skip
         return loss
 
     def _weigh(self, score: float) -> None:
-        if self.stopping.observe(self.step, score) and self.best is not None:
+        """Let the callbacks judge an evaluation, and keep the best parameters."""
+        validation = {}
+        if self.latest is not None and self.latest[0] == self.step:
+            stats = self.latest[1].stats
+            validation = {name: stats[name] for name in ("loss", "accuracy") if name in stats}
+        self.record = replace(self.record, step=self.step)
+        found = replace(self.record, score=score, validation=validation)
+        self.hooks.call("on_evaluate", found)
+        if self.best is not None and self.stopping.best_step == self.step:
             self.optimizer.settle()
             self.best.keep()
+
+    def _tell_saved(self, folder: Path) -> None:
+        self.hooks.call("on_checkpoint", replace(self.record, step=self.step, checkpoint=folder))
 
     def _length_in_words(self, epochs: int, max_steps: int) -> str:
         steps = epochs * self.sampler.batches_per_epoch
@@ -266,9 +305,6 @@ class TrainingRun:
             f": best {kind} loss {best.best_score:.4f} after step {best.best_step}"
         )  # fmt: skip
         return f"stopped early after step {self.step} of {self.total}{found}"
-
-    def _elapsed(self) -> float:
-        return time.perf_counter() - self.started
 
     # --------------------------------------------------------------------------------------- end
 
@@ -328,9 +364,12 @@ class TrainingRun:
             sampler = LocalBatchSampler(self.lengths[part], data.batch_size, shuffle=False)
         else:
             sampler = GlobalBatchSampler(
-                len(x), data.batch_size, shuffle=False, leaves=self.model.gradient_leaves
+                count_samples(x), data.batch_size, shuffle=False, leaves=self.model.gradient_leaves
             )
-        return evaluate(self.model, x, y, sampler, keep_predictions=at_end and data.predictions)
+        self.batches.settle()  # one thread of a rank reads at a time
+        return evaluate(
+            self.model, x, y, sampler, keep_predictions=at_end and data.predictions, part=part
+        )
 
     # --------------------------------------------------------------------------------- positions
 
@@ -341,7 +380,7 @@ class TrainingRun:
             "epoch_sums": self.epoch_sums.tolist(),
             "fitness_history": self.result.fitness_history,
             "validation_history": self.result.validation_history,
-            "stopping": self.stopping.position(),
+            "stopping": self.stopping.state_dict(),
             "order": self.order,
             "user_state": self.user_state.position(),
         }
@@ -359,7 +398,7 @@ class TrainingRun:
                                           position["validation_history"]]  # fmt: skip
         # A best score is of no use without its parameters: then the search begins anew.
         if self.best is None or holds_best:
-            self.stopping.restore(position["stopping"])
+            self.stopping.load_state_dict(position["stopping"])
         if self.model.rank == 0:
             if self.step < self.total:
                 _log.info("going on after step %d of %d from %s", self.step, self.total, path)

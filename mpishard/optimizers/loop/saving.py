@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mpishard import settings
+from mpishard.callbacks.preemption import Preemption
 from mpishard.checkpoint import CheckpointFolder, CheckpointReader, StagingBuffer, newest_valid
 from mpishard.checkpoint.format.consensus import share_path, together
 from mpishard.checkpoint.format.manifest import MANIFEST
@@ -26,11 +27,11 @@ from mpishard.checkpoint.loading.reader import find_single
 from mpishard.checkpoint.saving.pending import PendingSave
 from mpishard.checkpoint.saving.snapshot import begin_save, reserve
 from mpishard.communication import CommunicationBackend
+from mpishard.data import count_samples
 from mpishard.errors import CheckpointError, NonFiniteLossError, NoSampleError, Preempted
 from mpishard.models import ShardedModelBase
+from mpishard.optimizers.loop.best import BestParameters
 from mpishard.optimizers.loop.data import OptimizationInputData
-from mpishard.optimizers.loop.preemption import Preemption
-from mpishard.optimizers.loop.stopping import BestParameters
 from mpishard.optimizers.loop.user_state import UserState
 
 __all__ = [
@@ -100,9 +101,17 @@ class RunCheckpoints:
         The arguments of the run, with a ``checkpoint``.
     backend : CommunicationBackend
         The ranks that train together.
+    on_saved : callable
+        Called with the folder of each checkpoint that is on the disk, on all ranks.
     """
 
-    def __init__(self, data: OptimizationInputData, backend: CommunicationBackend) -> None:
+    def __init__(
+        self,
+        data: OptimizationInputData,
+        backend: CommunicationBackend,
+        on_saved: Callable[[Path], object] = str,
+    ) -> None:
+        self._on_saved = on_saved
         self.folder = folder_of(data)
         self._rank = backend.rank
         self._preemption = Preemption(backend)
@@ -110,6 +119,7 @@ class RunCheckpoints:
         # Saves in the background copy the state first, so that training may change it meanwhile.
         self._staging = StagingBuffer() if data.checkpoint_async else None
         self._pending: PendingSave | None = None
+        self._step = 0  # of the last save
 
     def reserve(
         self, model: ShardedModelBase, optimizer: CheckpointableOptimizer, *, keeps_best: bool
@@ -201,6 +211,7 @@ class RunCheckpoints:
             On all ranks, if any of them could not write this one or the previous one.
         """
         self.finish()
+        self._step = step
         self._pending = begin_save(
             lambda: self.folder.target(step), model, optimizer,
             training=training, metadata=metadata, staging=self._staging,
@@ -217,7 +228,7 @@ class RunCheckpoints:
             As `save`.
         """
         if self._pending is not None and self._pending.poll():
-            self._pending = None
+            self._ended()
 
     def finish(self) -> None:
         """Wait for the save under way, if any. Collective.
@@ -229,7 +240,11 @@ class RunCheckpoints:
         """
         if self._pending is not None:
             self._pending.wait()
-            self._pending = None
+            self._ended()
+
+    def _ended(self) -> None:
+        self._pending = None
+        self._on_saved(self.folder.path_of(self._step))
 
 
 # ----------------------------------------------------------------------------------- positions
@@ -239,11 +254,12 @@ def order_of_samples(data: OptimizationInputData, lengths: Sequence[int]) -> dic
     """Return the choices that determine the order of a run's samples, for JSON."""
     return {
         "local_data": data.local_data,
-        "samples": list(lengths) if data.local_data else len(data.x_train),
+        "samples": list(lengths) if data.local_data else count_samples(data.x_train),
         "batch_size": data.batch_size,
         "seed": data.seed,
         "shuffle": data.shuffle,
         "drop_last": data.drop_last,
+        "shuffle_block_size": data.shuffle_block_size,
     }
 
 

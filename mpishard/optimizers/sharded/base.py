@@ -151,8 +151,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         self._awaiting = None
 
     def _forget_model(self) -> None:
-        self._state = None
+        state, self._state = self._state, None
         self._last_gradient = None
+        if state is not None and state.keeps_gradients:
+            state.model.engine.lend_gradients(None)
 
     # -------------------------------------------------------------------------------------- steps
 
@@ -217,6 +219,14 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         Steps of most optimizers keep it so, and then nothing is done.
         """
 
+    def should_sync(self, iteration: int) -> bool:
+        """Return True: every step brings the ranks together."""
+        return True
+
+    def sum_over_reports(self, sums: Array) -> Array:
+        """Return ``sums``, because reports are of all ranks. Collective if each has its own."""
+        return sums
+
     def apply_gradients(self, gradients: Array, model: ShardedModelBase) -> None:
         """Make one update with a given gradient of the mean loss. Collective.
 
@@ -234,8 +244,9 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         NonFiniteLossError
             On every rank, if the gradient is not finite and that is not allowed.
         NotImplementedError
-            For a rule that searches along a line.
+            For a rule that searches along a line, and optimizers that use no gradient of now.
         """
+        self._require_offered("apply_gradients")
         self._require_model_of_this_kind(model)
         if self._rule.searches:
             raise NotImplementedError(
@@ -259,7 +270,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         ------
         ShardingError
             If the last thing that happened to the model was no `step` of this optimizer.
+        NotImplementedError
+            For an optimizer whose steps make no such gradient.
         """
+        self._require_offered("last_computed_gradients")
         model = self.model
         weight, version = self._last_gradient or (0.0, -1)
         if model is None or version != model.engine.version:
@@ -332,6 +346,15 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             state.take(saved)
         return state
 
+    def _refusals(self) -> Mapping[str, str]:
+        """Return the members that this optimizer does not offer, and why."""
+        return {}
+
+    def _require_offered(self, member: str) -> None:
+        reason = self._refusals().get(member)
+        if reason is not None:
+            raise NotImplementedError(f"{type(self).__name__}.{member}: {reason}")
+
     def _fingerprint(self) -> dict[str, Any]:
         """Return the settings that all ranks must share, for JSON."""
         return self._rule.fingerprint()
@@ -369,10 +392,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 "one for both"
             )
         self._refuse_second_model()
-        if model.engine.is_compressed:
+        if model.engine.gradients_user is not None:
             raise ShardingError(
-                "a GradientCompressionOptimizer trains this model, and keeps errors of its "
-                "gradients; call its reset() first"
+                f"{model.engine.gradients_user} trains this model, and keeps errors or sums of "
+                "its gradients; call its reset() first"
             )
         if self._rule.searches:
             refuse_unfit(model, type(self._rule).__name__)
@@ -423,7 +446,13 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         Every rank holds the whole state for it: `save_model` does not need that.
 
         Before the first step there are settings alone, or the state that waits for its model.
+
+        Raises
+        ------
+        NotImplementedError
+            For an optimizer of which each rank has more; `mpishard.checkpoint.save` writes it.
         """
+        self._require_offered("serialize")
         if self._state is not None:
             return self._bound(self._state.model).gathered().to_bytes()
         fresh = StateBytes(type(self._rule).__name__, self._rule.fingerprint(), 0, {})

@@ -160,30 +160,19 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
                 f"{type(self._rule).__name__} needs exact gradients: compress with another rule"
             )
 
-    def _forget_model(self) -> None:
-        model = self.model
-        super()._forget_model()
-        if model is not None and model.engine.is_compressed:
-            model.engine.compress(None)
-
-    def serialize(self) -> bytes:
-        """Refuse: the errors are each rank's own. `mpishard.checkpoint.save` writes them.
-
-        Raises
-        ------
-        NotImplementedError
-            Always, unless nothing is compressed.
-        """
+    def _refusals(self) -> Mapping[str, str]:
         if self.method is None:
-            return super().serialize()
-        raise NotImplementedError(
-            "the errors of compression are each rank's own, which bytes that are the same on all "
-            "ranks cannot hold: use mpishard.checkpoint.save, or save_model"
-        )
+            return {}
+        return {
+            "serialize": "the errors of compression are each rank's own, which bytes that are the "
+            "same on all ranks cannot hold: use mpishard.checkpoint.save, or save_model"
+        }
 
 
 class _CompressedState(ModelState):
     """A rule's state and the errors of compression, which this rank alone has."""
+
+    keeps_gradients = True
 
     def __init__(
         self,
@@ -201,7 +190,7 @@ class _CompressedState(ModelState):
         self._writers = model.backend.world_size  # of a checkpoint that is read
         self._read: list[Array] = []
         self._factors: Array | None = None
-        model.engine.compress(self._store)
+        model.engine.lend_gradients("GradientCompressionOptimizer", self._store)
 
     def _store(self, layout: StoreLayout) -> CompressedGradients:
         # Called again if other units are frozen; then there are other errors.

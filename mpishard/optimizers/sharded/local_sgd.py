@@ -140,44 +140,13 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     def synchronize_optimizer_state(self) -> None:
         """Do nothing: each rank has the inner state of its own replica."""
 
-    @property
-    def last_computed_gradients(self) -> Array:
-        """Refuse: there is no gradient of all ranks.
-
-        Raises
-        ------
-        NotImplementedError
-            Always.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} makes no gradient of all ranks: each rank has its own"
-        )
-
-    def apply_gradients(self, gradients: Array, model: ShardedModelBase) -> None:
-        """Refuse: one gradient for all ranks is no local step.
-
-        Raises
-        ------
-        NotImplementedError
-            Always.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} trains each rank with its own gradient: use step, or "
-            "DDPOptimizer"
-        )
-
-    def serialize(self) -> bytes:
-        """Refuse: inner state is each rank's own. `mpishard.checkpoint.save` writes it.
-
-        Raises
-        ------
-        NotImplementedError
-            Always.
-        """
-        raise NotImplementedError(
-            "the inner state is each rank's own, which bytes that are the same on all ranks cannot "
-            "hold: use mpishard.checkpoint.save, or save_model"
-        )
+    def _refusals(self) -> Mapping[str, str]:
+        return {
+            "last_computed_gradients": "there is no gradient of all ranks; each rank has its own",
+            "apply_gradients": "each rank trains with its own gradient: use step, or DDPOptimizer",
+            "serialize": "the inner state is each rank's own, which bytes that are the same on all "
+            "ranks cannot hold: use mpishard.checkpoint.save, or save_model",
+        }
 
 
 class _LocalState(ModelState):

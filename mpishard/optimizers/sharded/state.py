@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -55,6 +55,9 @@ class ModelState(CheckpointState):
     numbers : dict
         What the rule keeps beside the vectors: see `UpdateContext`.
     """
+
+    keeps_gradients: ClassVar[bool] = False
+    """Whether the gradients of the model lie in a store of this state's."""
 
     def __init__(self, rule: Optimizer, model: ShardedModelBase, frozen: frozenset[str]) -> None:
         self.rule = rule

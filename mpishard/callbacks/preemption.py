@@ -81,15 +81,15 @@ class Preemption:
 
     def is_asked(self) -> bool:
         """Return whether any rank was ordered to end. Collective: a few bytes for each rank."""
-        return self._may_be_asked and self.is_asked_or(False)[0]
+        return self._may_be_asked and self.is_asked_or()[0]
 
-    def is_asked_or(self, flag: bool) -> tuple[bool, bool]:
-        """Return `is_asked`, and whether ``flag`` is set on any rank. Collective, and as small."""
+    def is_asked_or(self, *flags: bool) -> list[bool]:
+        """Return `is_asked`, and of each flag whether any rank has set it. Collective, as small."""
         is_told = self._may_be_asked and self._is_told
-        self._is_obeyed, is_said = self._any_of(is_told, flag)
+        self._is_obeyed, *said = self._any_of(is_told, *flags)
         if self._is_obeyed and self._is_main_thread:
             preemption_notice.obey()
-        return self._is_obeyed, is_said
+        return [self._is_obeyed, *said]
 
     @property
     def _is_told(self) -> bool:

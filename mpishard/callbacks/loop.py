@@ -1,0 +1,173 @@
+"""Callbacks in a loop that the user has written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mpishard import settings
+from mpishard.callbacks.preemption import Preemption
+from mpishard.callbacks.run import Record, Run, check_callbacks
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import PathLike
+from mpishard.errors import Preempted
+
+__all__ = ["LoopHooks", "running"]
+
+
+class LoopHooks:
+    """The calls of a loop to its callbacks; `running` makes it.
+
+    Parameters
+    ----------
+    run : Run
+        Calls the callbacks.
+    preemption : Preemption
+        Receives the order to save and end.
+    step : int
+        Updates made before.
+
+    Attributes
+    ----------
+    saves : bool
+        Whether the loop is to save now, on all ranks: since a callback has asked for it in the
+        last `step` or `evaluate`, or the job is to save and end.
+    stops : bool
+        Whether the loop is to end now, on all ranks.
+    """
+
+    def __init__(self, run: Run, preemption: Preemption, step: int) -> None:
+        self.run = run
+        self.saves = self.stops = self.is_preempted = False
+        self.record = Record(step)
+        self._preemption = preemption
+        self._began = self._stepped = time.perf_counter()
+
+    def step(
+        self,
+        loss: Any = float("nan"),
+        *,
+        samples: float = 0.0,
+        epoch: int | None = None,
+        learning_rate: float | None = None,
+        gradient_norm: Any = None,
+        **values: Any,
+    ) -> bool:
+        """Tell that an update is done; return whether the loop is to end. Collective.
+
+        The ranks exchange a few bytes, so that all of them end, or save, after the same step.
+
+        Parameters
+        ----------
+        loss : float
+            Mean loss of the step.
+        samples : float
+            Samples, or tokens, of all ranks in this step.
+        epoch, learning_rate, gradient_norm
+            As in `Record`.
+        **values
+            Logged with the step, as by `Run.log`.
+        """
+        now = time.perf_counter()
+        self.record = Record(
+            self.record.step + 1, epoch, float(loss), float(samples), learning_rate,
+            None if gradient_norm is None else float(gradient_norm),
+            now - self._began, now - self._stepped,
+        )  # fmt: skip
+        self._stepped = now
+        self.run.log(**values)
+        self.run.call("on_step", self.record)
+        return self._agree()
+
+    def evaluate(self, loss: Any, **others: float) -> bool:
+        """Tell the validation loss; return whether the loop is to end. Collective, as `step`.
+
+        ``others``, such as ``accuracy``, are written beside it.
+        """
+        validation = {"loss": float(loss), **others}
+        record = replace(self.record, score=validation["loss"], validation=validation)
+        self.run.call("on_evaluate", record)
+        return self._agree()
+
+    def checkpoint(self, path: PathLike) -> None:
+        """Tell that a checkpoint was written to ``path``."""
+        self.run.call("on_checkpoint", replace(self.record, checkpoint=Path(path)))
+
+    def _agree(self) -> bool:
+        own = self.run.wishes.own
+        is_preempted, stops, saves = self._preemption.is_asked_or(own[0] > 0, own[1] > 0)
+        own[:] = 0.0, 0.0
+        self.saves = saves or is_preempted
+        if stops and not self.stops:
+            self.run.stopped(self.record.step)
+        self.is_preempted = self.is_preempted or is_preempted
+        self.stops = self.stops or stops or is_preempted
+        return self.stops
+
+
+@contextmanager
+def running(
+    callbacks: Sequence[Any],
+    backend: CommunicationBackend,
+    *,
+    total_steps: int | None = None,
+    step: int = 0,
+    unit: str = "samples",
+) -> Iterator[LoopHooks]:
+    """Call callbacks in a loop of your own. Collective at its begin and end, as are its steps.
+
+    SIGTERM and SIGUSR1 to any rank end the loop after the same step on all ranks:
+    `LoopHooks.step` returns True, `LoopHooks.saves` is True, and the block ends with `Preempted`
+    (exit code 75).
+
+    Parameters
+    ----------
+    callbacks : list
+        Objects with some of ``on_start, on_step, on_evaluate, on_checkpoint, on_stop``; the same
+        on every rank.
+    backend : CommunicationBackend
+        The ranks that train together.
+    total_steps : int, optional
+        Updates at the end of the loop, if known.
+    step : int
+        Updates made before, of a loop that goes on from a checkpoint.
+    unit : str
+        Unit of the steps' ``samples``.
+
+    Raises
+    ------
+    TypeError
+        For what is no callback.
+    Preempted
+        At the end, if the job was ordered to save and end.
+
+    Examples
+    --------
+    >>> import mpishard as ms
+    >>> class Limit:
+    ...     def on_step(self, run, record):
+    ...         if record.loss < 0.3:
+    ...             run.stop("low enough")
+    >>> def main(backend):
+    ...     with running([Limit()], backend) as hooks:
+    ...         for step in range(1, 100):
+    ...             if hooks.step(loss=1 / step):
+    ...                 return step
+    >>> ms.run_in_threads(2, main)
+    [4, 4]
+    """
+    run = Run(check_callbacks(callbacks), backend, total_steps=total_steps, unit=unit)
+    with ExitStack() as stack:
+        run.enter(stack)
+        hooks = LoopHooks(run, stack.enter_context(Preemption(backend)), step)
+        run.call("on_start", hooks.record)
+        yield hooks
+        run.call("on_stop", hooks.record)
+        if hooks.is_preempted:
+            reached = hooks.record.step
+            message = f"preempted after step {reached}"
+            raise Preempted(message, reached, settings.EXIT_PREEMPTED)

@@ -1,0 +1,270 @@
+"""A run as its callbacks see it: the figures of a step, and wishes to stop, save and log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpishard.checkpoint.format.consensus import all_texts
+from mpishard.communication import CommunicationBackend
+from mpishard.communication.contract.matching import who
+
+__all__ = ["HOOKS", "Record", "Run", "Wishes", "check_callbacks", "names_of"]
+
+_log = logging.getLogger("mpishard")
+
+HOOKS = ("on_start", "on_step", "on_evaluate", "on_checkpoint", "on_stop")
+"""The methods that a callback may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The figures of a run after its last step; the same on every rank, except times and memory.
+
+    Attributes
+    ----------
+    step : int
+        Updates made, those before a resumed checkpoint included.
+    epoch : int or None
+        Epoch of the last update, from 0; None in a loop that does not tell it.
+    loss : float
+        Mean loss over all ranks' samples before the last update; NaN before the first one.
+    samples : float
+        Weight of that loss: samples, or tokens, of all ranks together.
+    learning_rate, gradient_norm : float or None
+        Of the last update; the norm of the mean gradient is taken before clipping.
+    seconds : float
+        Time since this run began, on this rank.
+    step_seconds : float
+        Time of the last step, on this rank.
+    memory : int or None
+        Bytes in the memory ledger of this rank; None in a loop that does not tell it.
+    score : float or None
+        In ``on_evaluate``: the validation loss or, without validation data, the mean training
+        loss of the epoch. Otherwise None.
+    validation : mapping of str to float
+        In ``on_evaluate``: ``loss`` on the validation data and, of classes, ``accuracy``.
+    checkpoint : Path or None
+        In ``on_checkpoint``: the folder that was written. Otherwise None.
+    """
+
+    step: int = 0
+    epoch: int | None = None
+    loss: float = math.nan
+    samples: float = 0.0
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    seconds: float = 0.0
+    step_seconds: float = 0.0
+    memory: int | None = None
+    score: float | None = None
+    validation: Mapping[str, float] = field(default_factory=dict)
+    checkpoint: Path | None = None
+
+
+@dataclass(slots=True)
+class Wishes:
+    """A rank's wishes since they were last sent, and those of all ranks since they were last read.
+
+    Both are ``[stop, save]``, and above 0 if wished. They travel as summands of an all-reduce.
+    """
+
+    own: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    received: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def exchanged(self, sums: Sequence[float]) -> None:
+        """Note the sums over all ranks of what they have sent."""
+        self.own[:] = 0.0, 0.0
+        self.received[:] = [old + float(new) for old, new in zip(self.received, sums, strict=True)]
+
+    def take(self) -> tuple[bool, bool]:
+        """Return whether any rank has wished to stop, and to save; forget it."""
+        stops, saves = self.received
+        self.received[:] = 0.0, 0.0
+        return stops > 0, saves > 0
+
+
+def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
+    """Return the callbacks as a tuple.
+
+    Raises
+    ------
+    TypeError
+        For anything but a list or tuple of objects with at least one of `HOOKS` and no other
+        method that begins with ``on_``.
+    """
+    if not isinstance(callbacks, list | tuple):
+        raise TypeError(f"callbacks must be a list, got {type(callbacks).__name__}")
+    known = ", ".join(HOOKS)
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, type):
+            raise TypeError(f"callbacks must be objects, got the class {callback.__name__}")
+        found = [each for each in dir(callback) if each.startswith("on_")]
+        strange = [each for each in found if each not in HOOKS]
+        if strange:
+            raise TypeError(f"the callback {name} has {strange[0]}, which nothing calls; {known}")
+        if not any(callable(getattr(callback, each)) for each in found):
+            raise TypeError(f"the callback {name} has none of the methods {known}")
+    return tuple(callbacks)
+
+
+def names_of(callbacks: Sequence[Any]) -> list[str]:
+    """Return the class of each callback, with a number from the second of a class on."""
+    kinds = [type(callback).__name__ for callback in callbacks]
+    counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
+    return [
+        f"{kind} {count + 1}" if count else kind for kind, count in zip(kinds, counts, strict=True)
+    ]
+
+
+class Run:
+    """A run of training: calls its callbacks, and takes their wishes.
+
+    Each method of a callback is called as ``callback.on_step(run, record)``. Callbacks that are
+    context managers are entered before ``on_start`` and left at the end, however the run ends.
+
+    Parameters
+    ----------
+    callbacks : sequence of object
+        As `check_callbacks` returns them, in the order in which they are called.
+    backend : CommunicationBackend
+        The ranks that train together.
+    model : object
+        The sharded model; None in a loop that does not tell it.
+    total_steps : int, optional
+        Number of updates at the end of the run, if it is known.
+    unit : str
+        Unit of `Record.samples`.
+    can_save : bool
+        Whether `save` has an effect.
+
+    Attributes
+    ----------
+    announcement, ending : str
+        The length of the run in words, and the reason of an early end; may be empty.
+    logged : dict
+        The values of `log` since the last call of the callbacks.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        backend: CommunicationBackend,
+        *,
+        model: Any = None,
+        total_steps: int | None = None,
+        unit: str = "samples",
+        can_save: bool = True,
+    ) -> None:
+        self.backend = backend
+        self.model = model
+        self.total_steps = total_steps
+        self.unit = unit
+        self.announcement = self.ending = ""
+        self.logged: dict[str, Any] = {}
+        self.wishes = Wishes()
+        self._can_save = can_save
+        self._reason = self._calling = ""
+        self._callbacks = callbacks
+        self._methods: dict[str, list[tuple[str, Callable[[Run, Record], None]]]] = {
+            hook: [
+                (name, getattr(callback, hook))
+                for name, callback in zip(names_of(callbacks), callbacks, strict=True)
+                if hasattr(callback, hook)
+            ]
+            for hook in HOOKS
+        }
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self.backend.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.backend.world_size
+
+    def stop(self, reason: str = "") -> None:
+        """End the run on all ranks, after the same step: the next one at the latest.
+
+        One rank is enough. ``reason`` is logged by rank 0.
+        """
+        self.wishes.own[0] = 1.0
+        self._reason = self._reason or ": ".join(filter(None, [self._calling, reason]))
+
+    def save(self) -> None:
+        """Save a checkpoint on all ranks, after the same step: the next one at the latest.
+
+        Raises
+        ------
+        ValueError
+            If the run saves no checkpoints.
+        """
+        if not self._can_save:
+            raise ValueError("run.save() needs checkpoint, the folder to write to")
+        self.wishes.own[1] = 1.0
+
+    def log(self, **values: Any) -> None:
+        """Add values to the figures that the callbacks after this one write.
+
+        Writers write those of rank 0.
+        """
+        self.logged.update(values)
+
+    # ---------------------------------------------------------------------------------- for loops
+
+    @property
+    def listens_to_steps(self) -> bool:
+        """True if a callback has ``on_step``; a loop need not measure a step for the others."""
+        return bool(self._methods["on_step"])
+
+    def enter(self, stack: ExitStack) -> None:
+        """Enter the callbacks that are context managers; ``stack`` leaves them."""
+        for callback in self._callbacks:
+            if hasattr(callback, "__exit__"):
+                stack.enter_context(callback)
+
+    def call(self, hook: str, record: Record) -> None:
+        """Call one of `HOOKS` of each callback.
+
+        An exception passes, with a note of the callback.
+        """
+        for name, method in self._methods[hook]:
+            self._calling = name
+            try:
+                method(self, record)
+            except Exception as error:
+                error.add_note(
+                    f"raised in {hook} of the callback {name} on rank {self.rank}, after step "
+                    f"{record.step}"
+                )
+                raise
+        self._calling = ""
+        self.logged.clear()
+
+    def stopped(self, step: int) -> None:
+        """Tell why the run ends early, after ``step``, if callbacks have asked for it. Collective.
+
+        Called on all ranks, when they have agreed.
+        """
+        own = json.dumps([self.rank, self._reason]) if self._reason else ""
+        ranks: dict[str, list[int]] = {}
+        for text in all_texts(self.backend, own):
+            rank, reason = json.loads(text)
+            ranks.setdefault(reason, []).append(rank)
+        told = "; ".join(
+            reason if len(of) == self.world_size else f"{who(of)}, {reason}"
+            for reason, of in ranks.items()
+        )
+        total = "" if self.total_steps is None else f" of {self.total_steps}"
+        self.ending = f"stopped after step {step}{total}" + f": {told}" * bool(told)
+        if self.rank == 0:
+            _log.info("%s", self.ending)

@@ -1,0 +1,81 @@
+"""Early stopping: the best evaluation so far, and when to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mpishard.callbacks.run import Record, Run
+
+__all__ = ["EarlyStopping"]
+
+
+@dataclass
+class EarlyStopping:
+    """The best of the evaluations so far, and whether to go on.
+
+    The best is the one with the lowest score. Early stopping asks for more: an evaluation counts
+    as an improvement if its score lies at least ``tolerance`` below that of the last
+    improvement, and training is to stop after ``patience`` evaluations in a row that were none
+    (after Prechelt, "Early Stopping - But When?", in "Neural Networks: Tricks of the Trade", 1998,
+    which compares several such criteria). A score that is not a number is never the best and
+    never an improvement.
+
+    `optimize` makes one from its ``patience`` and ``tolerance``, and then also returns the best
+    parameters.
+
+    Parameters
+    ----------
+    patience : int or None
+        Evaluations without improvement after which to stop; None: never.
+    tolerance : float
+        Least improvement that counts, in units of the score.
+
+    Examples
+    --------
+    >>> stopping = EarlyStopping(patience=2, tolerance=0.1)
+    >>> for step, score in enumerate([1.0, 0.95, 0.92]):
+    ...     stopping.observe(step, score)
+    >>> stopping.is_exhausted, stopping.best_step
+    (True, 2)
+    """
+
+    patience: int | None = None
+    tolerance: float = 0.0
+    best_score: float = math.inf
+    best_step: int | None = None
+    reference: float = math.inf
+    waited: int = 0
+
+    def observe(self, step: int, score: float) -> None:
+        """Record an evaluation after ``step`` updates."""
+        if score < self.reference and self.reference - score >= self.tolerance:
+            self.reference = score
+            self.waited = 0
+        else:
+            self.waited += 1
+        if score < self.best_score:
+            self.best_score, self.best_step = score, step
+
+    def on_evaluate(self, run: Run, record: Record) -> None:
+        """Observe the score; stop the run if patience is at its end."""
+        if record.score is not None:
+            self.observe(record.step, record.score)
+        if self.is_exhausted:
+            run.stop(f"{self.waited} evaluations without improvement")
+
+    @property
+    def is_exhausted(self) -> bool:
+        """True if patience is at its end."""
+        return self.patience is not None and self.waited >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the part that a checkpoint saves, for JSON."""
+        return {k: v for k, v in asdict(self).items() if k not in {"patience", "tolerance"}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved `state_dict`."""
+        for name in self.state_dict():
+            setattr(self, name, state[name])

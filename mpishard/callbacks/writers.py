@@ -1,0 +1,222 @@
+"""Callbacks that write a run's figures, on rank 0: files, TensorBoard, W&B, the progress line."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from mpishard.callbacks.run import Record, Run
+from mpishard.contracts import PathLike
+from mpishard.observe.metrics import MetricsWriter
+from mpishard.observe.progress import Progress
+
+__all__ = ["CSVFile", "JSONLines", "ProgressLine", "TensorBoard", "WandB"]
+
+
+class _Writer:
+    """Writes the figures of steps and evaluations on rank 0, from ``on_start`` to the end."""
+
+    _is_open = False
+
+    def on_start(self, run: Run, record: Record) -> None:
+        """Open on rank 0."""
+        if run.rank == 0:
+            self._open(run, record)
+            self._is_open = True
+
+    def on_step(self, run: Run, record: Record) -> None:
+        """Write the figures of a step, and what callbacks before this one have logged."""
+        if self._is_open:
+            figures = {
+                "epoch": record.epoch,
+                "loss": record.loss,
+                "learning_rate": record.learning_rate,
+                "gradient_norm": record.gradient_norm,
+                "weight": record.samples,
+                "memory": record.memory,
+                **run.logged,
+            }
+            self._write(record.step, {k: v for k, v in figures.items() if v is not None})
+
+    def on_evaluate(self, run: Run, record: Record) -> None:
+        """Write what was measured on the validation data."""
+        figures = {f"validation_{name}": value for name, value in record.validation.items()}
+        if self._is_open and (figures or run.logged):
+            self._write(record.step, {**figures, **run.logged})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._close(error)
+
+    def _open(self, run: Run, record: Record) -> None:
+        raise NotImplementedError
+
+    def _write(self, step: int, figures: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _close(self, error: BaseException | None) -> None:
+        raise NotImplementedError
+
+
+class JSONLines(_Writer):
+    """One JSON object per line and step: the short form is ``metrics=`` of a run.
+
+    A run that resumes goes on in the same file; see `mpishard.observe.MetricsWriter`.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+    """
+
+    def __init__(self, path: PathLike) -> None:
+        self._path = Path(path)
+
+    def _open(self, run: Run, record: Record) -> None:
+        self._file = MetricsWriter(self._path, resume_step=record.step)
+
+    def _write(self, step: int, figures: dict[str, Any]) -> None:
+        self._file.write(step, **figures)
+
+    def _close(self, error: BaseException | None) -> None:
+        self._file.close()
+
+
+class CSVFile(_Writer):
+    """A table with a row for each step and each evaluation.
+
+    A figure that comes later than the first row gets a column of its own, empty above. A run that
+    resumes goes on in the same file; rows after the step that it resumes from are dropped.
+
+    Parameters
+    ----------
+    path : path
+        The file; missing parents are made.
+    """
+
+    def __init__(self, path: PathLike) -> None:
+        self._path = Path(path)
+
+    def _open(self, run: Run, record: Record) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._columns = ["step"]
+        if record.step and self._path.exists():
+            self._rewrite(record.step)
+        else:
+            self._stream = self._begin([])
+
+    def _begin(self, rows: list[dict[str, Any]]) -> TextIO:
+        stream = self._path.open("w", newline="", encoding="utf-8")
+        self._table = csv.DictWriter(stream, self._columns, restval="")
+        self._table.writeheader()
+        self._table.writerows(rows)
+        return stream
+
+    def _rewrite(self, last_step: float) -> None:
+        with self._path.open(newline="", encoding="utf-8") as stream:
+            table = csv.DictReader(stream)
+            rows = [row for row in table if int(row["step"]) <= last_step]
+            self._columns += [n for n in table.fieldnames or () if n not in self._columns]
+        self._stream = self._begin(rows)
+
+    def _write(self, step: int, figures: dict[str, Any]) -> None:
+        new = [name for name in figures if name not in self._columns]
+        if new:
+            self._columns += new
+            self._stream.close()
+            self._rewrite(math.inf)
+        self._table.writerow({"step": step, **figures})
+        self._stream.flush()
+
+    def _close(self, error: BaseException | None) -> None:
+        self._stream.close()
+
+
+class TensorBoard(_Writer):
+    """Event files for TensorBoard; needs ``pip install 'mpishard[tensorboard]'``.
+
+    Parameters
+    ----------
+    folder : path
+        Folder of the event files; a run that resumes goes on in the same one.
+    """
+
+    def __init__(self, folder: PathLike) -> None:
+        import tensorboardX
+
+        self._kind = tensorboardX.SummaryWriter
+        self._folder = Path(folder)
+
+    def _open(self, run: Run, record: Record) -> None:
+        purge = record.step + 1 if record.step else None
+        self._events = self._kind(str(self._folder), purge_step=purge, flush_secs=10)
+
+    def _write(self, step: int, figures: dict[str, Any]) -> None:
+        for name, value in figures.items():
+            self._events.add_scalar(name, float(value), step)
+
+    def _close(self, error: BaseException | None) -> None:
+        self._events.close()
+
+
+class WandB(_Writer):
+    """A run of Weights & Biases; needs ``pip install wandb``.
+
+    Parameters
+    ----------
+    **options
+        Of ``wandb.init``: project, name, config and the like.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        self._options = options
+
+    def _open(self, run: Run, record: Record) -> None:
+        self._run = self._wandb.init(**self._options)
+
+    def _write(self, step: int, figures: dict[str, Any]) -> None:
+        self._run.log(figures, step=step)
+
+    def _close(self, error: BaseException | None) -> None:
+        self._run.finish(exit_code=0 if error is None else 1)
+
+
+class ProgressLine(_Writer):
+    """The line of progress: the short form is ``progress=True`` of a run."""
+
+    def _open(self, run: Run, record: Record) -> None:
+        self._line = Progress(run.total_steps or 0, start=record.step, unit=f"{run.unit}/s")
+        if run.announcement:
+            self._line.announce(run.announcement)
+        self._line.__enter__()
+
+    def on_step(self, run: Run, record: Record) -> None:
+        """Show the step."""
+        if self._is_open:
+            self._line.update(record.step, loss=record.loss, amount=record.samples)
+
+    def on_evaluate(self, run: Run, record: Record) -> None:
+        """Show the validation loss."""
+        if self._is_open and record.validation:
+            accuracy = record.validation.get("accuracy")
+            self._line.validation(record.step, record.validation["loss"], accuracy)
+
+    def on_stop(self, run: Run, record: Record) -> None:
+        """Show why the run ended early."""
+        if self._is_open:
+            self._line.conclude(run.ending)
+
+    def _close(self, error: BaseException | None) -> None:
+        self._line.__exit__(None, None, None)

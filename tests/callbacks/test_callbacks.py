@@ -1,0 +1,388 @@
+"""Callbacks of `optimize` and of loops written by hand: what they see, and what they can do."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import signal
+import sys
+import types
+
+import numpy as np
+import pytest
+
+import mpishard as ms
+from mpishard.callbacks import CSVFile, EarlyStopping, JSONLines, TensorBoard, WandB, running
+from mpishard.errors import PeerError, Preempted
+from mpishard.observe import read_metrics
+from mpishard.testing.worlds import in_worlds
+
+SAMPLES, BATCH = 50, 16  # an epoch is four steps, of which the last has two samples
+X = np.random.default_rng(0).standard_normal((SAMPLES, 5))
+Y = np.sin(X[:, :2])
+VALIDATION = {"x_validation": X[:7], "y_validation": Y[:7]}
+
+
+class Spy:
+    """Notes all calls, and does something at one of them."""
+
+    def __init__(self, hook="", at=0, then=None):
+        self.hook, self.at, self.then = hook, at, then
+        self.calls = []
+
+    def _call(self, hook, run, record):
+        self.calls.append((hook, record))
+        if self.then is not None and (hook, record.step) == (self.hook, self.at):
+            self.then(run)
+
+    def __getattr__(self, name):
+        if name not in ("on_start", "on_step", "on_evaluate", "on_checkpoint", "on_stop"):
+            raise AttributeError(name)
+        return lambda run, record: self._call(name, run, record)
+
+    def __dir__(self):
+        return ["on_start", "on_step", "on_evaluate", "on_checkpoint", "on_stop"]
+
+    def steps(self, hook):
+        return [record.step for name, record in self.calls if name == hook]
+
+
+def train(backend, *callbacks, strategy="fsdp", **options):
+    model = ms.as_distributed(ms.nn.MLP([5, 7, 2], seed=1), backend, strategy)
+    rule = ms.optimizers.Adam(ms.optimizers.WarmUp(3, ms.optimizers.Constant(1e-3)))
+    choices = {"batch_size": BATCH, "epochs": 3, "progress": False} | options
+    return ms.as_distributed(rule, backend, strategy).optimize(
+        ms.OptimizationInputData(
+            model=model, x_train=X, y_train=Y, callbacks=list(callbacks), **choices
+        )
+    )
+
+
+# -------------------------------------------------------------------------------- what they see
+
+
+@in_worlds(1, 2, 3)
+def test_they_see_the_run_on_every_rank(backend, shared_path):
+    spy = Spy()
+    given = {"checkpoint": shared_path / "run", "checkpoint_every": 5}
+    result = train(backend, spy, **VALIDATION, **given)
+    hooks = [name for name, _ in spy.calls]
+    assert (hooks[0], hooks[-1]) == ("on_start", "on_stop")
+    assert (spy.steps("on_start"), spy.steps("on_stop")) == ([0], [12])
+    assert spy.steps("on_step") == list(range(1, 13))
+    assert spy.steps("on_checkpoint") == [5, 10, 12]
+    seen = dict(zip(spy.steps("on_step"), [r for n, r in spy.calls if n == "on_step"], strict=True))
+    assert [seen[step].loss for step in range(1, 13)] == result.loss_history
+    assert [seen[step].samples for step in (3, 4)] == [16, 2]
+    assert [seen[step].epoch for step in (4, 5)] == [0, 1]
+    assert [seen[step].learning_rate for step in (1, 2, 3)] == [pytest.approx(1e-3 * k / 3)
+                                                                 for k in (1, 2, 3)]  # fmt: skip
+    assert all(r.gradient_norm > 0 and r.memory > 0 for r in seen.values())
+    assert all(0 < r.step_seconds <= r.seconds for r in seen.values())
+    scores = [(r.step, r.score) for name, r in spy.calls if name == "on_evaluate"]
+    assert scores == result.validation_history
+    saved = [r.checkpoint for name, r in spy.calls if name == "on_checkpoint"]
+    assert saved == [shared_path / "run" / f"step-{step:08d}" for step in (5, 10, 12)]
+
+
+@in_worlds(2)
+def test_an_evaluation_without_validation_data_is_the_end_of_an_epoch(backend):
+    spy = Spy()
+    result = train(backend, spy)
+    records = [record for name, record in spy.calls if name == "on_evaluate"]
+    assert [record.step for record in records] == [4, 8, 12]
+    assert [record.score for record in records] == result.fitness_history
+    assert not any(record.validation for record in records)
+
+
+@in_worlds(2)
+def test_they_change_no_bits_and_add_no_collective(backend):
+    def calls():
+        return backend.status.count
+
+    before = calls()
+    alone = train(backend)
+    between = calls()
+    watched = train(backend, Spy())
+    assert watched.loss_history == alone.loss_history
+    extra = calls() - between - (between - before)
+    assert extra <= 3  # one for each evaluation, and none for each of 12 steps
+
+
+# ----------------------------------------------------------------------------- what they can do
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@in_worlds(1, 2, 3)
+def test_one_rank_stops_all_after_the_next_step(backend, strategy, caplog):
+    last = backend.world_size - 1
+    spy = Spy("on_step", 5, lambda run: run.stop("enough") if run.rank == last else None)
+    with caplog.at_level(logging.INFO, "mpishard"):
+        result = train(backend, spy, strategy=strategy)
+    assert result.stopped_early
+    assert (result.iterations, len(result.loss_history)) == (6, 6)
+    assert spy.steps("on_step") == [1, 2, 3, 4, 5, 6]
+    assert spy.steps("on_stop") == [6]
+    if backend.rank == 0:
+        who = "" if backend.world_size == 1 else f"rank {last}, "
+        assert f"stopped after step 6 of 12: {who}Spy: enough" in caplog.text
+
+
+@in_worlds(3)
+def test_a_wish_at_an_evaluation_stops_at_once(backend):
+    result = train(
+        backend, Spy("on_evaluate", 8, lambda run: run.stop() if run.rank == 2 else None)
+    )
+    assert result.iterations == 8
+
+
+@in_worlds(2)
+def test_one_rank_asks_all_to_save(backend, shared_path):
+    spy = Spy("on_step", 2, lambda run: run.save() if run.rank == 1 else None)
+    train(backend, spy, checkpoint=shared_path / "run", keep_last=9)
+    assert spy.steps("on_checkpoint") == [3, 12]
+    backend.barrier()
+    names = sorted(path.name for path in (shared_path / "run").glob("step-*"))
+    assert names == ["step-00000003", "step-00000012"]
+
+
+@in_worlds(2)
+def test_background_saves_are_told_of_when_they_are_on_the_disk(backend, shared_path):
+    def look(run):
+        assert spy.calls[-1][1].checkpoint.is_dir()
+
+    spy = Spy("on_checkpoint", 12, look)
+    train(
+        backend, spy,
+        checkpoint=shared_path / "run", checkpoint_every=4, checkpoint_async=True, keep_last=9,
+    )  # fmt: skip
+    told = [record.checkpoint.name for name, record in spy.calls if name == "on_checkpoint"]
+    assert told == ["step-00000004", "step-00000008", "step-00000012"]
+
+
+@pytest.mark.parametrize("hook", ["on_start", "on_step", "on_evaluate", "on_stop"])
+def test_an_exception_on_one_rank_is_its_failure(hook):
+    step = {"on_start": 0, "on_step": 3, "on_evaluate": 4, "on_stop": 12}[hook]
+    errors = {}
+
+    def fail(run):
+        if run.rank == 1:
+            raise KeyError("mine")
+
+    def main(backend):
+        try:
+            train(backend, Spy(hook, step, fail))
+            backend.barrier()
+        except Exception as error:
+            errors[backend.rank] = error
+            raise
+
+    with pytest.raises(KeyError, match="mine"):
+        ms.run_in_threads(2, main)
+    assert any(
+        f"raised in {hook} of the callback Spy on rank 1, after step {step}" in note
+        for note in errors[1].__notes__
+    )
+    assert isinstance(errors[0], PeerError)
+
+
+@in_worlds(1)
+def test_what_is_refused(backend):
+    for wrong, match in (
+        (Spy, "got the class Spy"),
+        (object(), "the callback object has none of the methods on_start, on_step"),
+        (types.SimpleNamespace(on_epoch=print), "has on_epoch, which nothing calls"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            train(backend, wrong)
+    with pytest.raises(TypeError, match="callbacks must be a list, got Spy"):
+        ms.OptimizationInputData(model=1, x_train=X, y_train=Y, callbacks=Spy()).checked()
+    with pytest.raises(ValueError, match="needs checkpoint") as error:
+        train(backend, Spy("on_step", 1, lambda run: run.save()))
+    assert "in on_step of the callback Spy on rank 0" in error.value.__notes__[0]
+
+
+@in_worlds(2)
+def test_every_rank_has_the_same_callbacks(backend):
+    with pytest.raises(ValueError, match=r"callbacks is \['Spy'\], \[\]"):
+        train(backend, *[Spy()] * (backend.rank == 0))
+
+
+class Counter:
+    """Has a state, and one collective of its own."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def on_step(self, run, record):
+        self.seen += int(run.backend.all_reduce(np.ones(1))[0])
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+@in_worlds(2)
+def test_their_state_is_resumed(backend, shared_path):
+    for steps in (5, 12):
+        counter = Counter()
+        train(backend, counter, EarlyStopping(9), max_steps=steps, checkpoint=shared_path / "run")
+    assert counter.seen == 12 * backend.world_size
+    with pytest.raises(ValueError, match="'callback Counter', 'callback EarlyStopping', and has"):
+        train(backend, checkpoint=shared_path / "run")
+
+
+@in_worlds(2)
+def test_early_stopping_is_a_callback(backend):
+    wanted = train(backend, patience=2, tolerance=0.5, epochs=9)
+    found = train(backend, EarlyStopping(2, 0.5), epochs=9)
+    assert found.iterations == wanted.iterations < 36
+    assert found.stopped_early
+
+
+# -------------------------------------------------------------------------------------- writers
+
+
+class Log:
+    def on_step(self, run, record):
+        run.log(twice=2 * record.step)
+        if record.step == 6:
+            run.log(late=1.5)
+
+
+@in_worlds(2)
+def test_files_have_all_figures_and_those_that_were_logged(backend, shared_path):
+    for steps in (7, 12):
+        files = JSONLines(shared_path / "new" / "m.jsonl"), CSVFile(shared_path / "new" / "m.csv")
+        result = train(
+            backend, Log(), *files, **VALIDATION,
+            max_steps=steps, checkpoint=shared_path / "run", checkpoint_every=5, keep_last=9,
+            **({} if steps == 7 else {"resume": shared_path / "run" / "step-00000005"}),
+        )  # fmt: skip
+    backend.barrier()
+    rows = [row for row in read_metrics(shared_path / "new" / "m.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["loss"] for row in rows[5:]] == result.loss_history
+    assert {"twice": 12, "late": 1.5}.items() <= rows[5].items()
+    with (shared_path / "new" / "m.csv").open(newline="") as stream:
+        table = list(csv.DictReader(stream))
+    steps = [row for row in table if row["loss"]]
+    assert [int(row["step"]) for row in steps] == list(range(1, 13))
+    assert [float(row["loss"]) for row in steps[5:]] == result.loss_history
+    assert (steps[0]["late"], steps[5]["late"]) == ("", "1.5")
+    checked = [float(row["validation_loss"]) for row in table if row["validation_loss"]]
+    assert checked[-1] == result.validation_history[-1][1]
+
+
+def test_tensorboard_reads_the_events(tmp_path):
+    events_of = pytest.importorskip("tensorboardX.proto.event_pb2")
+
+    results = ms.run_in_threads(2, lambda b: train(b, Log(), TensorBoard(tmp_path / "tb")))
+    (file,) = (tmp_path / "tb").iterdir()
+    data, events = file.read_bytes(), []
+    while data:  # TFRecord: length, its checksum, the event, its checksum
+        length = int.from_bytes(data[:8], "little")
+        events.append(events_of.Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    found = {(e.step, v.tag): v.simple_value for e in events for v in e.summary.value}
+    losses = [found[step, "loss"] for step in range(1, 13)]
+    assert losses == pytest.approx(results[0].loss_history)
+    assert found[6, "twice"] == 12
+
+
+def test_weights_and_biases_gets_the_figures_of_rank_0(monkeypatch):
+    calls = []
+    stub = types.ModuleType("wandb")
+
+    class Started:
+        def log(self, figures, step):
+            calls.append((step, figures))
+
+        def finish(self, exit_code):
+            calls.append(exit_code)
+
+    stub.init = lambda **options: calls.append(options) or Started()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    result = ms.run_in_threads(2, lambda b: train(b, WandB(project="p"), max_steps=3))[0]
+    assert (calls[0], calls[-1]) == ({"project": "p"}, 0)
+    assert [(step, figures["loss"]) for step, figures in calls[1:-1]] == list(
+        enumerate(result.loss_history, 1)
+    )
+    calls.clear()
+
+    def fail(run):
+        raise RuntimeError("a failure")
+
+    with pytest.raises(RuntimeError, match="a failure"):
+        ms.run_in_threads(2, lambda b: train(b, WandB(), Spy("on_step", 2, fail)))
+    assert calls[-1] == 1
+    assert json.dumps(calls[1][1])
+
+
+# ------------------------------------------------------------------------- loops written by hand
+
+
+@in_worlds(1, 2, 3)
+def test_a_loop_of_ones_own_has_the_same(backend, shared_path):
+    spy = Spy("on_step", 3, lambda run: run.stop("enough") if run.rank == 0 else None)
+    last = backend.world_size - 1
+    wish = Spy("on_evaluate", 2, lambda run: run.save() if run.rank == last else None)
+    saved = []
+    with running([spy, wish, JSONLines(shared_path / "m")], backend, total_steps=9) as hooks:
+        for step in range(1, 10):
+            stops = hooks.step(1 / step, samples=8, learning_rate=0.1, extra=step)
+            assert not hooks.saves
+            if step == 2:
+                stops = hooks.evaluate(np.float64(0.5), accuracy=0.75)
+            if hooks.saves:
+                saved.append(step)
+                hooks.checkpoint(shared_path)
+            if stops:
+                break
+    assert (step, saved) == (3, [2])
+    assert [name for name, _ in spy.calls] == [
+        "on_start", "on_step", "on_step", "on_evaluate", "on_checkpoint", "on_step", "on_stop"
+    ]  # fmt: skip
+    backend.barrier()
+    rows = read_metrics(shared_path / "m")
+    assert [(row["step"], row.get("loss"), row.get("extra")) for row in rows] == [
+        (1, 1.0, 1), (2, 0.5, 2), (2, None, None), (3, 1 / 3, 3)
+    ]  # fmt: skip
+    assert (rows[2]["validation_loss"], rows[2]["validation_accuracy"]) == (0.5, 0.75)
+
+
+def test_an_exception_in_a_loop_of_ones_own():
+    def main(backend):
+        fail = Spy("on_step", 2, lambda run: run.backend.rank == 1 and 1 / 0)
+        with running([fail], backend) as hooks:
+            while not hooks.step(1.0):
+                pass
+
+    with pytest.raises(ZeroDivisionError) as error:
+        ms.run_in_threads(2, main)
+    assert (
+        "raised in on_step of the callback Spy on rank 1, after step 2" in error.value.__notes__[0]
+    )
+
+
+def test_a_signal_ends_a_loop_of_ones_own_at_a_save():
+    spy = Spy()
+
+    def loop(backend):
+        with running([spy], backend, step=10) as hooks:
+            while not hooks.step(1.0):
+                assert not hooks.saves
+                if hooks.record.step == 12:
+                    signal.raise_signal(signal.SIGTERM)
+            assert hooks.saves
+
+    with (
+        ms.InMemoryCommunicationBackend(0, 1, "hooks") as backend,
+        pytest.raises(Preempted) as ended,
+    ):
+        loop(backend)
+    assert (ended.value.code, ended.value.step) == (75, 13)
+    assert spy.steps("on_stop") == [13]

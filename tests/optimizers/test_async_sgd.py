@@ -1,0 +1,230 @@
+"""Gradients that are applied some steps later: against a textbook version in one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpishard as ms
+from mpishard import nn
+from mpishard.errors import NonFiniteLossError, ShardingError
+from mpishard.optimizers import LBFGS, SGD, Adam, AsyncSGDOptimizer
+from mpishard.testing.worlds import in_worlds
+
+generator = np.random.default_rng(5)
+X = generator.standard_normal((29, 6))
+Y = np.sin(X[:, :3])
+
+
+def plain():
+    return nn.MLP([6, 8, 3], activation="tanh", seed=2)
+
+
+def build(backend, rule=None, *, unit=1, **options):
+    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=unit)
+    model = ms.DDPModel(plain(), config)
+    return model, AsyncSGDOptimizer(rule or SGD(1e-3, momentum=0.9), config, **options)
+
+
+def share(step, rank, size):
+    """Uneven, of other samples in each step; at each fifth the last rank has none."""
+    cuts = [k * 29 // size + (0 < k < size) for k in range(size + 1)]
+    rows = np.random.default_rng(step).permutation(29)[: 29 - step % 3]
+    rows = rows[cuts[rank] : cuts[rank + 1]]
+    if step % 5 == 3 and rank == size - 1 > 0:
+        rows = rows[:0]
+    return X[rows], Y[rows]
+
+
+def train(backend, model, optimizer, first, last):
+    size = backend.world_size
+    return [optimizer.step(model, *share(step, backend.rank, size)) for step in range(first, last)]
+
+
+def textbook(rule, delay, size, steps):
+    """Return parameters and losses."""
+    model, gradients, losses = plain(), [], []
+    theta = model.get_parameters()
+    first, second = np.zeros_like(theta), np.zeros_like(theta)
+    for step in range(steps):
+        parts = [share(step, rank, size) for rank in range(size)]
+        x, y = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        loss, gradient = model.with_parameters(theta).compute_loss_and_gradients(x, y)
+        losses.append(loss)
+        gradients.append(gradient)
+        if step < delay:
+            continue
+        gradient, number = gradients[step - delay], step - delay + 1
+        if rule == "sgd":
+            first = 0.9 * first + gradient
+            theta = theta - 1e-3 * first
+        else:
+            first = 0.9 * first + 0.1 * gradient
+            second = 0.999 * second + 0.001 * gradient**2
+            mean = first / (1 - 0.9**number)
+            theta = theta - 1e-3 * mean / (np.sqrt(second / (1 - 0.999**number)) + 1e-8)
+    return theta, losses
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+@in_worlds(1, 2, 3)
+def test_fifty_steps_are_the_textbooks_on_every_rank(backend, rule, delay):
+    given = Adam(1e-3) if rule == "adam" else None
+    model, optimizer = build(backend, given, unit=1 if delay < 3 else 1000, delay=delay)
+    losses = train(backend, model, optimizer, 0, 50)
+    expected = textbook(rule, delay, backend.world_size, 50)
+    parameters = model.get_parameters()
+    np.testing.assert_allclose(parameters, expected[0], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(losses, expected[1], rtol=0, atol=1e-12)
+    assert optimizer.steps == 50 - delay
+    assert (backend.all_gather(parameters[None]) == parameters).all()
+
+
+@in_worlds(1, 2, 3)
+def test_a_gradient_travels_while_the_next_steps_are_computed(backend):
+    model, optimizer = build(backend, delay=2)
+    train(backend, model, optimizer, 0, 5)
+    assert model.engine.gradients.pending == 2
+    assert model.memory.held("gradients") == 3 * 8 * model.parameter_count
+
+
+@pytest.mark.parametrize("stop", [1, 7])
+@in_worlds(1, 2, 3)
+def test_a_checkpoint_has_the_gradients_under_way(backend, shared_path, stop):
+    model, optimizer = build(backend, Adam(1e-3), delay=2)
+    train(backend, model, optimizer, 0, stop)
+    ms.checkpoint.save(shared_path / "run", model, optimizer)
+    train(backend, model, optimizer, stop, 12)
+    again, other = build(backend, Adam(1e-3), delay=2)
+    train(backend, again, other, 0, 4)  # of which nothing is left
+    ms.checkpoint.load(shared_path / "run", again, other)
+    assert other._state._store.pending == min(stop, 2)
+    train(backend, again, other, stop, 12)
+    assert again.get_parameters().tobytes() == model.get_parameters().tobytes()
+
+
+def test_any_number_of_ranks_goes_on_with_them(tmp_path):
+    def run(backend, first, last, delay=2):
+        model, optimizer = build(backend, Adam(1e-3), delay=delay)
+        optimizer.bind(model)
+        if first:
+            ms.checkpoint.load(tmp_path / "run", model, optimizer)
+        for step in range(first, last):
+            rows = ms.ShardLayout(29, backend.world_size).slice(backend.rank)
+            order = np.random.default_rng(step).permutation(29)[rows]
+            optimizer.step(model, X[order], Y[order])
+        if not first:
+            ms.checkpoint.save(tmp_path / "run", model, optimizer)
+        return model.get_parameters()
+
+    ms.run_in_threads(3, run, 0, 5)
+    expected = ms.run_in_threads(1, run, 5, 9)[0]
+    for size in (2, 4):
+        np.testing.assert_allclose(ms.run_in_threads(size, run, 5, 9)[0], expected, atol=1e-14)
+    fewer = ms.run_in_threads(2, run, 5, 5, 1)  # takes the newest one of two
+    assert np.array_equal(*fewer)
+
+
+@in_worlds(1, 2, 3)
+def test_optimize_resumes_to_the_same_bits(backend, shared_path):
+    def run(limit, folder):
+        config = ms.ShardingConfiguration(backend)
+        optimizer = AsyncSGDOptimizer(Adam(1e-3), config, delay=2)
+        return optimizer.optimize(ms.OptimizationInputData(
+            model=plain(), x_train=X, y_train=Y, x_validation=X, y_validation=Y, batch_size=8,
+            validate_every=4, max_steps=limit, progress=False, checkpoint=shared_path / folder,
+            checkpoint_every=5, keep_best=True, digest_every=3,
+        ))  # fmt: skip
+
+    whole = run(12, "whole")
+    run(10, "parts")
+    rest = run(12, "parts")
+    assert rest.loss_history == whole.loss_history[10:]
+    assert rest.validation_history == whole.validation_history
+
+
+@in_worlds(2, 3)
+def test_an_error_drops_the_gradients_under_way_on_all_ranks(backend):
+    model, optimizer = build(backend, delay=2)
+    train(backend, model, optimizer, 0, 4)
+    before = model.get_parameters()
+    x, y = share(4, backend.rank, backend.world_size)
+    bad = np.full_like(x, np.nan) if backend.rank == 1 else x
+    with pytest.raises(NonFiniteLossError, match=r"the loss of ranks \[1\]"):
+        optimizer.step(model, bad, y)
+    train(backend, model, optimizer, 4, 6)
+    assert (model.get_parameters() == before).all()
+    train(backend, model, optimizer, 6, 7)
+    assert (model.get_parameters() != before).any()
+
+
+@in_worlds(2, 3)
+def test_a_rank_that_has_dropped_its_gradients_alone_is_noticed(backend):
+    model, optimizer = build(backend, delay=2)
+    train(backend, model, optimizer, 0, 4)
+    if backend.rank == 1:
+        with pytest.raises(ZeroDivisionError), model.accumulate():
+            raise ZeroDivisionError
+    with pytest.raises(ShardingError, match="gradients under way is 2, 0"):
+        train(backend, model, optimizer, 4, 5)
+    train(backend, model, optimizer, 5, 9)
+
+
+@in_worlds(1, 2)
+def test_accumulated_batches_are_one_step(backend):
+    model, optimizer = build(backend, SGD(0.05), delay=1)
+    other, second = build(backend, SGD(0.05), delay=1)
+    for step in range(6):
+        x, y = share(step, backend.rank, 2 * backend.world_size)
+        with model.accumulate():
+            optimizer.step(model, x[:1], y[:1])
+        optimizer.step(model, x[1:], y[1:])
+        second.step(other, x, y)
+    np.testing.assert_allclose(model.get_parameters(), other.get_parameters(), atol=1e-12)
+
+
+@in_worlds(2)
+def test_settings_must_agree(backend):
+    model, optimizer = build(backend, delay=1 + backend.rank)
+    with pytest.raises(ValueError, match="delay is 1, 2"):
+        optimizer.bind(model)
+
+
+@in_worlds(1)
+def test_arguments_and_members(backend):
+    config = ms.ShardingConfiguration(backend)
+    optimizer = AsyncSGDOptimizer(SGD(), config, delay=2)
+    assert optimizer.max_staleness == 2
+    assert [optimizer.should_sync(n) for n in range(4)] == [True, False, False, True]
+    assert AsyncSGDOptimizer(SGD(), config).should_sync(1)
+    for call, error, match in (
+        (lambda: optimizer.should_sync(-1), ValueError, "iteration must be 0 or more"),
+        (lambda: AsyncSGDOptimizer(SGD(), config, delay=-1), ValueError, "delay must be 0 or more"),
+        (lambda: AsyncSGDOptimizer(SGD(), config, delay=1.5), TypeError, "delay must be an integ"),
+        (lambda: AsyncSGDOptimizer(LBFGS(), config, delay=1), ValueError, "LBFGS needs the grad"),
+    ):
+        with pytest.raises(error, match=match):
+            call()
+    model = ms.FSDPModel(plain(), config)
+    with pytest.raises(ShardingError, match="AsyncSGDOptimizer updates DDPModel"):
+        optimizer.step(model, X, Y)
+    for options in ({"gradient_leaves": 2}, {"enable_gradient_compression": True}):
+        other = ms.ShardingConfiguration(backend, **options)
+        with pytest.raises(ValueError, match=next(iter(options))):
+            AsyncSGDOptimizer(SGD(), other, delay=1).bind(ms.DDPModel(plain(), other))
+    model, optimizer = build(backend, delay=1)
+    optimizer.step(model, X, Y)
+    for refused in (
+        optimizer.serialize,
+        lambda: optimizer.last_computed_gradients,
+        lambda: optimizer.apply_gradients(model.get_parameters(), model),
+    ):
+        with pytest.raises(NotImplementedError, match="way"):
+            refused()
+    with pytest.raises(ShardingError, match="AsyncSGDOptimizer has gradients of this model"):
+        model.train(X, Y)
+    with pytest.raises(ShardingError, match="AsyncSGDOptimizer trains this model"):
+        ms.DDPOptimizer(SGD(), config).step(model, X, Y)
+    optimizer.reset()
+    ms.DDPOptimizer(SGD(), model.sharding_configuration).step(model, X, Y)
