@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from mpishard.adapters.torch import check_module
-from mpishard.arrays import Array, reuse_freed_memory
+from mpishard.adapters.torch import check_module, copy_range, flat_gradient
+from mpishard.arrays import reuse_freed_memory
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.status import called_as
 from mpishard.communication.tracing.recorder import current_recorder
@@ -132,7 +132,7 @@ class ShardedModule:
             slots = self.layout.allocate_slots(length, 1)
             self.gradients = ReplicatedGradients(self.layout, slots[0] if slots else None)
         ModelVector(self.placement).deal(
-            self.parameters, backend, functools.partial(_fill, held, self.entries)
+            self.parameters, backend, functools.partial(copy_range, self.entries, held)
         )
         self.parts: list[Part] = []
         self._places: list[tuple[Any, str]] = []
@@ -212,10 +212,8 @@ class ShardedModule:
         if self._arrivals is None:
             self._begin()
         assert self._arrivals is not None
-        gradient = gradient.detach()
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
         self._flags[place] = 1
-        self._arrivals.receive(self.parts[place].index, gradient.reshape(-1).numpy())
+        self._arrivals.receive(self.parts[place].index, flat_gradient(gradient))
 
     def _begin(self) -> None:
         """Open a backward pass, of which the first gradient is here."""
@@ -395,16 +393,6 @@ def _placeable(module: Any) -> tuple[list[Any], list[tuple[Any, str]], list[Para
             places.append((inner, name))
             start += parameter.numel()
     return held, places, entries
-
-
-def _fill(held: Sequence[Any], entries: Sequence[ParameterEntry], start: int, out: Array) -> None:
-    """Write the range of the vector that begins at ``start`` into ``out``."""
-    stop = start + out.size
-    for entry, parameter in zip(entries, held, strict=True):
-        first, last = max(start, entry.start), min(stop, entry.stop)
-        if first < last:
-            values = parameter.detach().reshape(-1).numpy()
-            out[first - start : last - start] = values[first - entry.start : last - entry.start]
 
 
 def shard(
