@@ -48,7 +48,8 @@ def check_module(module: Any) -> None:
     odd = [f"{name} on {t.device}" for name, t in everything if t.device.type != "cpu"]
     if odd:
         raise ValueError(
-            f"mpishard computes with PyTorch on the CPU, and {_some(odd)}; use module.cpu()"
+            f"mpishard computes with PyTorch on the CPU, and {_some(odd)}; use module.cpu(), or "
+            "for tensors on meta module.to_empty(device='cpu') and reset_parameters()"
         )
     trainable = trainable_parameters(module)
     if not trainable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -195,7 +196,7 @@ class ShardedModule:
                 native_gradient.__set__(parameter, None)
                 place = len(self.parts)
                 parameter.register_post_accumulate_grad_hook(
-                    functools.partial(self._receive, place)
+                    functools.partial(_receive, weakref.ref(self), place)
                 )
                 self.parts.append(part)
                 self._places.append(places[index])
@@ -204,9 +205,8 @@ class ShardedModule:
 
     # ----------------------------------------------------------------------------- backward passes
 
-    @called_as("backward()")
-    def _receive(self, place: int, parameter: Any) -> None:
-        """Hook: autograd has the gradient of a parameter."""
+    def receive(self, place: int, parameter: Any) -> None:
+        """Take the gradient of a parameter, which autograd has."""
         gradient = native_gradient.__get__(parameter)
         native_gradient.__set__(parameter, None)
         if self._arrivals is None:
@@ -357,6 +357,14 @@ class ShardedModule:
         self._step.close()
         self._updates += 1
         self._step.enter_context(step_span(self._updates))
+
+
+@called_as("backward()")
+def _receive(owner: weakref.ref[ShardedModule], place: int, parameter: Any) -> None:
+    """Hook of a parameter. PyTorch hides it from the garbage collector, so it owns nothing."""
+    sharded = owner()
+    assert sharded is not None
+    sharded.receive(place, parameter)
 
 
 def _forward_begins(module: Any, _inputs: Any) -> None:
