@@ -100,7 +100,7 @@ class Objective:
         """Return the mean loss of the samples and its gradient, shape (n,)."""
         if self._product is not None and self.numbers.get("product"):
             return 0.0, np.asarray(self._product(self._base, self._theta, *x.arrays))
-        found = self._function(self._theta, *x.arrays)
+        found: Any = self._function(self._theta, *x.arrays)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(
                 f"{self.described_as} must return (loss, gradient), got a {type(found).__name__}"
