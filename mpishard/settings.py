@@ -370,7 +370,7 @@ def arena_sources() -> tuple[str, ...]:
 
 
 def numba_is_allowed() -> bool:
-    """MPISHARD_NUMBA: ``auto``, the default, compiles loops if numba is installed; ``off`` does not.
+    """MPISHARD_NUMBA: ``auto``, the default, compiles loops if numba is there; ``off`` does not.
 
     Updates, copies and roundings have the same bits. Attention, GELU and layer norms in float32
     and bfloat16 do not: sums and exponentials are rounded elsewhere.
