@@ -96,10 +96,9 @@ _ADAPTERS = {
     "scipy.optimize": "function of SciPy: give its loss and gradient to mpishard.FunctionModel("
     "fun, theta), and use a rule of mpishard.optimizers, such as AdamW(1e-3)",
     "optax": "optax transformation: use a rule of mpishard.optimizers, such as AdamW(1e-3)",
-    "flax": "Flax module: give its loss and gradient, by jax.value_and_grad, to "
-    "mpishard.FunctionModel(fun, theta)",
-    "equinox": "Equinox module: give its loss and gradient, by jax.value_and_grad, to "
-    "mpishard.FunctionModel(fun, theta)",
+    "flax": "Flax module: wrap its loss in mpishard.adapters.JaxModel(loss, parameters) first",
+    "equinox": "Equinox module: wrap its loss in mpishard.adapters.JaxModel(loss, parameters), "
+    "with equinox.partition(module, equinox.is_inexact_array)[0] as parameters",
 }
 """Package -> what an object of it is, and what to use in its place."""
 

@@ -65,6 +65,7 @@ __all__ = [
     "write",
     "write_default",
     "write_rank_process",
+    "xla_threads",
 ]
 
 MAXIMUM_DIMS = 8
@@ -259,6 +260,11 @@ def blas_thread_variables() -> dict[str, str]:
 def blas_threads_are_set() -> bool:
     """True if the user chose the number of BLAS threads."""
     return bool(blas_thread_variables())
+
+
+def xla_threads() -> int | None:
+    """NPROC: threads of XLA, JAX's compiler, which reads it when JAX makes its first array."""
+    return _number("NPROC")
 
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -115,13 +115,13 @@ MESH_MODEL = f"""
 RATE = "learning_rate={}"
 COMMON = "weight_decay=0.0, clip_global_norm=None, clip_value=None, parameter_options=None"
 INPUT_DATA = (
-    "OptimizationInputData(*, model=None, x_train, y_train, x_validation=None, y_validation=None, "
-    "x_test=None, y_test=None, local_data=False, batch_size=32, epochs=None, max_steps=None, "
-    "seed=0, shuffle=True, drop_last=False, validate_every=None, patience=None, tolerance=0.0, "
-    "keep_best=None, training_statistics=False, predictions=False, checkpoint=None, "
-    "checkpoint_every=None, keep_last=2, keep_every=None, checkpoint_async=False, resume=None, "
-    "user_state=None, digest_every=None, progress=True, throughput_unit='samples', metrics=None, "
-    "callbacks=())"
+    "OptimizationInputData(*, model=None, x_train, y_train=None, x_validation=None, "
+    "y_validation=None, x_test=None, y_test=None, local_data=False, batch_size=32, epochs=None, "
+    "max_steps=None, seed=0, shuffle=True, drop_last=False, shuffle_block_size=None, "
+    "validate_every=None, patience=None, tolerance=0.0, keep_best=None, "
+    "training_statistics=False, predictions=False, checkpoint=None, checkpoint_every=None, "
+    "keep_last=2, keep_every=None, checkpoint_async=False, resume=None, user_state=None, "
+    "digest_every=None, progress=True, throughput_unit='samples', metrics=None, callbacks=())"
 )
 
 # Class, how it is made (or nothing, of an interface), members.

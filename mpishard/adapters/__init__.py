@@ -1,13 +1,15 @@
 """Models of other libraries, and functions, as models that can be sharded.
 
 Begin with ``function_model.py``: one function that returns loss and gradient. ``autograd.py``
-differentiates a NumPy function, ``torch.py`` holds a PyTorch module; both compute on memory that
-mpishard chooses (``placed_vector.py``). ``parameter_tree.py`` turns nested dicts and lists of
-arrays into a flat vector. This room imports contracts, sharding, checkpoint and models.
+differentiates a NumPy function and ``jax.py`` one in JAX (``tree_model.py`` is what both share),
+``torch.py`` holds a PyTorch module; all three compute on memory that mpishard chooses
+(``placed_vector.py``). ``parameter_tree.py`` turns nested dicts and lists of arrays into a flat
+vector. This room imports contracts, sharding, checkpoint and models.
 """
 
 from mpishard.adapters.autograd import AutogradModel
 from mpishard.adapters.function_model import FunctionModel
+from mpishard.adapters.jax import JaxModel
 from mpishard.adapters.torch import TorchLoss, TorchModel
 
-__all__ = ["AutogradModel", "FunctionModel", "TorchLoss", "TorchModel"]
+__all__ = ["AutogradModel", "FunctionModel", "JaxModel", "TorchLoss", "TorchModel"]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from mpishard.adapters.parameter_tree import ParameterTree
-from mpishard.adapters.placed_vector import PlacedVectorModel
-from mpishard.arrays import Array, require_plain
+from mpishard.adapters.tree_model import TreeModel, described, scalar_loss
+from mpishard.arrays import Array
 from mpishard.contracts import ILossFunction
-from mpishard.errors import MissingMemberError
 
 __all__ = ["AutogradModel", "Trace"]
 
@@ -81,7 +79,7 @@ _tracing = threading.RLock()
 _SYMPTOM = re.compile(r"ArrayBox|autograd|differentiate|VJP|array element with a sequence")
 
 
-class AutogradModel(PlacedVectorModel):
+class AutogradModel(TreeModel):
     """A model from a loss function that is written in NumPy, differentiated by HIPS autograd.
 
     The parameters are a tree of arrays, as the function takes it. End to end they are the flat
@@ -139,87 +137,9 @@ class AutogradModel(PlacedVectorModel):
             raise ImportError(
                 "AutogradModel needs HIPS autograd: pip install 'mpishard[autograd]'"
             ) from error
-        if not callable(loss):
-            raise TypeError(f"loss must be loss(parameters, x, y), got {type(loss).__name__}")
-        if predict is not None and not callable(predict):
-            raise TypeError(f"predict must be predict(parameters, x), got {type(predict).__name__}")
-        self._loss = loss
-        self._predict = predict
-        self._tree = ParameterTree(parameters)
-        self._name = type(self).__name__
-        self._entries = self._tree.entries
-        self._dtype = self._tree.dtype
-        self.reclaim_parameters(self._tree.first_values)
-
-    # --------------------------------------------------------------------------------- parameters
-
-    @property
-    def placed_object(self) -> Any:
-        return self
-
-    @property
-    def has_own_loss(self) -> bool:
-        return True
-
-    def parameters_tree(self, vector: Array | None = None) -> Any:
-        """The parameters as the tree they were given in, a copy.
-
-        Parameters
-        ----------
-        vector : Array, optional
-            Other values, shape (parameter_count,): a gradient, or what a sharded model's
-            ``gather_full_parameters`` gave.
-        """
-        return self._tree.values(self._flat_vector() if vector is None else self._checked(vector))
-
-    def _place(self, arrays: Sequence[Array]) -> None:
-        # What the user's functions get is read-only: other ranks may be reading the same memory.
-        self._leaves = []
-        for entry, array in zip(self._entries, arrays, strict=True):
-            leaf = array.reshape(entry.shape)
-            leaf.flags.writeable = False
-            self._leaves.append(leaf)
-
-    def with_parameters(self, parameters: Array) -> Self:
-        """A new plain model of this structure that *holds* ``parameters``, without a copy.
-
-        ``parameters`` is copied only if its dtype differs.
-        """
-        model = copy.copy(self)
-        model.reclaim_parameters(parameters)
-        return model
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.with_parameters(self.get_parameters())
-
-    def constants(self) -> Iterator[Array]:
-        return iter(())
-
-    def set_constant(self, index: int, raw: Array) -> None:
-        raise IndexError(f"an AutogradModel has no constants, got index {index}")
+        super().__init__(ParameterTree(parameters), loss, predict)
 
     # ---------------------------------------------------------------------------------- computing
-
-    def check_input(self, x: Any) -> None:
-        require_plain(x)
-        if not hasattr(x, "__len__"):
-            raise TypeError(f"x must be samples with a length, got {type(x).__name__}")
-
-    def predict(self, x: Array) -> Array:
-        """Return ``predict(parameters, x)``.
-
-        Raises
-        ------
-        MissingMemberError
-            If the model was made without it.
-        """
-        return self._known_predict()(self._tree.build(self._leaves), x)
-
-    def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
-        if len(x) == 0:
-            return 0.0, 0.0
-        mean = _scalar(self._loss(self._tree.build(self._leaves), x, y))
-        return mean * len(x), float(len(x))
 
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
@@ -228,7 +148,7 @@ class AutogradModel(PlacedVectorModel):
             return 0.0, 0.0, None
         if loss is None:
             trace = self._traced(lambda tree: self._loss(tree, x, y), "loss")
-            mean, samples = _scalar(trace.value), float(len(x))
+            mean, samples = scalar_loss(trace.value), float(len(x))
             # A loss of shape (1,) takes a cotangent of that shape.
             return mean * samples, samples, (trace, lambda: samples * np.ones_like(trace.value))
         predict = self._known_predict()
@@ -253,14 +173,6 @@ class AutogradModel(PlacedVectorModel):
                 )
             receive(index, np.asarray(gradient, self._dtype).reshape(-1))
 
-    def _known_predict(self) -> Callable[[Any, Any], Any]:
-        if self._predict is None:
-            raise MissingMemberError(
-                "this AutogradModel was made without predict, which is needed now; pass "
-                "predict=lambda parameters, x: ..."
-            )
-        return self._predict
-
     def _traced(self, function: Callable[[Any], Any], what: str) -> Trace:
         """The run of ``function(tree)``."""
         try:
@@ -274,7 +186,8 @@ class AutogradModel(PlacedVectorModel):
             ) from error
         if not trace.is_connected:
             raise TypeError(
-                f"autograd saw no parameter in the {what}'s value, {_shown(trace.value)}. {_ADVICE}"
+                f"autograd saw no parameter in the {what}'s value, {described(trace.value)}. "
+                f"{_ADVICE}"
             )
         return trace
 
@@ -284,18 +197,3 @@ _ADVICE = (
     "(in place of a[i] = v: np.where, np.concatenate, or np.array of a list), and convert no "
     "parameter with float(), math or an array's out="
 )
-
-
-def _scalar(value: Any) -> float:
-    if np.size(value) != 1 or np.result_type(value).kind != "f":
-        raise TypeError(
-            f"loss(parameters, x, y) must return one float, the mean over samples; got "
-            f"{_shown(value)}"
-        )
-    return float(np.reshape(value, ()))
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return f"an array of {value.dtype.name} of shape {value.shape}"
-    return f"{value!r}"[:80] if isinstance(value, float | int) else type(value).__name__

@@ -11,7 +11,7 @@ import numpy as np
 from mpishard.arrays import Array, require_plain
 from mpishard.sharding import ParameterEntry
 
-__all__ = ["ParameterTree"]
+__all__ = ["ParameterTree", "flat_leaves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +56,7 @@ class ParameterTree:
         found = list(_walk(tree, ""))
         if not found:
             raise ValueError(f"there is no array in the parameters: {tree!r}")
-        for name, leaf in found:
-            _check_leaf(name, leaf)
-        names = [name for name, _ in found]
-        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        if twice:
-            raise ValueError(
-                f"two parameters have the name {twice[0]!r}: a key with a dot looks like a path; "
-                "use keys without dots"
-            )
-        self.dtype = _common_dtype(found)
-        entries: list[ParameterEntry] = []
-        for name, leaf in found:
-            start = entries[-1].stop if entries else 0
-            entries.append(ParameterEntry(name, np.shape(leaf), start))
-        self.entries = tuple(entries)
-        values = [np.ravel(leaf).astype(self.dtype, copy=False) for _, leaf in found]
-        self.first_values: Array = np.concatenate(values)
+        self.entries, self.dtype, self.first_values = flat_leaves(found)
         self._template = _with_leaves(tree, iter(range(len(found))))
 
     def build(self, leaves: Sequence[Any]) -> Any:
@@ -83,6 +67,34 @@ class ParameterTree:
         """The tree of a flat vector's values, shape (sum of sizes,), in arrays of their own."""
         parts = [vector[e.start : e.stop].reshape(e.shape).copy() for e in self.entries]
         return _filled(self._template, parts, numbers=True)
+
+
+def flat_leaves(
+    found: Sequence[tuple[str, Any]],
+) -> tuple[tuple[ParameterEntry, ...], np.dtype[Any], Array]:
+    """Entries, dtype and flat vector of the named leaves of a tree; errors are `ParameterTree`'s.
+
+    Parameters
+    ----------
+    found : sequence of (str, leaf)
+        Name of each leaf and the leaf, a NumPy array or a Python float, in flat order.
+    """
+    for name, leaf in found:
+        _check_leaf(name, leaf)
+    names = [name for name, _ in found]
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    if twice:
+        raise ValueError(
+            f"two parameters have the name {twice[0]!r}: a key with a dot looks like a path; "
+            "use keys without dots"
+        )
+    dtype = _common_dtype(found)
+    entries: list[ParameterEntry] = []
+    for name, leaf in found:
+        start = entries[-1].stop if entries else 0
+        entries.append(ParameterEntry(name, np.shape(leaf), start))
+    values = [np.ravel(leaf).astype(dtype, copy=False) for _, leaf in found]
+    return tuple(entries), dtype, np.concatenate(values)
 
 
 def _children(node: Any) -> list[tuple[Any, Any]] | None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
 from mpishard.arrays import Array, require_plain
+from mpishard.bfloat16 import is_bfloat16
 from mpishard.communication.init import blas_threads
 from mpishard.contracts import ILossFunction
 from mpishard.errors import ShardingError
@@ -196,6 +197,16 @@ class TorchModel(PlacedVectorModel):
                 values = parameter.detach().reshape(-1).numpy()
                 out[first - start : last - start] = values[first - entry.start : last - entry.start]
 
+    def obstacle_to_bfloat16(self) -> str | None:
+        frozen = [(n, p) for n, p in self._module.named_parameters() if not p.requires_grad]
+        other = [n for n, p in frozen if p.is_floating_point() and p.itemsize != 2]
+        if not other:
+            return None
+        return (
+            f"has frozen parameters in another dtype ({_some(other)}), beside which PyTorch does "
+            "not compute in bfloat16: give them .data in torch.bfloat16, or leave precision=None"
+        )
+
     def place_parameters(self, arrays: Sequence[Array], holder: str) -> None:
         super().place_parameters(arrays, holder)
         _limit_threads()
@@ -204,7 +215,10 @@ class TorchModel(PlacedVectorModel):
         import torch
 
         for parameter, array in zip(self._parameters, arrays, strict=True):
-            parameter.data = torch.from_numpy(array).view(parameter.shape)
+            is_rounded = is_bfloat16(array)
+            tensor = torch.from_numpy(array.view(np.int16) if is_rounded else array)
+            tensor = tensor.view(torch.bfloat16) if is_rounded else tensor
+            parameter.data = tensor.view(parameter.shape)
 
     def constants(self) -> Iterator[Array]:
         return map(_raw, self._constants)
@@ -236,16 +250,18 @@ class TorchModel(PlacedVectorModel):
                 module.training = mode
 
     def _run(self, x: Array) -> tuple[Any, Array]:
-        """The module's output, and the same memory as an array."""
+        """The module's output; as an array, on the same memory unless it is bfloat16."""
         import torch
 
-        output = self._module(_tensor(x, self._dtype))
+        given = _tensor(x, self._dtype)
+        dtype = self._parameters[0].dtype  # bfloat16, if a sharded wrapper has placed such
+        output = self._module(given.to(dtype) if given.is_floating_point() else given)
         if not isinstance(output, torch.Tensor):
             raise TypeError(
                 f"{type(self._module).__name__} must return one tensor, got "
                 f"{type(output).__name__}; give TorchModel a module whose forward picks one"
             )
-        return output, output.detach().numpy()
+        return output, output.detach().to(getattr(torch, self._dtype.name)).numpy()
 
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
@@ -277,7 +293,7 @@ class TorchModel(PlacedVectorModel):
                 parameter.grad = None
                 hook = functools.partial(_hand_over, receive, index)
                 handles.append(parameter.register_post_accumulate_grad_hook(hook))
-            output.backward(torch.from_numpy(loss.backward(saved)))
+            output.backward(torch.from_numpy(loss.backward(saved)).to(output.dtype))
         finally:
             for handle, parameter in zip(handles, self._parameters, strict=False):
                 handle.remove()
@@ -322,7 +338,9 @@ class TorchLoss(ILossFunction):
 def _hand_over(receive: Callable[[int, Array], None], index: int, parameter: Any) -> None:
     """Hook: autograd's gradient of a parameter goes where gradients are gathered."""
     gradient, parameter.grad = parameter.grad, None
-    receive(index, (gradient.to_dense() if gradient.is_sparse else gradient).numpy().reshape(-1))
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    gradient = gradient.float() if gradient.itemsize == 2 else gradient
+    receive(index, gradient.numpy().reshape(-1))
 
 
 def _raw(tensor: Any) -> Array:

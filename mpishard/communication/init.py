@@ -42,7 +42,7 @@ def init(
 
     Under MPI the call is collective and prepares the process: an uncaught exception ends
     the job instead of hanging it, and BLAS gets as many threads as this rank has cores, unless
-    the environment says how many.
+    the environment says how many. So does XLA, if JAX has made no array before, by ``NPROC``.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def init(
     _process_backend = made
     made.initialize()
     if isinstance(made, MPICommunicationBackend):
-        _limit_blas_threads(made)
+        _limit_threads(made)
     else:
         record_if_asked(made)  # under MPI any backend's start does it
     if made.rank == 0:
@@ -160,12 +160,14 @@ def _warn_of_slow_kernels() -> None:
         )  # fmt: skip
 
 
-def _limit_blas_threads(backend: MPICommunicationBackend) -> None:
+def _limit_threads(backend: MPICommunicationBackend) -> None:
     global _blas_threads  # noqa: PLW0603
+    asked = settings.cpus_per_task()
+    threads = asked or max(1, int(backend.cores_per_rank))
+    settings.write_default("NPROC", str(threads))  # XLA, which obeys no flag and no OMP_NUM_THREADS
     if settings.blas_threads_are_set():
         return
-    asked = settings.cpus_per_task()
-    _blas_threads = threads = asked or max(1, int(backend.cores_per_rank))
+    _blas_threads = threads
     threadpoolctl.threadpool_limits(threads)
     if backend.rank == 0:
         source = "SLURM_CPUS_PER_TASK" if asked else "cores / ranks of the node"

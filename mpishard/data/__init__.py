@@ -1,21 +1,29 @@
 """Data sets, and the order in which their samples are seen.
 
 Begin with ``sampler.py``: the global batch of each step and each rank's part of it, a function of
-(seed, epoch) alone. ``dataset.py`` reads samples from arrays, files and windows of tokens.
-``distributed_sampler.py`` has samplers for other libraries' data loaders. This room imports layout
-and arrays.
+(seed, epoch) alone. ``dataset.py`` reads samples from arrays, files and windows of tokens;
+``batches.py`` gives a rank its batches, of files read ahead on a thread; ``tables.py`` reads
+columns of Parquet and Arrow files. ``distributed_sampler.py`` has samplers for other libraries'
+data loaders. This room imports layout and arrays.
 """
 
-from mpishard.data.dataset import TokenWindows, check_dataset, take
+from mpishard.data.batches import Batch, Batches
+from mpishard.data.dataset import TokenWindows, check_dataset, count_samples, take
 from mpishard.data.distributed_sampler import DistributedSampler, ElasticDistributedSampler
 from mpishard.data.sampler import GlobalBatchSampler, LocalBatchSampler
+from mpishard.data.tables import Column, ParquetColumns
 
 __all__ = [
+    "Batch",
+    "Batches",
+    "Column",
     "DistributedSampler",
     "ElasticDistributedSampler",
     "GlobalBatchSampler",
     "LocalBatchSampler",
+    "ParquetColumns",
     "TokenWindows",
     "check_dataset",
+    "count_samples",
     "take",
 ]

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace, require_plain
 
-__all__ = ["TokenWindows", "check_dataset", "take"]
+__all__ = ["TokenWindows", "check_dataset", "count_samples", "take"]
 
 
 class TokenWindows:
@@ -104,7 +104,13 @@ class TokenWindows:
 
 
 _WANTED = "an array, or an object with len() that can be indexed by an array of integers"
+_RUN = 4  # samples of a run, on average, from which on slices are faster than indices
 _NAMED = 5  # arrays of a file that a message lists
+
+
+def count_samples(dataset: Any) -> int:
+    """Number of samples of what `check_dataset` accepts; Zarr arrays have a shape and no len()."""
+    return len(dataset) if hasattr(dataset, "__len__") else int(dataset.shape[0])
 
 
 def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> Array:
@@ -115,8 +121,9 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
     Parameters
     ----------
     dataset : Array or object
-        A NumPy or CuPy array, a memory map, or anything with ``len()`` that can be indexed by an
-        array of integers, such as an ``h5py`` data set. Thread-ranks may share it.
+        A NumPy or CuPy array, a memory map, or anything with ``len()`` or ``shape[0]`` that can
+        be indexed by an array of integers, such as an ``h5py`` or Zarr data set. Thread-ranks may
+        share it.
     indices : array of int
         Shape (n,): which samples, in any order, repeated or not. May be empty.
 
@@ -128,7 +135,8 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
     Notes
     -----
     Of objects that are not arrays, each sample is asked once and in rising order: ``h5py`` takes
-    nothing else, and files are read fastest so.
+    nothing else, and files are read fastest so. Runs of consecutive samples are read as slices of
+    objects that have a ``shape``, of others by arrays of integers.
     """
     require_plain(dataset)
     if isinstance(dataset, np.ndarray | TokenWindows):
@@ -142,11 +150,24 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
 
 def _take_sorted(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> Array:
     if indices.size == 0:  # h5py has no empty selection by integers
-        empty = dataset[np.zeros(1, np.int64)][:0] if len(dataset) else dataset[:0]
+        empty = dataset[np.zeros(1, np.int64)][:0] if count_samples(dataset) else dataset[:0]
         return _as_array(empty)
     # h5py takes only rising indices without repeats.
     unique, places = np.unique(indices, return_inverse=True)
-    samples = _as_array(dataset[unique])
+    breaks = np.flatnonzero(np.diff(unique) > 1) + 1
+    if hasattr(dataset, "shape") and len(unique) >= _RUN * (len(breaks) + 1):
+        # A file finds a slice at once, and looks for each of an array of integers.
+        runs = [
+            _as_array(dataset[int(run[0]) : int(run[-1]) + 1]) for run in np.split(unique, breaks)
+        ]
+        samples = runs[0] if len(runs) == 1 else np.concatenate(runs)
+    else:
+        samples = _as_array(dataset[unique])
+    if len(indices) > 1 and len(samples) != len(unique):
+        raise ValueError(
+            f"asked for {len(unique)} samples, {unique[0]} to {unique[-1]}, the data set returned "
+            f"an array of shape {samples.shape}; the first dim must be the samples"
+        )
     return samples if np.array_equal(unique, indices) else samples[places]
 
 
@@ -175,8 +196,8 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
     ------
     TypeError
         If it is None, a sequence without array indexing (a list), something that holds arrays
-        by name (a dict, an HDF5 file), a data frame (whose ``[...]`` selects columns), or has no
-        ``len()``.
+        by name (a dict, an HDF5 file), a data frame (whose ``[...]`` selects columns), or has
+        neither ``len()`` nor ``shape[0]``.
     ValueError
         If it holds no samples, or its file is closed.
     """
@@ -205,8 +226,12 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
     if not hasattr(dataset, "__getitem__"):
         raise TypeError(f"{name} must be {_WANTED}, got a {kind}")
     try:
-        length = len(dataset)
-    except TypeError as error:  # 0-dim arrays and sparse matrices have the method and refuse
+        length = count_samples(dataset)
+    except (
+        TypeError,
+        AttributeError,
+        IndexError,
+    ) as error:  # 0-dim arrays and sparse matrices have the method and refuse
         raise TypeError(f"{name} must be {_WANTED}; len() of this {kind} says: {error}") from error
     if length == 0 and not allow_empty:
         raise ValueError(f"{name} holds no samples")

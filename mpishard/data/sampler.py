@@ -11,7 +11,7 @@ import numpy as np
 
 from mpishard.layout import LeafLayout, ShardLayout
 
-__all__ = ["GlobalBatchSampler", "Indices", "LocalBatchSampler", "order_of"]
+__all__ = ["GlobalBatchSampler", "Indices", "LocalBatchSampler", "block_order_of", "order_of"]
 
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -26,10 +26,68 @@ def order_of(length: int, name: str, *, shuffle: bool) -> Indices:
     """
     order: Indices = np.arange(length, dtype=np.int64)
     if shuffle:
-        key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
-        np.random.Generator(np.random.Philox(key=key)).shuffle(order)
+        _generator(name).shuffle(order)
     order.flags.writeable = False
     return order
+
+
+WINDOW_BLOCKS = 16
+"""Blocks whose samples a shuffle in blocks mixes with each other, at least."""
+
+
+def window_of(batch_size: int, block_size: int) -> int:
+    """Number of consecutive batches that together hold `WINDOW_BLOCKS` blocks or more."""
+    return -(-WINDOW_BLOCKS * block_size // batch_size)
+
+
+def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) -> Indices:
+    """The numbers from 0 to ``length``, shuffled for storage that reads runs faster than samples.
+
+    The blocks, runs of ``block_size`` numbers, are shuffled and laid end to end, and so many of
+    them that `window_of` batches need are a window. Cut into groups of as many samples as the
+    window has batches, each group gives one sample to each batch, in an order of its own: sample
+    i of a batch is one of group i. Consecutive positions of a window's batches thus hold whole
+    consecutive runs, so that a rank, which has the same positions of each batch, reads only its
+    own part of the window, in runs, whatever the number of ranks.
+    """
+    blocks = order_of(-(-length // block_size), name, shuffle=True)
+    laid = (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)
+    laid = laid[laid < length]
+    generator = _generator(f"{name}/windows")
+    window = window_of(batch_size, block_size)
+    whole = length - length % (batch_size * window)
+    groups = laid[:whole].reshape(-1, batch_size, window)
+    dealt = [generator.permuted(groups, axis=2).swapaxes(1, 2).reshape(-1)]
+    if whole < length:
+        # Only the first `last` groups of a last window have a sample for its last batch.
+        full, last = divmod(length - whole - 1, batch_size)
+        last += 1
+        cut = whole + last * (full + 1)
+        longer = generator.permuted(laid[whole:cut].reshape(last, full + 1), axis=1)
+        shorter = generator.permuted(laid[cut:].reshape(batch_size - last, full), axis=1)
+        dealt.append(np.concatenate([longer[:, :full], shorter]).T.reshape(-1))
+        dealt.append(longer[:, full])
+    order: Indices = np.concatenate(dealt)
+    order.flags.writeable = False
+    return order
+
+
+def _generator(name: str) -> np.random.Generator:
+    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+def _order(
+    length: int, name: str, batch_size: int, block_size: int | None, *, shuffle: bool
+) -> Indices:
+    if block_size is None or not shuffle or not length:
+        return order_of(length, name, shuffle=shuffle)
+    return block_order_of(length, name, batch_size=batch_size, block_size=block_size)
+
+
+def _check_block(block_size: int | None) -> None:
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"shuffle_block_size must be 1 or more, got {block_size}")
 
 
 def _check_place(epoch: int, index: int, batches: int) -> None:
@@ -59,6 +117,10 @@ class GlobalBatchSampler:
         False: samples come in the order of the data set.
     drop_last : bool
         Leave out the last batch of an epoch if it would be shorter.
+    shuffle_block_size : int, optional
+        Shuffle blocks of so many consecutive samples, and the samples within windows of
+        16 blocks or more, as `block_order_of` does; then the order is a function of
+        ``batch_size``, too. Default: shuffle all samples with each other.
     leaves : int, optional
         ``gradient_leaves`` of the model that is trained: a rank's part of a batch are its leaves,
         as `LeafLayout` deals them. Default: ``ShardLayout(batch, world_size)``.
@@ -66,7 +128,8 @@ class GlobalBatchSampler:
     Raises
     ------
     ValueError
-        If ``length`` or ``batch_size`` is below 1, or ``drop_last`` leaves no batch.
+        If ``length``, ``batch_size`` or ``shuffle_block_size`` is below 1, or ``drop_last`` leaves
+        no batch.
 
     Notes
     -----
@@ -89,6 +152,7 @@ class GlobalBatchSampler:
     seed: int = field(default=0, kw_only=True)
     shuffle: bool = field(default=True, kw_only=True)
     drop_last: bool = field(default=False, kw_only=True)
+    shuffle_block_size: int | None = field(default=None, kw_only=True)
     leaves: int | None = field(default=None, kw_only=True)
     _last: list[tuple[int, Indices]] = field(
         default_factory=list, init=False, repr=False, compare=False
@@ -99,6 +163,7 @@ class GlobalBatchSampler:
             raise ValueError(f"a data set needs at least one sample, got length {self.length}")
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be 1 or more, got {self.batch_size}")
+        _check_block(self.shuffle_block_size)
         if self.drop_last and self.length < self.batch_size:
             raise ValueError(
                 f"drop_last=True leaves no batch: {self.length} samples are fewer than "
@@ -110,6 +175,12 @@ class GlobalBatchSampler:
         """Number of global batches in an epoch."""
         whole, rest = divmod(self.length, self.batch_size)
         return whole if self.drop_last or not rest else whole + 1
+
+    @property
+    def window(self) -> int:
+        """Number of consecutive batches whose samples a shuffle in blocks mixes; 1 without it."""
+        block = self.shuffle_block_size if self.shuffle else None
+        return 1 if block is None else window_of(self.batch_size, block)
 
     def batch(self, epoch: int, index: int) -> Indices:
         """The samples of one global batch.
@@ -167,7 +238,9 @@ class GlobalBatchSampler:
             if known == epoch:
                 return order
         name = f"{int(self.seed)}/sample order/{int(epoch)}"
-        order = order_of(self.length, name, shuffle=self.shuffle)
+        order = _order(
+            self.length, name, self.batch_size, self.shuffle_block_size, shuffle=self.shuffle
+        )
         self._last[:] = [(epoch, order)]
         return order
 
@@ -194,11 +267,14 @@ class LocalBatchSampler:
         False: samples come in the order of the rank's data set.
     drop_last : bool
         Leave out the batches of an epoch to which a rank cannot bring its full share.
+    shuffle_block_size : int, optional
+        As for `GlobalBatchSampler`, with a rank's share as the batch.
 
     Raises
     ------
     ValueError
-        For lengths below 0 or all 0, a ``batch_size`` below the number of ranks, or if
+        For lengths below 0 or all 0, a ``batch_size`` below the number of ranks, a
+        ``shuffle_block_size`` below 1, or if
         ``drop_last`` leaves no batch.
 
     Notes
@@ -222,12 +298,14 @@ class LocalBatchSampler:
     seed: int = field(default=0, kw_only=True)
     shuffle: bool = field(default=True, kw_only=True)
     drop_last: bool = field(default=False, kw_only=True)
+    shuffle_block_size: int | None = field(default=None, kw_only=True)
     _last: list[tuple[tuple[int, int], Indices]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
         lengths = list(self.lengths)
+        _check_block(self.shuffle_block_size)
         if not lengths or min(lengths) < 0 or max(lengths) == 0:
             raise ValueError(f"some rank needs a sample; the numbers of samples are {lengths}")
         if self.batch_size < len(lengths):
@@ -248,6 +326,12 @@ class LocalBatchSampler:
         if self.drop_last:
             return min(length // share for length, share in pairs)
         return max(-(-length // share) for length, share in pairs)
+
+    @property
+    def window(self) -> int:
+        """As of `GlobalBatchSampler`: the largest of the ranks' windows."""
+        block = self.shuffle_block_size if self.shuffle else None
+        return 1 if block is None else window_of(min(self._shares), block)
 
     def local(self, epoch: int, index: int, rank: int, world_size: int) -> tuple[Indices, int]:
         """A rank's samples of a global batch, from a data set that only this rank has.
@@ -293,6 +377,9 @@ class LocalBatchSampler:
             if known == (epoch, rank):
                 return order
         name = f"{int(self.seed)}/sample order of rank {rank}/{int(epoch)}"
-        order = order_of(self.lengths[rank], name, shuffle=self.shuffle)
+        order = _order(
+            self.lengths[rank], name, self._shares[rank], self.shuffle_block_size,
+            shuffle=self.shuffle,
+        )  # fmt: skip
         self._last[:] = [((epoch, rank), order)]
         return order

@@ -163,6 +163,7 @@ class _ModelView:
 
     def __init__(self, owner: ShardedModule) -> None:
         self._owner = owner
+        owner.let_go()
 
     @property
     def checkpoint_backend(self) -> CommunicationBackend:
@@ -195,6 +196,8 @@ class _ModelView:
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         self._owner.parameters.refresh()
+        if self._owner.gathered is not None:
+            self._owner.gathered.forget()
 
 
 class _OptimizerView:

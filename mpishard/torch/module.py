@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -16,20 +17,25 @@ from mpishard.adapters.torch import check_module
 from mpishard.arrays import Array, reuse_freed_memory
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.status import called_as
+from mpishard.communication.tracing.recorder import current_recorder
 from mpishard.errors import ShardingError
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.placed_program import Arrivals, entries_of
 from mpishard.models.stores.gradient_store import ReplicatedGradients, ScatteredGradients
+from mpishard.models.stores.parameter_store import ShardedParameters
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.models.stores.vector import ModelVector
+from mpishard.models.wrapper.digest import compare_replicas
 from mpishard.models.wrapper.wrapping import make_gradient_store, make_parameter_store
 from mpishard.observe.ledger import MemoryLedger
+from mpishard.observe.trace import span, step_span
 from mpishard.sharding import ParameterEntry, Placement, build_units, owned_pieces
 from mpishard.torch.buffers import Buffers
+from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
 from mpishard.torch.parameters import Part, SharedParameter, native_gradient
 from mpishard.torch.world import current_world
 
-__all__ = ["ShardedModule", "module_of", "no_sync", "part_of", "shard"]
+__all__ = ["ShardedModule", "check_replicas", "module_of", "no_sync", "part_of", "shard"]
 
 _POLICIES = {
     "ddp": Policy(shards_parameters=False, shards_gradients=False, shards_state=False),
@@ -45,7 +51,8 @@ class ShardedModule:
     """What holds the parameters of one user's module: units, stores, and the backward passes.
 
     The parameters stand in memory that the ranks of a node share, whole, so that the module
-    computes as before; each rank updates its part. A hook on each parameter takes its gradient
+    computes as before; each rank updates its part. If ranks share no memory, `GatheredUnits` makes
+    them whole when they are used. A hook on each parameter takes its gradient
     when autograd has it, and each unit is reduced when it and all later units are complete. What
     is left is reduced when the backward pass ends.
 
@@ -107,15 +114,19 @@ class ShardedModule:
         self.layout = StoreLayout(
             self.units, frozenset(), dtype, backend, self.ledger, frozen=frozen
         )
-        # The module computes with whole parameters: without shared memory they are each rank's.
-        whole = Policy(
-            shards_parameters=False,
-            shards_gradients=policy.shards_gradients,
-            shards_state=policy.shards_state,
+        # Alone a rank has all parameters. Ranks of several nodes gather them, each for itself.
+        gathers = policy.shards_parameters and backend.world_size > 1
+        self.parameters = make_parameter_store(
+            replace(self.layout, arena=not gathers or backend.node_count == 1),
+            replace(policy, shards_parameters=gathers),
         )
-        self.parameters = make_parameter_store(self.layout, whole)
+        self.gathered: GatheredUnits | None = None
+        if isinstance(self.parameters, ShardedParameters):
+            self.gathered = GatheredUnits(self.parameters)
+            for inner in module.modules():
+                inner.register_state_dict_post_hook(give_whole_tensors)
         if policy.shards_state:
-            self.gradients = make_gradient_store(self.layout, whole)
+            self.gradients = make_gradient_store(self.layout, policy)
         else:  # a parameter's gradient is one array, which DDP's user may read and change
             length = ReplicatedGradients.length_for(self.layout)
             slots = self.layout.allocate_slots(length, 1)
@@ -128,6 +139,11 @@ class ShardedModule:
         self._place(held, places)
         self.buffers = Buffers(module, backend, {id(parameter) for parameter in held})
         self._flags = np.zeros(len(self.parts) + 1, np.uint8)
+        # What a trace shows: forward, backward and update, and the step that contains them.
+        self.part_of_step, self._step, self._updates = ExitStack(), ExitStack(), 0
+        if current_recorder.get() is not None:
+            module.register_forward_pre_hook(_forward_begins)
+            module.register_forward_hook(_forward_ends, always_call=True)
 
     # A copy of a sharded module, or what pickle makes of it, is a plain module.
 
@@ -150,29 +166,41 @@ class ShardedModule:
             )
 
     def _place(self, held: Sequence[Any], places: Sequence[tuple[Any, str]]) -> None:
-        """Let the parameters be views of the store."""
-        vectors = self.parameters.owned(owned_pieces(self.units, 1, 0))
+        """Let the parameters be views of the store, or of what is gathered from it."""
+        gathered = self.gathered
+        whole = owned_pieces(self.units, 1, 0)
+        vectors = [] if gathered is not None else self.parameters.owned(whole)
         numbered = iter(range(len(self.entries)))
-        for unit, vector in zip(self.units, vectors, strict=True):
+        for unit in self.units:
+            full = (
+                gathered.tensor(unit.index) if gathered else torch.from_numpy(vectors[unit.index])
+            )
             for entry, index in zip(entries_of(unit, self.entries), numbered, strict=False):
                 parameter = held[index]
-                flat = torch.from_numpy(vector[entry.start - unit.start : entry.stop - unit.start])
+                flat = full[entry.start - unit.start : entry.stop - unit.start]
                 parameter.data = flat.view(entry.shape)
+                if gathered is not None:
+                    parameter.__class__ = GatheredParameter
+                    parameter._units = gathered, unit.index
+                elif entry.trainable:
+                    parameter.__class__ = SharedParameter
+                else:
+                    continue
+                parameter._part = part = Part(self, index, entry, unit, parameter)
+                (own,) = self.parameters.owned([part.piece])
+                shape = entry.shape if not self.shards_state else own.shape
+                part.tensor = torch.nn.Parameter(torch.from_numpy(own).view(shape), entry.trainable)
                 if not entry.trainable:
                     continue
-                part = Part(self, index, entry, unit, parameter)
-                part.address = parameter.data_ptr()
-                own = flat[part.in_parameter] if self.shards_state else parameter.data
-                part.tensor = torch.nn.Parameter(own)
-                parameter.grad = None
-                parameter.__class__ = SharedParameter
-                parameter._part = part
+                native_gradient.__set__(parameter, None)
                 place = len(self.parts)
                 parameter.register_post_accumulate_grad_hook(
                     functools.partial(self._receive, place)
                 )
                 self.parts.append(part)
                 self._places.append(places[index])
+        if gathered is not None:
+            gathered.forget()
 
     # ----------------------------------------------------------------------------- backward passes
 
@@ -192,6 +220,7 @@ class ShardedModule:
     def _begin(self) -> None:
         """Open a backward pass, of which the first gradient is here."""
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self.part_of_step.enter_context(span("backward"))
         live = [part.tensor.grad is not None for part in self.parts]
         is_first = not any(live)
         if is_first and self._has_local:
@@ -254,8 +283,10 @@ class ShardedModule:
             self.backend.all_reduce(self._flags, ReductionOperation.MAX)
             if self._flags[-1]:
                 self.buffers.broadcast()
+        self.let_go()
         for place, part in enumerate(self.parts):
             part.tensor.grad = self._view(part) if self._flags[place] else None
+        self.part_of_step.close()
 
     def _view(self, part: Part) -> Any:
         """The gradient of a part, in the store's memory."""
@@ -300,7 +331,8 @@ class ShardedModule:
         """
         for part, (module, name) in zip(self.parts, self._places, strict=True):
             parameter = part.parameter
-            if module._parameters.get(name) is parameter and parameter.data_ptr() == part.address:
+            is_here = parameter.untyped_storage()._cdata == part.storage
+            if module._parameters.get(name) is parameter and is_here:
                 continue
             raise ShardingError(
                 f"parameter {part.entry.name!r} is no longer in the memory where mpishard.torch."
@@ -308,11 +340,38 @@ class ShardedModule:
                 "like before shard()"
             )
 
+    def check_replicas(self) -> int:
+        """See `check_replicas`. Collective."""
+        self.let_go()
+        return compare_replicas(self.parameters, self.placement, self.backend, self._updates)
+
+    def let_go(self) -> None:
+        """Hold no more than this rank's parts of the parameters, if they are gathered."""
+        if self.gathered is not None:
+            self.gathered.release()
+
     def publish(self) -> None:
         """Let all ranks read what each has updated. Collective."""
         if self.shards_state:
             self.parameters.publish(self._trained_pieces())
         self.gradients.finish()
+        self.part_of_step.close()
+        self._step.close()
+        self._updates += 1
+        self._step.enter_context(step_span(self._updates))
+
+
+def _forward_begins(module: Any, _inputs: Any) -> None:
+    """Hook of a module in a run that is traced."""
+    owner = vars(module)[_ATTRIBUTE]
+    if owner is not None:  # else the module is a copy
+        owner.part_of_step.enter_context(span("forward"))
+
+
+def _forward_ends(module: Any, *_: Any) -> None:
+    owner = vars(module)[_ATTRIBUTE]
+    if owner is not None:
+        owner.part_of_step.close()
 
 
 def _placeable(module: Any) -> tuple[list[Any], list[tuple[Any, str]], list[ParameterEntry]]:
@@ -367,7 +426,7 @@ def shard(
         On the CPU; its trained parameters are all float32, or all float64.
     strategy : {"ddp", "zero1", "zero2", "fsdp"}
         What is divided over the ranks: nothing; the optimizer's state; gradients too; parameters
-        too. With zero1 and zero2, as with fsdp, a node has one copy of the parameters.
+        too. On one node fsdp, as zero1 and zero2, has one copy of the parameters.
     minimum_unit_size : int
         Elements below which no unit is closed: units are reduced as one.
 
@@ -388,8 +447,13 @@ def shard(
 
     Notes
     -----
-    Where the ranks of a node share no memory (``MPISHARD_ARENA=off``) each rank holds all
-    parameters, and only gradients and state are divided. Random layers: rank 0 goes on with its
+    With fsdp on several nodes, or where the ranks of a node share no memory
+    (``MPISHARD_ARENA=off``), each rank holds its parts: an operation that needs a parameter gathers
+    its unit, in forward and backward, and two units stay. All ranks then use parameters in the same
+    order, ``state_dict()`` is collective, and ``torch.compile`` is refused. With zero1 and zero2
+    every node, or without shared memory every rank, has all parameters.
+
+    Random layers: rank 0 goes on with its
     own generator, and each other rank's PyTorch generator is seeded differently, by rank 0's seed
     and the rank. Thread-ranks share one generator, which is left alone.
     """
@@ -444,7 +508,7 @@ def part_of(parameter: Any) -> Part:
     ShardingError
         For another tensor.
     """
-    if isinstance(parameter, SharedParameter):
+    if isinstance(parameter, SharedParameter) and parameter._part.entry.trainable:
         return parameter._part
     raise ShardingError(
         f"a parameter of shape {tuple(parameter.shape)} is no trained parameter of a sharded "
@@ -473,3 +537,28 @@ def no_sync(*models: Any) -> Iterator[None]:
     finally:
         for sharded, value in zip(held, before, strict=True):
             sharded.syncs = value
+
+
+def check_replicas(*models: Any) -> int:
+    """Compare, bit by bit, every copy of every parameter that ranks hold for good. Collective.
+
+    With ddp each rank has a copy. With the other strategies each node has one, and what only one
+    rank holds is not compared. Call it every some hundred steps: it costs one checksum of the
+    parameters and one small message.
+
+    Parameters
+    ----------
+    *models : torch.nn.Module
+        Sharded modules.
+
+    Returns
+    -------
+    int
+        Number of ranges of parameters that have several copies.
+
+    Raises
+    ------
+    ReplicaError
+        On every rank, naming the ranks and parameters that differ.
+    """
+    return sum(module_of(model).check_replicas() for model in models)

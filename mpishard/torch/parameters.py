@@ -21,7 +21,7 @@ native_gradient = torch.Tensor.grad
 
 
 class Part:
-    """One trained parameter: the user's, and the part of it that this rank updates.
+    """One parameter: the user's, and the part of it that this rank updates.
 
     Parameters
     ----------
@@ -43,12 +43,11 @@ class Part:
     tensor : torch.nn.Parameter
         Its values, in memory: what a torch optimizer is given. Shape (stop - start,), under DDP
         the parameter's.
-    address : int
-        Place of the whole parameter in memory.
+    storage : int
+        Identity of the memory of the whole parameter.
     """
 
     tensor: Any
-    address: int
 
     def __init__(
         self, owner: ShardedModule, index: int, entry: ParameterEntry, unit: Unit, parameter: Any
@@ -58,6 +57,7 @@ class Part:
         self.entry = entry
         self.unit = unit
         self.parameter = parameter
+        self.storage = parameter.untyped_storage()._cdata
         self.start, self.stop = entry.start, entry.stop
         if owner.shards_state:
             backend = owner.backend

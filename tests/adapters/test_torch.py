@@ -12,6 +12,7 @@ import pytest
 
 from mpishard import nn as ours
 from mpishard.adapters import TorchModel
+from mpishard.communication import InMemoryCommunicationBackend as InMemory
 from mpishard.communication import run_in_threads
 from mpishard.errors import PeerError, ShardingError, StructureOnlyError
 from mpishard.models import DDPModel, FSDPModel
@@ -504,3 +505,78 @@ def test_torch_gets_as_many_threads_as_the_ranks_blas(
         assert run_in_threads(1, rank) == [expected]
     finally:
         torch.set_num_threads(before)
+
+
+# ------------------------------------------------------------------------------ mixed precision
+
+
+def train_in_bfloat16(kind: str, world_size: int) -> Any:
+    """PyTorch alone, by the rank: a bfloat16 module, float32 gradients and parameters."""
+    master, module = module_of(kind, 0).float(), module_of(kind, 0).float().bfloat16()
+    optimizer = torch.optim.SGD(master.parameters(), RATE, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        x, y = (torch.from_numpy(a) for a in batch(kind, step))
+        x, y = (x.long(), y.long()) if kind == "transformer" else (x.bfloat16(), y.float())
+        for rank in range(world_size):
+            part = rows(len(x), step, rank, world_size)
+            module.zero_grad()
+            if part.start < part.stop:
+                (KINDS[kind][1](module(x[part]).float(), y[part]) * len(x[part])).backward()
+                for ours, theirs in zip(master.parameters(), module.parameters(), strict=True):
+                    ours.grad = ours.grad if ours.grad is not None else torch.zeros_like(ours)
+                    ours.grad += 0 if theirs.grad is None else theirs.grad.float() / len(x)
+        optimizer.step()
+        with torch.no_grad():
+            for ours, theirs in zip(master.parameters(), module.parameters(), strict=True):
+                theirs.copy_(ours)
+    return flat(master)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@by_path
+@in_worlds(1, 2, 3)
+def test_computes_with_bfloat16_views_and_updates_float32(
+    backend: Any, kind: str, path: str
+) -> None:
+    found = {}
+    for strategy in STRATEGIES:
+        plain = TorchModel(module_of(kind, backend.rank).float(), KINDS[kind][1])
+        config = ShardingConfiguration(
+            backend, minimum_parameter_group_size=1, precision="bfloat16"
+        )
+        model = STRATEGIES[strategy][0](plain, config)
+        optimizer = optimizer_for(model, "sgd")
+        for step in range(STEPS):
+            x, y = local_batch(backend, kind, step)
+            y = y.astype("f4") if y.dtype.kind == "f" else y
+            optimizer.step(model, x, y)
+        found[strategy] = model.gather_full_parameters()
+        (seen,) = {p.dtype for p in plain.module.parameters()}
+        assert seen == torch.bfloat16
+        views = torch.cat([p.detach().reshape(-1) for p in plain.module.parameters()])
+        assert torch.equal(views, torch.from_numpy(found[strategy]).bfloat16())
+        first = next(plain.module.parameters()).data_ptr()
+        together = set(backend.all_gather(np.array([first])).tolist())
+        is_shared = path == "arena" and strategy == "fsdp" and isinstance(backend, InMemory)
+        assert len(together) == (1 if is_shared else len(together))
+        assert model.predict(x[:1]).dtype == np.float32
+    np.testing.assert_array_equal(found["ddp"], found["fsdp"])
+    reference = train_in_bfloat16(kind, backend.world_size)
+    learned = np.abs(reference - flat(module_of(kind, 0).float())).max()
+    np.testing.assert_allclose(found["fsdp"], reference, rtol=0, atol=0.02 * learned)
+    with model.unsharded() as whole:
+        assert {p.dtype for p in whole.module.parameters()} == {torch.float32}
+
+
+@in_worlds(2)
+def test_a_module_with_frozen_float32_parameters_is_refused_in_bfloat16(backend: Any) -> None:
+    module = perceptron()
+    module[0].requires_grad_(False)
+    config = ShardingConfiguration(backend, precision="bfloat16")
+    with pytest.raises(NotImplementedError, match=r"frozen parameters in another .*'0.weight'"):
+        FSDPModel(TorchModel(module, nn.functional.mse_loss), config)
+    module[0].bfloat16()
+    model = FSDPModel(TorchModel(module, nn.functional.mse_loss), config)
+    x = np.ones((2, 5), np.float32)
+    assert np.isfinite(model.train(x, x[:, :2]))

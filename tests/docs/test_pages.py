@@ -173,7 +173,7 @@ def test_printed_programs_import_mpishard_before_numpy():
         for page, sources in programs.items()
         for names in map(imported, sources)
         if "mpishard" in names
-        and {"numpy", "torch", "sklearn", "autograd"} & {*names[: names.index("mpishard")]}
+        and {"numpy", "torch", "sklearn", "autograd", "jax"} & {*names[: names.index("mpishard")]}
     }
     assert late == set()
 

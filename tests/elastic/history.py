@@ -88,6 +88,7 @@ def train(backend, folder, life, strike):
         ms.OptimizationInputData(
             model=model, x_train=samples, y_train=y, batch_size=11, epochs=100,
             max_steps=life.steps, seed=5, progress=False,
+            user_state={"none": np.random.default_rng(0)},  # so that a read happens in its own step
             checkpoint=folder, checkpoint_every=2, checkpoint_async=life.asynchronous,
         )
     )  # fmt: skip

@@ -55,6 +55,8 @@ def handlers():
 def train(backend, inputs, folder, **options):
     model = ms.as_distributed(ms.nn.MLP([3, 4, 1], seed=0), backend, "fsdp")
     optimizer = ms.as_distributed(ms.optimizers.Adam(1e-2), backend, "fsdp")
+    if folder is not None:  # then a read happens in its own step
+        options["user_state"] = {"none": np.random.default_rng(0)}
     data = ms.OptimizationInputData(
         model=model, x_train=inputs, y_train=np.ones((SAMPLES, 1)), batch_size=BATCH, epochs=3,
         progress=False, checkpoint=folder, **options,

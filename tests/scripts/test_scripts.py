@@ -15,7 +15,8 @@ def test_is_shell(path):
 
 
 @pytest.mark.parametrize(
-    "name", ["train.sh", "test.sh", "test_gpu.sh", "test_torch.sh", "benchmarks.sh", "torture.sh"]
+    "name",
+    ["train.sh", "test.sh", "test_gpu.sh", "test_frameworks.sh", "benchmarks.sh", "torture.sh"],
 )
 def test_help_needs_nothing(machine, name):
     ended = machine.run("bash", f"{machine.repository}/scripts/{name}", "--help")

@@ -306,8 +306,9 @@ def test_state_dicts_are_pytorchs_own_both_ways(backend, strategy):
     backend.barrier()
 
 
+@pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
 @in_worlds(2)
-def test_a_copy_of_a_sharded_model_is_a_plain_one(backend):
+def test_a_copy_of_a_sharded_model_is_a_plain_one(backend, path):
     model, _ = start("fsdp")
     copied = copy.deepcopy(model)
     buffer = io.BytesIO()
@@ -488,6 +489,9 @@ def test_the_loader_gives_the_batches_of_one_process(backend):
             wanted = order[6 * number : 6 * number + 6]
             assert own == wanted[backend.rank :: backend.world_size]
     assert loader.epoch == 2
+    text = io.StringIO()
+    mst.print("a", "b", sep="-", end="!", file=text)
+    assert text.getvalue() == ("a-b!" if backend.rank == 0 else "")
     assert mst.rank() == backend.rank
     assert mst.world_size() == backend.world_size
     mst.barrier()

@@ -26,7 +26,7 @@ from mpishard.communication import CommunicationBackend
 from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
 from mpishard.models import ShardedModelBase
-from mpishard.nn import Layer, ReLU
+from mpishard.nn import Layer
 from mpishard.pipeline import ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
@@ -189,9 +189,12 @@ def rounding_bounds(model: Any) -> tuple[float, float]:
     The slope of ReLU jumps at 0. An input that is rounded across it, of which there is about one
     in 1 / u, puts a whole element of the gradient in or out: sqrt(u) of its norm in each of these.
     """
-    leaves = [leaf for layer in model.layers for leaf in _leaves(layer)]
+    if hasattr(model, "layers"):
+        leaves = [leaf for layer in model.layers for leaf in _leaves(layer)]
+    else:  # a PyTorch module
+        leaves = [m for m in model.module.modules() if next(m.children(), None) is None]
     smooth = float(np.sqrt(2 * len(leaves) + 3)) * UNIT_ROUNDOFF
-    jumps = sum(isinstance(leaf, ReLU) for leaf in leaves)
+    jumps = sum(type(leaf).__name__ == "ReLU" for leaf in leaves)
     return smooth + float(np.sqrt(jumps * UNIT_ROUNDOFF)), smooth
 
 

@@ -183,6 +183,7 @@ class Engine:
         sample_start: int | None = None,
         settings: Mapping[str, Any] | None = None,
         apart: bool = False,
+        alone: bool = False,
     ) -> StepReport:
         """One synchronised update on this rank's batch; inside `accumulate`, none yet.
 
@@ -198,6 +199,9 @@ class Engine:
         With ``apart`` each rank updates its replica with its own gradient, as without
         ``config.auto_sync_gradients``, but all agree on losses, settings and errors, and the
         report tells of all ranks' samples. A rank without samples updates nothing.
+
+        With ``alone`` this rank's step communicates nothing but what ``rule`` does, which is called
+        with this rank's own gradient, also if it has no samples.
 
         Nothing has changed if it raises; only an exception of ``rule`` itself may come late.
 
@@ -218,7 +222,7 @@ class Engine:
         self._computed = None
         # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
         inputs, targets = self.program.check_pair(x, y, self.loss)
-        is_local = not self._config.auto_sync_gradients
+        is_local = alone or not self._config.auto_sync_gradients
         # A sum of gradients has no meaning if the replicas differ.
         if is_local or apart:
             self.replicas.require_drifting()
@@ -231,7 +235,9 @@ class Engine:
             batches = self._batches(inputs, targets, sample_start, is_local=is_local)
             began = time.perf_counter()
             with step_span(self.step_number + 1):
-                report = self._step(batches, rule, settings or {}, is_local=is_local, apart=apart)
+                report = self._step(
+                    batches, rule, settings or {}, is_local=is_local, apart=apart, alone=alone
+                )
         # After an error the round cannot be continued: its gradient may be half reduced.
         except BaseException:
             self.abandon()
@@ -265,6 +271,7 @@ class Engine:
         *,
         is_local: bool,
         apart: bool,
+        alone: bool,
     ) -> StepReport:
         round_ = self.round
         # Only the last pass of a round reduces: earlier ones add to the gradient on this rank.
@@ -278,7 +285,7 @@ class Engine:
             round_.add(own_loss, own_weight)
             loss, weight = loss + own_loss, weight + own_weight
         if is_local:
-            return self._local_update(loss, weight, rule)
+            return self._local_update(loss, weight, rule, needs_samples=not alone)
         step = self.step_number + 1
         if round_.accumulates:
             total, total_weight, _ = round_.totals([loss, weight, 0.0], loss, settings, step)
@@ -412,22 +419,23 @@ class Engine:
         self.round.end()
         self.step_number += 1
 
-    def _local_update(self, loss: float, weight: float, rule: Rule) -> StepReport:
+    def _local_update(
+        self, loss: float, weight: float, rule: Rule, *, needs_samples: bool
+    ) -> StepReport:
         """Update this replica with its own gradient; the others are not asked."""
         assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
         if self.round.accumulates:
             return StepReport(self._mean(loss, weight), weight, None)
         total, total_weight = self.round.loss, self.round.weight
-        if total_weight == 0:
+        if total_weight == 0 and needs_samples:
             raise ValueError("this rank has no sample that counts in this step; all weights are 0")
         gradients = self.gradients.local(self.pieces.updated)
         squared = squared_norm(gradients)
         if not (math.isfinite(total) and math.isfinite(squared)):
             what = f"the loss or the gradient of rank {self.backend.rank} is not finite"
             self.round.refuse_nonfinite(what, self.step_number + 1)
-        report = StepReport(
-            self._mean(total, total_weight), total_weight, math.sqrt(squared) / total_weight
-        )
+        norm = math.sqrt(squared) / total_weight if total_weight else 0.0
+        report = StepReport(self._mean(total, total_weight), total_weight, norm)
         self._change(rule, gradients, report)
         # Its weight, for the mean of the replicas that `synchronize_replicas` makes later.
         self.replicas.drift(total_weight)

@@ -151,7 +151,8 @@ class OpaqueProgram(WholeProgram):
         """As `Program.measure`; a black box's loss may be any function that returns a mean."""
         if hasattr(loss, "forward"):
             return super().measure(loss, prediction, y)
-        return as_loss(loss(prediction, y), self._model) * len(y), float(len(y))
+        samples = len(prediction if y is None else y)
+        return as_loss(loss(prediction, y), self._model) * samples, float(samples)
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         (unit,) = self.units

@@ -20,7 +20,13 @@ from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
 from mpishard.sharding import ParameterEntry, Placement, Unit, build_units, owned_pieces
 
-__all__ = ["Arrivals", "IPlaceableModel", "PlacedProgram", "entries_of"]
+__all__ = ["OWN_DTYPE", "Arrivals", "IPlaceableModel", "PlacedProgram", "entries_of"]
+
+OWN_DTYPE = (
+    "computes in a dtype of its own, which nobody else can change; build it of the layers of "
+    "mpishard.nn, or leave precision=None"
+)
+"""The reason why a black box is not computed in bfloat16."""
 
 
 class IPlaceableModel(ABC):
@@ -43,6 +49,10 @@ class IPlaceableModel(ABC):
     @abstractmethod
     def dtype(self) -> np.dtype[Any]:
         """The one dtype of the parameters."""
+
+    def obstacle_to_bfloat16(self) -> str | None:
+        """The reason why it cannot compute with float32 parameters that are rounded to bfloat16."""
+        return OWN_DTYPE
 
     @abstractmethod
     def fill_parameters(self, start: int, out: Array) -> None:
@@ -168,7 +178,8 @@ class PlacedProgram(WholeProgram):
             self._model.set_constant(index, backend.broadcast(raw, root=0))
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
-        vectors = parameters.owned(owned_pieces(self.units, 1, 0))
+        store = parameters.computed
+        vectors = store.owned(owned_pieces(self.units, 1, 0))
         arrays = [
             vector[entry.start - unit.start : entry.stop - unit.start]
             for unit, vector in zip(self.units, vectors, strict=True)
@@ -176,7 +187,7 @@ class PlacedProgram(WholeProgram):
         ]
         self._model.place_parameters(arrays, holder)
         # The module needs whole tensors at any time: only shared memory holds them once per node.
-        if parameters.once_per_node or parameters.backend.world_size == 1:
+        if store.once_per_node or store.backend.world_size == 1:
             return None
         return "because the ranks of a node share no memory here"
 

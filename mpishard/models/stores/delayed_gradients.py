@@ -82,9 +82,7 @@ class DelayedGradients(ReplicatedGradients):
 
     def reduce(self, unit: Unit) -> None:
         super().reduce(unit)
-        for works in self._works:  # of earlier steps: MPI moves nothing unless it is called
-            for work in works:
-                work.advance()
+        self.backend.progress()  # of earlier steps, too: MPI moves nothing unless it is called
 
     def settle(self) -> None:
         if not self._is_last:

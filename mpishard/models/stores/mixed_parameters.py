@@ -43,6 +43,10 @@ class MixedParameters(ParameterStore):
         self._masters = masters
         self._copies = copies
 
+    @property
+    def computed(self) -> ParameterStore:
+        return self._copies
+
     def fill(self, unit: Unit, full: Array | None) -> None:
         self._masters.fill(unit, full)
         self._round([self.held[unit.index]])

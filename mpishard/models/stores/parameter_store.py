@@ -49,6 +49,11 @@ class ParameterStore(ABC):
         self.backend = layout.backend
         self.in_flight: dict[int, Work] = {}
 
+    @property
+    def computed(self) -> ParameterStore:
+        """The store of the values that are computed with: this one, or that of rounded copies."""
+        return self
+
     @abstractmethod
     def fill(self, unit: Unit, full: Array | None) -> None:
         """Take a unit's first values from ``full`` on rank 0. Collective.

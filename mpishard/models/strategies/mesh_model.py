@@ -71,9 +71,16 @@ class MeshModel(ShardedModelBase):
         check_leaves(self._config, self.world_size, replica_size=pipeline * tensor)
 
     def _on_before_initialize_sharding(self) -> None:
+        is_layered = isinstance(self._wrapped_model, ILayeredModel)
         if self._config.precision is not None:
             require_bfloat16(self._wrapped_model)  # before the ranks exchange anything
-        is_layered = isinstance(self._wrapped_model, ILayeredModel)
+            pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
+            if pipeline * tensor > 1 and not is_layered:
+                raise NotImplementedError(
+                    f'precision="bfloat16": {type(self._wrapped_model).__name__} is computed whole '
+                    "by each rank of a pipeline or tensor axis, with float32 parameters: use ddp, "
+                    "zero1, zero2 or fsdp, or precision=None"
+                )
         given = self._options.partition_strategy
         if not (is_layered or given is None or isinstance(given, IPipelinePartitionStrategy)):
             raise ValueError(

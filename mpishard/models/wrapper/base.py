@@ -127,7 +127,7 @@ class ShardedModelBase(IShardedModel):
         require_same_on_all_ranks(program, self.strategy, self._config)
         self._engine: Engine | None = self._build_engine(program)
         say_what_is_ignored(self._config, program.device)
-        say_what_is_slow(self._config)
+        say_what_is_slow(self._config, program)
         if self.gradient_leaves is not None:
             say_what_may_differ(self._config)
         program.vector.deal(self.engine.parameters, self.backend, program.fill)
@@ -500,7 +500,11 @@ class ShardedModelBase(IShardedModel):
             If ranks have made updates of their own (``auto_sync_gradients=False``).
         """
         self.engine.replicas.require_equal("check_replicas")
-        return compare_replicas(self.engine, self.backend)
+        engine = self.engine
+        return compare_replicas(
+            engine.parameters, engine.placement, self.backend, engine.step_number,
+            is_on_mesh=engine.replica.is_on_mesh,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ shards and full parameters
 

@@ -20,7 +20,7 @@ from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.opaque_program import OpaqueProgram
-from mpishard.models.programs.placed_program import IPlaceableModel, PlacedProgram
+from mpishard.models.programs.placed_program import OWN_DTYPE, IPlaceableModel, PlacedProgram
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.gradient_store import (
     GradientStore,
@@ -100,17 +100,19 @@ def require_bfloat16(model: Any) -> None:
     Raises
     ------
     NotImplementedError
-        For a model without layers, which computes in a dtype of its own; for layers without
-        bfloat16, naming them; on a GPU.
+        For a model that computes in a dtype of its own; for layers without bfloat16, naming them;
+        on a GPU.
     ValueError
         For a model whose own parameters are not float32.
     """
     refused = f'precision="bfloat16": {type(model).__name__} '
-    if not isinstance(model, ILayeredModel):
-        raise NotImplementedError(
-            f"{refused}computes in a dtype of its own, which nobody else can change; build it of "
-            "the layers of mpishard.nn, or leave precision=None"
-        )
+    obstacle: str | None = None
+    if isinstance(model, IPlaceableModel):
+        obstacle = model.obstacle_to_bfloat16()
+    elif not isinstance(model, ILayeredModel):
+        obstacle = OWN_DTYPE
+    if obstacle is not None:
+        raise NotImplementedError(refused + obstacle)
     if model.dtype != np.float32:
         raise ValueError(
             f"{refused}has parameters of {model.dtype}, and the owners keep them in float32: "
@@ -118,7 +120,8 @@ def require_bfloat16(model: Any) -> None:
         )
     if getattr(model, "device", HOST).is_gpu:
         raise NotImplementedError(f"{refused}is on a GPU, and only the host has this precision yet")
-    without = sorted({type(leaf).__name__ for one in model.layers for leaf in _without(one)})
+    layers = model.layers if isinstance(model, ILayeredModel) else ()
+    without = sorted({type(leaf).__name__ for one in layers for leaf in _without(one)})
     if without:
         raise NotImplementedError(
             f"{refused}has layers without bfloat16: {', '.join(without)}; give a layer of your own "
@@ -134,10 +137,10 @@ def _without(layer: Layer) -> list[Layer]:
     return [leaf for child in layer.children.values() for leaf in _without(child)]
 
 
-def say_what_is_slow(config: ShardingConfiguration) -> None:
+def say_what_is_slow(config: ShardingConfiguration, program: Program) -> None:
     """Warn on rank 0 if bfloat16 products are computed as float32, and what that costs."""
-    backend = config.communication_backend
-    if config.precision is None or backend.rank != 0 or library() is not None:
+    backend, is_ours = config.communication_backend, isinstance(program, LayeredProgram)
+    if config.precision is None or not is_ours or backend.rank != 0 or library() is not None:
         return
     speeds = [products_per_second(dtype) / 1e9 for dtype in (np.float32, BFLOAT16)]
     _log.warning(

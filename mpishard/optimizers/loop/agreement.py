@@ -16,7 +16,7 @@ from mpishard.checkpoint.format.consensus import differences, together
 from mpishard.checkpoint.format.protocol import CheckpointableOptimizer
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
-from mpishard.data import take
+from mpishard.data import count_samples, take
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport
 from mpishard.models.programs.program import Program
@@ -59,6 +59,14 @@ class LoopOptimizer(CheckpointableOptimizer, Protocol):
 
     def settle(self) -> None:
         """Make the model one on all ranks, before it is evaluated or saved. Collective."""
+        ...
+
+    def should_sync(self, iteration: int) -> bool:
+        """Return whether the ranks may be asked for something after ``iteration`` steps."""
+        ...
+
+    def sum_over_reports(self, sums: Array) -> Array:
+        """Return what the reports of all ranks add up to. Collective if each has its own."""
         ...
 
     def step_report(
@@ -148,7 +156,7 @@ def refuse_early(
             folder_of(data).target(0)
     # Every rank learns all lengths, because a local data set's order depends on all of them.
     given = [getattr(data, f"x_{part}") for part in _PARTS]
-    lengths = np.array([[0 if x is None else len(x) for x in given]])
+    lengths = np.array([[0 if x is None else count_samples(x) for x in given]])
     everyone = dict(zip(_PARTS, backend.all_gather(lengths).T.tolist(), strict=True))
     for part, x in zip(_PARTS, given, strict=True):
         if x is not None and not any(everyone[part]):
@@ -159,10 +167,10 @@ def refuse_early(
 def _check_first(subject: Subject, data: OptimizationInputData, part: str) -> None:
     """Refuse a data set if its first sample does not fit the model."""
     x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
-    indices = np.zeros(min(1, len(x)), np.int64)
-    first = take(x, indices), take(y, indices)
+    indices = np.zeros(min(1, count_samples(x)), np.int64)
+    first = take(x, indices), None if y is None else take(y, indices)
     for letter, sample in zip("xy", first, strict=True):
-        if len(sample) != len(indices):
+        if sample is not None and len(sample) != len(indices):
             raise ValueError(
                 f"{letter}_{part} gave an array of shape {sample.shape} for the index array "
                 f"{indices}; the first dim must be the samples"
@@ -190,7 +198,7 @@ def require_agreement(
     if not data.local_data:
         for part in ("x_validation", "x_test"):  # the targets have as many: see `checked`
             x = getattr(data, part)
-            lengths[f"{part} samples"] = None if x is None else len(x)
+            lengths[f"{part} samples"] = None if x is None else count_samples(x)
     mine = {
         **order,
         **lengths,

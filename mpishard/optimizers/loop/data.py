@@ -10,14 +10,14 @@ from typing import Any, Self
 from mpishard.arguments import as_flag, as_integer, as_number, check_path
 from mpishard.callbacks.run import check_callbacks
 from mpishard.contracts import PathLike
-from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset
+from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset, count_samples
 from mpishard.optimizers.loop.user_state import check_user_state
 
 __all__ = ["OptimizationInputData"]
 
 _AT_LEAST_ONE = (
     "batch_size", "epochs", "max_steps", "validate_every", "checkpoint_every", "keep_last",
-    "keep_every", "digest_every", "patience",
+    "keep_every", "digest_every", "patience", "shuffle_block_size",
 )  # fmt: skip
 _FLAGS = (
     "local_data", "shuffle", "drop_last", "training_statistics", "predictions", "progress",
@@ -36,9 +36,12 @@ class OptimizationInputData:
     model : object
         Sharded, or plain: then the optimizer's strategy wraps it.
     x_train, y_train : array or data set
-        The *same* data set on every rank: arrays, or anything with ``len()`` and integer-array
-        indexing, such as a memory map or an ``h5py`` data set, which is not loaded. Each rank
-        reads its own samples only, and the first one, to see that it fits the model.
+        The *same* data set on every rank: arrays, or anything with ``len()`` or ``shape[0]`` and
+        integer-array indexing, such as a memory map or an ``h5py`` data set, which is not loaded.
+        Each rank reads its own samples only, and the first one, to see that it fits the model. A
+        thread reads ahead from data sets that are not in memory, unless there is a
+        ``user_state``, from which a data set may draw. ``y_train`` may be left out if the model
+        needs no targets; a black box's ``y`` is None then.
     x_validation, y_validation : array or data set, optional
         Evaluated every ``validate_every`` steps and at the end.
     x_test, y_test : array or data set, optional
@@ -60,6 +63,10 @@ class OptimizationInputData:
         Of the shuffles; the order is a function of (seed, epoch) alone.
     shuffle, drop_last : bool
         Shuffle each epoch; leave out a last batch that is not full.
+    shuffle_block_size : int, optional
+        For files: shuffle blocks of so many consecutive samples, and the samples of at least 16
+        blocks with each other, so that files are read in runs (see `GlobalBatchSampler`). The
+        best size is that of a chunk or row group of the file. Default: shuffle all samples.
     validate_every : int, optional
         Steps between evaluations; default once per epoch.
     patience : int, optional
@@ -111,7 +118,7 @@ class OptimizationInputData:
 
     model: Any = None
     x_train: Any
-    y_train: Any
+    y_train: Any = None
     x_validation: Any = None
     y_validation: Any = None
     x_test: Any = None
@@ -123,6 +130,7 @@ class OptimizationInputData:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
+    shuffle_block_size: int | None = None
     validate_every: int | None = None
     patience: int | None = None
     tolerance: float = 0.0
@@ -148,7 +156,7 @@ class OptimizationInputData:
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name.startswith("x_") and value is not None:
-                words.append(f"{len(value)} samples to {_PURPOSES[each.name]}")
+                words.append(f"{count_samples(value)} samples to {_PURPOSES[each.name]}")
             elif each.name.startswith("y_") or value is each.default or value == each.default:
                 continue
             else:
@@ -197,6 +205,8 @@ class OptimizationInputData:
         check_callbacks(self.callbacks)
         if self.checkpoint is None:
             self._refuse_without_checkpoint()
+        if self.shuffle_block_size is not None and not numbers["shuffle"]:
+            raise ValueError("shuffle_block_size needs shuffle=True")
         if self.validate_every is not None and self.x_validation is None:
             raise ValueError("validate_every needs x_validation and y_validation")
         plain = replace(self, **numbers)
@@ -237,15 +247,19 @@ class OptimizationInputData:
 
     def _check_pair(self, part: str) -> None:
         x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
-        if (x is None) != (y is None) or (part == "train" and x is None):
+        if part == "train" and x is None:
+            raise TypeError("x_train must be given")
+        targets_are_missing = x is not None and y is None and self.y_train is not None
+        if targets_are_missing or (y is not None and x is None):
             raise TypeError(f"x_{part} and y_{part} must both be given")
         if x is None:
             return
         samples = [
             check_dataset(dataset, f"{letter}_{part}", allow_empty=self.local_data)
             for letter, dataset in (("x", x), ("y", y))
+            if dataset is not None
         ]
-        if samples[0] != samples[1]:
+        if samples[0] != samples[-1]:
             raise ValueError(f"x_{part} has {samples[0]} samples and y_{part} has {samples[1]}")
 
     def sampler(
@@ -260,8 +274,10 @@ class OptimizationInputData:
             return LocalBatchSampler(
                 lengths, self.batch_size,
                 seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last,
+                shuffle_block_size=self.shuffle_block_size,
             )  # fmt: skip
         return GlobalBatchSampler(
-            len(self.x_train), self.batch_size,
-            seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last, leaves=leaves,
+            count_samples(self.x_train), self.batch_size,
+            seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last,
+            shuffle_block_size=self.shuffle_block_size, leaves=leaves,
         )  # fmt: skip

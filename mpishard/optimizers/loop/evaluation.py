@@ -15,7 +15,7 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.communication import CommunicationBackend
-from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
+from mpishard.data import Batches, GlobalBatchSampler, LocalBatchSampler, take
 from mpishard.layout import ShardLayout
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
@@ -59,6 +59,7 @@ def evaluate(
     sampler: GlobalBatchSampler | LocalBatchSampler,
     *,
     keep_predictions: bool = False,
+    part: str = "validation",
 ) -> DatasetResult:
     """Measure a model on a whole data set, dealt over the ranks. Collective.
 
@@ -72,30 +73,36 @@ def evaluate(
         The order of the samples: one epoch, unshuffled.
     keep_predictions : bool
         Keep the outputs for this rank's samples, in host memory.
+    part : str
+        The data set's part, for messages of reads that fail.
     """
     engine, backend = model.engine, model.backend
     speaks = engine.replica.speaks  # one of the ranks that compute the same samples
     # An empty batch tells the shape of a target without reading one.
-    nothing = take(y, np.zeros(0, np.int64)) if engine.loss is not None else np.zeros(0)
+    needs_shape = engine.loss is not None and y is not None
+    nothing = take(y, np.zeros(0, np.int64)) if needs_shape else np.zeros(0)
     statistics = statistics_for(engine.loss, math.prod(nothing.shape[1:]))
     # Each leaf is measured alone, so that every world finds the same loss.
     leaves = engine.leaves
     sums = np.zeros((1 if leaves is None else leaves.micro_steps, 2))
     outputs: list[np.ndarray[Any, Any]] = []
     seen: list[np.ndarray[Any, Any]] = []
-    for index in range(sampler.batches_per_epoch):
-        indices, _ = sampler.local(0, index, model.data_rank, model.data_size)
-        layout = ShardLayout(len(indices), len(sums))
-        for number, own in enumerate(indices[layout.slice(part)] for part in range(len(sums))):
-            inputs, targets = take(x, own), take(y, own)
-            prediction, loss, weight = _measure(engine, inputs, targets, predict=keep_predictions)
-            if speaks:
-                sums[number] += loss, weight
-            if prediction is not None and statistics is not None and speaks:
-                statistics.add(to_host(prediction), to_host(targets))
-            if prediction is not None and keep_predictions:
-                outputs.append(to_host(prediction))
-                seen.append(own)
+    with Batches(
+        x, y, sampler, model.data_rank, model.data_size,
+        steps=range(sampler.batches_per_epoch), part=part,
+    ) as batches:  # fmt: skip
+        for batch in batches:
+            layout = ShardLayout(len(batch.indices), len(sums))
+            for number, own in enumerate(map(layout.slice, range(len(sums)))):
+                inputs, targets = batch.x[own], None if batch.y is None else batch.y[own]
+                prediction, *measured = _measure(engine, inputs, targets, predict=keep_predictions)
+                if speaks:
+                    sums[number] += measured
+                if prediction is not None and statistics is not None and speaks:
+                    statistics.add(to_host(prediction), to_host(targets))
+                if prediction is not None and keep_predictions:
+                    outputs.append(to_host(prediction))
+                    seen.append(batch.indices[own])
     if leaves is None:
         total, weight = backend.all_reduce(sums[0])
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from mpishard.callbacks.stopping import EarlyStopping
 from mpishard.callbacks.writers import JSONLines, ProgressLine
 from mpishard.checkpoint.format.consensus import together
 from mpishard.contracts import IFeatureAware
-from mpishard.data import GlobalBatchSampler, LocalBatchSampler, take
+from mpishard.data import Batch, Batches, GlobalBatchSampler, LocalBatchSampler, count_samples
 from mpishard.models import ShardedModelBase
 from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.metrics import MetricsWriter
@@ -102,6 +102,7 @@ class TrainingRun:
         self.best = BestParameters(model) if data.keeps_best else None
         self.latest: tuple[int, DatasetResult] | None = None  # evaluation of this run
         self.has_found_no_replicas = False
+        self.batches: Batches
         self.started = 0.0
         require_agreement(optimizer, model, data, self.order)
         states = {
@@ -163,9 +164,17 @@ class TrainingRun:
                 self.model.engine.round.wishes = hooks.wishes
                 stack.callback(setattr, self.model.engine.round, "wishes", None)
             hooks.call("on_start", self.record)
+            self.batches = stack.enter_context(
+                Batches(
+                    data.x_train, data.y_train, self.sampler, self.model.data_rank,
+                    self.model.data_size, steps=range(self.step, self.total),
+                    ahead=not data.user_state,
+                )
+            )  # fmt: skip
+            following = iter(self.batches)
             with nullcontext() if self.checkpoints is None else self.checkpoints.running():
                 while self.step < self.total and not ends:
-                    ends = self._one_step()
+                    ends = self._one_step(following)
             self._evaluate_end()
             self.result.iterations = self.step
             self.result.stopped_early = ends and self.step < self.total
@@ -178,21 +187,21 @@ class TrainingRun:
 
     # ------------------------------------------------------------------------------------- steps
 
-    def _one_step(self) -> bool:
+    def _one_step(self, following: Iterator[Batch]) -> bool:
         """Make an update and the work due after it; return whether the run stops early."""
         data, model = self.data, self.model
         epoch, index = divmod(self.step, self.sampler.batches_per_epoch)
-        indices, sample_start = self.sampler.local(epoch, index, model.data_rank, model.data_size)
         began = time.perf_counter()
+        batch = next(following)
         rate = self.optimizer.get_current_learning_rate()
         report = self.optimizer.step_report(
-            model, take(data.x_train, indices), take(data.y_train, indices),
-            sample_start=sample_start,
-        )  # fmt: skip
+            model, batch.x, batch.y, sample_start=batch.sample_start
+        )
         self.step += 1
         self.result.loss_history.append(report.loss)
         self.result.weight += report.weight
-        self.epoch_sums += (report.loss * report.weight, report.weight)
+        if report.weight:  # this rank's, if it does not wait for the others
+            self.epoch_sums += (report.loss * report.weight, report.weight)
         stops, saves = self.hooks.wishes.take() if data.callbacks else (False, False)
         if self.hooks.listens_to_steps:
             now = time.perf_counter()
@@ -234,7 +243,7 @@ class TrainingRun:
         return ends
 
     def _save_where_due(self, checkpoints: RunCheckpoints, is_asked: bool) -> None:
-        is_preempted = checkpoints.is_preempted()
+        is_preempted = self.optimizer.should_sync(self.step) and checkpoints.is_preempted()
         if is_preempted or checkpoints.is_due(self.step, is_last=is_asked):
             self.optimizer.settle()
             checkpoints.save(
@@ -249,7 +258,7 @@ class TrainingRun:
 
     def _finish_epoch(self) -> float | None:
         """Record the mean loss of the epoch under way, unless its weight is 0."""
-        total, weight = self.epoch_sums
+        total, weight = self.optimizer.sum_over_reports(self.epoch_sums)
         if not weight:
             return None
         self.result.fitness_history.append(float(total / weight))
@@ -355,9 +364,12 @@ class TrainingRun:
             sampler = LocalBatchSampler(self.lengths[part], data.batch_size, shuffle=False)
         else:
             sampler = GlobalBatchSampler(
-                len(x), data.batch_size, shuffle=False, leaves=self.model.gradient_leaves
+                count_samples(x), data.batch_size, shuffle=False, leaves=self.model.gradient_leaves
             )
-        return evaluate(self.model, x, y, sampler, keep_predictions=at_end and data.predictions)
+        self.batches.settle()  # one thread of a rank reads at a time
+        return evaluate(
+            self.model, x, y, sampler, keep_predictions=at_end and data.predictions, part=part
+        )
 
     # --------------------------------------------------------------------------------- positions
 

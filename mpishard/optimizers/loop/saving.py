@@ -27,6 +27,7 @@ from mpishard.checkpoint.loading.reader import find_single
 from mpishard.checkpoint.saving.pending import PendingSave
 from mpishard.checkpoint.saving.snapshot import begin_save, reserve
 from mpishard.communication import CommunicationBackend
+from mpishard.data import count_samples
 from mpishard.errors import CheckpointError, NonFiniteLossError, NoSampleError, Preempted
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.loop.best import BestParameters
@@ -253,11 +254,12 @@ def order_of_samples(data: OptimizationInputData, lengths: Sequence[int]) -> dic
     """Return the choices that determine the order of a run's samples, for JSON."""
     return {
         "local_data": data.local_data,
-        "samples": list(lengths) if data.local_data else len(data.x_train),
+        "samples": list(lengths) if data.local_data else count_samples(data.x_train),
         "batch_size": data.batch_size,
         "seed": data.seed,
         "shuffle": data.shuffle,
         "drop_last": data.drop_last,
+        "shuffle_block_size": data.shuffle_block_size,
     }
 
 

@@ -1,9 +1,10 @@
-"""The optimizer whose updates use gradients of earlier steps."""
+"""The optimizer whose updates use gradients of earlier steps, and its two kinds of state."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,29 +13,47 @@ import numpy as np
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, copy_into
 from mpishard.checkpoint import Pieces
+from mpishard.checkpoint.format.consensus import differences
+from mpishard.communication.contract.work import Transfer
 from mpishard.contracts import IOptimizer
+from mpishard.errors import ShardingError
 from mpishard.models import DDPModel, ShardedModelBase
 from mpishard.models.engine.update import StepReport, Update
 from mpishard.models.stores.delayed_gradients import DelayedGradients
+from mpishard.models.stores.gradient_store import ReplicatedGradients
+from mpishard.observe.ledger import MemoryCategory
+from mpishard.optimizers.rules.lamb import LAMB
+from mpishard.optimizers.rules.ranges import segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding import ShardingConfiguration, owned_pieces
 
 __all__ = ["AsyncSGDOptimizer"]
 
 
 class AsyncSGDOptimizer(ShardedOptimizerBase):
-    """Updates a `DDPModel` with gradients of earlier steps, so that nobody waits for the network.
+    """Updates a `DDPModel` with gradients of earlier steps, so that ranks need not wait.
 
     With ``delay=s`` the update of step t uses the gradient of step t - s, summed over all ranks
     (Langford, Smola and Zinkevich, "Slow Learners are Fast", NIPS 2009, algorithm 1). Its
     all-reduce begins in step t - s, and travels while the ranks compute the steps after it; the
     first s steps update nothing. Every run has the same bits. In each step the ranks still agree on
-    the loss, in one small all-reduce. Sent: as DDP. Memory: s + 1 gradients on each rank.
+    the loss, in one small all-reduce. Sent: as DDP. Memory: s + 1 gradients on each rank. A
+    checkpoint has the gradients under way, so that any number of ranks goes on with them. An error
+    drops them: the next s steps update nothing again.
 
-    A checkpoint has the gradients under way, so that any number of ranks goes on with them. An
-    error drops them: the next s steps update nothing again.
+    With ``allow_staleness=s`` above 0 nobody waits for a rank that is at most s steps behind, and
+    nobody gets further ahead (stale synchronous parallel: Ho et al., NIPS 2013, section 2). Each
+    rank owns a piece of the parameters, with the rule's state for it. After its step it sends each
+    owner that owner's piece of its gradient, and its own piece of the parameters; it takes what has
+    come meanwhile. An owner makes an update of every N gradients that arrive, in the order in which
+    they do, whichever of the N ranks they are from: as many updates as DDP for the same samples.
+    Two runs differ. Each step's report is of this rank's samples alone. `settle` waits for all
+    ranks, applies what is left, and gives all the same parameters; ``optimize`` calls it before
+    each evaluation and checkpoint. Sent: as DDP, in messages.
+
+    With ``allow_staleness=0`` and ``delay=0`` each step is DDP's.
 
     Parameters
     ----------
@@ -42,37 +61,59 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         The rule and its settings.
     config : ShardingConfiguration
         Backend and choices.
+    allow_staleness : int
+        Steps that a rank may be behind before others wait for it: 0 or more.
     delay : int
-        s: 0 or more. With 0 each step is DDP's.
+        Steps that each gradient may travel: 0 or more. One of the two must be 0.
 
     Raises
     ------
     TypeError, ValueError
-        As `ShardedOptimizerBase`; for a negative delay, and rules that search along a line.
+        As `ShardedOptimizerBase`; for a negative number, both above 0, and rules that search along
+        a line; with ``allow_staleness`` for rules that need a norm of all parameters.
     """
 
     model_class: ClassVar[type[ShardedModelBase]] = DDPModel
 
     def __init__(
-        self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration, *, delay: int = 0
+        self,
+        wrapped_optimizer: IOptimizer,
+        config: ShardingConfiguration,
+        allow_staleness: int = 0,
+        *,
+        delay: int = 0,
     ) -> None:
         super().__init__(wrapped_optimizer, config)
-        if as_integer("delay", delay) < 0:
-            raise ValueError(f"delay must be 0 or more, got {delay}")
-        if delay and self._rule.searches:
+        for name, value in {"allow_staleness": allow_staleness, "delay": delay}.items():
+            if as_integer(name, value) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {value}")
+        if allow_staleness and delay:
             raise ValueError(
-                f"{type(self._rule).__name__} needs the gradient of now: choose another rule, or "
-                "delay=0"
+                f"allow_staleness={allow_staleness} lets ranks go their own pace, and "
+                f"delay={delay} keeps them together: give one of them"
             )
+        rule = type(self._rule).__name__
+        if (allow_staleness or delay) and self._rule.searches:
+            raise ValueError(f"{rule} needs the gradient of now: choose another rule")
+        if allow_staleness and (self._rule.clip_global_norm or isinstance(self._rule, LAMB)):
+            needs = "clip_global_norm" if self._rule.clip_global_norm else rule
+            raise ValueError(
+                f"{needs} needs a norm of all parameters, and with allow_staleness no rank has "
+                "them at one time: leave it out, or use delay"
+            )
+        self.allow_staleness = int(allow_staleness)
         self.delay = int(delay)
 
     @property
     def max_staleness(self) -> int:
-        """s, the greatest number of steps by which a gradient is late."""
-        return self.delay
+        """s: the given ``allow_staleness`` or ``delay``."""
+        return self.allow_staleness or self.delay
 
     def should_sync(self, iteration: int) -> bool:
-        """Return whether ``iteration``, counted from 0, is a multiple of s + 1.
+        """Return whether ``iteration`` is a multiple of s + 1.
+
+        With ``allow_staleness``, ``optimize`` asks all ranks for an order to end after such steps
+        only.
 
         Raises
         ------
@@ -83,14 +124,27 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
             raise ValueError(f"iteration must be 0 or more, got {iteration}")
         return iteration % (self.max_staleness + 1) == 0
 
+    @property
+    def clocks(self) -> tuple[int, ...]:
+        """Steps of each rank since all were equal, as far as this rank knows.
+
+        With ``allow_staleness`` alone; elsewhere zeros. A loop that deals samples to whoever is
+        free ends when their sum is enough.
+        """
+        state = self._state
+        return tuple(state.clocks) if isinstance(state, _StaleState) else (0,) * self.world_size
+
     def get_options(self) -> Mapping[str, Any]:
-        return {**super().get_options(), "delay": self.delay}
+        return {**super().get_options(), **self._settings()}
+
+    def _settings(self) -> dict[str, Any]:
+        return {"allow_staleness": self.allow_staleness, "delay": self.delay}
 
     def _fingerprint(self) -> dict[str, Any]:
-        return {**super()._fingerprint(), "delay": self.delay}
+        return {**super()._fingerprint(), **self._settings()}
 
     def _refusals(self) -> Mapping[str, str]:
-        if not self.delay:
+        if not self.max_staleness:
             return {}
         return {
             "last_computed_gradients": "the last gradient is still on its way",
@@ -101,13 +155,15 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         }
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
-        if not self.delay:
-            return super()._make_state(model, frozen)
-        return _DelayedState(self._rule, model, frozen, self.delay)
+        if self.delay:
+            return _DelayedState(self._rule, model, frozen, self.delay)
+        if self.allow_staleness:
+            return _StaleState(self._rule, model, frozen, self.allow_staleness)
+        return super()._make_state(model, frozen)
 
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
         super()._require_model_of_this_kind(model)
-        if model is self.model or not self.delay:
+        if model is self.model or not self.max_staleness:
             return
         config = model.sharding_configuration
         for name in ("enable_gradient_compression", "gradient_leaves"):
@@ -121,14 +177,33 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
                 f"{type(self).__name__} brings the ranks together: leave out "
                 "auto_sync_gradients=False"
             )
+        if self.allow_staleness and model.engine.layout.device.is_gpu:
+            raise NotImplementedError(
+                f"{type(self).__name__} sends pieces of host memory with allow_staleness, and the "
+                "model is on a GPU: use delay"
+            )
 
     def _run_step(
         self, state: ModelState, x: Array, y: Array, sample_start: int | None
     ) -> StepReport:
+        if isinstance(state, _StaleState):
+            state.wait_for_slow_ranks()
+            start = self.rank * len(x) if sample_start is None else sample_start
+            return state.model.engine.step(x, y, state.update, sample_start=start, alone=True)
         report = super()._run_step(state, x, y, sample_start)
         if isinstance(state, _DelayedState) and report.gradient_norm is not None:
             return replace(report, gradient_norm=state.norm)
         return report
+
+    def settle(self) -> None:
+        """Give all ranks the same parameters; with ``allow_staleness`` only. Collective."""
+        state = self._state
+        if isinstance(state, _StaleState):
+            state.settle()
+
+    def sum_over_reports(self, sums: Array) -> Array:
+        """Return the sum of what each rank's own reports add up to. Collective, if they differ."""
+        return self.backend.all_reduce(sums.copy()) if self.allow_staleness else sums
 
 
 class _DelayedState(ModelState):
@@ -223,3 +298,188 @@ class _DelayedState(ModelState):
                                   strict=True):  # fmt: skip
             for target, part in zip(targets, parts, strict=True):
                 copy_into(target, part)
+
+
+class _StaleState(ModelState):
+    """The rule's state for the piece that this rank owns, and what the ranks tell each other.
+
+    A message of rank r to rank q has, as one array: r's gradient of what q owns, the parameters
+    that r owns, the weight of the gradient, and r's clock, which is infinite in the last message
+    before `settle`.
+
+    Attributes
+    ----------
+    clocks : list of int
+        Steps of each rank since all were equal, as far as this rank knows.
+    """
+
+    def __init__(
+        self, rule: Optimizer, model: ShardedModelBase, frozen: frozenset[str], staleness: int
+    ) -> None:
+        super().__init__(rule, model, frozen)
+        engine, backend = model.engine, model.backend
+        self._staleness = staleness
+        self._pieces = engine.pieces.owned
+        entries = engine.program.entries
+        self.segments = tuple(segments_of(entries, piece) for piece in self._pieces)
+        length = sum(piece.length for piece in self._pieces)
+        allocate = engine.state_layout.allocate
+        self.vectors = {
+            name: allocate(MemoryCategory.OPTIMIZER_STATE, length) for name in rule.needed_state()
+        }
+        for vector in self.vectors.values():
+            vector.fill(0)
+        # Of each rank, what it owns of the units that are trained.
+        units = [unit for unit in engine.layout.units if unit.index not in engine.layout.frozen]
+        size, rank = backend.world_size, backend.rank
+        self._owned = [owned_pieces(units, size, owner) for owner in range(size)]
+        self._lengths = [sum(piece.length for piece in pieces) for pieces in self._owned]
+        self._sum = allocate(MemoryCategory.GRADIENTS, self._lengths[rank])
+        self._arrived, self._weight = 0, 0.0  # gradients in the sum
+        # A group of its own: messages of the user's have other tags and the same ranks.
+        self._group = backend if size == 1 else backend.split(0)
+        self._coming: dict[int, Transfer] = {}
+        self._going: list[tuple[Transfer, Array]] = []
+        self._closed: set[int] = set()
+        self._has_taken = False  # parameters that the program has not heard of
+        self.clocks = [0] * size
+
+    # ------------------------------------------------------------------------------------- steps
+
+    def wait_for_slow_ranks(self) -> None:
+        """Take what has come, and wait until no rank is more than s steps behind."""
+        self._take_what_has_come()
+        mine = self.clocks[self.model.rank]
+        for rank in range(self.model.world_size):
+            while rank not in self._closed and self.clocks[rank] < mine - self._staleness:
+                self._take(rank, self._next_message(rank).wait())
+        if self._has_taken:
+            self.model.engine.changed()
+            self._has_taken = False
+
+    def update(self, updates: list[Update], report: StepReport) -> None:
+        """Send this rank's gradient to the owners, and update what this rank owns."""
+        engine, rank = self.model.engine, self.model.rank
+        assert isinstance(engine.gradients, ReplicatedGradients)
+        engine.replicas.drift(1.0)
+        self.clocks[rank] += 1
+        self._take_what_has_come()
+        gradients = [engine.gradients.local(pieces) for pieces in self._owned]
+        self._add(_joined(gradients[rank], self.model.dtype), report.weight)
+        for other, parts in enumerate(gradients):
+            if other != rank:
+                self._send(other, _joined(parts, self.model.dtype), report.weight,
+                           self.clocks[rank])  # fmt: skip
+
+    def _add(self, gradient: Array, weight: float) -> None:
+        """Count a gradient of what this rank owns; update if it is the N-th."""
+        if self._arrived == 0:
+            self._sum[...] = 0
+        self._sum += gradient
+        self._weight += weight
+        self._arrived += 1
+        if self._arrived >= self.model.world_size:
+            self._apply()
+
+    def _apply(self) -> None:
+        weight, self._arrived, self._weight = self._weight, 0, 0.0
+        if not weight:  # no samples; it counts, so that all owners count alike
+            self.steps += 1
+            return
+        engine = self.model.engine
+        starts, position = {}, 0
+        for piece in self._owned[self.model.rank]:
+            starts[piece.unit.index] = position - piece.start
+            position += piece.length
+        updates = []
+        for piece, parameters in zip(self._pieces, engine.parameters.owned(self._pieces),
+                                     strict=True):  # fmt: skip
+            start = starts[piece.unit.index] + piece.start
+            updates.append(Update(piece, parameters, self._sum[start : start + piece.length]))
+        super().update(updates, StepReport(math.nan, weight, 0.0))
+
+    # ---------------------------------------------------------------------------------- messages
+
+    def _send(self, other: int, gradient: Array, weight: float, clock: float) -> None:
+        mine = self.model.engine.parameters.owned(self._owned[self.model.rank])
+        dtype = self.model.dtype
+        message = np.concatenate([gradient, *mine, np.array([weight, clock], dtype)])
+        assert self._group is not None
+        self._going = [(sent, array) for sent, array in self._going if not sent.done]
+        self._going.append((self._group.send_async(message, other), message))
+
+    def _next_message(self, rank: int) -> Transfer:
+        """Return the receive of the next message of ``rank``."""
+        assert self._group is not None
+        if rank not in self._coming:
+            count = self._lengths[self.model.rank] + self._lengths[rank] + 2
+            self._coming[rank] = self._group.receive_async(rank, count, dtype=self.model.dtype)
+        return self._coming[rank]
+
+    def _take_what_has_come(self) -> None:
+        assert self._group is not None
+        for rank in range(self.model.world_size):
+            if rank == self.model.rank:
+                continue
+            while rank not in self._closed:
+                receive = self._next_message(rank)
+                self._group.progress()
+                if not receive.done:
+                    break
+                self._take(rank, receive.wait())
+
+    def _take(self, rank: int, message: Array) -> None:
+        """Add a gradient, and copy the parameters that ``rank`` owns."""
+        del self._coming[rank]
+        self._has_taken = True
+        own = self._lengths[self.model.rank]
+        position = own
+        pieces = self._owned[rank]
+        for piece, values in zip(pieces, self.model.engine.parameters.owned(pieces), strict=True):
+            values[...] = message[position : position + piece.length]
+            position += piece.length
+        weight, clock = float(message[-2]), float(message[-1])
+        if math.isinf(clock):
+            self._closed.add(rank)
+        else:
+            self.clocks[rank] = int(clock)
+            self._add(message[:own], weight)
+
+    def settle(self) -> None:
+        """Wait for all ranks' steps, apply them, and give all the same parameters. Collective."""
+        engine, backend = self.model.engine, self.model.backend
+        for other in range(backend.world_size):
+            if other != backend.rank:
+                self._send(other, np.zeros(self._lengths[other], self.model.dtype), 0.0, math.inf)
+        for other in range(backend.world_size):
+            while other != backend.rank and other not in self._closed:
+                self._take(other, self._next_message(other).wait())
+        for sent, _ in self._going:
+            sent.wait()
+        self._going.clear()
+        self._closed.clear()
+        if self._arrived:
+            self._apply()
+        found = differences(backend, {n: str(v) for n, v in super().settings().items()})
+        if found:
+            raise ShardingError(f"the ranks have updated with different settings; by rank, {found}")
+        whole = [piece for piece in engine.layout.pieces(sharded=False)
+                 if piece.unit.index not in engine.layout.frozen]  # fmt: skip
+        mine = engine.parameters.owned(self._owned[backend.rank])
+        for own, values in zip(mine, engine.parameters.owned(whole), strict=True):
+            backend.all_gather(own.copy(), out=values)
+        self.clocks = [0] * backend.world_size
+        engine.replicas.are_equal()
+        engine.changed()
+
+    # ------------------------------------------------------------------------------- checkpoints
+
+    def arrays_to_write(self) -> Pieces:
+        return self._regions(self._pieces)
+
+    def arrays_to_read(self) -> Pieces:
+        return self._regions(self._pieces)
+
+
+def _joined(arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)

@@ -219,6 +219,14 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         Steps of most optimizers keep it so, and then nothing is done.
         """
 
+    def should_sync(self, iteration: int) -> bool:
+        """Return True: every step brings the ranks together."""
+        return True
+
+    def sum_over_reports(self, sums: Array) -> Array:
+        """Return ``sums``, because reports are of all ranks. Collective if each has its own."""
+        return sums
+
     def apply_gradients(self, gradients: Array, model: ShardedModelBase) -> None:
         """Make one update with a given gradient of the mean loss. Collective.
 

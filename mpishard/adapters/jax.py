@@ -1,0 +1,228 @@
+"""A loss function in JAX as a model: XLA compiles and differentiates it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard import settings
+from mpishard.adapters.parameter_tree import flat_leaves
+from mpishard.adapters.tree_model import TreeModel, described
+from mpishard.arrays import Array
+from mpishard.contracts import ILossFunction
+
+__all__ = ["JaxModel", "JaxTree"]
+
+_log = logging.getLogger("mpishard")
+
+
+class JaxTree:
+    """The structure of a JAX pytree of floating arrays; see `ParameterTree`.
+
+    A leaf's name is the path to it, as in ``params.Dense_0.kernel``. None is no leaf.
+
+    Parameters
+    ----------
+    tree : pytree
+        Structure and first values, which are copied.
+
+    Raises
+    ------
+    TypeError
+        For a leaf that is no array or float, or of a dtype other than float32 or float64, by name.
+    ValueError
+        For float64 without ``jax_enable_x64``; as `ParameterTree`.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        import jax
+
+        found, self._structure = jax.tree_util.tree_flatten_with_path(tree)
+        if not found:
+            raise ValueError(f"there is no array in the parameters: {tree!r}")
+        # A Python float has no dtype of its own: it takes that of the arrays.
+        default = jax.dtypes.canonicalize_dtype(np.float64)
+        only_floats = all(isinstance(leaf, float) for _, leaf in found)
+        leaves = []
+        for path, leaf in found:
+            name = jax.tree_util.keystr(path, simple=True, separator=".") or "parameters"
+            leaves.append((name, _host_leaf(name, default.type(leaf) if only_floats else leaf)))
+        self.entries, self.dtype, self.first_values = flat_leaves(leaves)
+        if self.dtype != np.float32 and default != np.float64:
+            raise ValueError(
+                "the parameters are float64, and JAX would compute in float32: call "
+                'jax.config.update("jax_enable_x64", True) first, or give float32 arrays'
+            )
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """A tree of this structure that has ``leaves``, one per entry."""
+        return self._structure.unflatten(leaves)
+
+    def values(self, vector: Array) -> Any:
+        """The tree of a flat vector's values, shape (sum of sizes,), in JAX arrays of their own."""
+        import jax.numpy as jnp
+
+        return self.build([jnp.array(vector[e.start : e.stop].reshape(e.shape))
+                           for e in self.entries])  # fmt: skip
+
+
+def _host_leaf(name: str, leaf: Any) -> Any:
+    """A Python float, or an array in host memory."""
+    if isinstance(leaf, float):
+        return leaf
+    dtype = getattr(leaf, "dtype", None)
+    if dtype not in (np.float32, np.float64):
+        raise TypeError(
+            f"parameter {name!r} must be a float32 or float64 array, got "
+            f"{type(leaf).__name__ if dtype is None else dtype.name}: only such leaves are "
+            "trained. Leave the others out, and give them to the loss by a closure: of Equinox "
+            "modules equinox.partition(module, equinox.is_inexact_array) takes them apart, of "
+            'Flax variables pass those of "params"'
+        )
+    return np.asarray(leaf)
+
+
+class JaxModel(TreeModel):
+    """A model from a loss function that is written in JAX.
+
+    The parameters are any pytree, as the function takes it: Flax and Haiku dicts, an Equinox module
+    whose other leaves are None. End to end they are the flat vector; once the model is sharded they
+    lie in memory that the ranks of a node share, which XLA reads in place: no step copies a
+    parameter whose place is a multiple of 64 bytes, as it is behind leaves of 16 n float32 numbers.
+    XLA computes loss and gradient together. The gradient of each leaf is written once, to memory
+    that the node's ranks can read, and reduced unit by unit. XLA keeps the whole gradient until
+    then.
+
+    Each leaf has a name, by which ``parameter_options``, checkpoints and reports know it:
+    ``{"dense": {"kernel": ..}}`` has ``dense.kernel``. They are in JAX's order, which sorts keys.
+
+    Parameters
+    ----------
+    loss : callable
+        ``loss(parameters, x, y)``, the *mean* over the samples of x, a scalar. It is compiled by
+        ``jax.jit``, once for each shape of x and y; it may be jitted already. x and y are arrays.
+    parameters : pytree
+        First values: float32 or float64 arrays and Python floats, of one dtype. They are copied.
+    predict : callable, optional
+        ``predict(parameters, x)``, for `predict`, and if another loss is asked for; compiled, too.
+
+    Raises
+    ------
+    ImportError
+        If JAX is not installed.
+    RuntimeError
+        If JAX computes elsewhere than on the CPU.
+    TypeError, ValueError
+        For arguments that are not such, with the name of the parameter; for float64 without
+        ``jax_enable_x64``.
+
+    Notes
+    -----
+    `mpishard.init` gives XLA as many threads as this rank has cores, if it comes before the first
+    array of JAX. Thread-ranks share one pool.
+
+    Examples
+    --------
+    A linear model::
+
+        def loss(parameters, x, y):
+            return jnp.mean((x @ parameters["slope"] + parameters["offset"] - y) ** 2)
+
+        model = ms.adapters.JaxModel(loss, {"slope": jnp.zeros(2), "offset": 0.0})
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any, Any], Any],
+        parameters: Any,
+        predict: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        try:
+            import jax
+        except ImportError as error:
+            raise ImportError("JaxModel needs JAX: pip install 'mpishard[jax]'") from error
+        super().__init__(JaxTree(parameters), loss, predict)
+        if jax.default_backend() != "cpu":
+            raise RuntimeError(
+                "mpishard computes with JAX on the CPU, and JAX's default here is "
+                f"{jax.default_backend()!r}: set JAX_PLATFORMS=cpu before JAX is imported"
+            )
+
+        def loss_sum(tree: Any, x: Any, y: Any) -> tuple[Any, Any]:
+            mean = loss(tree, x, y)
+            if getattr(mean, "shape", None) != () or mean.dtype.kind != "f":
+                raise TypeError(
+                    "loss(parameters, x, y) must return one float, the mean over samples; got "
+                    + (described(mean) if not hasattr(mean, "shape") else str(mean.aval))
+                )
+            return mean * len(x), mean
+
+        def pull_back(tree: Any, x: Any, cotangent: Any) -> Any:
+            assert predict is not None
+            return jax.vjp(lambda tree: predict(tree, x), tree)[1](cotangent)[0]
+
+        # Arguments are the NumPy views themselves: `jit` reads those that are aligned in place,
+        # where jnp.asarray would copy them.
+        self._differentiated = jax.jit(jax.value_and_grad(loss_sum, has_aux=True))
+        self._pulled_back = jax.jit(pull_back)
+        self._loss = _on_host(jax.jit(loss))
+        self._predict = None if predict is None else _on_host(jax.jit(predict))
+
+    def place_parameters(self, arrays: Sequence[Array], holder: str) -> None:
+        super().place_parameters(arrays, holder)
+        _warn_of_threads()
+
+    def check_input(self, x: Any) -> None:
+        if not hasattr(x, "shape") or not x.shape:
+            raise TypeError(
+                f"x must be one array of samples, got {type(x).__name__}; put several inputs side "
+                "by side in one array, or pass indices and give the data to the loss by a closure"
+            )
+        super().check_input(x)
+
+    def forward_pass(
+        self, x: Array, y: Array, loss: ILossFunction | None
+    ) -> tuple[float, float, Any]:
+        if len(x) == 0:
+            return 0.0, 0.0, None
+        if loss is None:
+            (_, mean), gradients = self._differentiated(self._parameters, x, y)
+            return float(mean) * len(x), float(len(x)), lambda: gradients
+        total, weight, saved = loss.forward(self.predict(x), y)
+        return total, weight, lambda: self._pulled_back(self._parameters, x, loss.backward(saved))
+
+    def backward_pass(self, saved: Any, receive: Callable[[int, Array], None]) -> None:
+        import jax
+
+        gradients = jax.tree_util.tree_leaves(saved())
+        for index in reversed(range(len(gradients))):
+            receive(index, np.asarray(gradients[index]).reshape(-1))
+
+
+def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with its result copied to a NumPy array."""
+    return lambda *arguments: np.array(function(*arguments))
+
+
+def _warn_of_threads() -> None:
+    """Say so if XLA started with more threads than `mpishard.init` would give to this rank."""
+    allowed = settings.xla_threads()
+    names = [_text(task / "comm") for task in Path("/proc/self/task").glob("*")]
+    threads = names.count("tf_XLAEigen")
+    if allowed is not None and threads > allowed:
+        _log.warning(
+            "XLA has %d threads in each rank, and %d would be enough: JAX made its first array "
+            "before mpishard.init(). Call init() or launch() before, or set NPROC=%d",
+            threads, allowed, allowed,
+        )  # fmt: skip
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # a thread that has just ended
+        return ""

@@ -1,0 +1,180 @@
+"""A rank's batches of a run, of files read ahead on a thread."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from mpishard.arrays import Array, array_namespace
+from mpishard.data.dataset import TokenWindows, take
+from mpishard.data.sampler import GlobalBatchSampler, Indices, LocalBatchSampler
+
+__all__ = ["Batch", "Batches"]
+
+_NAMED_RUNS = 4  # runs of samples that a message lists
+
+
+class Batch(NamedTuple):
+    """A rank's samples of a global batch.
+
+    Attributes
+    ----------
+    x, y : array
+        Inputs and targets, shape (n, ...); ``y`` is None if the loss needs none.
+    sample_start : int
+        Position of the first one in the global batch.
+    indices : array of int64
+        Their indices in the data set, shape (n,).
+    """
+
+    x: Array
+    y: Array
+    sample_start: int
+    indices: Indices
+
+
+class Batches:
+    """The batches of consecutive steps for one rank; a context manager, iterated once.
+
+    Arrays in memory are indexed step by step. Of anything else one thread, which this object
+    owns, reads the next window of batches (`GlobalBatchSampler.window`) while the caller works on
+    the current one. A window's samples are read in rising order, in runs, each once; so a rank
+    holds two windows of its own samples. The thread communicates nothing. If it fails, the
+    caller's next step raises its exception, with a note that names data set, samples and step.
+
+    Parameters
+    ----------
+    x, y : array or data set
+        As `take` reads them; ``y`` may be None.
+    sampler : GlobalBatchSampler or LocalBatchSampler
+        The order. While files are read, the thread alone asks it.
+    rank, world_size : int
+        The rank, and the number of ranks that a batch is dealt over.
+    steps : range
+        Numbers of the steps, counted from the first batch of epoch 0.
+    ahead : bool
+        False: no thread; the caller reads each batch when its step comes, as a data set must be
+        read that draws from a generator which checkpoints save.
+    part : str
+        "train", "validation" or "test", for messages.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any,
+        sampler: GlobalBatchSampler | LocalBatchSampler,
+        rank: int,
+        world_size: int,
+        *,
+        steps: range,
+        ahead: bool = True,
+        part: str = "train",
+    ) -> None:
+        self._datasets = {f"x_{part}": x, f"y_{part}": y}
+        self._sampler = sampler
+        self._place = rank, world_size
+        self._steps = steps
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: Future[list[Batch]] | None = None
+        if ahead and not all(_is_in_memory(dataset) for dataset in (x, y)):
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="mpishard-reading")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the thread, after the read that is under way: a file may be closed then."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+            self._ahead = None
+
+    def settle(self) -> None:
+        """Wait until the thread reads nothing: some files let one thread at a time read."""
+        if self._ahead is not None:
+            self._ahead.exception()
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._thread is None:
+            for step in self._steps:
+                yield from self._read(range(step, step + 1))
+            return
+        windows = self._windows()
+        first = next(windows, None)
+        self._ahead = None if first is None else self._thread.submit(self._read, first)
+        while self._ahead is not None:
+            batches = self._ahead.result()
+            following = next(windows, None)
+            self._ahead = None if following is None else self._thread.submit(self._read, following)
+            # Let go of each batch: the caller may be the only one who holds it.
+            while batches:
+                yield batches.pop(0)
+
+    def _windows(self) -> Iterator[range]:
+        """Runs of steps that are read together: the windows of each epoch."""
+        per_epoch, step = self._sampler.batches_per_epoch, self._steps.start
+        while step < self._steps.stop:
+            epoch, index = divmod(step, per_epoch)
+            following = min(index - index % self._sampler.window + self._sampler.window, per_epoch)
+            stop = min(epoch * per_epoch + following, self._steps.stop)
+            yield range(step, stop)
+            step = stop
+
+    def _read(self, steps: range) -> list[Batch]:
+        per_epoch = self._sampler.batches_per_epoch
+        parts = [self._sampler.local(*divmod(step, per_epoch), *self._place) for step in steps]
+        wanted = parts[0][0] if len(parts) == 1 else np.concatenate([part for part, _ in parts])
+        found: list[list[Any]] = []
+        for name, dataset in self._datasets.items():
+            try:
+                samples = take(dataset, wanted) if dataset is not None else None
+            except Exception as error:
+                error.add_note(
+                    f"while reading {described(wanted)} of {name} ({place_of(dataset)}) for step "
+                    f"{steps.start + 1}"
+                )
+                raise
+            if samples is None or len(parts) == 1:
+                found.append([samples] * len(parts))
+                continue
+            ends = np.cumsum([0, *(len(part) for part, _ in parts)]).tolist()
+            found.append([samples[start:stop] for start, stop in itertools.pairwise(ends)])
+        return [
+            Batch(x, y, start, indices)
+            for x, y, (indices, start) in zip(*found, parts, strict=True)
+        ]
+
+
+def _is_in_memory(dataset: Any) -> bool:
+    if dataset is None or isinstance(dataset, TokenWindows):
+        return True
+    if isinstance(dataset, np.memmap):
+        return False
+    try:
+        array_namespace(dataset)
+    except TypeError:
+        return False
+    return True
+
+
+def place_of(dataset: Any) -> str:
+    """Class of a data set, and its file if it tells one."""
+    kind = type(dataset).__qualname__
+    file = getattr(dataset, "file", dataset)  # h5py and netCDF4: the data set's file
+    place = getattr(file, "filename", None) or getattr(dataset, "store_path", None)
+    name = getattr(dataset, "name", None)
+    return " ".join(str(word) for word in (kind, name, place and f"of {place}") if word)
+
+
+def described(indices: Indices) -> str:
+    """The samples, as runs, and their number."""
+    rising = np.unique(indices)
+    if not rising.size:
+        return "no samples"
+    runs = np.split(rising, np.flatnonzero(np.diff(rising) > 1) + 1)
+    listed = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:_NAMED_RUNS]]
+    return f"samples {', '.join(listed + ['...'] * (len(runs) > _NAMED_RUNS))} ({len(indices)})"

@@ -1,0 +1,181 @@
+"""Columns of Parquet files and of tables with named columns, as data sets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+
+__all__ = ["Column", "ParquetColumns"]
+
+Rows = np.ndarray[Any, np.dtype[np.integer[Any]]]
+
+
+class Column:
+    """One column of a data set whose rows are dicts, such as a Hugging Face `datasets.Dataset`.
+
+    Parameters
+    ----------
+    rows : object
+        It has ``len()``, and ``rows[indices]`` is a dict of a column's values for each name.
+        Of a Hugging Face data set pass ``dataset.with_format("numpy")``.
+    name : str
+        The column.
+
+    Raises
+    ------
+    KeyError
+        If there is no such column.
+
+    Examples
+    --------
+    >>> class Rows(dict):
+    ...     def __len__(self):
+    ...         return 3
+    ...     def __getitem__(self, indices):
+    ...         return {"pixels": np.eye(3)[indices]}
+    >>> Column(Rows(), "pixels")[np.array([2])].tolist()
+    [[0.0, 0.0, 1.0]]
+    """
+
+    def __init__(self, rows: Any, name: str) -> None:
+        if len(rows) and name not in rows[:1]:
+            raise KeyError(f"there is no column {name!r}; there are {', '.join(rows[:1])}")
+        self.rows = rows
+        self.name = name
+        sample = np.shape(rows[:1][name])[1:] if len(rows) else ()
+        self.shape: tuple[int, ...] = (len(rows), *sample)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, indices: Any) -> Array:
+        """Values of a slice or an array of integers, shape (n, ...)."""
+        return np.asarray(self.rows[indices][self.name])
+
+    def __repr__(self) -> str:
+        return f"Column({self.name!r}, {self.shape[0]} rows)"
+
+
+class ParquetColumns:
+    """Columns of Parquet files as a data set, read row group by row group.
+
+    Rows are numbered through all files, in their order. Only the row groups of the wanted rows are
+    read, and only these columns of them; the last one is kept. Thread-ranks may share it.
+
+    Parameters
+    ----------
+    path : path or sequence of paths
+        A file, files, or a folder whose ``*.parquet`` files are taken in the order of their names.
+    columns : str or sequence of str
+        One name: samples have the column's shape; a column of lists of one length gives vectors.
+        Several names: their values side by side, shape (n, number of columns), in one dtype.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Number of rows, and the shape of a sample.
+    dtype : numpy.dtype
+        Dtype of the samples, that of the first row group.
+    row_group_size : int
+        Rows of the largest row group: a good ``shuffle_block_size``.
+
+    Raises
+    ------
+    ImportError
+        Without pyarrow: ``pip install "mpishard[data]"``.
+    FileNotFoundError
+        If there is no such file, or none in the folder.
+    KeyError
+        If a file has no such column, naming those that it has.
+    ValueError
+        If a column has missing values, or lists of different lengths.
+    """
+
+    def __init__(self, path: Any, columns: str | Sequence[str]) -> None:
+        parquet = _parquet()
+        self.filename = path if isinstance(path, str | Path) else ", ".join(map(str, path))
+        self._columns = [columns] if isinstance(columns, str) else list(columns)
+        self._is_single = isinstance(columns, str)
+        self._files = [parquet.ParquetFile(file) for file in _files(path)]
+        starts, self._groups = [0], []
+        for file in self._files:
+            names = file.schema_arrow.names
+            missing = [name for name in self._columns if name not in names]
+            if missing:
+                raise KeyError(f"{self.filename} has no column {missing[0]!r}, but {names}")
+            for group in range(file.metadata.num_row_groups):
+                starts.append(starts[-1] + file.metadata.row_group(group).num_rows)
+                self._groups.append((file, group))
+        self._starts = np.array(starts)
+        self.row_group_size = int(np.diff(self._starts).max(initial=0))
+        self._kept: tuple[int, Array] | None = None
+        # A ParquetFile keeps its place in the file, so that one thread at a time reads.
+        self._lock = threading.Lock()
+        first = self._group(0) if self._groups else np.zeros(0)
+        self.shape: tuple[int, ...] = (int(self._starts[-1]), *first.shape[1:])
+        self.dtype = first.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, indices: Any) -> Array:
+        """Samples of a slice or an array of integers, shape (n, ...)."""
+        if isinstance(indices, slice):
+            indices = np.arange(*indices.indices(len(self)))
+        wanted = np.asarray(indices)
+        if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
+            raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self)}")
+        groups = np.searchsorted(self._starts, wanted, side="right") - 1
+        found = np.empty((wanted.size, *self.shape[1:]), self.dtype)
+        with self._lock:
+            for group in np.unique(groups):
+                is_here = groups == group
+                found[is_here] = self._group(group)[wanted[is_here] - self._starts[group]]
+        return found
+
+    def _group(self, number: int) -> Array:
+        if self._kept is None or self._kept[0] != number:
+            self._kept = None  # before the next is read, so that one is held at a time
+            file, group = self._groups[number]
+            table = file.read_row_group(group, columns=self._columns)
+            values = [self._values(table.column(name), name) for name in self._columns]
+            self._kept = number, values[0] if self._is_single else np.stack(values, axis=1)
+        return self._kept[1]
+
+    def _values(self, column: Any, name: str) -> Array:
+        if column.null_count:
+            raise ValueError(f"column {name!r} of {self.filename} has missing values")
+        values = column.combine_chunks()
+        if hasattr(values, "flatten") and str(values.type).startswith(("list", "fixed_size_list")):
+            flat = values.flatten().to_numpy(zero_copy_only=False)
+            lengths = np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
+            if len(lengths) != 1:
+                raise ValueError(f"column {name!r} of {self.filename} has lists of other lengths")
+            return flat.reshape(len(values), int(lengths[0]))
+        return np.asarray(values.to_numpy(zero_copy_only=False))
+
+    def __repr__(self) -> str:
+        return f"ParquetColumns({self.filename}, {self._columns}, shape={self.shape})"
+
+
+def _parquet() -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ImportError('Parquet files need pyarrow: pip install "mpishard[data]"') from error
+    return parquet
+
+
+def _files(path: Any) -> list[Path]:
+    if not isinstance(path, str | Path):
+        return [Path(each) for each in path]
+    found = sorted(Path(path).glob("*.parquet")) if Path(path).is_dir() else [Path(path)]
+    if not found:
+        raise FileNotFoundError(f"there is no *.parquet file in {path}")
+    return found

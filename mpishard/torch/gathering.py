@@ -1,0 +1,198 @@
+"""FSDP for ranks that share no memory: units are gathered when an operation needs them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from mpishard.arrays import Array
+from mpishard.communication.contract.status import called_as
+from mpishard.errors import ShardingError
+from mpishard.models.stores.parameter_store import ShardedParameters
+from mpishard.observe.ledger import MemoryCategory
+from mpishard.torch.parameters import SharedParameter
+
+__all__ = ["GatheredParameter", "GatheredUnits", "give_whole_tensors"]
+
+_RESIDENT = 2  # the unit in use, and the one before it, which modules often use in turn
+
+
+class GatheredUnits:
+    """The full parameters of a module's units, of which few are here at a time.
+
+    Each unit has one tensor for good, because autograd keeps views of it from forward to backward.
+    Its memory is taken when an operation needs one of its parameters, in forward or backward, and
+    freed when other units are needed: at most `_RESIDENT` are here, unless one operation needs
+    more. PyTorch itself raises RuntimeError for an operation on memory that was freed.
+
+    Parameters
+    ----------
+    store : ShardedParameters
+        This rank's pieces.
+
+    Attributes
+    ----------
+    units : dict of int to int
+        The number of the unit to which a storage, by its address, belongs.
+    """
+
+    def __init__(self, store: ShardedParameters) -> None:
+        self._store = store
+        dtype = torch.from_numpy(np.empty(0, store.layout.dtype)).dtype
+        self._tensors = [torch.empty(unit.length, dtype=dtype) for unit in store.layout.units]
+        self.units = {t.untyped_storage()._cdata: i for i, t in enumerate(self._tensors)}
+        self._resident: dict[int, Array] = {}  # the least recently used first
+
+    def tensor(self, unit: int) -> Any:
+        """The full parameters of a unit, whose memory comes and goes after the first `forget`."""
+        return self._tensors[unit]
+
+    def use(self, units: Sequence[int]) -> None:
+        """Make units readable until others are needed. Collective, if one of them is not here."""
+        missing = [unit for unit in units if unit not in self._resident]
+        for unit in units:
+            if unit in self._resident:
+                self._resident[unit] = self._resident.pop(unit)
+        if not missing:
+            return
+        others = [unit for unit in self._resident if unit not in units]
+        excess = len(self._resident) + len(missing) - max(_RESIDENT, len(units))
+        self._let_go(others[: max(0, excess)])
+        layout = self._store.layout
+        for unit in missing:
+            storage = self._tensors[unit].untyped_storage()
+            storage.resize_(layout.units[unit].length * layout.dtype.itemsize)
+            # Not by numpy(), after which PyTorch would not resize the storage any more.
+            memory = (ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr())
+            full = np.frombuffer(memory, layout.dtype)
+            layout.ledger.book(MemoryCategory.GATHERED, full, full.nbytes)
+            (own,) = self._store.owned([self._store.held[unit]])
+            layout.backend.all_gather(own, out=full)
+            self._resident[unit] = full
+
+    def release(self) -> None:
+        """Free all units; communicates nothing."""
+        self._let_go(list(self._resident))
+
+    def forget(self) -> None:
+        """Free all units without their changes, because the rank's pieces are newer."""
+        self._resident.clear()
+        for tensor in self._tensors:
+            tensor.untyped_storage().resize_(0)
+
+    def _let_go(self, units: Iterable[int]) -> None:
+        for unit in units:
+            full, held = self._resident.pop(unit), self._store.held[unit]
+            # Initialisation and the like, which every rank does alike, write to the full tensor.
+            (own,) = self._store.owned([held])
+            own[...] = full[held.start - held.unit.start : held.stop - held.unit.start]
+            del full
+            self._tensors[unit].untyped_storage().resize_(0)
+
+
+class _Gathered:
+    """A tensor in the memory of units: an operation on it makes them readable first."""
+
+    _units: tuple[GatheredUnits, int]
+
+    @classmethod
+    @called_as("an operation on a parameter")
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if _needs_no_values(function):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        return _compute(function, args, kwargs or {})
+
+
+class GatheredParameter(_Gathered, SharedParameter):
+    """A parameter of a unit, which is gathered when it is needed."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied.__reduce_ex__(protocol)
+
+
+class _GatheredView(_Gathered, torch.Tensor):  # type: ignore[misc]
+    """A view of a parameter, such as its transpose."""
+
+
+def _compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function of PyTorch with the units that its arguments need, in backward, too."""
+    if torch.compiler.is_compiling():
+        raise ShardingError(
+            'torch.compile needs parameters that stay in memory, and strategy="fsdp" gathers them '
+            'here, because not all ranks share memory; use strategy="zero2"'
+        )
+    needed: dict[GatheredUnits, set[int]] = {}
+    for tensor in tree_iter((args, kwargs)):
+        if isinstance(tensor, _Gathered):
+            source, unit = tensor._units
+            needed.setdefault(source, set()).add(unit)
+    uses = [functools.partial(source.use, sorted(units)) for source, units in needed.items()]
+    for use in uses:
+        use()
+    with torch._C.DisableTorchFunctionSubclass():
+        result = function(*args, **kwargs)
+        follow = functools.partial(_follow, list(needed), uses)
+        return tree_map_only(torch.Tensor, follow, result)
+
+
+def _follow(
+    sources: Sequence[GatheredUnits], uses: Sequence[Callable[[], None]], result: Any
+) -> Any:
+    """Let the backward pass of a result, and operations on a view, gather the units again."""
+    if isinstance(result, _Gathered) or result.layout is not torch.strided:
+        return result
+    storage = result.untyped_storage()._cdata
+    for source in sources:
+        if storage in source.units:
+            view = result.as_subclass(_GatheredView)
+            view._units = source, source.units[storage]
+            return view
+    if result.grad_fn is not None:
+        result.grad_fn.register_prehook(functools.partial(_before_backward, uses))
+    return result
+
+
+@called_as("backward()")
+def _before_backward(uses: Sequence[Callable[[], None]], _gradients: Any) -> None:
+    """Hook: autograd comes to an operation that used parameters."""
+    for use in uses:
+        use()
+
+
+# What a tensor tells without its values. Attributes that give views, such as T, are not here.
+_FREE_METHODS = frozenset(
+    [
+        "__hash__", "__len__", "__set__", "dim", "element_size", "get_device", "is_complex",
+        "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel", "register_hook",
+        "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
+        "storage_offset", "stride", "untyped_storage",
+    ]
+)  # fmt: skip
+_VALUES = frozenset(["data", "T", "H", "mT", "mH", "real", "imag"])
+
+
+def _needs_no_values(function: Callable[..., Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return getattr(function.__self__, "__name__", "") not in _VALUES  # type: ignore[attr-defined]
+    return name in _FREE_METHODS
+
+
+def give_whole_tensors(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Hook of ``state_dict()``: copies, in place of views whose memory comes and goes. Collective.
+
+    Every rank gets all of them.
+    """
+    for name, tensor in state.items():
+        if name.startswith(prefix) and isinstance(tensor, _GatheredView):
+            state[name] = tensor.clone()
