@@ -5,6 +5,7 @@ The expected results are computed the plain way, because every rank knows all in
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -73,7 +74,12 @@ def assert_same(actual: Any, expected: Array, what: str) -> None:
 
 
 def values(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: int = 0) -> Array:
-    """The input of ``rank``, which every rank can compute."""
+    """The input of ``rank``, which every rank can compute; an array of the caller's own."""
+    return _drawn(dtype, shape, rank, salt).copy()
+
+
+@functools.lru_cache(maxsize=1024)  # to draw costs more than most collectives on it
+def _drawn(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: int) -> Array:
     generator = np.random.default_rng([rank, salt, 7])
     if dtype.kind == "b":
         return generator.integers(0, 2, shape).astype(bool)

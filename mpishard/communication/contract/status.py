@@ -235,9 +235,7 @@ class StatusPage:
 
     def read(self) -> RankRecord:
         """The content of the page. Ranks that are threads read each other's."""
-        calls = self._calls_read
-        if not calls or calls[-1].number != self.count:
-            self._calls_read = calls = _calls(self._memory)
+        self._calls_read = calls = _calls(self._memory, self._calls_read)
         return _read(self._memory, calls)
 
 
@@ -266,6 +264,7 @@ class StatusReader:
         """The page of this rank."""
         self._paths: Sequence[Path | str] = ()  # of all ranks, once they were exchanged
         self._pages: dict[int, mmap.mmap] = {}  # of the node's other ranks
+        self._calls_read: dict[int, tuple[LoggedCall, ...]] = {}
         # The node's other ranks whose process can be seen, from the one after this on.
         self._ring: list[int] = []
         self._ring_turn = 0
@@ -323,7 +322,9 @@ class StatusReader:
         for rank, path in enumerate(self._paths):
             with contextlib.suppress(OSError, ValueError):  # of a node without the job's folder
                 if rank in self._pages:
-                    found[rank] = _read(self._pages[rank])
+                    calls = _calls(self._pages[rank], self._calls_read.get(rank, ()))
+                    self._calls_read[rank] = calls
+                    found[rank] = _read(self._pages[rank], calls)
                 elif isinstance(path, Path) and path.parent == self._folder:
                     found[rank] = _read(_open(path, rank))
         found[self.page.rank] = self.page.read()
@@ -452,11 +453,16 @@ def _read(page: mmap.mmap, calls: tuple[LoggedCall, ...] | None = None) -> RankR
     )  # fmt: skip
 
 
-def _calls(page: mmap.mmap) -> tuple[LoggedCall, ...]:
-    """The last collectives, newest last, without those that are just being overwritten."""
+def _calls(page: mmap.mmap, known: Sequence[LoggedCall] = ()) -> tuple[LoggedCall, ...]:
+    """The last collectives, newest last, without those that are just being overwritten.
+
+    ``known`` were read before, and are not read again.
+    """
     count = _number(page, _COUNT)
-    found = (_call_at(page, index) for index in range(max(0, count - _ROWS), count))
-    return tuple(logged for logged in found if logged is not None)
+    kept = [logged for logged in known if logged.number > count - _ROWS]
+    first = kept[-1].number if kept else max(0, count - _ROWS)
+    found = (_call_at(page, index) for index in range(first, count))
+    return (*kept, *(logged for logged in found if logged is not None))
 
 
 def _call_at(page: mmap.mmap, index: int) -> LoggedCall | None:

@@ -157,11 +157,11 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
     if len(histories) < 2:
         return ""
     common = set.intersection(*map(set, histories.values()))
-    seen = Counter(call.method for calls in histories.values() for call in calls.values())
     for sequence in sorted(s for s in common if upto is None or s <= upto):
         at_once = {rank: calls[sequence] for rank, calls in histories.items()}
-        sentence = matching.differing_methods(at_once, seen)
-        if sentence:
+        if len({call.method for call in at_once.values()}) > 1:
+            seen = Counter(call.method for calls in histories.values() for call in calls.values())
+            sentence = matching.differing_methods(at_once, seen)
             return (
                 f"the ranks parted at collective {sequence}{matching.of_group(group)}: {sentence}"
             )

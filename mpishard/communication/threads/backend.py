@@ -223,16 +223,18 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     # --------------------------------------------------------------------------------- waiting
 
     def _drive(self, work: Work) -> None:
-        world, family = self._joined(), tuple(self._family)
+        world = self._joined()
         deadline = world.clock.now() + (self._timeout or math.inf)
+        # Nothing is issued while this rank waits: no other world has anything to go on with.
+        family = [member for member in self._family if member._pending or member._transfers]
         try:
             while True:
                 for member in family:
                     member.progress()
                 if work.done:
                     return
-                under_way = [w for m in family for w in (*m._pending, *m._transfers)]
                 with world.changed:
+                    under_way = [w for m in family for w in (*m._pending, *m._transfers)]
                     if not any(w.waitable is not None and w.waitable.test() for w in under_way):
                         if self.status.awaited is None:
                             self.status.wait(work.awaited)
