@@ -14,6 +14,7 @@ import numpy as np
 from mpishard import settings
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.status import StatusReader
+from mpishard.communication.mpi import library
 from mpishard.errors import PeerError
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.reductions import ADVERSARIAL_VALUES
@@ -190,12 +191,14 @@ def stopped_in_a_collective():
 
 
 def stopped_before_init():
+    library.START_SECONDS = 1.0
     if settings.launched_rank() == 1:
         stop_this_process()
     mpishard.init()
 
 
 def stopped_in_init():
+    library.START_SECONDS = 1.0
     if settings.launched_rank() == 1:
         StatusReader.share = stop_this_process
     mpishard.init()
