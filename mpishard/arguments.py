@@ -95,7 +95,7 @@ _ADAPTERS = {
     "torch.optim": "PyTorch optimizer: use a rule of mpishard.optimizers, such as AdamW(1e-3)",
     "scipy.optimize": "function of SciPy: give its loss and gradient to mpishard.FunctionModel("
     "fun, theta), and use a rule of mpishard.optimizers, such as AdamW(1e-3)",
-    "optax": "optax transformation: use a rule of mpishard.optimizers, such as AdamW(1e-3)",
+    "optax": "optax transformation: wrap it in mpishard.adapters.OptaxRule(transformation)",
     "flax": "Flax module: wrap its loss in mpishard.adapters.JaxModel(loss, parameters) first",
     "equinox": "Equinox module: wrap its loss in mpishard.adapters.JaxModel(loss, parameters), "
     "with equinox.partition(module, equinox.is_inexact_array)[0] as parameters",

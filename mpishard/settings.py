@@ -364,9 +364,10 @@ def shares_memory() -> bool:
 
 
 def numba_is_allowed() -> bool:
-    """MPISHARD_NUMBA: ``auto``, the default, compiles update rules, and copies, where numba is.
+    """MPISHARD_NUMBA: ``auto``, the default, compiles loops if numba is there; ``off`` does not.
 
-    ``off`` never does. The bits are the same.
+    Updates, copies and roundings have the same bits. Attention, GELU and layer norms in float32
+    and bfloat16 do not: sums and exponentials are rounded elsewhere.
     """
     return _choice("MPISHARD_NUMBA", "auto", "off") == "auto"
 

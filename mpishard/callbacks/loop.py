@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,8 @@ from mpishard.contracts import PathLike
 from mpishard.errors import Preempted
 
 __all__ = ["LoopHooks", "running"]
+
+_log = logging.getLogger("mpishard")
 
 
 class LoopHooks:
@@ -74,8 +77,8 @@ class LoopHooks:
         """
         now = time.perf_counter()
         self.record = Record(
-            self.record.step + 1, epoch, float(loss), float(samples), learning_rate,
-            None if gradient_norm is None else float(gradient_norm),
+            self.record.step + 1, epoch, _number(loss), float(samples), learning_rate,
+            None if gradient_norm is None else _number(gradient_norm),
             now - self._began, now - self._stepped,
         )  # fmt: skip
         self._stepped = now
@@ -88,7 +91,7 @@ class LoopHooks:
 
         ``others``, such as ``accuracy``, are written beside it.
         """
-        validation = {"loss": float(loss), **others}
+        validation = {"loss": _number(loss), **others}
         record = replace(self.record, score=validation["loss"], validation=validation)
         self.run.call("on_evaluate", record)
         return self._agree()
@@ -107,6 +110,11 @@ class LoopHooks:
         self.is_preempted = self.is_preempted or is_preempted
         self.stops = self.stops or stops or is_preempted
         return self.stops
+
+
+def _number(value: Any) -> float:
+    # PyTorch warns of float() of a loss that has a graph.
+    return float(value.item() if hasattr(value, "item") else value)
 
 
 @contextmanager
@@ -170,4 +178,6 @@ def running(
         if hooks.is_preempted:
             reached = hooks.record.step
             message = f"preempted after step {reached}"
+            if backend.rank == 0:
+                _log.warning("%s", message)
             raise Preempted(message, reached, settings.EXIT_PREEMPTED)

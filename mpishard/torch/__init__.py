@@ -12,13 +12,14 @@ from mpishard.torch.batch_norm import convert_sync_batchnorm
 from mpishard.torch.clipping import clip_grad_norm_
 from mpishard.torch.data import DataLoader
 from mpishard.torch.files import load, save
-from mpishard.torch.module import no_sync, shard
+from mpishard.torch.module import check_replicas, no_sync, shard
 from mpishard.torch.optimizer import optimizer
 from mpishard.torch.world import barrier, init, print, rank, world_size  # noqa: A004
 
 __all__ = [
     "DataLoader",
     "barrier",
+    "check_replicas",
     "clip_grad_norm_",
     "convert_sync_batchnorm",
     "init",

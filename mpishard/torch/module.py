@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from mpishard.adapters.torch import check_module
 from mpishard.arrays import Array, reuse_freed_memory
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.status import called_as
+from mpishard.communication.tracing.recorder import current_recorder
 from mpishard.errors import ShardingError
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.placed_program import Arrivals, entries_of
@@ -24,15 +25,17 @@ from mpishard.models.stores.gradient_store import ReplicatedGradients, Scattered
 from mpishard.models.stores.parameter_store import ShardedParameters
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.models.stores.vector import ModelVector
+from mpishard.models.wrapper.digest import compare_replicas
 from mpishard.models.wrapper.wrapping import make_gradient_store, make_parameter_store
 from mpishard.observe.ledger import MemoryLedger
+from mpishard.observe.trace import span, step_span
 from mpishard.sharding import ParameterEntry, Placement, build_units, owned_pieces
 from mpishard.torch.buffers import Buffers
 from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
 from mpishard.torch.parameters import Part, SharedParameter, native_gradient
 from mpishard.torch.world import current_world
 
-__all__ = ["ShardedModule", "module_of", "no_sync", "part_of", "shard"]
+__all__ = ["ShardedModule", "check_replicas", "module_of", "no_sync", "part_of", "shard"]
 
 _POLICIES = {
     "ddp": Policy(shards_parameters=False, shards_gradients=False, shards_state=False),
@@ -136,6 +139,11 @@ class ShardedModule:
         self._place(held, places)
         self.buffers = Buffers(module, backend, {id(parameter) for parameter in held})
         self._flags = np.zeros(len(self.parts) + 1, np.uint8)
+        # What a trace shows: forward, backward and update, and the step that contains them.
+        self.part_of_step, self._step, self._updates = ExitStack(), ExitStack(), 0
+        if current_recorder.get() is not None:
+            module.register_forward_pre_hook(_forward_begins)
+            module.register_forward_hook(_forward_ends, always_call=True)
 
     # A copy of a sharded module, or what pickle makes of it, is a plain module.
 
@@ -212,6 +220,7 @@ class ShardedModule:
     def _begin(self) -> None:
         """Open a backward pass, of which the first gradient is here."""
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self.part_of_step.enter_context(span("backward"))
         live = [part.tensor.grad is not None for part in self.parts]
         is_first = not any(live)
         if is_first and self._has_local:
@@ -277,6 +286,7 @@ class ShardedModule:
         self.let_go()
         for place, part in enumerate(self.parts):
             part.tensor.grad = self._view(part) if self._flags[place] else None
+        self.part_of_step.close()
 
     def _view(self, part: Part) -> Any:
         """The gradient of a part, in the store's memory."""
@@ -330,6 +340,11 @@ class ShardedModule:
                 "like before shard()"
             )
 
+    def check_replicas(self) -> int:
+        """See `check_replicas`. Collective."""
+        self.let_go()
+        return compare_replicas(self.parameters, self.placement, self.backend, self._updates)
+
     def let_go(self) -> None:
         """Hold no more than this rank's parts of the parameters, if they are gathered."""
         if self.gathered is not None:
@@ -340,6 +355,23 @@ class ShardedModule:
         if self.shards_state:
             self.parameters.publish(self._trained_pieces())
         self.gradients.finish()
+        self.part_of_step.close()
+        self._step.close()
+        self._updates += 1
+        self._step.enter_context(step_span(self._updates))
+
+
+def _forward_begins(module: Any, _inputs: Any) -> None:
+    """Hook of a module in a run that is traced."""
+    owner = vars(module)[_ATTRIBUTE]
+    if owner is not None:  # else the module is a copy
+        owner.part_of_step.enter_context(span("forward"))
+
+
+def _forward_ends(module: Any, *_: Any) -> None:
+    owner = vars(module)[_ATTRIBUTE]
+    if owner is not None:
+        owner.part_of_step.close()
 
 
 def _placeable(module: Any) -> tuple[list[Any], list[tuple[Any, str]], list[ParameterEntry]]:
@@ -505,3 +537,28 @@ def no_sync(*models: Any) -> Iterator[None]:
     finally:
         for sharded, value in zip(held, before, strict=True):
             sharded.syncs = value
+
+
+def check_replicas(*models: Any) -> int:
+    """Compare, bit by bit, every copy of every parameter that ranks hold for good. Collective.
+
+    With ddp each rank has a copy. With the other strategies each node has one, and what only one
+    rank holds is not compared. Call it every some hundred steps: it costs one checksum of the
+    parameters and one small message.
+
+    Parameters
+    ----------
+    *models : torch.nn.Module
+        Sharded modules.
+
+    Returns
+    -------
+    int
+        Number of ranges of parameters that have several copies.
+
+    Raises
+    ------
+    ReplicaError
+        On every rank, naming the ranks and parameters that differ.
+    """
+    return sum(module_of(model).check_replicas() for model in models)

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
+from mpishard.observe.trace import span
 from mpishard.optimizers import Optimizer
 from mpishard.torch.module import ShardedModule, module_of, part_of
 from mpishard.torch.parameters import Part, SharedParameter
@@ -195,6 +196,7 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
             f"by rank: {everyone.tolist()}; here {settings}). Nothing was updated; give every "
             "rank the same"
         )
+    owners[0].part_of_step.enter_context(span("update"))
 
 
 def _plain(value: Any) -> Any:

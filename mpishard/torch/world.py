@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -86,6 +87,7 @@ def barrier() -> None:
     current_world().barrier()
 
 
-def print(*values: object) -> None:  # noqa: A001
-    """Print on rank 0 only."""
-    current_world().print(*values)
+def print(*values: object, flush: bool = True, **options: Any) -> None:  # noqa: A001
+    """Print on rank 0 only; ``options`` are those of Python's ``print``."""
+    if rank() == 0:
+        builtins.print(*values, flush=flush, **options)  # noqa: T201

@@ -489,6 +489,9 @@ def test_the_loader_gives_the_batches_of_one_process(backend):
             wanted = order[6 * number : 6 * number + 6]
             assert own == wanted[backend.rank :: backend.world_size]
     assert loader.epoch == 2
+    text = io.StringIO()
+    mst.print("a", "b", sep="-", end="!", file=text)
+    assert text.getvalue() == ("a-b!" if backend.rank == 0 else "")
     assert mst.rank() == backend.rank
     assert mst.world_size() == backend.world_size
     mst.barrier()

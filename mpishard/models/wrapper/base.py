@@ -500,7 +500,11 @@ class ShardedModelBase(IShardedModel):
             If ranks have made updates of their own (``auto_sync_gradients=False``).
         """
         self.engine.replicas.require_equal("check_replicas")
-        return compare_replicas(self.engine, self.backend)
+        engine = self.engine
+        return compare_replicas(
+            engine.parameters, engine.placement, self.backend, engine.step_number,
+            is_on_mesh=engine.replica.is_on_mesh,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ shards and full parameters
 

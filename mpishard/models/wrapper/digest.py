@@ -16,6 +16,8 @@ from mpishard.communication import CommunicationBackend
 from mpishard.communication.contract.matching import who
 from mpishard.errors import ReplicaError
 from mpishard.models.engine.engine import Engine
+from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.sharding import Placement
 from mpishard.sharding.regions import Region
 
 __all__ = ["agreed_vector", "compare_replicas"]
@@ -24,12 +26,32 @@ _KEY_BYTES = 8
 _MOST_SHOWN = 4
 
 
-def compare_replicas(engine: Engine, world: CommunicationBackend) -> int:
+def compare_replicas(
+    parameters: ParameterStore,
+    placement: Placement,
+    world: CommunicationBackend,
+    step: int,
+    *,
+    is_on_mesh: bool = False,
+) -> int:
     """Compare every copy of every parameter that ranks hold for good. Collective.
 
     Each rank takes a CRC-32 of the bits of each range of a parameter that it holds, and one
     all-gather of 24 bytes a range compares them. What only one rank holds has no replica: the
     pieces of parameters that are sharded. So has what the ranks of a node hold together.
+
+    Parameters
+    ----------
+    parameters : ParameterStore
+        The store of the ranks that divide the parameters.
+    placement : Placement
+        Names of the ranges.
+    world : CommunicationBackend
+        All ranks.
+    step : int
+        Number of updates, for the message.
+    is_on_mesh : bool
+        Whether ranks outside the store's have copies, too.
 
     Returns
     -------
@@ -41,11 +63,11 @@ def compare_replicas(engine: Engine, world: CommunicationBackend) -> int:
     ReplicaError
         On every rank, naming the ranks and the parameters that differ.
     """
-    parameters = engine.parameters
     is_shared_by_all = parameters.once_per_node and parameters.backend.node_count == 1
-    if is_shared_by_all and not engine.replica.is_on_mesh:
+    if is_shared_by_all and not is_on_mesh:
         return 0
-    own = {_key(region): (region, crc) for region, crc in _checksums(engine)}
+    checksums = _checksums(parameters, placement)
+    own = {_key(region): (region, crc) for region, crc in checksums}
     rows = np.array([(world.rank, key, crc) for key, (_, crc) in own.items()], np.int64)
     everyone = world.all_gather(rows.reshape(-1, 3))
     copies: dict[int, dict[int, int]] = {}
@@ -54,19 +76,19 @@ def compare_replicas(engine: Engine, world: CommunicationBackend) -> int:
     several = {key: found for key, found in copies.items() if len(found) > 1}
     differing = {key: found for key, found in several.items() if len(set(found.values())) > 1}
     if differing:
-        _refuse(differing, {key: own[key][0].name for key in own}, engine, world)
+        names = {key: region.name for key, (region, _) in own.items()}
+        _refuse(differing, names, world, f"after step {step} replicas differ", parameters)
     return len(several)
 
 
-def _checksums(engine: Engine) -> list[tuple[Region, int]]:
+def _checksums(parameters: ParameterStore, placement: Placement) -> list[tuple[Region, int]]:
     """The ranges of parameters that this rank holds, or its node if that shares memory."""
-    parameters = engine.parameters
     pieces = parameters.held
     if parameters.once_per_node:
         is_leader = parameters.backend.local_rank == 0
         pieces = parameters.layout.pieces(sharded=False) if is_leader else ()
     held = zip(pieces, parameters.owned(pieces), strict=True)
-    regions = engine.placement.cut((piece.start, array) for piece, array in held)
+    regions = placement.cut((piece.start, array) for piece, array in held)
     found = []
     for region, array in regions:
         bits = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
@@ -83,8 +105,9 @@ def _key(region: Region) -> int:
 def _refuse(
     differing: Mapping[int, Mapping[int, int]],
     own: Mapping[int, str],
-    engine: Engine,
     world: CommunicationBackend,
+    what: str,
+    parameters: ParameterStore,
 ) -> None:
     """Raise with the names that the first rank of each knows. Collective."""
     mine = {key: own[key] for key, found in differing.items() if min(found) == world.rank}
@@ -96,8 +119,8 @@ def _refuse(
         lines[_MOST_SHOWN:] = [f"and {len(lines) - _MOST_SHOWN} more"]
     shared = ". Ranks of a node share one copy, which is that of the first of them"
     raise ReplicaError(
-        f"after step {engine.step_number} replicas differ: {'; '.join(lines)}"
-        f"{shared if engine.parameters.once_per_node else ''}. Memory that fails, or a change "
+        f"{what}: {'; '.join(lines)}"
+        f"{shared if parameters.once_per_node else ''}. Memory that fails, or a change "
         "made on some ranks alone, parts replicas for good: go on from a checkpoint that was saved "
         "before, without the machine of that rank where it happens again"
     )
