@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         launch,
         register_strategy,
     )
+    from mpishard.exports import export_onnx, load_gpt2, save_gpt2
     from mpishard.layout import ShardLayout
     from mpishard.models import (
         DDPModel,
@@ -111,14 +112,17 @@ __all__ = [
     "checkpoint",
     "contracts",
     "data",
+    "export_onnx",
     "init",
     "launch",
+    "load_gpt2",
     "minimize",
     "nn",
     "optimizers",
     "pipeline",
     "register_strategy",
     "run_in_threads",
+    "save_gpt2",
     "tensor",
 ]
 
@@ -143,6 +147,7 @@ _ROOMS = {
         "launch",
         "register_strategy",
     ),
+    "exports": ("export_onnx", "load_gpt2", "save_gpt2"),
     "layout": ("ShardLayout",),
     "models": (
         "DDPModel",

@@ -1,0 +1,190 @@
+"""The parameters of a `GPT` in a safetensors file, under the names of PyTorch programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from mpishard.arguments import as_flag, check_path
+from mpishard.arrays import Array, to_host
+from mpishard.checkpoint.format.consensus import together
+from mpishard.contracts import PathLike
+from mpishard.exports.rank_zero import write_model
+from mpishard.models import ShardedModelBase
+from mpishard.nn import GPT
+
+__all__ = ["load_gpt2", "save_gpt2"]
+
+_LAYERS = {
+    "embedding.weight": "transformer.wte.weight",
+    "position.weight": "transformer.wpe.weight",
+    "norm.weight": "transformer.ln_f.weight",
+    "norm.bias": "transformer.ln_f.bias",
+    "head.weight": "lm_head.weight",
+}
+_BLOCK = {
+    "attention.norm": "ln_1", "attention.qkv": "attn.c_attn", "attention.projection": "attn.c_proj",
+    "mlp.norm": "ln_2", "mlp.expansion": "mlp.c_fc", "mlp.projection": "mlp.c_proj",
+}  # fmt: skip
+_HEAD = "lm_head.weight"
+# Masks that programs of that time keep among the parameters.
+_BUFFERS = ("attn.bias", "attn.masked_bias")
+
+
+def save_gpt2(model: Any, path: PathLike, *, transposed: bool = False) -> None:
+    """Write a `GPT` as a safetensors file that a GPT-2 of PyTorch loads.
+
+    Names are ``transformer.wte.weight``, ``transformer.h.0.attn.c_attn.weight`` and so on, as in
+    nanoGPT and in Hugging Face's ``GPT2LMHeadModel``. Their GPT has a bias on queries, keys and
+    values, which is written as zeros. It computes the same if its GELU is the one by tanh, as
+    GPT-2's own. Collective if the model is sharded: rank 0 gathers the parameters and writes.
+
+    Parameters
+    ----------
+    model : GPT or sharded model of one
+        With as many heads of keys and values as of queries.
+    path : path
+        The file. One that is there is replaced.
+    transposed : bool
+        Write the weights of blocks as (inputs, outputs), as ``GPT2LMHeadModel`` has them. Default:
+        (outputs, inputs), as ``torch.nn.Linear`` and nanoGPT have them.
+
+    Raises
+    ------
+    TypeError
+        For another model.
+    ValueError
+        If heads share keys and values, which GPT-2 cannot.
+    OSError
+        If the file cannot be written. On every rank.
+    """
+    transposed = as_flag("transposed", transposed)
+
+    def content(plain: Any) -> list[bytes]:
+        _require_gpt(plain)
+        arrays, given = {}, dict(_arrays_of(plain, to_host(plain.get_parameters())))
+        for name, value in given.items():
+            other = _name(name)
+            is_block_matrix = name.startswith("block") and value.ndim == 2
+            arrays[other] = np.ascontiguousarray(
+                value.T if transposed and is_block_matrix else value
+            )
+            if other.endswith("attn.c_attn.weight"):
+                bias = other.removesuffix("weight") + "bias"
+                arrays[bias] = np.zeros(value.shape[0], value.dtype)
+        arrays.setdefault(_HEAD, given["embedding.weight"].copy())  # tied
+        return [save(arrays, {"format": "pt"})]
+
+    write_model(path, model, content)
+
+
+def load_gpt2(model: Any, path: PathLike) -> None:
+    """Give a `GPT` the parameters of a safetensors file that a GPT-2 of PyTorch wrote.
+
+    Both layouts of `save_gpt2` are read, and names without ``transformer.``. Every rank reads the
+    file. Collective if the model is sharded.
+
+    Parameters
+    ----------
+    model : GPT or sharded model of one
+        Of the sizes in the file. If its head is tied to the embedding, the file's must be, too.
+    path : path
+        The file.
+
+    Raises
+    ------
+    TypeError
+        For another model.
+    FileNotFoundError
+        If there is no such file.
+    ValueError
+        If it is no safetensors file, or parameters are missing or have other shapes; if queries,
+        keys and values have a bias other than 0, for which a `GPT` has no parameter; if the head
+        is not tied and the model's is. On every rank; the model has not changed.
+    """
+    check_path("path", path)
+    if not isinstance(model, ShardedModelBase):
+        _require_gpt(model)
+        model.set_parameters(_vector(model, Path(path)))
+        return
+    with together(model.backend):
+        _require_gpt(model.wrapped_model)
+        vector = _vector(model.wrapped_model, Path(path))
+    model.set_parameters(vector)
+
+
+def _require_gpt(model: Any) -> None:
+    if not isinstance(model, GPT):
+        raise TypeError(f"GPT-2's names are those of a GPT, got a {type(model).__name__}")
+
+
+def _arrays_of(model: GPT, vector: Array) -> Iterator[tuple[str, Array]]:
+    """Name and view of each parameter in a flat vector."""
+    for entry in model.parameter_table.entries:
+        array = vector[entry.start : entry.stop].reshape(entry.shape)
+        if entry.name.endswith("qkv.weight") and entry.shape[0] != 3 * entry.shape[1]:
+            raise ValueError(
+                f"{entry.name} has shape {entry.shape}: heads share keys and values, and those of "
+                "GPT-2 do not"
+            )
+        yield entry.name, array
+
+
+def _name(name: str) -> str:
+    """GPT-2's name of a parameter: ``block0_mlp.norm.bias`` -> ``transformer.h.0.ln_2.bias``."""
+    if name in _LAYERS:
+        return _LAYERS[name]
+    block, _, rest = name.removeprefix("block").partition("_")
+    part, _, kind = rest.rpartition(".")
+    return f"transformer.h.{block}.{_BLOCK[part]}.{kind}"
+
+
+def _vector(model: GPT, path: Path) -> Array:
+    given = _read(path)
+    # Blocks stored as (inputs, outputs) are found by the matrix that is never square.
+    first = given.get("transformer.h.0.mlp.c_fc.weight")
+    transposed = first is not None and first.ndim == 2 and first.shape[1] > first.shape[0]
+    vector = np.empty(model.parameter_count, model.dtype)
+    wanted = set()
+    for name, view in _arrays_of(model, vector):
+        other = _name(name)
+        wanted.add(other)
+        value = given.get(other)
+        if value is None:
+            raise ValueError(f"{path} has no {other!r}, which is the model's {name}")
+        if transposed and value.ndim == 2 and name.startswith("block"):
+            value = value.T
+        if value.shape != view.shape:
+            raise ValueError(
+                f"{other!r} of {path} has shape {value.shape}, the model's {name} {view.shape}"
+            )
+        view[...] = value
+    for other, value in given.items():
+        is_known = other in wanted or other.endswith((*_BUFFERS, "attn.c_attn.bias"))
+        if other.endswith("attn.c_attn.bias") and np.any(value):
+            raise ValueError(
+                f"{other!r} of {path} is not 0, and a GPT has no bias on queries, keys and values"
+            )
+        if other == _HEAD and not is_known:
+            if not np.array_equal(value, given["transformer.wte.weight"]):
+                raise ValueError(f"{_HEAD!r} of {path} is not the embedding's, and the model's is")
+        elif not is_known:
+            raise ValueError(f"{path} has {other!r}, for which the model has no parameter")
+    return vector
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        with safe_open(path, "np") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from error
+    plain = ("wte.", "wpe.", "h.", "ln_f.")  # GPT2Model, without a head, has no prefix
+    return {f"transformer.{n}" if n.startswith(plain) else n: v for n, v in found.items()}

@@ -1,0 +1,251 @@
+"""A model's computation graph as an ONNX file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpishard.contracts import PathLike
+from mpishard.exports.rank_zero import write_model
+from mpishard.nn import ComputationNode, Model
+
+__all__ = ["export_onnx"]
+
+_OPSET = 20  # the first with Gelu
+_IR_VERSION = 9  # of the same time; older readers refuse newer files
+_MAXIMUM_BYTES = 2**31 - 1  # of a message of Protocol Buffers
+
+
+def export_onnx(model: Any, path: PathLike) -> None:
+    """Write the function that ``model.predict`` computes as an ONNX file, in float32.
+
+    ONNX Runtime's results differ from the model's by rounding (about 1e-6). The input is named
+    "x", the output "y"; the batch dim is open, as is time for layers that leave it open. Inputs
+    are float32, or int64 tokens. Parameters keep the names of the parameter table; dropout is
+    gone. Collective if the model is sharded: rank 0 gathers the parameters and writes.
+
+    Parameters
+    ----------
+    model : object
+        A model of `mpishard.nn`, plain or sharded, on any device.
+    path : path
+        The file. One that is there is replaced.
+
+    Raises
+    ------
+    ImportError
+        Without onnx: ``pip install "mpishard[onnx]"``.
+    TypeError
+        For a model that is not of `mpishard.nn`.
+    ValueError
+        If it has layers of the user's own, which ONNX does not know, or needs more than 2 GiB.
+    OSError
+        If the file cannot be written. On every rank.
+    """
+    write_model(path, model, _content)
+
+
+def _content(model: Any) -> list[bytes]:
+    if not isinstance(model, Model):
+        raise TypeError(f"ONNX is written of models of mpishard.nn, got a {type(model).__name__}")
+    try:
+        import onnx
+    except ImportError as error:
+        raise ImportError('ONNX files need onnx: pip install "mpishard[onnx]"') from error
+    return [_Graph(onnx, model).serialized()]
+
+
+class _Graph:
+    """The ONNX nodes and constants of a computation graph."""
+
+    def __init__(self, onnx: Any, model: Model) -> None:
+        self._onnx = onnx
+        self._nodes: list[Any] = []
+        self._constants: dict[str, np.ndarray[Any, Any]] = {}
+        self._names: dict[ComputationNode, str] = {}
+        self._title = type(model).__name__
+        inputs: list[ComputationNode] = []
+        self._output = model.export_computation_graph(inputs)
+        (self._input,) = inputs
+        order = list(self._output.walk())
+        # Models of numbers begin with a cast to the dtype of their parameters.
+        self._takes_integers = not any(
+            node.op == "cast" for node in order if self._input in node.inputs
+        )
+        for node in order:
+            self._names[node] = self._add(node)
+
+    def serialized(self) -> bytes:
+        """The file's bytes."""
+        helper, kinds = self._onnx.helper, self._onnx.TensorProto
+        size = sum(value.nbytes for value in self._constants.values())
+        if size > _MAXIMUM_BYTES:
+            raise ValueError(f"{size} bytes of parameters are more than an ONNX file holds, 2 GiB")
+        self._nodes.append(helper.make_node("Identity", [self._names[self._output]], ["y"]))
+        kind = kinds.INT64 if self._takes_integers else kinds.FLOAT
+        graph = helper.make_graph(
+            self._nodes, self._title,
+            [helper.make_tensor_value_info("x", kind, _shape(self._input, "batch"))],
+            [helper.make_tensor_value_info("y", kinds.FLOAT, _shape(self._output, "batch"))],
+            [self._onnx.numpy_helper.from_array(v, name) for name, v in self._constants.items()],
+        )  # fmt: skip
+        model = helper.make_model(
+            graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION,
+            producer_name="mpishard",
+        )  # fmt: skip
+        self._onnx.checker.check_model(model, full_check=True)
+        data: bytes = model.SerializeToString()
+        return data
+
+    def _add(self, node: ComputationNode) -> str:
+        """Add the operations of a node; return the name of its result."""
+        if node.op == "input":
+            return "x"
+        if node.op == "constant":
+            return self.constant(np.asarray(node.attributes["value"], np.float32), node.name)
+        if node.op == "layer":
+            layer = type(node.attributes["layer"]).__name__
+            raise ValueError(f"ONNX has no operation for {layer}, a layer that is not of mpishard")
+        if node.op not in _OPERATIONS:
+            raise ValueError(f"ONNX has no operation for {node.op!r}")
+        names = [self._names[given] for given in node.inputs]
+        return _OPERATIONS[node.op](self, node, *names)
+
+    def constant(self, value: Any, name: str | None = None) -> str:
+        """Name of a constant; integers are int64."""
+        array = np.asarray(value)
+        array = array.astype(np.int64) if array.dtype.kind == "i" else array
+        name = name or f"constant{len(self._constants)}"
+        self._constants[name] = np.ascontiguousarray(array).reshape(array.shape)
+        return name
+
+    def number(self, value: float) -> str:
+        """Name of a float32 constant."""
+        return self.constant(np.float32(value))
+
+    def apply(self, op: str, *names: str, outputs: int = 1, **attributes: Any) -> Any:
+        """Name of the result of an ONNX operation, or names if it has several."""
+        made = [f"{op}{len(self._nodes)}_{number}" for number in range(outputs)]
+        self._nodes.append(self._onnx.helper.make_node(op, names, made, **attributes))
+        return made[0] if outputs == 1 else made
+
+
+def _shape(node: ComputationNode, batch: str) -> list[int | str]:
+    return [batch, *(f"dim{i}" if n is None else n for i, n in enumerate(node.shape[1:], 1))]
+
+
+def _simple(op: str, **attributes: Any) -> Callable[..., str]:
+    return lambda graph, node, *names: graph.apply(op, *names, **attributes)
+
+
+def _silu(graph: _Graph, x: str) -> Any:
+    return graph.apply("Mul", x, graph.apply("Sigmoid", x))
+
+
+def _swiglu(graph: _Graph, _: ComputationNode, x: str) -> Any:
+    gate, value = graph.apply("Split", x, outputs=2, axis=-1, num_outputs=2)
+    return graph.apply("Mul", _silu(graph, gate), value)
+
+
+def _matmul_transposed(graph: _Graph, _: ComputationNode, x: str, weight: str) -> Any:
+    return graph.apply("MatMul", x, graph.apply("Transpose", weight, perm=[1, 0]))
+
+
+def _first_rows(graph: _Graph, _: ComputationNode, table: str, x: str) -> Any:
+    length = graph.apply("Shape", x, start=1, end=2)
+    return graph.apply("Slice", table, graph.constant([0]), length, graph.constant([0]))
+
+
+def _rms_norm(graph: _Graph, node: ComputationNode, x: str, weight: str) -> Any:
+    mean = graph.apply("ReduceMean", graph.apply("Mul", x, x), graph.constant([-1]))
+    shifted = graph.apply("Add", mean, graph.number(node.attributes["epsilon"]))
+    scaled = graph.apply("Div", x, graph.apply("Sqrt", shifted))
+    return graph.apply("Mul", weight, scaled)
+
+
+def _zero_columns(graph: _Graph, node: ComputationNode, x: str) -> Any:
+    width = node.shape[-1]
+    assert width is not None
+    is_zero = np.isin(np.arange(width), node.attributes["columns"])
+    return graph.apply("Where", graph.constant(is_zero), graph.number(0), x)
+
+
+def _split_heads(graph: _Graph, node: ComputationNode, x: str) -> Any:
+    heads, kv_heads, part = (node.attributes[name] for name in ("heads", "kv_heads", "part"))
+    size = node.shape[-1]
+    assert size is not None
+    count = heads if part == 0 else kv_heads
+    start = (0, heads, heads + kv_heads)[part] * size
+    ends = (graph.constant([start]), graph.constant([start + count * size]))
+    own = graph.apply("Slice", x, *ends, graph.constant([-1]))
+    if count < heads:  # each of these heads stands beside its copies
+        own = graph.apply("Reshape", own, graph.constant([0, 0, count, 1, size]))
+        own = graph.apply("Expand", own, graph.constant([1, 1, 1, heads // count, 1]))
+    own = graph.apply("Reshape", own, graph.constant([0, 0, heads, size]))
+    return graph.apply("Transpose", own, perm=[0, 2, 1, 3])
+
+
+def _scores(graph: _Graph, node: ComputationNode, q: str, k: str) -> Any:
+    size = node.inputs[0].shape[-1]
+    assert size is not None
+    products = graph.apply("MatMul", q, graph.apply("Transpose", k, perm=[0, 1, 3, 2]))
+    return graph.apply("Mul", products, graph.number(1 / math.sqrt(size)))
+
+
+def _causal_scores(graph: _Graph, node: ComputationNode, q: str, k: str) -> Any:
+    found = _scores(graph, node, q, k)
+    times = graph.apply("Shape", found, start=2, end=4)
+    infinity = graph._onnx.numpy_helper.from_array(np.array([-np.inf], np.float32))
+    later = graph.apply("ConstantOfShape", times, value=infinity)
+    return graph.apply("Add", found, graph.apply("Trilu", later, graph.constant(1), upper=1))
+
+
+def _merge_heads(graph: _Graph, _: ComputationNode, y: str) -> Any:
+    turned = graph.apply("Transpose", y, perm=[0, 2, 1, 3])
+    return graph.apply("Reshape", turned, graph.constant([0, 0, -1]))
+
+
+def _convolve(graph: _Graph, node: ComputationNode, x: str, weight: str) -> Any:
+    padding = [*node.attributes["padding"]] * 2
+    return graph.apply("Conv", x, weight, strides=[*node.attributes["stride"]], pads=padding)
+
+
+def _add_by_channel(graph: _Graph, node: ComputationNode, x: str, bias: str) -> Any:
+    shape = graph.constant([-1, *(1,) * (len(node.shape) - 2)])
+    return graph.apply("Add", x, graph.apply("Reshape", bias, shape))
+
+
+_OPERATIONS: Mapping[str, Callable[..., str]] = {
+    "add": _simple("Add"),
+    "add_by_channel": _add_by_channel,
+    "cast": lambda graph, node, x: x,  # all numbers are float32
+    "causal_scores": _causal_scores,
+    "convolve": _convolve,
+    "first_rows": _first_rows,
+    "flatten": _simple("Flatten"),
+    "gelu": _simple("Gelu", approximate="tanh"),
+    "layer_norm": lambda graph, node, *names: graph.apply(
+        "LayerNormalization", *names, epsilon=node.attributes["epsilon"]
+    ),
+    "matmul_transposed": _matmul_transposed,
+    "max_pool": lambda graph, node, x: graph.apply(
+        "MaxPool", x, kernel_shape=[*node.attributes["kernel"]],
+        strides=[*node.attributes["stride"]],
+    ),
+    "merge_heads": _merge_heads,
+    "relu": _simple("Relu"),
+    "rms_norm": _rms_norm,
+    "scores": _scores,
+    "sigmoid": _simple("Sigmoid"),
+    "silu": lambda graph, node, x: _silu(graph, x),
+    "softmax": _simple("Softmax"),
+    "split_heads": _split_heads,
+    "swiglu": _swiglu,
+    "take_rows": _simple("Gather"),
+    "tanh": _simple("Tanh"),
+    "weighted_sum": _simple("MatMul"),
+    "zero_columns": _zero_columns,
+}  # fmt: skip
