@@ -5,11 +5,12 @@ set -euo pipefail
 
 usage() {
     cat <<'EOT'
-usage: scripts/make_images.sh [loss] [fit_autograd] [custom_loop] [train_digits]
+usage: scripts/make_images.sh [loss] [fit_autograd] [custom_loop] [train_digits] [watch]
 
 Makes .venv (the first time only), trains these examples (default: all) as they are when no option is
 given, and copies their pictures to docs/images/. loss is README's: train_gpt, on two MPI ranks,
-minutes; the others take seconds each.
+minutes; the others take seconds each. watch is the page of `mpishard watch` in docs/watch.md; it is
+drawn only if it is named, because it needs chromium.
 EOT
 }
 
@@ -17,7 +18,7 @@ images=()
 for argument in "$@"; do
     case "$argument" in
         -h | --help) usage; exit ;;
-        loss | fit_autograd | custom_loop | train_digits) images+=("$argument") ;;
+        loss | fit_autograd | custom_loop | train_digits | watch) images+=("$argument") ;;
         *) refuse "there is no picture $argument; --help names them" ;;
     esac
 done
@@ -28,7 +29,11 @@ cd -- "$root"
 run="runs/images-$(date +%Y%m%d-%H%M%S)"
 mkdir -p docs/images
 for image in "${images[@]}"; do
-    if [ "$image" = loss ]; then
+    if [ "$image" = watch ]; then
+        "$python" tests/cli/draw_watch.py docs/images/watch.png
+        echo docs/images/watch.png
+        continue
+    elif [ "$image" = loss ]; then
         scripts/train.sh --name "${run#runs/}"
     else
         "$python" "examples/$image.py" --output "$run/$image"

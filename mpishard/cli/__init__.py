@@ -2,9 +2,10 @@
 
 Each command is a folder that begins with ``command.py``, or one module: ``run/`` starts a script
 on N ranks and watches it, ``doctor/`` examines an installation, ``verify/`` compares sharded with
-plain training, ``bench/`` measures; ``plan.py`` simulates pipeline schedules; ``checkpoint.py``,
-``trace.py`` and ``plot.py`` read what a run has written. This file has the table of commands. A
-command is imported when it is called, so that ``mpishard run`` does not wait for models.
+plain training, ``bench/`` measures, ``watch/`` shows a run on a page; ``plan.py`` simulates
+pipeline schedules; ``checkpoint.py``, ``trace.py`` and ``plot.py`` read what a run has written.
+This file has the table of commands. A command is imported when it is called, so that
+``mpishard run`` does not wait for models.
 
 Commands share ``tables.py``, ``wording.py`` (and refusals), ``probe.py`` (programs with a time
 limit) and ``machine.py``. They may import those, ``run/``, and every other room of mpishard; they
@@ -31,10 +32,11 @@ _COMMANDS: dict[str, dict[str, Any]] = {
     "checkpoint": {},
     "trace": {},
     "plot": {},
+    "watch": {},
 }
 """The commands, in the order of the help, and how each takes its arguments."""
 
-_FOLDERS = {"run", "doctor", "verify", "bench"}
+_FOLDERS = {"run", "doctor", "verify", "bench", "watch"}
 """Commands that are folders; the others are modules."""
 
 

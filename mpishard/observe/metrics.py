@@ -85,8 +85,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     ValueError
         If a line is no metrics, naming it.
     """
+    return parse_metrics(Path(path).read_text(encoding="utf-8", errors="replace"), path)
+
+
+def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the whole lines of ``text``, which was read from ``path``; see `read_metrics`."""
     records = []
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
     # What follows the last line break was being written when it was read.
     for number, line in enumerate(text.split("\n")[:-1], 1):
         try:

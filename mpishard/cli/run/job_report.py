@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mpishard import settings
 from mpishard.cli.run.logs import RankLogs
@@ -189,6 +191,25 @@ class JobEnd:
         if first is not None and first.exit_code:
             return f"{self._who(first)} {_how(first.exit_code)}"
         return f"the job ended with code {verdict.code}"
+
+    def summary(self, verdict: Verdict) -> dict[str, Any]:
+        """Return the end of the job and of each rank, for JSON."""
+        codes = {process.rank: process.exit_code for process in self.ended}
+        ranks = []
+        for rank, log in self.logs.items():
+            code = codes.get(rank)
+            last = log.last_call
+            ranks.append({
+                "rank": rank,
+                "host": log.host,
+                "pid": log.records[0].pid,
+                "kind": "left" if self._has_left(rank) and not code else "gone",
+                "state": _how(code) if code else log.end,
+                "call": "" if last is None else str(last),
+                "count": sum(record.count for record in log.records),
+            })  # fmt: skip
+        text = " ".join(verdict.lines) or self.cause(verdict)
+        return {"code": verdict.code, "text": text, "time": time.time(), "ranks": ranks}
 
     def fails(self, process: RankProcess) -> bool:
         """True if ``process`` ended in a way that the other ranks were not told of."""

@@ -18,15 +18,20 @@ from mpishard.communication.contract.status import records_in
 
 __all__ = [
     "CALLS",
+    "ENDED",
     "RankLogs",
     "check_log_folder",
     "folder_of_start",
     "held_log_folder",
+    "newest_start",
     "prepare_log_folder",
 ]
 
 CALLS = "calls"
 """Subfolder for the call logs that the ranks write; it is the job's own."""
+
+ENDED = "ended.json"
+"""File in the folder of a start: how it ended."""
 
 _RESTARTS = "restart-[0-9]*"
 
@@ -38,6 +43,12 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 def folder_of_start(folder: Path, restart_count: int) -> Path:
     """Return the folder of the ranks' logs after so many restarts, inside ``folder``."""
     return folder / f"restart-{restart_count}" if restart_count else folder
+
+
+def newest_start(folder: Path) -> Path:
+    """Return the folder of the last start of the job whose logs are in ``folder``."""
+    counts = [int(path.name.rpartition("-")[2]) for path in folder.glob("restart-[0-9]*")]
+    return folder_of_start(folder, max(counts, default=0))
 
 
 def check_log_folder(folder: Path) -> None:
@@ -104,7 +115,7 @@ def prepare_log_folder(folder: Path) -> Path | None:
     OSError
         If it cannot be written.
     """
-    names = ("rank-*.log", "rank-*.calls.txt", CALLS, _RESTARTS)
+    names = ("rank-*.log", "rank-*.calls.txt", CALLS, ENDED, _RESTARTS)
     old = [path for name in names for path in folder.glob(name)]
     if not old:
         return None
@@ -190,6 +201,16 @@ class RankLogs:
         """True if the rank waits in `last_call`."""
         record, last = self._last
         return last is not None and record.waits == last
+
+    @property
+    def newest(self) -> RankRecord:
+        """The record of the world that the rank used last."""
+        return self._last[0]
+
+    @property
+    def end(self) -> str:
+        """The last state of the process as its end, in words."""
+        return _ENDS[self.state]
 
     @property
     def _last(self) -> tuple[RankRecord, LoggedCall | None]:

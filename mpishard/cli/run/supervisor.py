@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import shutil
@@ -21,7 +22,7 @@ import typer
 from mpishard import settings
 from mpishard.cli.run.job_report import JobEnd, Outcome, Verdict, interrupted
 from mpishard.cli.run.launcher import Launcher
-from mpishard.cli.run.logs import CALLS, RankLogs
+from mpishard.cli.run.logs import CALLS, ENDED, RankLogs
 from mpishard.cli.run.notice import notice
 from mpishard.cli.run.rank_processes import (
     RankProcess,
@@ -216,6 +217,9 @@ class Supervisor:
                 (self.log_folder / f"rank-{rank}.calls.txt").write_text(
                     log.text(), encoding="utf-8"
                 )
+        if self.log_folder is not None:  # for `mpishard watch`
+            text = json.dumps(end.summary(verdict))
+            (self.log_folder / ENDED).write_text(text, encoding="utf-8")
         return Outcome(verdict, end.cause(verdict), end.called_init, seconds, self.log_folder)
 
     # ------------------------------------------------------------------------------------ watching

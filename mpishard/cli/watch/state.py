@@ -1,0 +1,245 @@
+"""The state of a run for its page: curves from its metrics, and ranks from their status pages."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start
+from mpishard.communication.contract.records import RankRecord
+from mpishard.communication.contract.status import records_in
+from mpishard.communication.diagnostics.stall import verdict
+from mpishard.observe.metrics import parse_metrics
+from mpishard.observe.timing import proportional_memory
+
+__all__ = ["Curves", "RunState"]
+
+_POINTS = 400
+"""Points of a curve on the page, at most: a bucket of steps is shown by its mean."""
+
+_STALLED_SECONDS = 3.0
+_WINDOWS = 120
+"""Points of the throughput: steps alone would show the noise of the machine."""
+
+_WORDS = {
+    "runs": "runs",
+    "waits": "waits",
+    "late": "in no collective",
+    "stopped": "stopped (SIGSTOP, Ctrl-Z or a debugger)",
+    "left": "left",
+    "gone": "its process is gone",
+}
+_MEMORY_SECONDS = 2.0
+_MEMORY_KEPT = 2000
+
+
+@dataclass
+class Curves:
+    """The figures of a metrics file that grows, read on from where the last look ended.
+
+    Parameters
+    ----------
+    path : Path
+        The file; it need not exist yet.
+    """
+
+    path: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    _file: tuple[int, int] = (0, 0)
+    _read: int = 0
+
+    def look(self) -> None:
+        """Read the lines that are new; all of them, if a resumed run has written another file.
+
+        Raises
+        ------
+        ValueError
+            If a line is no metrics.
+        """
+        try:
+            about = self.path.stat()
+        except FileNotFoundError:
+            about = None
+        identity = (0, 0) if about is None else (about.st_dev, about.st_ino)
+        if about is None or identity != self._file or about.st_size < self._read:
+            self.rows, self._read, self._file = [], 0, identity
+        if about is None or about.st_size == self._read:
+            return
+        with self.path.open("rb") as stream:
+            stream.seek(self._read)
+            new = stream.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self.rows += parse_metrics(whole.decode(errors="replace"), self.path)
+        self._read += len(whole)
+
+    @property
+    def modified(self) -> float | None:
+        """Time of the last line, in seconds since the epoch; None without a file."""
+        try:
+            return self.path.stat().st_mtime
+        except OSError:
+            return None
+
+    def figures(self) -> dict[str, Any]:
+        """Return the curves as lists of ``[x, y]``, and the figures of the last step."""
+        steps = [row for row in self.rows if "loss" in row]
+        tests = [row for row in self.rows if "validation_loss" in row]
+        return {
+            "last": steps[-1] if steps else {},
+            "loss": _curve([row["step"] for row in steps], [row["loss"] for row in steps]),
+            "validation": _curve(
+                [row["step"] for row in tests], [row["validation_loss"] for row in tests]
+            ),
+            "throughput": _throughput(steps),
+            "memory": _curve(
+                [row.get("time") for row in steps], [row.get("memory") for row in steps]
+            ),
+        }
+
+
+class RunState:
+    """A run's metrics and ranks, as they are when asked.
+
+    Parameters
+    ----------
+    run : Path
+        Folder with ``metrics.jsonl``, or a metrics file. It need not exist yet.
+    logs : Path
+        The folder of ``mpishard run --log-dir``.
+    """
+
+    def __init__(self, run: Path, logs: Path) -> None:
+        is_file = run.is_file() or run.suffix == ".jsonl"
+        self.run, self.logs = run, logs
+        self._curves = Curves(run if is_file else run / "metrics.jsonl")
+        self._memory: list[tuple[float, int]] = []  # of all ranks here: time, bytes
+        self._of_ranks: dict[int, int] = {}  # process -> bytes
+        self._measured = -math.inf
+
+    def now(self) -> dict[str, Any]:
+        """Return all that the page shows, for JSON."""
+        error = ""
+        try:
+            self._curves.look()
+        except (OSError, ValueError) as failure:
+            error = str(failure)
+        modified = self._curves.modified
+        folder = newest_start(self.logs)
+        ended = _read_ended(folder / ENDED)
+        records = [] if ended else _newest_worlds(records_in(folder / CALLS))
+        alive = [r for r in records if r.is_alive and not r.has_left]
+        if alive:
+            self._measure(alive)
+        return {
+            "run": str(self.run),
+            "logs": str(self.logs),
+            "exists": self.run.exists(),
+            "error": error,
+            "age": None if modified is None else max(0.0, time.time() - modified),
+            "ended": ended,
+            "is_running": bool(alive),
+            "verdict": _stall(records),
+            "ranks": ended["ranks"] if ended else self._ranks(records),
+            "processes": [[seconds, nbytes] for seconds, nbytes in _thinned(self._memory)],
+            **self._curves.figures(),
+        }
+
+    def _measure(self, alive: Sequence[RankRecord]) -> None:
+        """Note the memory of the ranks of this machine, at most every two seconds."""
+        now = time.monotonic()
+        here = [r.pid for r in alive if r.host == socket.gethostname()]
+        if now - self._measured < _MEMORY_SECONDS or not here:
+            return
+        self._measured = now
+        self._of_ranks = {pid: proportional_memory(pid) or 0 for pid in here}
+        self._memory = [*self._memory, (time.time(), sum(self._of_ranks.values()))][-_MEMORY_KEPT:]
+
+    def _ranks(self, records: Sequence[RankRecord]) -> list[dict[str, Any]]:
+        others_wait = any(_kind(record) == "waits" for record in records)
+        return [self._rank(record, others_wait) for record in records]
+
+    def _rank(self, record: RankRecord, others_wait: bool) -> dict[str, Any]:
+        kind, last = _kind(record), record.calls[-1] if record.calls else None
+        kind = "late" if others_wait and kind == "runs" else kind
+        state = _WORDS[kind]
+        if kind == "waits":
+            state += f" {record.waited:.0f} s"
+        elif kind == "late" and last is not None:
+            state += f" for {time.time() - last.time:.0f} s"
+        return {
+            "rank": record.launched_rank,
+            "host": record.host,
+            "pid": record.pid,
+            "kind": kind,
+            "state": state,
+            "call": str(record.waits or last or ""),
+            "count": record.count,
+            "memory": self._of_ranks.get(record.pid),
+        }
+
+
+def _kind(record: RankRecord) -> str:
+    if record.has_left:
+        return "left"
+    if not record.is_alive:
+        return "gone"
+    if record.is_stopped:
+        return "stopped"
+    return "waits" if record.waited > _STALLED_SECONDS else "runs"
+
+
+def _stall(records: Sequence[RankRecord]) -> str:
+    """Why the ranks wait, if one of them has waited for long, or is gone."""
+    kinds = {_kind(record) for record in records}
+    if not kinds & {"waits", "gone", "stopped"}:
+        return ""
+    return verdict(records, time.time())
+
+
+def _newest_worlds(records: Sequence[RankRecord]) -> list[RankRecord]:
+    """Return one record for each process: that of the world that it used last."""
+    logs = RankLogs.of_job(records)
+    return [log.newest for log in logs.values()]
+
+
+def _read_ended(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # the job runs; or the file is being written
+        return None
+    return found
+
+
+def _curve(x: Sequence[Any], y: Sequence[Any]) -> list[list[float]]:
+    """Return points whose x and y are both known, as many as a page shows."""
+    points = [(a, b) for a, b in zip(x, y, strict=True) if a is not None and b is not None]
+    return [list(point) for point in _thinned(points)]
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    if len(points) <= _POINTS:
+        return list(points)
+    buckets = np.array_split(np.array(points, np.float64), _POINTS)
+    return [(float(bucket[-1, 0]), float(bucket[:, 1].mean())) for bucket in buckets]
+
+
+def _throughput(steps: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Weight per second over windows of steps, by step."""
+    rows = [row for row in steps if row.get("time") is not None and row.get("weight") is not None]
+    width = max(1, len(rows) // _WINDOWS)
+    points = []
+    for start in range(0, len(rows) - width, width):
+        window = rows[start : start + width + 1]
+        seconds = window[-1]["time"] - window[0]["time"]
+        if seconds > 0:
+            amount = sum(row["weight"] for row in window[1:])
+            points.append([window[-1]["step"], amount / seconds])
+    return points
