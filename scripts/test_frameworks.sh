@@ -47,7 +47,7 @@ export OMP_NUM_THREADS=1
 export PATH="$venv/bin:$PATH" LD_LIBRARY_PATH="$venv/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 files=(
-    tests/torch tests/adapters/test_torch.py tests/adapters/test_jax.py
+    tests/torch tests/adapters/test_torch.py tests/adapters/test_jax.py tests/adapters/test_optax.py
     tests/examples/test_train_torch.py tests/examples/test_train_jax.py
 )
 [ $# = 0 ] || files=()

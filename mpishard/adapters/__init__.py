@@ -4,12 +4,14 @@ Begin with ``function_model.py``: one function that returns loss and gradient. `
 differentiates a NumPy function and ``jax.py`` one in JAX (``tree_model.py`` is what both share),
 ``torch.py`` holds a PyTorch module; all three compute on memory that mpishard chooses
 (``placed_vector.py``). ``parameter_tree.py`` turns nested dicts and lists of arrays into a flat
-vector. This room imports contracts, sharding, checkpoint and models.
+vector. ``optax.py`` makes update rules of optax transformations. This room imports contracts,
+sharding, checkpoint, models and optimizers.
 """
 
 from mpishard.adapters.autograd import AutogradModel
 from mpishard.adapters.function_model import FunctionModel
 from mpishard.adapters.jax import JaxModel
+from mpishard.adapters.optax import OptaxRule
 from mpishard.adapters.torch import TorchLoss, TorchModel
 
-__all__ = ["AutogradModel", "FunctionModel", "JaxModel", "TorchLoss", "TorchModel"]
+__all__ = ["AutogradModel", "FunctionModel", "JaxModel", "OptaxRule", "TorchLoss", "TorchModel"]

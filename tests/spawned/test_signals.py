@@ -146,7 +146,6 @@ def test_a_rank_that_has_finished_says_once_whom_it_waits_for():
 @pytest.mark.parametrize(
     ("given", "words"),
     [("MPISHARD_ARENA=off", "MPISHARD_ARENA is auto on rank 0, off on rank 1. "),
-     ("MPISHARD_ARENA=file", "MPISHARD_ARENA is auto on rank 0, file on rank 1. "),
      ("MPISHARD_TRACE=/tmp/mpishard-no-traces MPISHARD_VIRTUAL_NODES=2",
       "MPISHARD_TRACE is not set on rank 0, set on rank 1; MPISHARD_VIRTUAL_NODES is 1 on")],
 )  # fmt: skip

@@ -1,0 +1,228 @@
+"""An optax transformation as an update rule, on the elements that a rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.optimizers import Optimizer
+from mpishard.optimizers.rules.options import ParameterOptions
+from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
+
+__all__ = ["OptaxRule"]
+
+_SIDE = 128  # of a matrix that optax's Adafactor factors
+_SCALES = (1.0, 1e-6, 1e6, 1e12)  # of trial gradients: with any usual limit some are clipped
+_TOLERANCE = 1e-4  # of a trial's largest update, in float32
+
+
+class OptaxRule(Optimizer):
+    """An optax transformation that updates each element alone, such as ``optax.adamw(1e-3)``.
+
+    Each rank updates the elements that it owns, and holds their state; counts and other numbers
+    of the state are the same on all ranks. Both are saved in checkpoints, which other worlds can
+    read. The learning rate, its schedule and decay are the transformation's own; `learning_rate`
+    of this rule is 1, a factor of its updates.
+
+    A transformation that looks at more than one element would see a part of the parameters. It is
+    found by a trial when the rule is made: two halves of a matrix are updated alone, and must
+    become what the whole becomes.
+
+    Parameters
+    ----------
+    transformation : optax.GradientTransformation
+        Its state: arrays like the parameters, of their dtype, and numbers.
+    clip_global_norm : float, optional
+        As `Optimizer`: in place of ``optax.clip_by_global_norm``.
+    parameter_options : mapping, optional
+        As `Optimizer`, of ``frozen`` and ``learning_rate_scale``: in place of ``optax.masked``.
+
+    Raises
+    ------
+    ImportError
+        If JAX is not installed.
+    TypeError
+        For what is no transformation, or one that cannot be applied to a vector.
+    ValueError
+        For one that looks at more than one element, such as ``clip_by_global_norm``, ``lamb``,
+        ``adafactor`` or ``muon``; for a state of other arrays; for other options.
+    """
+
+    def __init__(
+        self,
+        transformation: Any,
+        *,
+        clip_global_norm: float | None = None,
+        parameter_options: ParameterOptions | None = None,
+    ) -> None:
+        try:
+            import jax
+        except ImportError as error:
+            raise ImportError("OptaxRule needs JAX: pip install 'mpishard[jax]'") from error
+        if not all(callable(getattr(transformation, name, None)) for name in ("init", "update")):
+            raise TypeError(
+                "transformation must be an optax.GradientTransformation, such as "
+                f"optax.adamw(1e-3), got {type(transformation).__name__}"
+            )
+        super().__init__(
+            1.0, clip_global_norm=clip_global_norm, parameter_options=parameter_options
+        )
+        for pattern, values in self.checked_options.items():
+            if unfit := {"learning_rate", "weight_decay"} & values.keys():
+                raise ValueError(
+                    f"parameter_options[{pattern!r}]: {unfit.pop()} is the transformation's own; "
+                    "learning_rate_scale and frozen can differ between parameters"
+                )
+        self.transformation = transformation
+        example = np.zeros(2, np.float32)
+        try:
+            self._mark, is_elementwise = _trial(transformation)
+            found, self._structure = jax.tree_util.tree_flatten_with_path(
+                jax.eval_shape(transformation.init, example)
+            )
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise TypeError(
+                f"the transformation cannot be applied to one vector: {error}. For masks and "
+                "labels use parameter_options"
+            ) from error
+        if not is_elementwise:
+            raise ValueError(
+                "the transformation looks at more than one element at a time (norms, matrices): "
+                "each rank has a part of the elements, and would find another update. Clip with "
+                "OptaxRule(..., clip_global_norm=1.0); mpishard.optimizers.LAMB is divided rightly"
+            )
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in found]
+        self._leaves = dict(zip(names, (leaf for _, leaf in found), strict=True))
+        for name, leaf in self._leaves.items():
+            is_vector = leaf.shape == example.shape and leaf.dtype == example.dtype
+            if not is_vector and (leaf.shape or leaf.dtype.kind not in "fiub"):
+                raise ValueError(
+                    f"the transformation's state {name!r} is {leaf.dtype.name} of shape "
+                    f"{leaf.shape} for parameters of float32 and shape (2,): only arrays like the "
+                    "parameters, and numbers, can be divided among ranks"
+                )
+
+        def advance(
+            parameters: Any, gradients: Any, state: list[Any], scale: Any, rate: Any
+        ) -> tuple[Any, list[Any]]:
+            tree = self._structure.unflatten(state)
+            updates, tree = transformation.update(gradients * scale, tree, parameters)
+            return parameters + rate * updates, jax.tree_util.tree_leaves(tree)
+
+        self._advance = jax.jit(advance)
+        self._first_state = jax.jit(
+            lambda parameters: jax.tree_util.tree_leaves(transformation.init(parameters))
+        )
+
+    def needed_state(self) -> tuple[str, ...]:
+        return tuple(name for name, leaf in self._leaves.items() if leaf.shape)
+
+    def fingerprint(self) -> dict[str, Any]:
+        # Its settings are hidden in closures: its updates tell two transformations apart.
+        return {**super().fingerprint(), "transformation": self._mark}
+
+    def update(
+        self,
+        parameters: Array,
+        gradients: Array,
+        state: Mapping[str, Array],
+        segments: Sequence[Segment],
+        context: UpdateContext,
+    ) -> None:
+        self.update_all([OwnedRange(parameters, gradients, state, segments)], context)
+
+    def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
+        """Update all ranges of this rank, in place."""
+        if context.loss is None:
+            raise NotImplementedError(
+                "an optax transformation keeps its counts with a model: use optimize, or a sharded "
+                "optimizer's step, in one process too"
+            )
+        before, after = context.numbers, dict[str, Any]()
+        for owned in ranges:
+            for span in self._option_ranges(owned.segments):
+                part = slice(span.start, span.stop)
+                rate = span.rate(context.step - 1, context.learning_rate)
+                after = self._update_part(owned, part, rate, before, context)
+        if not after:  # no element is here: the numbers go on, for a checkpoint
+            nothing = np.zeros(1, np.float32)
+            state = {name: nothing.copy() for name in self.needed_state()}
+            nowhere = OwnedRange(nothing, nothing.copy(), state, [])
+            after = self._update_part(nowhere, slice(None), 0.0, before, context)
+        before.update(after)
+
+    def _update_part(
+        self,
+        owned: OwnedRange,
+        part: slice,
+        rate: float,
+        before: Mapping[str, Any],
+        context: UpdateContext,
+    ) -> dict[str, Any]:
+        """Update one part of a range, and return the numbers of the state after it."""
+        parameters, gradients = owned.parameters[part], owned.gradients[part]
+        vectors = {name: vector[part] for name, vector in owned.state.items()}
+        if context.step == 1:
+            leaves = self._first_state(parameters)
+        else:
+            leaves = [
+                vectors[name] if leaf.shape
+                else np.asarray(before[name], _dtype(leaf, parameters))
+                for name, leaf in self._leaves.items()
+            ]  # fmt: skip
+        updated, leaves = self._advance(parameters, gradients, leaves, context.gradient_scale, rate)
+        if updated.dtype.itemsize < parameters.dtype.itemsize:
+            raise ValueError(
+                f"the parameters are {parameters.dtype.name}, and JAX computes in "
+                f'{updated.dtype.name}: call jax.config.update("jax_enable_x64", True) first'
+            )
+        after = {}
+        parameters[...] = updated
+        for (name, leaf), found in zip(self._leaves.items(), leaves, strict=True):
+            if leaf.shape:
+                vectors[name][...] = found
+            else:
+                after[name] = found.item()
+        return after
+
+
+def _dtype(leaf: Any, parameters: Array) -> Any:
+    """The dtype of a number of the state: a rate that is injected has the parameters'."""
+    return parameters.dtype if leaf.dtype.kind == "f" else leaf.dtype
+
+
+def _trial(transformation: Any) -> tuple[str, bool]:
+    """Return updates as text, and whether each depends on its own element alone.
+
+    Two halves of a matrix that are updated alone must become what the whole becomes.
+    """
+    import jax
+
+    generator = np.random.default_rng(0)
+    start = generator.standard_normal((_SIDE, _SIDE)).astype(np.float32)
+    gradients = [
+        (scale * generator.standard_normal(start.shape)).astype(np.float32) for scale in _SCALES
+    ]
+    half = start.size // 2
+    update, found = jax.jit(transformation.update), []
+    for part, shape in (
+        (slice(None), start.shape), (slice(half), (half,)), (slice(half, None), (half,)),
+    ):  # fmt: skip
+        parameters = start.ravel()[part].reshape(shape)
+        state = transformation.init(parameters)
+        steps = []
+        for gradient in gradients:
+            updates, state = update(gradient.ravel()[part].reshape(shape), state, parameters)
+            parameters = parameters + updates
+            steps.append(np.ravel(updates))
+        counts = [float(leaf) for leaf in jax.tree_util.tree_leaves(state) if np.ndim(leaf) == 0]
+        found.append((np.array(steps), counts))
+    (whole, counts), *halves = found
+    joined = np.concatenate([steps for steps, _ in halves], axis=1)
+    largest = np.abs(whole).max(axis=1, keepdims=True)
+    is_alike = np.all(np.abs(joined - whole) <= _TOLERANCE * largest)
+    is_elementwise = bool(is_alike) and all(own == counts for _, own in halves)
+    return " ".join(f"{value:.3g}" for value in whole[:, 0]), is_elementwise
