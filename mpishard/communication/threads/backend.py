@@ -445,7 +445,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         yield from self._open(call, None)
         first = self.peers[0]
-        makes = self._rank == first and settings.arena_sources()
+        makes = self._rank == first and settings.shares_memory()
         values = yield from self._meet(call, 1, anonymous_memory(nbytes) if makes else None)
         return values[first]
 

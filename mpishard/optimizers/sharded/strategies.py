@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from mpishard.arguments import as_integer, nearest
 from mpishard.contracts import IOptimizer
@@ -71,7 +71,7 @@ class FSDPOptimizer(ShardedOptimizerBase):
     Parameters and errors are those of `ShardedOptimizerBase`.
     """
 
-    model_class: ClassVar[type[ShardedModelBase]] = FSDPModel
+    model_class: type[ShardedModelBase] = FSDPModel
 
 
 class ZeRO3Optimizer(FSDPOptimizer):
