@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import re
 import signal
 import sys
 import types
@@ -13,7 +14,15 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.callbacks import CSVFile, EarlyStopping, JSONLines, TensorBoard, WandB, running
+from mpishard.callbacks import (
+    CSVFile,
+    EarlyStopping,
+    JSONLines,
+    ProgressLine,
+    TensorBoard,
+    WandB,
+    running,
+)
 from mpishard.errors import PeerError, Preempted
 from mpishard.observe import read_metrics
 from mpishard.testing.worlds import in_worlds
@@ -352,6 +361,34 @@ def test_a_loop_of_ones_own_has_the_same(backend, shared_path):
         (1, 1.0, 1), (2, 0.5, 2), (2, None, None), (3, 1 / 3, 3)
     ]  # fmt: skip
     assert (rows[2]["validation_loss"], rows[2]["validation_accuracy"]) == (0.5, 0.75)
+
+
+def test_progress_without_an_end(capsys):
+    def main(backend):
+        with running([ProgressLine()], backend, unit="tokens") as hooks:
+            for _ in range(3):
+                hooks.step(0.5, samples=64)
+            hooks.evaluate(0.25)
+            hooks.run.stop("enough")
+            hooks.step(0.5, samples=64)
+
+    ms.run_in_threads(2, main)
+    lines = [line.split("  ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert lines[0].startswith("step 1  loss 0.5000  ")
+    assert lines[1] == "step 3  loss 0.5000  validation loss 0.2500"
+    assert re.match(r"step 4  loss 0.5000  \S+ tokens/s$", lines[2])
+    assert len(lines) == 3
+
+
+def test_a_preempted_run_stops_after_its_save(tmp_path):
+    spy = Spy("on_step", 2, lambda run: signal.raise_signal(signal.SIGTERM))
+    with (
+        ms.InMemoryCommunicationBackend(0, 1, "hooks") as backend,
+        pytest.raises(Preempted, match="preempted after step 2 of 12; saved in"),
+    ):
+        train(backend, spy, checkpoint=tmp_path / "run")
+    assert [name for name, _ in spy.calls][-2:] == ["on_checkpoint", "on_stop"]
+    assert spy.steps("on_stop") == [2]
 
 
 def test_an_exception_in_a_loop_of_ones_own():
