@@ -272,6 +272,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _allowed_seconds(item) -> float:
+    """The limit of a test that has one of its own; a long test has, even if it is the usual 60."""
     limit = item.get_closest_marker("timeout")
     return limit.args[0] if limit is not None else 0.0
 

@@ -52,6 +52,7 @@ def test_no_program_of_readme_is_missed() -> None:
     assert len(programs_of("README.md")) == len(listed)
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.spawned
 @pytest.mark.parametrize(
     "under_mpi", [False, pytest.param(True, marks=needs_mpiexec)], ids=["alone", "mpi"]
