@@ -12,6 +12,7 @@ from mpishard.cli.doctor import gpu as doctor_gpu
 from mpishard.cli.doctor import host as doctor_host
 from mpishard.cli.doctor import job as doctor_job
 from mpishard.cli.doctor import mpi as doctor_mpi
+from mpishard.cli.doctor import shm as doctor_shm
 from mpishard.cli.doctor.finding import Verdict
 from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi, why_it_failed
 from mpishard.cli.probe import Answer, answer_line, ask, python_command
@@ -159,7 +160,7 @@ def test_a_job_that_fails_and_one_that_ends_badly(monkeypatch, programs, answers
     [
         ("auto", "memfd", OK, None),
         ("off", None, NOTE, "unset MPISHARD_ARENA"),
-        ("auto", None, NOTE, "mount -t proc proc /proc"),
+        ("auto", None, NOTE, doctor_shm.open_processes()),
     ],
 )
 def test_where_shared_memory_is_from(

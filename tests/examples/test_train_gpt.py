@@ -134,7 +134,7 @@ def test_a_killed_run_goes_on_at_another_world_size(tmp_path: Path) -> None:
     assert np.abs(np.subtract(losses(tmp_path / "killed", "run"), whole)).max() < 1e-10
 
 
-def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
+def test_a_finished_run_can_be_prolonged(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     trained(tmp_path, "short", *HYBRID, "-n", "4")
     sizes = ("--tensor-parallel-size", "1", "--data-parallel-size", "1")
     for steps, arguments, told in [
@@ -148,8 +148,13 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "runs" / "short" / "settings.json").read_text())
     assert kept["settings"]["steps"] == 20
     assert kept["spread"] == {"strategy": "zero2"}
-    refused = run(tmp_path, "--resume", "runs/short", "--micro-batches", "2")
-    assert "--micro-batches is for --strategy pipeline or hybrid" in refused.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", [str(SCRIPT), "--resume", "runs/short", "--micro-batches", "2"]
+    )
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert "--micro-batches is for --strategy pipeline or hybrid" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ def test_a_rank_that_never_comes_is_waited_for_so_long(scenario, waits, says):
     assert "    1: barrier() at " in table.split("rank 1: ")[1], ended
 
 
+@pytest.mark.timeout(60)
 @needs_mpi
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the process table of Linux")
 @pytest.mark.parametrize("way", ["plain", "job's folder", "mpishard run"])

@@ -98,6 +98,7 @@ def test_sigquit_shows_what_each_rank_does_and_it_goes_on(tmp_path):
     assert "in stuck_in_mpi" in ended.err, ended  # its stack, though Python makes no step
 
 
+@pytest.mark.timeout(60)
 def test_a_job_that_is_suspended_for_longer_than_the_limit_goes_on(tmp_path):
     with start(f"waits_until_asked {tmp_path / 'go'}", MPISHARD_TIMEOUT="4") as job:
         pids = job.ranks()

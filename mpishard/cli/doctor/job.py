@@ -16,6 +16,7 @@ import numpy as np
 from mpishard import settings
 from mpishard.cli.doctor.finding import Finding, note, ok, problem
 from mpishard.cli.doctor.mpi import MPIInstallation, why_it_failed
+from mpishard.cli.doctor.shm import open_processes
 from mpishard.cli.probe import answer_line, ask
 from mpishard.cli.wording import bytes_text, milliseconds
 from mpishard.communication import CommunicationBackend, init
@@ -66,8 +67,7 @@ def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
         return
     why, mend = "MPISHARD_ARENA is off", "unset MPISHARD_ARENA"
     if settings.shares_memory():
-        # Linux without /proc, or with another one in each rank's container.
-        why, mend = "one rank cannot open the other's memory (memfd)", "mount -t proc proc /proc"
+        why, mend = "one rank cannot open the other's memory (memfd)", open_processes()
     text = f"{why}: ranks of a machine send messages, which is several times slower"
     yield note(name, text, {"taken": None}, mend)
 
