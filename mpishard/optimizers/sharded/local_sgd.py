@@ -13,28 +13,17 @@ from mpishard.arrays import Array, array_namespace
 from mpishard.checkpoint import Pieces
 from mpishard.contracts import IOptimizer
 from mpishard.layout import ShardLayout
-from mpishard.models import (
-    DDPModel,
-    FSDPModel,
-    ShardedModelBase,
-    ZeRO1Model,
-    ZeRO2Model,
-    ZeRO3Model,
-)
+from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.state import ModelState
+from mpishard.optimizers.sharded.strategies import DATA_STRATEGIES
 from mpishard.sharding import Piece, ShardingConfiguration, pieces_within
 
 __all__ = ["LocalSGDOptimizer"]
-
-_STRATEGIES: dict[str, type[ShardedModelBase]] = {
-    "ddp": DDPModel, "zero1": ZeRO1Model, "zero2": ZeRO2Model, "zero3": ZeRO3Model,
-    "fsdp": FSDPModel,
-}  # fmt: skip
 
 
 class LocalSGDOptimizer(ShardedOptimizerBase):
@@ -90,14 +79,16 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         strategy: str = "ddp",
     ) -> None:
         super().__init__(wrapped_optimizer, config)
-        if strategy not in _STRATEGIES:
-            raise ValueError(f"strategy must be one of {', '.join(_STRATEGIES)}, got {strategy!r}")
+        if strategy not in DATA_STRATEGIES:
+            raise ValueError(
+                f"strategy must be one of {', '.join(DATA_STRATEGIES)}, got {strategy!r}"
+            )
         if strategy != "ddp" and config.replica_size is None:
             raise ValueError(
                 f"strategy={strategy!r} shards a replica over its ranks, and here each rank is a "
                 'replica: give ShardingConfiguration(replica_size=), a number of ranks or "node"'
             )
-        self.model_class = _STRATEGIES[strategy]
+        self.model_class = DATA_STRATEGIES[strategy]
         if as_integer("synchronization_period", synchronization_period) < 1:
             raise ValueError(
                 f"synchronization_period must be 1 or more, got {synchronization_period}"

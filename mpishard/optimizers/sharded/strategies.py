@@ -27,6 +27,7 @@ from mpishard.pipeline import IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = [
+    "DATA_STRATEGIES",
     "DDPOptimizer",
     "FSDPOptimizer",
     "HybridShardedOptimizer",
@@ -36,6 +37,13 @@ __all__ = [
     "ZeRO2Optimizer",
     "ZeRO3Optimizer",
 ]
+
+
+DATA_STRATEGIES: dict[str, type[ShardedModelBase]] = {
+    "ddp": DDPModel, "zero1": ZeRO1Model, "zero2": ZeRO2Model, "zero3": ZeRO3Model,
+    "fsdp": FSDPModel,
+}  # fmt: skip
+"""The strategies of models whose ranks all compute other samples."""
 
 
 class DDPOptimizer(ShardedOptimizerBase):
