@@ -31,7 +31,8 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
     else:
         module = models.mlp(1024, 8)
         x = y = generator.standard_normal((64, 1024), dtype=np.float32)
-    model = ms.as_distributed(TorchModel(module, models.loss_of), backend, "fsdp")
+    wrapped = TorchModel(module, models.loss_of)
+    model = ms.as_distributed(wrapped, backend, "fsdp", precision=arguments.precision)
     optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-3, weight_decay=0.01), backend, "fsdp")
     timing = time_chain(lambda: optimizer.step(model, x, y), arguments.steps, arguments.warmup)
     if backend.rank == 0:
@@ -41,6 +42,7 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=["mlp", "gpt"], default="mlp")
+    parser.add_argument("--precision", choices=["bfloat16"], default=None)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--json", type=Path, required=True)

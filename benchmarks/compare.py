@@ -53,13 +53,19 @@ def compare_steps(runner: Runner, model: str, peers: bool, adapter: bool, sample
     if adapter:
         row = runner.adapter_step(model)
         samples[f"{model} adapter"].append(median(row["seconds"]))
+        row = runner.adapter_step(model, "--precision", "bfloat16")
+        samples[f"{model} adapter bfloat16"].append(median(row["seconds"]))
     if peers:
         peer("fsdp2", "fsdp2", ranks=2)
+        peer("fsdp2 bfloat16", "fsdp2", "--bfloat16", ranks=2)
         peer("ddp", "ddp", ranks=2)
+        peer("ddp bfloat16", "ddp", "--bfloat16", ranks=2)
     ours(1)
     if peers:
         peer("single", "single")
-        peer("threads", "single", "--threads", "2", "--batch", str(2 * batch))
+        both = ("--threads", "2", "--batch", str(2 * batch))
+        peer("threads", "single", *both)
+        peer("threads bfloat16", "single", *both, "--bfloat16")
     ours(4)
 
 

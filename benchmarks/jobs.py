@@ -89,10 +89,10 @@ class Runner:
         self.peer = found["library"]
         return found
 
-    def adapter_step(self, model: str) -> dict[str, Any]:
+    def adapter_step(self, model: str, *options: str) -> dict[str, Any]:
         """The result of PyTorch's modules in mpishard's adapter."""
         steps, warmup = STEPS[model]
-        words = ["run", "-n", str(ADAPTER_STEP), "--model", model]
+        words = ["run", "-n", str(ADAPTER_STEP), "--model", model, *options]
         words += ["--steps", str(steps), "--warmup", str(warmup)]
         found: dict[str, Any] = self.ours(
             *words, ranks=2, python=self.adapter_python, MPISHARD_NUMBA="off"

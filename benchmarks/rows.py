@@ -113,6 +113,12 @@ ROWS = [
     # Both with numba, which the extra of bfloat16 is used with.
     Row("MLP step, bfloat16 / float32", "mlp ours 2 bfloat16", "mlp ours 2 numba", 0.66),
     Row("GPT step, bfloat16 / float32", "gpt ours 2 bfloat16", "gpt ours 2 numba", 0.60),
+    # Peers in their own mixed precision.
+    Row("MLP / FSDP2, both bfloat16", "mlp ours 2 bfloat16", "mlp fsdp2 bfloat16", 0.20),
+    Row("GPT / FSDP2, both bfloat16", "gpt ours 2 bfloat16", "gpt fsdp2 bfloat16", 0.48),
+    Row("MLP / PyTorch, 2 threads, autocast", "mlp ours 2 bfloat16", "mlp threads bfloat16", 0.90),
+    Row("GPT / PyTorch, 2 threads, autocast", "gpt ours 2 bfloat16", "gpt threads bfloat16", 0.65),
+    Row("GPT adapter / FSDP2, both bfloat16", "gpt adapter bfloat16", "gpt fsdp2 bfloat16", 0.65),
     Row("MLP step, checks on / off", "mlp checked", "mlp unchecked", 1.02),
     Row("GPT step, checks on / off", "gpt checked", "gpt unchecked", 1.02),
     *(

@@ -1,4 +1,4 @@
-"""A training loop written by hand: batches, schedule, accumulation, evaluation.
+"""A training loop written by hand: batches, schedule, accumulation, progress, evaluation.
 
 A small network learns to tell two spirals apart. The same training runs twice: with each rank's
 part of a batch at once, and in accumulated micro-batches, as for batches that do not fit into
@@ -39,14 +39,18 @@ def train(backend, arguments, micro_batches):
     optimizer = ms.as_distributed(ms.optimizers.AdamW(rate), backend, arguments.strategy)
     order = np.random.default_rng(7)  # one seed on every rank: the ranks agree on batches
     losses = []
-    for _ in range(arguments.steps):
-        batch = order.choice(len(x), BATCH, replace=False)
-        mine = batch[ms.ShardLayout(BATCH, backend.world_size).slice(backend.rank)]
-        *first, last = np.array_split(mine, micro_batches)
-        with model.accumulate():
-            for part in first:
-                optimizer.step(model, x[part], y[part])  # adds the gradient, without an update
-        losses.append(optimizer.step(model, x[last], y[last]))  # the mean over the whole batch
+    progress = ms.callbacks.ProgressLine()  # metrics files and early stopping would go here, too
+    with ms.callbacks.running([progress], backend, total_steps=arguments.steps) as hooks:
+        for _ in range(arguments.steps):
+            batch = order.choice(len(x), BATCH, replace=False)
+            mine = batch[ms.ShardLayout(BATCH, backend.world_size).slice(backend.rank)]
+            *first, last = np.array_split(mine, micro_batches)
+            with model.accumulate():
+                for part in first:
+                    optimizer.step(model, x[part], y[part])  # adds the gradient, and no update
+            losses.append(optimizer.step(model, x[last], y[last]))  # mean over the whole batch
+            if hooks.step(losses[-1], samples=BATCH):
+                break
     return model, losses
 
 

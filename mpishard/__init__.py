@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from mpishard.optimizers import (
         AsyncSGDOptimizer,
         DDPOptimizer,
+        ElasticOptimizer,
         FSDPOptimizer,
         GradientCompressionOptimizer,
         HybridShardedOptimizer,
@@ -75,6 +76,7 @@ __all__ = [
     "DDPModel",
     "DDPOptimizer",
     "DistributedStrategy",
+    "ElasticOptimizer",
     "FSDPModel",
     "FSDPOptimizer",
     "FunctionModel",
@@ -163,6 +165,7 @@ _ROOMS = {
     "optimizers": (
         "AsyncSGDOptimizer",
         "DDPOptimizer",
+        "ElasticOptimizer",
         "FSDPOptimizer",
         "GradientCompressionOptimizer",
         "HybridShardedOptimizer",

@@ -22,6 +22,7 @@ __all__ = [
     "check_path",
     "check_sizes",
     "is_size",
+    "name_of",
     "nearest",
     "take_plain_fields",
 ]
@@ -61,14 +62,19 @@ def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
     Raises
     ------
     ValueError
-        Naming the owner's class, for an array of several elements.
+        Naming the owner, for an array of several elements.
     """
     if getattr(value, "size", 1) != 1:
         raise ValueError(
-            f"the loss of {type(owner).__name__} must be one number, the {kind} over the samples; "
+            f"the loss of {name_of(owner)} must be one number, the {kind} over the samples; "
             f"got an array of shape {value.shape}"
         )
     return float(value.item() if hasattr(value, "item") else value)
+
+
+def name_of(owner: Any) -> str:
+    """Name of a user's object in messages: its ``described_as``, or that of its class."""
+    return getattr(owner, "described_as", None) or type(owner).__name__
 
 
 def as_flag(name: str, value: Any) -> bool:

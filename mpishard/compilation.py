@@ -29,7 +29,12 @@ def numba_module() -> ModuleType | None:
 
 
 def compile_loop(
-    loop: Callable[..., None], signature: Any, variant: str = "", **names: Any
+    loop: Callable[..., None],
+    signature: Any,
+    variant: str = "",
+    *,
+    sums_in_lanes: bool = False,
+    **names: Any,
 ) -> Callable[..., None]:
     """``loop`` as machine code, for one signature. It runs without Python's lock.
 
@@ -37,11 +42,13 @@ def compile_loop(
     ----------
     loop : function
         At the top of its module, where numba's cache finds it again. The operations of it are
-        neither reassociated nor contracted.
+        not contracted, nor reassociated unless ``sums_in_lanes`` is True.
     signature : numba signature
         Types of its arguments.
     variant : str
         Part, such as a dtype, that tells it from functions of the same name and code.
+    sums_in_lanes : bool
+        Whether sums may be made in the lanes of the processor's vectors, and then added up.
     names : object
         Values that it uses besides its module's globals.
     """
@@ -51,7 +58,9 @@ def compile_loop(
     processor = importlib.import_module("llvmlite.binding").get_host_cpu_name()
     name = "_".join(filter(None, [loop.__name__, variant, processor]))
     function = _renamed(loop, name, names)
-    options = {"nogil": True, "error_model": "numpy"}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    if sums_in_lanes:
+        options["fastmath"] = {"reassoc"}
     run: Callable[..., None]
     # Only the time tells whether numba compiles or has found code in its cache.
     notice = threading.Timer(_NOTICE_SECONDS, _say_that_it_compiles)
@@ -70,7 +79,7 @@ def compile_loop(
 @functools.cache
 def _say_that_it_compiles() -> None:
     """Log why the first step is slow; once in a process."""
-    _log.info("numba compiles update loops, a second or two each; later starts load them")
+    _log.info("numba compiles loops, a second or two each; later starts load them")
 
 
 @functools.cache

@@ -22,7 +22,6 @@ __all__ = [
     "MEMORY_TIMEOUT",
     "TRACE_EVENTS",
     "alike",
-    "arena_sources",
     "blas_thread_variables",
     "blas_threads_are_set",
     "check",
@@ -293,7 +292,7 @@ def check() -> None:
     ValueError
         Naming the variable, its allowed values, and its value.
     """
-    arena_sources()
+    shares_memory()
     log_level()
     virtual_nodes()
     mpi_timeout()
@@ -356,23 +355,19 @@ def _choice(name: str, *choices: str) -> str:
     return text
 
 
-_ARENA_SOURCES = ("memfd", "file")
+def shares_memory() -> bool:
+    """MPISHARD_ARENA: ``auto``, the default, lets the ranks of a node share memory.
 
-
-def arena_sources() -> tuple[str, ...]:
-    """MPISHARD_ARENA: where memory that a node's ranks share may come from, in order.
-
-    ``auto``, the default, tries all; ``memfd`` or ``file`` only that one; ``off``
-    none, so that everything travels as messages.
+    ``off`` does not, so that everything travels as messages.
     """
-    text = _choice("MPISHARD_ARENA", "auto", *_ARENA_SOURCES, "off")
-    return {"auto": _ARENA_SOURCES, "off": ()}.get(text, (text,))
+    return _choice("MPISHARD_ARENA", "auto", "off") == "auto"
 
 
 def numba_is_allowed() -> bool:
-    """MPISHARD_NUMBA: ``auto``, the default, compiles update rules, and copies, where numba is.
+    """MPISHARD_NUMBA: ``auto``, the default, compiles loops if numba is there; ``off`` does not.
 
-    ``off`` never does. The bits are the same.
+    Updates, copies and roundings have the same bits. Attention, GELU and layer norms in float32
+    and bfloat16 do not: sums and exponentials are rounded elsewhere.
     """
     return _choice("MPISHARD_NUMBA", "auto", "off") == "auto"
 

@@ -5,12 +5,13 @@ set -euo pipefail
 
 usage() {
     cat <<'EOT'
-usage: scripts/make_images.sh [loss] [fit_autograd] [custom_loop] [train_digits] [watch]
+usage: scripts/make_images.sh [loss] [fit_autograd] [custom_loop] [train_digits] [watch] [precisions]
 
 Makes .venv (the first time only), trains these examples (default: all) as they are when no option is
 given, and copies their pictures to docs/images/. loss is README's: train_gpt, on two MPI ranks,
 minutes; the others take seconds each. watch is the page of `mpishard watch` in docs/watch.md; it is
-drawn only if it is named, because it needs chromium.
+drawn only if it is named, because it needs chromium. precisions compares float32 and bfloat16 over
+three seeds, in six runs of 200 steps of train_gpt; only if it is named, too.
 EOT
 }
 
@@ -18,7 +19,7 @@ images=()
 for argument in "$@"; do
     case "$argument" in
         -h | --help) usage; exit ;;
-        loss | fit_autograd | custom_loop | train_digits | watch) images+=("$argument") ;;
+        loss | fit_autograd | custom_loop | train_digits | watch | precisions) images+=("$argument") ;;
         *) refuse "there is no picture $argument; --help names them" ;;
     esac
 done
@@ -32,6 +33,19 @@ for image in "${images[@]}"; do
     if [ "$image" = watch ]; then
         "$python" tests/cli/draw_watch.py docs/images/watch.png
         echo docs/images/watch.png
+        continue
+    elif [ "$image" = precisions ]; then
+        made=()
+        for seed in 0 1 2; do
+            for precision in float32 bfloat16; do
+                option=()
+                [ "$precision" = float32 ] || option=(--precision "$precision")
+                made+=("$run/$precision-$seed")
+                scripts/train.sh --new --name "${made[-1]#runs/}" --seed "$seed" --steps 200 \
+                    --validate-every 25 ${option[@]+"${option[@]}"}
+            done
+        done
+        "$python" -m mpishard plot --unit 'nats per byte' -o docs/images/precisions.png "${made[@]}"
         continue
     elif [ "$image" = loss ]; then
         scripts/train.sh --name "${run#runs/}"

@@ -83,7 +83,7 @@ hypothesis.settings.load_profile("full" if _is_full else "sample")
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """Ranks wait for each other, and jobs more so: more processes than cores, for ``-n auto``."""
-    share = 3 if config.getoption("markexpr") == "spawned" else 1.5
+    share = 4 if config.getoption("markexpr") == "spawned" else 1.5
     return min(int(share * usable_cores()), 12)
 
 
@@ -272,6 +272,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _allowed_seconds(item) -> float:
+    """The limit of a test that has one of its own; a long test has, even if it is the usual 60."""
     limit = item.get_closest_marker("timeout")
     return limit.args[0] if limit is not None else 0.0
 

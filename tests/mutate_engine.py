@@ -48,7 +48,7 @@ SPARED = {
     ("LayerChain.backward_input", "parameters.backend.progress()"): _PROGRESS,
     ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
         "a second wait: copies to the host block, and collectives wait for the GPU themselves",
-    ("TrainingRun.run", "self.data.progress"): "a flag of the user's, of the same name",
+    ("TrainingRun.__init__", "data.progress"): "a flag of the user's, of the same name",
 }  # fmt: skip
 
 # What no check reaches is for tests of its own, by function and text.
@@ -60,6 +60,8 @@ TESTED = {
         f"{_RESUME}::test_state_that_one_rank_cannot_take_back_ends_all",
     ("Preemption._any_of", "self._backend.all_reduce(said, ReductionOperation.MAX)"):
         f"{_SAVES}::test_a_rank_that_cannot_write_ends_all_at_the_same_step",
+    ("TrainingRun._one_step", "model.backend.all_reduce(np.array(wishes.own))"):
+        "callbacks/test_callbacks.py::test_a_wish_at_an_evaluation_stops_at_once",
     ("checkpoint_to_resume", "together(backend)"):
         f"{_RESUME}::test_all_hear_that_rank_0_cannot_look_for_a_checkpoint",
     ("checkpoint_to_resume", "share_path(backend, found)"):

@@ -106,7 +106,8 @@ CONFIGURATION = (
     "ShardingConfiguration(communication_backend, learning_rate=0.01, *, auto_sync_gradients=True, "
     "minimum_parameter_group_size=1024, enable_gradient_compression=False, "
     "cpu_offload_optimizer=False, cpu_offload_gradients=False, cpu_offload_parameters=False, "
-    "gradient_leaves=None, check_collectives=True, allow_nonfinite=False, precision=None)"
+    "gradient_leaves=None, check_collectives=True, allow_nonfinite=False, precision=None, "
+    "replica_size=None)"
 )
 MESH_MODEL = f"""
     {SHARDED_BASE} data_rank data_size micro_batch_count schedule estimated_bubble_fraction

@@ -21,6 +21,7 @@ PROGRAMS = {
     ),
     "fit_function": (["docs/tutorial.md"], r"decay and frequency: \[0\.7 2\.5\]", 2),
     "export_onnx": (["docs/exports.md"], r"as predicted, to 1e-5: True", 2),
+    "train_sklearn": (["docs/scikit-learn.md"], r"accuracy above 0.95: True", 2),
     "train_hdf5": (["docs/data-on-disk.md"], r"314 steps, accuracy above 0.9: True", 2),
 }
 # Programs that run only with --full: name, under MPI, and the test that covers them by default.
@@ -28,6 +29,8 @@ ELSEWHERE = {
     ("quickstart", False): "tests/test_public.py runs it and looks at what it saves",
     ("export_onnx", False): "tests/docs/test_pages.py runs it",
     ("export_onnx", True): "tests/exports/test_onnx.py writes a sharded model under mpiexec",
+    ("train_sklearn", False): "tests/docs/test_pages.py runs it",
+    ("train_sklearn", True): "tests/test_sklearn.py fits under mpiexec",
     ("train_hdf5", False): "tests/docs/test_pages.py runs it",
     ("train_hdf5", True): "tests/data/test_files.py trains from files under mpiexec",
     ("train_3d", True): "tests/models/test_mesh_equality.py trains on meshes under mpiexec",
@@ -49,6 +52,7 @@ def test_no_program_of_readme_is_missed() -> None:
     assert len(programs_of("README.md")) == len(listed)
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.spawned
 @pytest.mark.parametrize(
     "under_mpi", [False, pytest.param(True, marks=needs_mpiexec)], ids=["alone", "mpi"]

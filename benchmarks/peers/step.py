@@ -40,6 +40,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--memory", action="store_true", help="take resident memory too")
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="FSDP2's mixed precision; autocast in the others"
+    )
     arguments = parser.parse_args()
     by_model = {
         "mlp": (1024, 8, 64),
@@ -53,6 +56,8 @@ def parse() -> argparse.Namespace:
             setattr(arguments, name, default)
     if arguments.strategy == "single" and arguments.ranks != 1:
         parser.error(f"--strategy single is one rank, got --ranks {arguments.ranks}")
+    if arguments.strategy.startswith("mst") and arguments.ranks != 1:
+        parser.error(f"mpiexec -n {arguments.ranks} starts the ranks of mpishard, not --ranks")
     return arguments
 
 
@@ -104,11 +109,15 @@ def build(arguments: argparse.Namespace) -> tuple[Callable[[], Any], int]:
 
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     elif arguments.strategy == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        options = {}
+        if arguments.bfloat16:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            options["mp_policy"] = policy
         for block in models.blocks_of(model):
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, **options)
+        fully_shard(model, **options)
     elif arguments.strategy.startswith("mst"):
         import mpishard.torch as mst
 
@@ -120,9 +129,13 @@ def build(arguments: argparse.Namespace) -> tuple[Callable[[], Any], int]:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **choice)
 
+    is_cast = arguments.bfloat16 and arguments.strategy != "fsdp2"
+
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        models.loss_of(model(x), y).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            output = model(x)
+        models.loss_of(output.float(), y).backward()
         optimizer.step()
 
     return step, parameters

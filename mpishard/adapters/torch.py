@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -13,12 +14,16 @@ import numpy as np
 from mpishard.adapters.placed_vector import PlacedVectorModel
 from mpishard.arrays import Array, require_plain
 from mpishard.bfloat16 import is_bfloat16
+from mpishard.communication.contract.status import look_behind
 from mpishard.communication.init import blas_threads
 from mpishard.contracts import ILossFunction
 from mpishard.errors import ShardingError
 from mpishard.sharding import ParameterEntry
 
-__all__ = ["TorchLoss", "TorchModel", "check_module", "trainable_parameters"]
+__all__ = [
+    "TorchLoss", "TorchModel", "bytes_of", "check_module", "copy_range", "flat_gradient",
+    "prepare_torch", "take_bytes", "trainable_parameters",
+]  # fmt: skip
 
 
 def trainable_parameters(module: Any) -> list[tuple[str, Any]]:
@@ -43,7 +48,8 @@ def check_module(module: Any) -> None:
     odd = [f"{name} on {t.device}" for name, t in everything if t.device.type != "cpu"]
     if odd:
         raise ValueError(
-            f"mpishard computes with PyTorch on the CPU, and {_some(odd)}; use module.cpu()"
+            f"mpishard computes with PyTorch on the CPU, and {_some(odd)}; use module.cpu(), or "
+            "for tensors on meta module.to_empty(device='cpu') and reset_parameters()"
         )
     trainable = trainable_parameters(module)
     if not trainable:
@@ -81,6 +87,56 @@ def _some(names: Sequence[str]) -> str:
 
 
 _log = logging.getLogger("mpishard")
+
+
+def prepare_torch() -> None:
+    """Give PyTorch this rank's share of the cores, and let reports name the user's lines.
+
+    The share is that of the rank's BLAS, if `mpishard.init` has set one. Idempotent.
+    """
+    import torch
+
+    # Autograd and optimizers call our hooks.
+    look_behind(str(Path(torch.__file__).parent))
+    threads = blas_threads()
+    if threads is not None and torch.get_num_threads() > threads:
+        torch.set_num_threads(threads)
+        _log.info("%d PyTorch threads for each rank; torch.set_num_threads changes it", threads)
+
+
+def copy_range(
+    entries: Sequence[ParameterEntry], parameters: Sequence[Any], start: int, out: Array
+) -> None:
+    """Write the range of the flat vector that begins at ``start`` into ``out``."""
+    stop = start + out.size
+    for entry, parameter in zip(entries, parameters, strict=True):
+        first, last = max(start, entry.start), min(stop, entry.stop)
+        if first < last:
+            values = parameter.detach().reshape(-1).numpy()
+            out[first - start : last - start] = values[first - entry.start : last - entry.start]
+
+
+def bytes_of(tensor: Any) -> Array:
+    """Return the bytes of a tensor, in logical order: of a contiguous one, its memory."""
+    import torch
+
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def take_bytes(tensor: Any, raw: Array) -> None:
+    """Give a tensor the bytes that `bytes_of` returned on another rank."""
+    import torch
+
+    if not np.array_equal(bytes_of(tensor), raw):  # else it may be a view, or read-only
+        with torch.no_grad():
+            tensor.copy_(torch.from_numpy(raw.copy()).view(tensor.dtype).view(tensor.shape))
+
+
+def flat_gradient(gradient: Any) -> Array:
+    """Return a gradient as a dense vector; one of bfloat16 in float32."""
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    gradient = gradient.float() if gradient.itemsize == 2 else gradient
+    return gradient.detach().reshape(-1).numpy()
 
 
 class TorchModel(PlacedVectorModel):
@@ -190,12 +246,7 @@ class TorchModel(PlacedVectorModel):
     def fill_parameters(self, start: int, out: Array) -> None:
         if self._holder is not None:
             self._flat_vector()  # raises
-        stop = start + out.size
-        for entry, parameter in zip(self._entries, self._parameters, strict=True):
-            first, last = max(start, entry.start), min(stop, entry.stop)
-            if first < last:
-                values = parameter.detach().reshape(-1).numpy()
-                out[first - start : last - start] = values[first - entry.start : last - entry.start]
+        copy_range(self._entries, self._parameters, start, out)
 
     def obstacle_to_bfloat16(self) -> str | None:
         frozen = [(n, p) for n, p in self._module.named_parameters() if not p.requires_grad]
@@ -209,7 +260,7 @@ class TorchModel(PlacedVectorModel):
 
     def place_parameters(self, arrays: Sequence[Array], holder: str) -> None:
         super().place_parameters(arrays, holder)
-        _limit_threads()
+        prepare_torch()
 
     def _place(self, arrays: Sequence[Array]) -> None:
         import torch
@@ -221,14 +272,10 @@ class TorchModel(PlacedVectorModel):
             parameter.data = tensor.view(parameter.shape)
 
     def constants(self) -> Iterator[Array]:
-        return map(_raw, self._constants)
+        return map(bytes_of, self._constants)
 
     def set_constant(self, index: int, raw: Array) -> None:
-        import torch
-
-        tensor = self._constants[index]
-        if not np.array_equal(_raw(tensor), raw):  # else a view, or read-only: nothing to do
-            tensor.data.copy_(torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape))
+        take_bytes(self._constants[index], raw)
 
     # ---------------------------------------------------------------------------------- computing
 
@@ -338,16 +385,7 @@ class TorchLoss(ILossFunction):
 def _hand_over(receive: Callable[[int, Array], None], index: int, parameter: Any) -> None:
     """Hook: autograd's gradient of a parameter goes where gradients are gathered."""
     gradient, parameter.grad = parameter.grad, None
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
-    gradient = gradient.float() if gradient.itemsize == 2 else gradient
-    receive(index, gradient.numpy().reshape(-1))
-
-
-def _raw(tensor: Any) -> Array:
-    """The bytes of a tensor, in logical order: of a contiguous one, its memory."""
-    import torch
-
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    receive(index, flat_gradient(gradient))
 
 
 def _tensor(array: Array, dtype: np.dtype[Any]) -> Any:
@@ -369,13 +407,3 @@ def _check_array(name: str, array: Any) -> None:
         raise TypeError(
             f"{name} must be a NumPy array of samples: floats, integers or bools; got {shown}"
         )
-
-
-def _limit_threads() -> None:
-    """As many threads for torch as `mpishard.init` gave to this rank's BLAS, if it did."""
-    import torch
-
-    threads = blas_threads()
-    if threads is not None and torch.get_num_threads() > threads:
-        torch.set_num_threads(threads)
-        _log.info("%d PyTorch threads for each rank; torch.set_num_threads changes it", threads)

@@ -265,6 +265,5 @@ class Run:
             for reason, of in ranks.items()
         )
         total = "" if self.total_steps is None else f" of {self.total_steps}"
-        self.ending = f"stopped after step {step}{total}" + f": {told}" * bool(told)
         if self.rank == 0:
-            _log.info("%s", self.ending)
+            _log.info("stopped after step %d%s%s", step, total, f": {told}" * bool(told))

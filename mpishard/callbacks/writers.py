@@ -197,7 +197,7 @@ class ProgressLine(_Writer):
     """The line of progress: the short form is ``progress=True`` of a run."""
 
     def _open(self, run: Run, record: Record) -> None:
-        self._line = Progress(run.total_steps or 0, start=record.step, unit=f"{run.unit}/s")
+        self._line = Progress(run.total_steps, start=record.step, unit=f"{run.unit}/s")
         if run.announcement:
             self._line.announce(run.announcement)
         self._line.__enter__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -133,9 +134,10 @@ class Batches:
             try:
                 samples = take(dataset, wanted) if dataset is not None else None
             except Exception as error:
+                last = f" to {steps.stop}" if len(steps) > 1 else ""
                 error.add_note(
                     f"while reading {described(wanted)} of {name} ({place_of(dataset)}) for step "
-                    f"{steps.start + 1}"
+                    f"{steps.start + 1}{last}"
                 )
                 raise
             if samples is None or len(parts) == 1:
@@ -163,11 +165,13 @@ def _is_in_memory(dataset: Any) -> bool:
 
 def place_of(dataset: Any) -> str:
     """Class of a data set, and its file if it tells one."""
-    kind = type(dataset).__qualname__
-    file = getattr(dataset, "file", dataset)  # h5py and netCDF4: the data set's file
-    place = getattr(file, "filename", None) or getattr(dataset, "store_path", None)
-    name = getattr(dataset, "name", None)
-    return " ".join(str(word) for word in (kind, name, place and f"of {place}") if word)
+    name = place = None
+    with suppress(Exception):  # a data set whose file is closed may refuse anything
+        name = getattr(dataset, "name", None)
+        file = getattr(dataset, "file", dataset)  # h5py and netCDF4: the data set's file
+        place = getattr(file, "filename", None) or getattr(dataset, "store_path", None)
+    words = (type(dataset).__qualname__, name, place and f"of {place}")
+    return " ".join(str(word) for word in words if word)
 
 
 def described(indices: Indices) -> str:

@@ -94,7 +94,7 @@ class ParquetColumns:
     KeyError
         If a file has no such column, naming those that it has.
     ValueError
-        If a column has missing values, or lists of different lengths.
+        If a file is no Parquet file, or a column has missing values or lists of different lengths.
     """
 
     def __init__(self, path: Any, columns: str | Sequence[str]) -> None:
@@ -102,9 +102,13 @@ class ParquetColumns:
         self.filename = path if isinstance(path, str | Path) else ", ".join(map(str, path))
         self._columns = [columns] if isinstance(columns, str) else list(columns)
         self._is_single = isinstance(columns, str)
-        self._files = [parquet.ParquetFile(file) for file in _files(path)]
-        starts, self._groups = [0], []
-        for file in self._files:
+        starts: list[int] = [0]
+        self._groups: list[tuple[Any, int]] = []
+        for place in _files(path):
+            try:
+                file = parquet.ParquetFile(place)
+            except ValueError as error:  # pyarrow's does not name the file
+                raise ValueError(f"{place} is no Parquet file: {error}") from error
             names = file.schema_arrow.names
             missing = [name for name in self._columns if name not in names]
             if missing:

@@ -38,6 +38,7 @@ from mpishard.optimizers.rules.search import LBFGS
 from mpishard.optimizers.sharded.asynchronous import AsyncSGDOptimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.compression import GradientCompressionOptimizer
+from mpishard.optimizers.sharded.elastic import ElasticOptimizer
 from mpishard.optimizers.sharded.local_sgd import LocalSGDOptimizer
 from mpishard.optimizers.sharded.strategies import (
     DDPOptimizer,
@@ -65,6 +66,7 @@ __all__ = [
     "Cosine",
     "DDPOptimizer",
     "DatasetResult",
+    "ElasticOptimizer",
     "Exponential",
     "FSDPOptimizer",
     "FitDetectionResult",

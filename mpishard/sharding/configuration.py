@@ -14,7 +14,7 @@ __all__ = ["ShardingConfiguration", "shared_choices"]
 _SHARED = (
     "auto_sync_gradients", "minimum_parameter_group_size", "enable_gradient_compression",
     "cpu_offload_optimizer", "cpu_offload_gradients", "cpu_offload_parameters", "gradient_leaves",
-    "check_collectives", "allow_nonfinite", "precision",
+    "check_collectives", "allow_nonfinite", "precision", "replica_size",
 )  # fmt: skip
 
 
@@ -88,6 +88,10 @@ class ShardingConfiguration:
         and optimizer state: products are summed in float32, and weight gradients are float32.
         For a float32 model of `mpishard.nn` on the host. Default: None, the model's dtype. See
         the page "Mixed precision". float16 is not offered, because it needs loss scaling.
+    replica_size : int or "node", optional
+        Number of ranks, consecutive ones, that hold one replica of the model together, for
+        `LocalSGDOptimizer`: inside a replica the strategy goes on as ever, and the replicas are
+        trained apart. "node" means all ranks of a node. Default: None, one replica of all ranks.
 
     Raises
     ------
@@ -96,7 +100,8 @@ class ShardingConfiguration:
         is none.
     ValueError
         If ``learning_rate`` is not above 0, the group size is below 1, ``gradient_leaves``
-        is no power of two, or ``precision`` is another one.
+        is no power of two, ``precision`` is another one, or ``replica_size`` does not divide the
+        world, or "node" is given and the nodes do not have as many ranks each, consecutive ones.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class ShardingConfiguration:
         check_collectives: bool = True,
         allow_nonfinite: bool = False,
         precision: str | None = None,
+        replica_size: int | str | None = None,
     ) -> None:
         if not isinstance(communication_backend, CommunicationBackend):
             raise TypeError(
@@ -132,6 +138,7 @@ class ShardingConfiguration:
         self.check_collectives = check_collectives
         self.allow_nonfinite = allow_nonfinite
         self.precision = precision
+        self._replica_size = self._checked_replica_size(replica_size)
 
     def __repr__(self) -> str:
         """The backend, and the choices that are not the defaults."""
@@ -197,6 +204,30 @@ class ShardingConfiguration:
     def communication_backend(self) -> CommunicationBackend:
         """The backend of this rank."""
         return self._backend
+
+    @property
+    def replica_size(self) -> int | None:
+        """Number of ranks that hold one replica; None if all do. Read-only."""
+        return self._replica_size
+
+    def _checked_replica_size(self, given: int | str | None) -> int | None:
+        if given is None:
+            return None
+        size, world = given, self._backend.world_size
+        if given == "node":
+            self._backend.initialize()
+            size, rest = divmod(world, self._backend.node_count)
+            first = self._backend.rank // size * size if size else 0
+            if rest or tuple(self._backend.peers) != tuple(range(first, first + size)):
+                raise ValueError(
+                    'replica_size="node" needs as many ranks on each node, and consecutive ones; '
+                    f"rank {self._backend.rank} of {world} on {self._backend.node_count} nodes "
+                    f"shares its node with {list(self._backend.peers)}: start the job with its "
+                    "ranks by node, or give a number"
+                )
+        if as_integer("replica_size", size) < 1 or world % int(size):
+            raise ValueError(f"replica_size must divide the {world} ranks of the world, got {size}")
+        return int(size)
 
     @property
     def learning_rate(self) -> float:

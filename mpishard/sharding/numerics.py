@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 import threadpoolctl
 
+from mpishard.compilation import numba_module
+
 __all__ = ["numerics_differences", "numerics_fingerprint"]
 
 
@@ -15,17 +17,18 @@ def numerics_fingerprint() -> dict[str, str]:
     """Versions, kernels and threads that the bits of this process's results depend on.
 
     Two processes that differ in any of them may round differently: BLAS kernels and numbers of
-    threads add products in other orders, and NumPy's vector instructions have functions of their
-    own.
+    threads add products in other orders, and NumPy's vector instructions, and numba's loops over
+    float32, have functions of their own.
 
     Returns
     -------
     dict of str to str
         ``numpy``: its version; ``processor``: the architecture; ``simd``: the vector instructions
         that NumPy found; ``blas``: its library and version; ``blas_kernel``, ``blas_threads``:
-        what the library has chosen. Those of BLAS are "unknown" for a library that threadpoolctl
-        does not know. Where GPUs compute it says nothing of them.
+        what the library has chosen, "unknown" for a library that threadpoolctl does not know;
+        ``loops``: numba's version, or "NumPy". Where GPUs compute it says nothing of them.
     """
+    numba = numba_module()
     simd = np.show_config(mode="dicts").get("SIMD Extensions", {})
     libraries = [i for i in threadpoolctl.threadpool_info() if i["user_api"] == "blas"]
     # SciPy may have loaded another one, which NumPy does not use.
@@ -38,6 +41,7 @@ def numerics_fingerprint() -> dict[str, str]:
         "blas": f"{blas['internal_api']} {blas['version']}" if blas else "unknown",
         "blas_kernel": str(blas.get("architecture", "unknown")),
         "blas_threads": str(blas.get("num_threads", "unknown")),
+        "loops": "NumPy" if numba is None else f"numba {numba.__version__}",
     }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
+from mpishard.adapters.torch import bytes_of, take_bytes
 from mpishard.communication import CommunicationBackend
 
 __all__ = ["Buffers"]
@@ -62,14 +62,11 @@ class Buffers:
     def _send(self, tensors: list[Any]) -> None:
         if not tensors or self._backend.world_size == 1:
             return
-        raw = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
+        raw = [bytes_of(tensor) for tensor in tensors]
         packed = self._backend.broadcast(np.concatenate(raw), root=0)
         if self._backend.rank == 0:
             return
         position = 0
         for tensor, old in zip(tensors, raw, strict=True):
-            new = packed[position : position + old.size]
+            take_bytes(tensor, packed[position : position + old.size])
             position += old.size
-            if not np.array_equal(old, new):  # else it may be read-only, or a view of another
-                with torch.no_grad():
-                    tensor.copy_(torch.from_numpy(new.copy()).view(tensor.dtype).view(tensor.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from mpishard.adapters.torch import check_module
-from mpishard.arrays import Array, reuse_freed_memory
+from mpishard.adapters.torch import check_module, copy_range, flat_gradient
+from mpishard.arrays import reuse_freed_memory
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.status import called_as
 from mpishard.communication.tracing.recorder import current_recorder
@@ -132,7 +133,7 @@ class ShardedModule:
             slots = self.layout.allocate_slots(length, 1)
             self.gradients = ReplicatedGradients(self.layout, slots[0] if slots else None)
         ModelVector(self.placement).deal(
-            self.parameters, backend, functools.partial(_fill, held, self.entries)
+            self.parameters, backend, functools.partial(copy_range, self.entries, held)
         )
         self.parts: list[Part] = []
         self._places: list[tuple[Any, str]] = []
@@ -195,7 +196,7 @@ class ShardedModule:
                 native_gradient.__set__(parameter, None)
                 place = len(self.parts)
                 parameter.register_post_accumulate_grad_hook(
-                    functools.partial(self._receive, place)
+                    functools.partial(_receive, weakref.ref(self), place)
                 )
                 self.parts.append(part)
                 self._places.append(places[index])
@@ -204,18 +205,15 @@ class ShardedModule:
 
     # ----------------------------------------------------------------------------- backward passes
 
-    @called_as("backward()")
-    def _receive(self, place: int, parameter: Any) -> None:
-        """Hook: autograd has the gradient of a parameter."""
+    def receive(self, place: int, parameter: Any) -> None:
+        """Take the gradient of a parameter, which autograd has."""
         gradient = native_gradient.__get__(parameter)
         native_gradient.__set__(parameter, None)
         if self._arrivals is None:
             self._begin()
         assert self._arrivals is not None
-        gradient = gradient.detach()
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
         self._flags[place] = 1
-        self._arrivals.receive(self.parts[place].index, gradient.reshape(-1).numpy())
+        self._arrivals.receive(self.parts[place].index, flat_gradient(gradient))
 
     def _begin(self) -> None:
         """Open a backward pass, of which the first gradient is here."""
@@ -361,6 +359,14 @@ class ShardedModule:
         self._step.enter_context(step_span(self._updates))
 
 
+@called_as("backward()")
+def _receive(owner: weakref.ref[ShardedModule], place: int, parameter: Any) -> None:
+    """Hook of a parameter. PyTorch hides it from the garbage collector, so it owns nothing."""
+    sharded = owner()
+    assert sharded is not None
+    sharded.receive(place, parameter)
+
+
 def _forward_begins(module: Any, _inputs: Any) -> None:
     """Hook of a module in a run that is traced."""
     owner = vars(module)[_ATTRIBUTE]
@@ -395,16 +401,6 @@ def _placeable(module: Any) -> tuple[list[Any], list[tuple[Any, str]], list[Para
             places.append((inner, name))
             start += parameter.numel()
     return held, places, entries
-
-
-def _fill(held: Sequence[Any], entries: Sequence[ParameterEntry], start: int, out: Array) -> None:
-    """Write the range of the vector that begins at ``start`` into ``out``."""
-    stop = start + out.size
-    for entry, parameter in zip(entries, held, strict=True):
-        first, last = max(start, entry.start), min(stop, entry.stop)
-        if first < last:
-            values = parameter.detach().reshape(-1).numpy()
-            out[first - start : last - start] = values[first - entry.start : last - entry.start]
 
 
 def shard(

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import builtins
-import logging
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
+from mpishard.adapters.torch import prepare_torch
 from mpishard.communication import CommunicationBackend
 from mpishard.communication import init as init_backend
-from mpishard.communication.contract.status import look_behind
-from mpishard.communication.init import blas_threads
 from mpishard.errors import NotInitializedError
 
 __all__ = ["barrier", "current_world", "init", "print", "rank", "world_size"]
-
-_log = logging.getLogger("mpishard")
-
-# Autograd and optimizers call our hooks: reports name the user's line that called PyTorch.
-look_behind(str(Path(torch.__file__).parent))
 
 # One for each thread-rank, as a thread has a context of its own.
 _world: ContextVar[CommunicationBackend | None] = ContextVar("torch_world", default=None)
@@ -51,10 +41,7 @@ def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBac
     """
     world = init_backend(backend)
     _world.set(world)
-    threads = blas_threads()
-    if threads is not None and torch.get_num_threads() > threads:
-        torch.set_num_threads(threads)
-        _log.info("%d PyTorch threads for each rank; torch.set_num_threads changes it", threads)
+    prepare_torch()
     return world
 
 

@@ -112,6 +112,7 @@ def compare(*arguments):
     )
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.spawned
 def test_report_and_refusal(tmp_path):
     path = tmp_path / "results.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import re
 import signal
 import sys
 import types
@@ -13,7 +14,15 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.callbacks import CSVFile, EarlyStopping, JSONLines, TensorBoard, WandB, running
+from mpishard.callbacks import (
+    CSVFile,
+    EarlyStopping,
+    JSONLines,
+    ProgressLine,
+    TensorBoard,
+    WandB,
+    running,
+)
 from mpishard.errors import PeerError, Preempted
 from mpishard.observe import read_metrics
 from mpishard.testing.worlds import in_worlds
@@ -135,6 +144,26 @@ def test_a_wish_at_an_evaluation_stops_at_once(backend):
         backend, Spy("on_evaluate", 8, lambda run: run.stop() if run.rank == 2 else None)
     )
     assert result.iterations == 8
+
+
+@pytest.mark.parametrize("kind", ["gradient leaves", "hybrid", "local SGD"])
+@in_worlds(4)
+def test_a_wish_travels_in_every_kind_of_step(backend, kind):
+    leaves = 4 if kind == "gradient leaves" else None
+    config = ms.ShardingConfiguration(backend, gradient_leaves=leaves)
+    strategy = {"hybrid": "hybrid", "local SGD": "ddp"}.get(kind, "fsdp")
+    degrees = {"pipeline_parallel_size": 2} if kind == "hybrid" else {}
+    model = ms.as_distributed(ms.nn.MLP([5, 7, 2], seed=1), config, strategy, **degrees)
+    rule = ms.optimizers.SGD(0.01)
+    if kind == "local SGD":
+        optimizer = ms.LocalSGDOptimizer(rule, config)
+    else:
+        optimizer = ms.as_distributed(rule, config, strategy, **degrees)
+    spy = Spy("on_step", 2, lambda run: run.stop() if run.rank == 3 else None)
+    data = ms.OptimizationInputData(
+        model=model, x_train=X, y_train=Y, batch_size=8, progress=False, callbacks=[spy]
+    )
+    assert optimizer.optimize(data).iterations == 3
 
 
 @in_worlds(2)
@@ -352,6 +381,34 @@ def test_a_loop_of_ones_own_has_the_same(backend, shared_path):
         (1, 1.0, 1), (2, 0.5, 2), (2, None, None), (3, 1 / 3, 3)
     ]  # fmt: skip
     assert (rows[2]["validation_loss"], rows[2]["validation_accuracy"]) == (0.5, 0.75)
+
+
+def test_progress_without_an_end(capsys):
+    def main(backend):
+        with running([ProgressLine()], backend, unit="tokens") as hooks:
+            for _ in range(3):
+                hooks.step(0.5, samples=64)
+            hooks.evaluate(0.25)
+            hooks.run.stop("enough")
+            hooks.step(0.5, samples=64)
+
+    ms.run_in_threads(2, main)
+    lines = [line.split("  ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert lines[0].startswith("step 1  loss 0.5000  ")
+    assert lines[1] == "step 3  loss 0.5000  validation loss 0.2500"
+    assert re.match(r"step 4  loss 0.5000  \S+ tokens/s$", lines[2])
+    assert len(lines) == 3
+
+
+def test_a_preempted_run_stops_after_its_save(tmp_path):
+    spy = Spy("on_step", 2, lambda run: signal.raise_signal(signal.SIGTERM))
+    with (
+        ms.InMemoryCommunicationBackend(0, 1, "hooks") as backend,
+        pytest.raises(Preempted, match="preempted after step 2 of 12; saved in"),
+    ):
+        train(backend, spy, checkpoint=tmp_path / "run")
+    assert [name for name, _ in spy.calls][-2:] == ["on_checkpoint", "on_stop"]
+    assert spy.steps("on_stop") == [2]
 
 
 def test_an_exception_in_a_loop_of_ones_own():

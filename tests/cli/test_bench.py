@@ -251,6 +251,7 @@ def test_refuses_a_rank_that_would_start_ranks(monkeypatch):
     assert "PMI_SIZE is set" in ended.stderr
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.spawned
 def test_starts_its_ranks(tmp_path):
     pytest.importorskip("mpi4py")

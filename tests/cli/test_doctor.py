@@ -374,6 +374,7 @@ def test_exit_code(monkeypatch, verdict, code):
 # ---------------------------------------------------------------------------------------- processes
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.spawned
 def test_the_whole_report():
     job = subprocess.run(

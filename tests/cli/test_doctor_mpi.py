@@ -17,7 +17,6 @@ from mpishard.cli.doctor.finding import Verdict
 from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi, why_it_failed
 from mpishard.cli.probe import Answer, answer_line, ask, python_command
 from mpishard.cli.run.launcher import Launcher, MPIFamily, MPILibrary
-from mpishard.communication.mpi import node_memory as arena
 
 OK, NOTE, PROBLEM = Verdict
 MPICH = MPILibrary("MPICH Version:      5.0.2", Path("/opt/mpich/lib/libmpi.so"))
@@ -157,33 +156,27 @@ def test_a_job_that_fails_and_one_that_ends_badly(monkeypatch, programs, answers
 
 
 @pytest.mark.parametrize(
-    ("variable", "works", "taken", "verdict", "mend"),
+    ("variable", "taken", "verdict", "mend"),
     [
-        ("auto", ["file"], "file", OK, None),
-        ("off", ["memfd"], None, NOTE, "unset MPISHARD_ARENA"),
-        ("memfd", ["file"], None, NOTE, "unset MPISHARD_ARENA"),
-        ("auto", [], None, NOTE, doctor_shm.larger_folder()),
+        ("auto", "memfd", OK, None),
+        ("off", None, NOTE, "unset MPISHARD_ARENA"),
+        ("auto", None, NOTE, doctor_shm.open_processes()),
     ],
 )
 def test_where_shared_memory_is_from(
-    monkeypatch, programs, variable, works, taken, verdict, mend, answers
+    monkeypatch, programs, variable, taken, verdict, mend, answers
 ):
     monkeypatch.setenv("MPISHARD_ARENA", variable)
     mpi = MPIInstallation(MPICH, Launcher(programs("mpiexec", HYDRA_SAYS), MPICH))
     reply = {
-        "world_size": 2, "nodes": 1, "barrier": 2e-6, "arena": None,
+        "world_size": 2, "nodes": 1, "barrier": 2e-6, "arena": 1e-3 if taken else None,
         "messages": {str(nbytes): 1e-3 for nbytes in doctor_job.SIZES},
-        "sources": {source: source in works for source in doctor_job.SOURCES},
     }  # fmt: skip
     answers(doctor_job, reply)
     found = by_name(doctor_job.look_at_a_job(mpi))
     assert found["job.arena"].value["taken"] == taken
     assert (found["job.arena"].verdict, found["job.arena"].mend) == (verdict, mend)
     assert "64 MiB 1.00 ms (67 GB/s)" in found["job.all_reduce"].text
-
-
-def test_sources_are_those_of_the_arena():
-    assert tuple(arena._SOURCES) == doctor_job.SOURCES
 
 
 def test_settings_that_ranks_refuse(monkeypatch, programs):

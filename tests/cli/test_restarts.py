@@ -157,6 +157,13 @@ def test_fewer_ranks_where_a_host_is_lost_and_more_when_it_is_back(told):
     assert job.lines[2] == f"{LINE}; restart 3 of 5 with 4 ranks in 4 s"
 
 
+def test_more_ranks_where_hosts_have_free_slots(told):
+    hosts = [Host("a", 4), Host("b", 4)]
+    lost = lost_in_turn(["b"], [])
+    job = told(failed(), failed(), WELL, hosts=hosts, most=2, max_ranks=6, find_lost=lost)
+    assert [ranks for _, ranks, _ in job.starts] == [4, 4, 6]
+
+
 def test_free_slots_take_the_ranks_of_a_lost_host(told):
     hosts = [Host("a", 3), Host("b", 2), Host("c", 3)]
     job = told(failed(), WELL, hosts=hosts, most=1, find_lost=lambda: ["b"], ranks=6)

@@ -288,6 +288,11 @@ def is_running(pid):
             ["-n", "2", "--max-restarts", "1", "--min-ranks", "1", "SCRIPT"],
             "--min-ranks 1 is for jobs whose hosts may be lost: give --hosts",
         ),
+        (["-n", "2", "--max-ranks", "4", "SCRIPT"], "--max-ranks 4 is for restarts: give --max-re"),
+        (
+            ["-n", "2", "--max-restarts", "1", "--hosts", "a,b", "--max-ranks", "1", "SCRIPT"],
+            "--max-ranks must be 2, the job's ranks, or more; got 1",
+        ),
         (["-n", "two", "SCRIPT"], "Invalid value for '-n'"),
         (["SCRIPT"], "give the number of ranks before the script: -n 4 SCRIPT"),
         (["-n", "2"], "Missing argument"),

@@ -546,6 +546,7 @@ def test_sequence_parallelism_without_a_sequence_ends_with_2_and_two_lines(file:
     assert ended.stderr.startswith("mpishard verify: --sequence-parallel is for models of sequen")
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.spawned
 def test_a_fault_on_one_mpi_rank_is_found(file: str) -> None:
     pytest.importorskip("mpi4py")

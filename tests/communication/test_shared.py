@@ -189,10 +189,8 @@ def test_without_memory_to_share_there_is_none(backend, messages_only):
     assert backend.all_reduce(np.ones(100))[0] == backend.world_size
 
 
-@pytest.mark.parametrize("source", ["memfd", "file"])
 @pytest.mark.mpi
-def test_every_source_serves(backend, source, monkeypatch):
-    monkeypatch.setenv("MPISHARD_ARENA", source)
+def test_ranks_of_a_node_share_memory(backend):
     handles = len(list(Path("/proc/self/fd").iterdir()))
     shared = backend.allocate_shared(300_000, np.float32)
     assert not shared.any()
@@ -213,26 +211,13 @@ def test_every_source_serves(backend, source, monkeypatch):
 
 
 @pytest.mark.mpi
-def test_a_small_dev_shm_is_no_crash(backend, monkeypatch):
-    class Full:
-        f_bavail, f_frsize = 10, 4096
-
-    monkeypatch.setattr(arena.os, "statvfs", lambda path: Full)
-    monkeypatch.setenv("MPISHARD_ARENA", "file")
-    assert backend.allocate_shared(100_000, np.float64) is None
-    monkeypatch.setenv("MPISHARD_ARENA", "auto")
-    assert backend.allocate_shared(100_000, np.float64) is not None
-
-
-@pytest.mark.mpi
-def test_a_source_that_fails_on_one_rank_serves_nobody(backend, monkeypatch):
+def test_memory_that_one_rank_cannot_map_serves_nobody(backend, monkeypatch):
     if backend.rank == backend.world_size - 1:
 
         def refuse(*_: object) -> None:
             raise OSError(errno.EPERM, "not here")
 
         monkeypatch.setattr(arena.mmap, "mmap", refuse)
-    monkeypatch.setenv("MPISHARD_ARENA", "memfd")
     assert backend.allocate_shared(1000, np.float64) is None
 
 
@@ -242,7 +227,6 @@ def test_where_a_rank_has_nothing_left_messages_are_sent(backend, monkeypatch, c
     def refuse(*_: object) -> None:
         raise OSError(code, "nothing left")
 
-    monkeypatch.setenv("MPISHARD_ARENA", "memfd")
     last = backend.world_size - 1
     if backend.rank == last:
         monkeypatch.setattr(arena.mmap, "mmap", refuse)

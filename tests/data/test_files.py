@@ -210,6 +210,18 @@ def test_a_read_that_fails_on_one_rank_names_the_file_and_ends_all():
     assert not [t for t in threading.enumerate() if "mpishard-reading" in t.name]
 
 
+def test_a_file_that_is_closed_too_early_says_which_samples_were_missing(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        x = file.create_dataset("x", data=X)
+    with (
+        Batches(x, None, GlobalBatchSampler(SAMPLES, BATCH), 0, 1, steps=range(9)) as batches,
+        pytest.raises((OSError, RuntimeError), match="identifier is not") as caught,
+    ):
+        next(iter(batches))
+    assert caught.value.__notes__[0].endswith("of x_train (Dataset) for step 1")
+
+
 def test_a_data_set_that_returns_too_little_is_refused():
     class Short(Recorded):
         def __getitem__(self, indices):
@@ -272,6 +284,9 @@ def test_parquet_files_say_what_they_lack(tmp_path):
         read(path, "r")
     with pytest.raises(FileNotFoundError, match=r"no \*.parquet file"):
         (tmp_path / "empty").mkdir() or read(tmp_path / "empty", "a")
+    (tmp_path / "other").write_bytes(b"text, much longer than a footer")
+    with pytest.raises(ValueError, match="other is no Parquet file: "):
+        read(tmp_path / "other", "a")
     with pytest.raises(IndexError, match="rows 2 to 2 of 2"):
         read(path, "v")[np.array([2])]
 

@@ -28,19 +28,25 @@ pytestmark = [pytest.mark.spawned, pytest.mark.timeout(180)]
 
 
 def run(
-    directory: Path, *arguments: str, ranks: int = 0, numba: str = "off"
+    directory: Path, *arguments: str, ranks: int = 0, has_extras: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script in ``directory``; under mpiexec where ``ranks`` is given.
+    """Run the script in ``directory``; under mpiexec if ``ranks`` is given.
 
-    Without numba, which takes a second to load, the bits are the same.
+    Without its extras, numba and matplotlib, which take a second each to load, the bits are the
+    same, and it draws nothing.
     """
     if ranks and MPIEXEC is None:
         pytest.skip("no mpiexec beside this Python: pip install 'mpishard[mpi]'")
     launcher = [str(MPIEXEC), "-n", str(ranks)] if ranks else []
+    environment = dict(os.environ)
+    if not has_extras:
+        hidden = directory / "hidden" / "matplotlib.py"
+        hidden.parent.mkdir(exist_ok=True)
+        hidden.write_text("raise ImportError('no matplotlib here')\n")
+        environment |= {"MPISHARD_NUMBA": "off", "PYTHONPATH": str(hidden.parent)}
     return subprocess.run(
         [*launcher, sys.executable, str(SCRIPT), *arguments],
-        cwd=directory, env=os.environ | {"MPISHARD_NUMBA": numba}, capture_output=True, text=True,
-        timeout=120, check=False,
+        cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 
@@ -49,18 +55,22 @@ def losses(directory: Path, name: str) -> list[float]:
     return [row.get("loss", row.get("validation_loss")) for row in rows]
 
 
-def trained(directory: Path, name: str, *arguments: str, **options: Any) -> list[float]:
-    ended = run(directory, "--name", name, *SMALL, *arguments, **options)
+def trained(
+    directory: Path, name: str, *arguments: str, has_extras: bool = False, **options: Any
+) -> list[float]:
+    ended = run(directory, "--name", name, *SMALL, *arguments, has_extras=has_extras, **options)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == f"runs/{name}"
-    assert {p.name for p in (directory / "runs" / name).iterdir()} == FILES
+    picture = set() if has_extras else {"loss.png"}
+    assert {p.name for p in (directory / "runs" / name).iterdir()} == FILES - picture
+    assert ("no loss curve: " in ended.stdout) is not has_extras
     assert "an add-one bigram model reaches 2.3" in ended.stdout
     return losses(directory, name)
 
 
 def test_losses_do_not_depend_on_world_strategy_or_backend(tmp_path: Path) -> None:
     double = ("--dtype", "float64")
-    expected = trained(tmp_path, "alone", *double, "--strategy", "ddp", numba="auto")
+    expected = trained(tmp_path, "alone", *double, "--strategy", "ddp", has_extras=True)
     assert len(expected) == 11
     pipeline = ("--strategy", "pipeline", "--schedule", "zb-v", "--micro-batches", "3",
                 "--recompute", "full")  # fmt: skip
@@ -124,7 +134,7 @@ def test_a_killed_run_goes_on_at_another_world_size(tmp_path: Path) -> None:
     assert np.abs(np.subtract(losses(tmp_path / "killed", "run"), whole)).max() < 1e-10
 
 
-def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
+def test_a_finished_run_can_be_prolonged(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     trained(tmp_path, "short", *HYBRID, "-n", "4")
     sizes = ("--tensor-parallel-size", "1", "--data-parallel-size", "1")
     for steps, arguments, told in [
@@ -138,8 +148,13 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "runs" / "short" / "settings.json").read_text())
     assert kept["settings"]["steps"] == 20
     assert kept["spread"] == {"strategy": "zero2"}
-    refused = run(tmp_path, "--resume", "runs/short", "--micro-batches", "2")
-    assert "--micro-batches is for --strategy pipeline or hybrid" in refused.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", [str(SCRIPT), "--resume", "runs/short", "--micro-batches", "2"]
+    )
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert "--micro-batches is for --strategy pipeline or hybrid" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

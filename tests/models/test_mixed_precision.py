@@ -12,6 +12,8 @@ import pytest
 
 import mpishard as ms
 from mpishard import checkpoint, nn, onednn
+from mpishard.models.programs.program import Batch
+from mpishard.observe.ledger import MemoryCategory
 from mpishard.testing.worlds import in_worlds
 
 SIZES, RATE = [5, 7, 6, 2], 0.05
@@ -362,3 +364,35 @@ def test_relu_of_bfloat16_keeps_nan(shape: tuple[int, int]) -> None:
         np.testing.assert_array_equal(y.astype("f4"), np.maximum(x.astype("f4"), 0))
     dx, _ = layer.backward_input({}, saved, np.ones(shape, x.dtype))
     np.testing.assert_array_equal(dx[2:].astype("f4"), (x[2:].astype("f4") > 0).astype("f4"))
+
+
+def buffers(held: Any) -> dict[int, Any]:
+    """The memory of all arrays in nested lists and tuples, each once."""
+    if isinstance(held, np.ndarray):
+        while isinstance(held.base, np.ndarray):
+            held = held.base
+        return {id(held): held}
+    inner = held if isinstance(held, list | tuple) else ()
+    return {key: array for each in inner for key, array in buffers(each).items()}
+
+
+@in_worlds(2)
+def test_saved_activations_take_half_the_memory(backend: Any) -> None:
+    tokens = np.zeros((4, 64), np.int64)
+    saved, held = {}, {}
+    for precision in ("bfloat16", None):
+        model = ms.as_distributed(
+            nn.GPT(
+                vocabulary_size=11, context_length=64, width=64, heads=4, layers=2,
+                dtype=np.float32,
+            ),
+            backend, "fsdp", precision=precision,
+        )  # fmt: skip
+        engine = model.engine
+        batch = Batch(tokens, tokens, engine.program.default_loss, nn.Context())
+        _, _, (activations, *_) = engine.program.forward(engine.parameters, batch)
+        saved[precision] = sum(array.nbytes for array in buffers(activations).values())
+        engine.parameters.abandon()
+        held[precision] = engine.layout.ledger.held(MemoryCategory.PARAMETERS)
+    assert 0.5 < saved["bfloat16"] / saved[None] < 0.55
+    assert held["bfloat16"] == 1.5 * held[None]

@@ -239,6 +239,7 @@ print(p.tobytes().hex())
 """
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.spawned
 def test_processes_that_fill_one_cache_at_the_same_time(numba, tmp_path):
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -504,3 +504,22 @@ def test_a_trace_has_a_step_for_each_evaluation(tmp_path):
     found = ms.run_in_threads(2, main)[0]
     summary = summarize_trace(open_trace(tmp_path / "trace"))
     assert [rank.steps for rank in summary.ranks] == [found.nfev] * 2
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "match"),
+    [
+        ((0.0, np.zeros(3)), ValueError, r"curve returned a gradient of shape \(3,\) for 2 param"),
+        ((np.zeros(2), np.zeros(2)), ValueError, "the loss of curve must be one number"),
+        (0.0, TypeError, r"curve must return \(loss, gradient\), got a float"),
+    ],
+)
+def test_an_error_names_the_users_function(result, error, match):
+    def curve(theta, x):
+        return result
+
+    def main(backend):
+        ms.minimize(curve, np.zeros(2), (np.zeros((4, 2)),), backend=backend)
+
+    with pytest.raises(error, match=match):
+        ms.run_in_threads(2, main)

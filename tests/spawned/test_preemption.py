@@ -66,6 +66,7 @@ def test_an_order_that_no_loop_heeds_is_told_of_at_the_end(tmp_path):
     assert len(re.findall(words, ended.err)) == 1, ended
 
 
+@pytest.mark.timeout(60)
 def test_a_job_of_mpishard_run_goes_on_to_the_same_bits(tmp_path):
     folder = tmp_path / "run"
     steps = []

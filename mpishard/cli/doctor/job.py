@@ -16,20 +16,17 @@ import numpy as np
 from mpishard import settings
 from mpishard.cli.doctor.finding import Finding, note, ok, problem
 from mpishard.cli.doctor.mpi import MPIInstallation, why_it_failed
-from mpishard.cli.doctor.shm import larger_folder
+from mpishard.cli.doctor.shm import open_processes
 from mpishard.cli.probe import answer_line, ask
 from mpishard.cli.wording import bytes_text, milliseconds
 from mpishard.communication import CommunicationBackend, init
 from mpishard.devices import load_cupy
 from mpishard.observe import time_alternately
 
-__all__ = ["SIZES", "SOURCES", "look_at_a_job"]
+__all__ = ["SIZES", "look_at_a_job"]
 
 SIZES = (8, 2**20, 64 * 2**20)
 """Bytes that are all-reduced."""
-
-SOURCES = ("memfd", "file")
-"""Sources of memory that ranks share, each tried alone."""
 
 _LIMIT_SECONDS = 30
 
@@ -64,19 +61,15 @@ def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
     if found["arena"] is not None:
         text += f"; in the arena: {_speeds(arena)}"
     yield ok("job.all_reduce", text, {"messages": messages, "arena": arena})
-    name, works = "job.arena", [source for source in SOURCES if found["sources"][source]]
-    tried = settings.arena_sources()
-    taken = next((source for source in tried if source in works), None)
-    value = {"taken": taken, "works": works}
-    text = f"of {', '.join(SOURCES)} these work: {', '.join(works) or 'none'}"
-    slow = "ranks of a machine send messages, which is several times slower"
-    if taken is not None:
-        yield ok(name, f"memory from {taken}; {text}", value)
-    elif not works:
-        yield note(name, f"{text}: {slow}", value, larger_folder())
-    else:
-        text = f"MPISHARD_ARENA is {tried[0] if tried else 'off'}, and {slow}; {text}"
-        yield note(name, text, value, "unset MPISHARD_ARENA")
+    name = "job.arena"
+    if found["arena"] is not None:
+        yield ok(name, "the ranks of a machine share memory (memfd)", {"taken": "memfd"})
+        return
+    why, mend = "MPISHARD_ARENA is off", "unset MPISHARD_ARENA"
+    if settings.shares_memory():
+        why, mend = "one rank cannot open the other's memory (memfd)", open_processes()
+    text = f"{why}: ranks of a machine send messages, which is several times slower"
+    yield note(name, text, {"taken": None}, mend)
 
 
 def _speeds(seconds: dict[str, float]) -> str:
@@ -88,7 +81,6 @@ def _speeds(seconds: dict[str, float]) -> str:
 
 
 _REPEATS = dict(zip(SIZES, (50, 20, 3), strict=True))
-_ARENA_BYTES = 2**20
 _GPU_LENGTHS = (16, 2**20)  # small and large messages take different ways
 
 
@@ -107,7 +99,6 @@ def main() -> None:
         "arena": None
         if shared is None
         else _all_reduce(backend, np.split(shared, 2)[backend.rank]),
-        "sources": {source: _is_shared(backend, source) for source in SOURCES},
     }
     if backend.rank == 0:
         print(answer_line(found), flush=True)  # noqa: T201 - the doctor reads it
@@ -127,18 +118,6 @@ def _all_reduce(backend: CommunicationBackend, own: Any) -> float:
         raise ArithmeticError(f"an all-reduce of {own.nbytes} bytes gave {total[:4]}, "
                               f"not {expected}")  # fmt: skip
     return _seconds(backend, lambda: backend.all_reduce(own, out=total), _REPEATS[own.nbytes])
-
-
-def _is_shared(backend: CommunicationBackend, source: str) -> bool:
-    """Tell whether every rank reads what the others write into memory from ``source``."""
-    settings.write("MPISHARD_ARENA", source)
-    memory = backend.allocate_shared(_ARENA_BYTES, np.uint8)
-    if memory is None:
-        return False
-    memory[backend.rank] = backend.rank + 1
-    backend.barrier()
-    is_read = (memory[: backend.world_size] == np.arange(backend.world_size) + 1).all()
-    return bool(backend.all_gather(np.array([is_read])).all())
 
 
 def _try_on_gpu(operation: str) -> None:

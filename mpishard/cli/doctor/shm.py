@@ -15,7 +15,10 @@ from mpishard.cli.probe import ask, python_command
 from mpishard.cli.run.rank_processes import mapped_files
 from mpishard.cli.wording import bytes_text, counted
 
-__all__ = ["NEEDED_BYTES", "free_bytes", "larger_folder", "leftovers", "look_at_shared_memory"]
+__all__ = [
+    "NEEDED_BYTES", "free_bytes", "larger_folder", "leftovers", "look_at_shared_memory",
+    "open_processes",
+]  # fmt: skip
 
 FOLDER = Path("/dev/shm")  # noqa: S108 - memory, and not a place for temporary files
 
@@ -101,11 +104,15 @@ def _memfd() -> Finding:
         text = f"cannot be opened by another process ({answer.reason})"
     except OSError as error:
         text = f"cannot be made ({error.strerror})"
-    text += f": models take their shared memory from {FOLDER} instead, which is limited"
-    mend = "sudo mount -o remount,rw,hidepid=0 /proc"
+    text += ": ranks send messages instead, which is several times slower"
+    return note(name, text, False, open_processes())
+
+
+def open_processes() -> str:
+    """Return the command that lets a rank open the memory of another one, through /proc."""
     if Path("/.dockerenv").exists():
-        mend = "docker run --cap-add=SYS_PTRACE ...  # start the container like this"
-    return note(name, text, False, mend)
+        return "docker run --cap-add=SYS_PTRACE ...  # start the container like this"
+    return "sudo mount -o remount,rw,hidepid=0 /proc"
 
 
 def _leftovers() -> Finding:

@@ -78,6 +78,14 @@ def run(
             show_default=False,
         ),
     ] = None,
+    max_ranks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="M",
+            help="Restart with more ranks, M at most, if the hosts have free slots. Default: N.",
+            show_default=False,
+        ),
+    ] = None,
     on_failure: Annotated[
         str,
         typer.Option(
@@ -112,6 +120,7 @@ def run(
             log_folder=log_dir,
             max_restarts=max_restarts,
             min_ranks=min_ranks,
+            max_ranks=max_ranks,
             on_failure=on_failure,
         )
         code = job.run()

@@ -100,6 +100,8 @@ class Job:
         Starts after the first, at most.
     min_ranks : int, optional
         Ranks at least, if hosts are lost; None: as many as in the first start.
+    max_ranks : int, optional
+        Ranks of a restart at most, if the hosts have free slots; None: as in the first start.
     survives : bool
         Whether ranks may outlive each other.
     announcement : str
@@ -118,6 +120,7 @@ class Job:
     log_folder: Path | None
     max_restarts: int
     min_ranks: int | None
+    max_ranks: int | None
     survives: bool
     announcement: str
     received: list[signal.Signals] = field(default_factory=list)
@@ -133,7 +136,7 @@ class Job:
         self.say(self.announcement)
         may_lose = self.hosts
         if self.max_restarts and self.launcher.is_slurm and not self.hosts:
-            may_lose = allocated_hosts(self.ranks)
+            may_lose = allocated_hosts(self.max_ranks or self.ranks)
 
         def start(restart_count: int, ranks: int, hosts: Sequence[Host]) -> Outcome:
             # On all that SLURM has allocated, the launcher needs no list of them.
@@ -147,6 +150,7 @@ class Job:
             lambda: find_lost_hosts(self.launcher, may_lose, self.received),
             self.max_restarts,
             self.min_ranks,
+            self.max_ranks,
             self.received,
         )
         folder = self.log_folder
@@ -194,6 +198,7 @@ def prepare_job(
     log_folder: Path | None = None,
     max_restarts: int = 0,
     min_ranks: int | None = None,
+    max_ranks: int | None = None,
     on_failure: str = "abort",
 ) -> Job:
     """Check all that a command asks of a job, and start nothing.
@@ -201,8 +206,8 @@ def prepare_job(
     ``words`` are a script and its arguments; see `python_arguments`. The ranks find ``variables``
     in their environment, and ``user_variables``, each a name or ``NAME=VALUE``. Each rank's output
     and call log are kept in ``log_folder``. If the job fails it is started again, ``max_restarts``
-    times at most, on ``min_ranks`` or more. With ``on_failure="shrink"`` ranks may outlive each
-    other.
+    times at most, on ``min_ranks`` to ``max_ranks``. With ``on_failure="shrink"`` ranks may outlive
+    each other.
 
     Raises
     ------
@@ -223,7 +228,7 @@ def prepare_job(
         check_on_failure(on_failure)
         settings.check()
         machines = parse_hosts(hosts, ranks)
-        _check_restarts(max_restarts, min_ranks, ranks, bool(machines))
+        _check_restarts(max_restarts, ranks, machines, min_ranks=min_ranks, max_ranks=max_ranks)
         chosen = _user_variables(user_variables)
         if folder is not None:
             check_log_folder(folder)
@@ -252,6 +257,7 @@ def prepare_job(
             folder,
             max_restarts,
             min_ranks,
+            max_ranks,
             on_failure == "shrink",
             ", ".join([whom, f"started by {launcher.program}", *told]),
         )
@@ -261,20 +267,25 @@ def prepare_job(
     return job
 
 
-def _check_restarts(most: int, min_ranks: int | None, ranks: int, has_hosts: bool) -> None:
+def _check_restarts(
+    most: int, ranks: int, hosts: Sequence[Host], *, min_ranks: int | None, max_ranks: int | None
+) -> None:
     if most < 0:
         raise ValueError(f"--max-restarts must be 0 or more; got {most}")
-    if min_ranks is None:
-        return
-    if not most:
-        raise ValueError(f"--min-ranks {min_ranks} is for restarts: give --max-restarts too")
-    if not 1 <= min_ranks <= ranks:
-        raise ValueError(f"--min-ranks must be 1 to {ranks}, the job's ranks; got {min_ranks}")
-    if not has_hosts and not settings.is_slurm_allocation():
-        raise ValueError(
-            f"--min-ranks {min_ranks} is for jobs whose hosts may be lost: give --hosts, or start "
-            "it inside a SLURM allocation. On one machine a job keeps its ranks"
-        )
+    for option, given in {"--min-ranks": min_ranks, "--max-ranks": max_ranks}.items():
+        if given is None:
+            continue
+        if not most:
+            raise ValueError(f"{option} {given} is for restarts: give --max-restarts too")
+        if option == "--min-ranks" and not 1 <= given <= ranks:
+            raise ValueError(f"--min-ranks must be 1 to {ranks}, the job's ranks; got {given}")
+        if option == "--max-ranks" and given < ranks:
+            raise ValueError(f"--max-ranks must be {ranks}, the job's ranks, or more; got {given}")
+        if not hosts and not settings.is_slurm_allocation():
+            raise ValueError(
+                f"{option} {given} is for jobs whose hosts may be lost: give --hosts, or start "
+                "it inside a SLURM allocation. On one machine a job keeps its ranks"
+            )
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class Restarts:
     say : callable
         Prints a line for the user.
     ranks : int
-        Number of ranks of the first start, and the most of a later one.
+        Number of ranks of the first start.
     hosts : sequence of Host
         Machines that may be lost; empty if the job runs on this one alone.
     find_lost : callable
@@ -67,6 +67,8 @@ class Restarts:
         Restarts at most.
     min_ranks : int, optional
         Ranks at least, if hosts are lost; None: as many as in the first start.
+    max_ranks : int, optional
+        Ranks of a restart at most, if the hosts have free slots; None: as in the first start.
     received : list of Signals
         The signals that are to end the job, as they come.
     """
@@ -78,6 +80,7 @@ class Restarts:
     find_lost: Callable[[], Sequence[str]] = tuple
     most: int = 0
     min_ranks: int | None = None
+    max_ranks: int | None = None
     received: list[signal.Signals] = field(default_factory=list)
 
     def run(self) -> int:
@@ -101,7 +104,7 @@ class Restarts:
             lost = self.find_lost()
             hosts = [host for host in self.hosts if host.name not in lost]
             if self.hosts:
-                ranks = min(self.ranks, sum(host.slots for host in hosts))
+                ranks = min(self.max_ranks or self.ranks, sum(host.slots for host in hosts))
             if self.received:
                 self.say(outcome.cause)
                 return self._interrupted()

@@ -461,8 +461,7 @@ class MPICommunicationBackend(CommunicationBackend):
         yield from self._collectives.open(call)
         # Requests on the communicator of data: all that was issued before is through then.
         yield from self._collectives.turn(call)
-        sources = settings.arena_sources()
-        steps = share_memory(self._mpi, group.data, self.peers[0], nbytes, sources)
+        steps = share_memory(self._mpi, group.data, self.peers[0], nbytes)
         return (yield from self._share(group, steps))
 
     def _share(self, group: Group, steps: Requests) -> Steps:

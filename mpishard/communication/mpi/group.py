@@ -48,11 +48,11 @@ def share_group_memory(mpi: Any, comm: Any, nodes: Sequence[int]) -> Requests:
 
     ``nodes`` holds the node of each rank of ``comm``. Yields as `share_memory`.
     """
-    ranks, sources = len(nodes), settings.arena_sources()
+    ranks = len(nodes)
     if ranks == 1 or len(set(nodes)) > 1 or not RingExchange.is_possible():
         return None
     nbytes = RowChannel.nbytes(ranks) + RingExchange.nbytes(ranks)
-    return (yield from share_memory(mpi, comm, 0, nbytes, sources))
+    return (yield from share_memory(mpi, comm, 0, nbytes))
 
 
 class Group:

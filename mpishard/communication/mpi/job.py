@@ -28,7 +28,7 @@ from mpishard.layout import ShardLayout
 
 __all__ = ["IN_INIT", "Job", "library_files"]
 
-_SPIN_SECONDS = 2e-3
+_SPIN_SECONDS = 2e-3  # ranks mostly leave together
 _DOZE_SECONDS = 1e-3
 
 IN_INIT = "in init() for the other ranks to call it"
@@ -191,7 +191,7 @@ class Job:
         groups = list(self._groups)
         for group in groups:
             group.leave()
-        flush_output()
+        flush_output()  # this rank may be ended while it waits, and its last lines must not be lost
         start = time.monotonic()
         while sum(not group.has_left() for group in groups):
             self.progress()

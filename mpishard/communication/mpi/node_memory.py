@@ -1,28 +1,22 @@
 """Memory that a node's ranks share: where it comes from, and the rows through which data pass.
 
-Ranks that are processes get it from the first of these that all of them can reach:
-
-``memfd``   an anonymous file in memory that the node's first rank makes and the others open through
-            ``/proc``: it has no name that a killed job could leave behind, and no limit but memory
-``file``    a file in ``/dev/shm``, whose name is gone as soon as all have mapped it
+The node's first rank makes an anonymous file in memory (memfd), and the others open it through
+``/proc``: it has no name that a killed job could leave behind, and no limit but memory.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import mmap
 import os
 import secrets
-import tempfile
-import time
 from collections.abc import Callable, Generator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mpishard import settings
 from mpishard.arrays import Array
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
@@ -30,11 +24,9 @@ from mpishard.communication.contract.work import Steps, Waitable
 
 __all__ = ["Requests", "RowChannel", "at_once", "share_memory"]
 
-_FOLDER = Path("/dev/shm")  # noqa: S108 - memory, and not a place for temporary files
-_PREFIX = "mpishard-arena-"
 _NONCE_BYTES = 16
-_STALE_SECONDS = 60
 _PATH_BYTES = 112
+_USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _log = logging.getLogger("mpishard")
 
@@ -135,6 +127,7 @@ class RowChannel:
 
     def _rows(self, dtype: np.dtype[Any]) -> list[Array]:
         """The ranks' rows of the set whose turn it is, as arrays of ``dtype``."""
+        # With one set a rank would have to wait for the readers of its last round.
         self._turn = turn = 1 - self._turn
         rows = self._views.get((turn, dtype))
         if rows is None:
@@ -147,9 +140,7 @@ Requests = Generator[Any, None, Any]
 """Steps that yield the MPI requests to be waited for."""
 
 
-def share_memory(
-    mpi: Any, comm: Any, first: int, nbytes: int, sources: tuple[str, ...]
-) -> Requests:
+def share_memory(mpi: Any, comm: Any, first: int, nbytes: int) -> Requests:
     """Zeroed memory, of shape (``nbytes``,) and dtype uint8, that a node's ranks share.
 
     Collective over ``comm``, and nothing in it blocks. Its pages belong to the rank that first
@@ -165,8 +156,6 @@ def share_memory(
         The first rank of this rank's node.
     nbytes : int
         1 or more.
-    sources : tuple of str
-        What to try, in order.
 
     Yields
     ------
@@ -176,29 +165,25 @@ def share_memory(
     Returns
     -------
     Array or None
-        None, on every rank, where no source serves all nodes, or a rank has no file descriptors or
-        no memory left: then the next source would not do either.
+        None, on every rank, if ``MPISHARD_ARENA=off`` or a rank cannot have the memory: on this
+        system, in its container, or because it has no file descriptors or no memory left.
     """
-    for source in sources:
-        memory, error = yield from _SOURCES[source](comm, first, nbytes)
-        verdict = np.array([_GOOD], np.int32)
-        if memory is None:
-            verdict[0] = _EXHAUSTED if error and error.errno in _USED_UP else _FAILED
-        worst = np.empty_like(verdict)
-        yield comm.Iallreduce(verdict, worst, op=mpi.MAX)
-        if worst[0] == _GOOD:
-            if comm.Get_rank() == first:
-                memory[:_NONCE_BYTES] = 0
-            yield comm.Ibarrier()
-            return memory
-        if worst[0] == _EXHAUSTED:
-            if verdict[0] == _EXHAUSTED:
-                _log.warning(
-                    "ranks share no more memory here and send messages instead: %s (each model "
-                    "takes two file descriptors, and each group one: see ulimit -n)", error,
-                )  # fmt: skip
-            return None
-    return None
+    if not settings.shares_memory():
+        return None
+    memory, error = yield from _map(comm, first, nbytes)
+    failed, any_failed = np.array([memory is None], np.int32), np.empty(1, np.int32)
+    yield comm.Iallreduce(failed, any_failed, op=mpi.MAX)
+    if isinstance(error, OSError) and error.errno in _USED_UP:
+        _log.warning(
+            "ranks share no more memory here and send messages instead: %s (each model takes two "
+            "file descriptors, and each group one: see ulimit -n)", error,
+        )  # fmt: skip
+    if any_failed[0]:
+        return None
+    if comm.Get_rank() == first:  # all have compared it
+        memory[:_NONCE_BYTES] = 0
+    yield comm.Ibarrier()
+    return memory
 
 
 def at_once(steps: Requests) -> Any:
@@ -212,50 +197,8 @@ def at_once(steps: Requests) -> Any:
             yield_processor()
 
 
-_GOOD, _FAILED, _EXHAUSTED = 0, 1, 2
-_USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-
-
-def _from_memfd(comm: Any, first: int, nbytes: int) -> Requests:
-    def create() -> tuple[int, str]:
-        if not hasattr(os, "memfd_create"):
-            raise OSError(errno.ENOSYS, "this system has no memfd")
-        handle = os.memfd_create("mpishard-arena")
-        os.ftruncate(handle, nbytes)
-        return handle, f"/proc/{os.getpid()}/fd/{handle}"
-
-    return _map(comm, first, nbytes, create)
-
-
-def _from_file(comm: Any, first: int, nbytes: int) -> Requests:
-    def create() -> tuple[int, str]:
-        import fcntl
-
-        if not _folder_has(nbytes):
-            raise OSError(errno.ENOSPC, f"{_FOLDER} is too small")
-        _remove_stale_files()
-        handle, path = tempfile.mkstemp(prefix=_PREFIX, dir=_FOLDER)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH)
-            # Pages that a full file system cannot give are found now, and not by SIGBUS later.
-            os.posix_fallocate(handle, 0, nbytes)
-        except OSError:
-            os.close(handle)
-            Path(path).unlink()
-            raise
-        return handle, path
-
-    return _map(comm, first, nbytes, create)
-
-
-_SOURCES: dict[str, Callable[[Any, int, int], Requests]] = {
-    "memfd": _from_memfd,
-    "file": _from_file,
-}
-
-
-def _map(comm: Any, first: int, nbytes: int, create: Callable[[], tuple[int, str]]) -> Requests:
-    """Map on all ranks of a node the file that ``create`` makes on its ``first``.
+def _map(comm: Any, first: int, nbytes: int) -> Requests:
+    """Map on all ranks of a node the file that its ``first`` makes.
 
     The file's first bytes say which it is: a path means another file in another container.
     Returns the memory, or None and why.
@@ -266,12 +209,13 @@ def _map(comm: Any, first: int, nbytes: int, create: Callable[[], tuple[int, str
     messages = np.empty((comm.Get_size(), message.size), np.uint8)
     if is_first:
         try:
-            handle, path = create()
+            handle = os.memfd_create("mpishard-arena")
+            os.ftruncate(handle, nbytes)
             nonce = secrets.token_bytes(_NONCE_BYTES)
             os.pwrite(handle, nonce[:nbytes], 0)
-            text = nonce + path.encode()
+            text = nonce + f"/proc/{os.getpid()}/fd/{handle}".encode()
             message[: len(text)] = np.frombuffer(text, np.uint8)
-        except OSError as reason:
+        except (OSError, AttributeError) as reason:  # no memfd_create on this system
             error = reason
     yield comm.Iallgather(message, messages)
     message = messages[first]
@@ -288,32 +232,8 @@ def _map(comm: Any, first: int, nbytes: int, create: Callable[[], tuple[int, str
             error = reason
         except ValueError:
             pass  # another file, and shorter
+    # The path is that of an open descriptor: its owner keeps it until all have mapped the file.
     yield comm.Ibarrier()
     if handle >= 0:
         os.close(handle)
-    if is_first and path.startswith(str(_FOLDER)):
-        Path(path).unlink()
     return memory, error
-
-
-def _folder_has(nbytes: int) -> bool:
-    try:
-        status = os.statvfs(_FOLDER)
-    except OSError:
-        return False
-    return status.f_bavail * status.f_frsize > nbytes
-
-
-def _remove_stale_files() -> None:
-    """Remove what a job left that was killed before all its ranks had mapped the file."""
-    import fcntl
-
-    for path in _FOLDER.glob(_PREFIX + "*"):
-        with contextlib.suppress(OSError):
-            handle = os.open(path, os.O_RDWR)
-            try:
-                if time.time() - os.fstat(handle).st_mtime > _STALE_SECONDS:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
-            finally:
-                os.close(handle)

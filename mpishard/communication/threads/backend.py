@@ -318,6 +318,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         sizes = ShardLayout(int(array.size), self._world_size).sizes
         starts = list(itertools.accumulate(sizes, initial=0))
         mine = slice(starts[self._rank], starts[self._rank + 1])
+        # Each rank combines one piece for all. Not into ``out``, which may be an array that other
+        # ranks still read.
         near = [beside(other.reshape(-1)[mine], array) for other, _ in given]
         piece = array_namespace(array).empty(sizes[self._rank], array.dtype)
         assert call.operation is not None
@@ -445,13 +447,14 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         yield from self._open(call, None)
         first = self.peers[0]
-        makes = self._rank == first and settings.arena_sources()
+        makes = self._rank == first and settings.shares_memory()
         values = yield from self._meet(call, 1, anonymous_memory(nbytes) if makes else None)
         return values[first]
 
     # ------------------------------------------------------------------------------- messages
 
     def _send(self, array: Array, destination: int, tag: int) -> None:
+        # The caller may change the array at once, and the receiver may come much later.
         self._post(array.copy(), destination, tag, is_copy=True)
 
     def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:

@@ -120,8 +120,11 @@ class Engine:
         self._stage = stage
         self.replica = program.replica
         self.placement = program.vector.placement
-        self.replicas = Replicas(parameters, policy, is_on_mesh=program.replica.is_on_mesh)
-        self.round = Round(config, parameters.backend, program.replica.members)
+        across = program.replica.across
+        self.replicas = Replicas(
+            parameters, policy, is_on_mesh=program.replica.is_on_mesh, are_apart=across is not None
+        )
+        self.round = Round(config, program.replica.dealt, program.replica.members)
         in_leaves = config.gradient_leaves is not None
         self.leaves = GradientLeaves(config, parameters.backend) if in_leaves else None
         self.freeze(program.frozen)
@@ -149,6 +152,22 @@ class Engine:
         layout = replace(self.layout, frozen=self.program.frozen_units)
         self.gradients = self._make_gradients(layout)
         self.pieces = UpdatePieces.of(self.program, layout, self.policy, self.leaves)
+
+    def deal(self, fill: Callable[[int, Array], None]) -> None:
+        """Give every rank rank 0's values, which ``fill(start, out)`` writes there. Collective."""
+        across = self.replica.across
+        root = self.world if across is None else self.backend  # each replica begins with its own
+        self.program.vector.deal(self.parameters, root, fill)
+        if across is not None:
+            for values in self.parameters.owned(self.own_pieces):
+                across.broadcast(values, root=0)
+            self.parameters.publish(self.own_pieces)
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank's pieces go to a checkpoint: of replicas trained apart the first's."""
+        across = self.replica.across
+        return across is None or across.rank == 0
 
     def lend_gradients(
         self, user: str | None, make_gradients: Callable[[StoreLayout], GradientStore] | None = None
@@ -199,6 +218,8 @@ class Engine:
         With ``apart`` each rank updates its replica with its own gradient, as without
         ``config.auto_sync_gradients``, but all agree on losses, settings and errors, and the
         report tells of all ranks' samples. A rank without samples updates nothing.
+
+        If groups of ranks hold replicas, ``apart`` means that each group updates its own.
 
         With ``alone`` this rank's step communicates nothing but what ``rule`` does, which is called
         with this rank's own gradient, also if it has no samples.
@@ -275,7 +296,8 @@ class Engine:
     ) -> StepReport:
         round_ = self.round
         # Only the last pass of a round reduces: earlier ones add to the gradient on this rank.
-        ends = not (round_.accumulates or is_local or apart)
+        is_whole = apart and self.replica.across is None  # this rank is a replica
+        ends = not (round_.accumulates or is_local or is_whole)
         loss = weight = 0.0
         for number, (x, y, sample_start) in enumerate(batches, start=1):
             own_loss, own_weight = self._pass(
@@ -320,21 +342,34 @@ class Engine:
         self, rule: Rule, loss: float, settings: Mapping[str, Any], step: int
     ) -> StepReport:
         """Update this replica with its own gradient, if all ranks have finite ones. Collective."""
-        assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
-        own_loss, own_weight = self.round.loss, self.round.weight
-        gradients = self.gradients.local(self.pieces.updated)
-        squared = squared_norm(gradients)
-        total, weight, _ = self.round.totals([own_loss, own_weight, squared], loss, settings, step)
+        own = np.array([self.round.loss, self.round.weight, 0.0])
+        if self.replica.across is None:
+            assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
+            gradients = self.gradients.local(self.pieces.updated)
+            own[2] = squared_norm(gradients)
+            replica = own
+        else:
+            gradients = self.gradients.owned(self.pieces.updated)
+            own[2] = squared_norm(self.gradients.owned(self.pieces.counted))
+            replica = self.backend.all_reduce(own.copy())
+        total, weight, _ = self.round.totals(own, loss, settings, step)
         if weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
         norm = 0.0
-        if own_weight:
-            norm = math.sqrt(squared) / own_weight
-            self._change(
-                rule, gradients, StepReport(self._mean(own_loss, own_weight), own_weight, norm)
-            )
-            # Its weight, for the mean of the replicas later.
-            self.replicas.drift(own_weight)
+        own_loss, own_weight, squared = (float(value) for value in replica)
+        try:
+            if own_weight:
+                norm = math.sqrt(squared) / own_weight
+                self._change(
+                    rule, gradients, StepReport(self._mean(own_loss, own_weight), own_weight, norm)
+                )
+                # Its weight, for the mean of the replicas later.
+                self.replicas.drift(own_weight)
+        finally:
+            if self.replica.across is not None:
+                self.gradients.finish()
+        if self.policy.shards_state:
+            self.parameters.publish(self.pieces.published)
         self._end_round()
         return StepReport(self._mean(total, weight), weight, norm)
 
@@ -636,6 +671,9 @@ class Engine:
     def gather_on(self, root: int) -> Array | None:
         """All parameters in layer order on world rank ``root``, None elsewhere. Collective."""
         self.layout.device.use()
+        if self.replica.across is not None:  # each replica is gathered, and one of them is wanted
+            full = self.gather()
+            return full if self.world.rank == root else None
         with self._leaving_no_unit():
             return self.program.vector.gather_on(
                 self.parameters, root, is_sharded=self.policy.shards_parameters

@@ -28,14 +28,22 @@ class Replicas:
         If it shards anything, nothing can drift.
     is_on_mesh : bool
         Whether a replica is several ranks', none of which can update it alone.
+    are_apart : bool
+        Whether groups of ranks hold replicas that `LocalSGDOptimizer` alone can train.
     """
 
     def __init__(
-        self, parameters: ParameterStore, policy: Policy, *, is_on_mesh: bool = False
+        self,
+        parameters: ParameterStore,
+        policy: Policy,
+        *,
+        is_on_mesh: bool = False,
+        are_apart: bool = False,
     ) -> None:
         self._parameters = parameters
         self._policy = policy
         self._is_on_mesh = is_on_mesh
+        self._are_apart = are_apart
         self._weight = 0.0  # of the samples used by this rank alone since all were equal
 
     @property
@@ -51,6 +59,8 @@ class Replicas:
         ValueError
             If gradients, state or parameters are sharded, or ranks of a mesh hold parts.
         """
+        if self._are_apart:
+            return
         if self._is_on_mesh:
             raise ValueError(ALONE_ON_A_MESH)
         policy = self._policy
@@ -59,6 +69,20 @@ class Replicas:
                 "auto_sync_gradients=False lets each rank update a replica of its own, and this "
                 "strategy shards gradients or optimizer state; use DDP, or model.accumulate() to "
                 "synchronise less often"
+            )
+
+    def require_one(self, purpose: str) -> None:
+        """Refuse what trains one replica of all ranks, if groups of ranks hold one each.
+
+        Raises
+        ------
+        ShardingError
+            With ``replica_size``.
+        """
+        if self._are_apart:
+            raise ShardingError(
+                f"{purpose} trains one replica of all ranks, and replica_size gives groups of "
+                "ranks one each: use LocalSGDOptimizer, or leave replica_size out"
             )
 
     def require_equal(self, purpose: str) -> None:
@@ -98,6 +122,7 @@ class Replicas:
         bool
             Whether parameters have changed.
         """
+        self.require_one("synchronize_gradients()")
         backend = self._parameters.backend
         if self._policy.shards_state:
             backend.barrier()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from mpishard.arguments import adapter_hint, as_loss
+from mpishard.arguments import adapter_hint, as_loss, name_of
 from mpishard.arrays import Array, array_namespace, beside, copy_into, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
@@ -126,7 +126,7 @@ class OpaqueProgram(WholeProgram):
             found = self._model.compute_loss_and_gradients(x, y)
             if not isinstance(found, tuple | list) or len(found) != 2:
                 raise TypeError(
-                    f"{type(self._model).__name__}.compute_loss_and_gradients must return (loss, "
+                    f"{name_of(self._model)}.compute_loss_and_gradients must return (loss, "
                     f"gradient), got a {type(found).__name__}"
                 )
             mean, gradient = found
@@ -140,7 +140,7 @@ class OpaqueProgram(WholeProgram):
         shape = getattr(gradient, "shape", None)
         if shape != (self.units[0].length,):
             raise ValueError(
-                f"{type(self._model).__name__} returned "
+                f"{name_of(self._model)} returned "
                 + (f"a gradient of shape {shape}" if shape is not None
                    else f"a {type(gradient).__name__} as its gradient")
                 + f" for {self.units[0].length} parameters"

@@ -153,6 +153,8 @@ class Program(ABC):
         """``program``, of a copy of the model, with this one's choices."""
         program.freeze(self.frozen)
         program.seed = self.seed
+        if self.replica.across is not None:
+            program.replica = self.replica
         return program
 
     # -------------------------------------------------------------------------------- computing

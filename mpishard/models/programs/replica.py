@@ -12,7 +12,7 @@ from mpishard.arrays import to_host
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.errors import ShardingError
 
-__all__ = ["MeshReplica", "Replica"]
+__all__ = ["GroupReplica", "MeshReplica", "Replica"]
 
 _CALLS = ("step", "compute_gradients", "predict")
 
@@ -31,6 +31,10 @@ class Replica:
         The ranks that hold the same part of the model and compute other samples.
     members : sequence of sequence of int
         World ranks of each replica, by data rank.
+    dealt : CommunicationBackend
+        The ranks among which samples are dealt: ``data``, unless replicas are trained apart.
+    across : CommunicationBackend or None
+        The ranks that hold the same part of the other replicas, if these are trained apart.
     speaks : bool
         Whether this rank's loss counts, of all ranks of the replica.
     is_on_mesh : bool
@@ -40,7 +44,8 @@ class Replica:
     is_on_mesh = False
 
     def __init__(self, world: CommunicationBackend) -> None:
-        self.world = self.data = world
+        self.world = self.data = self.dealt = world
+        self.across: CommunicationBackend | None = None
         self.members: Sequence[Sequence[int]] = [[rank] for rank in range(world.world_size)]
         self.speaks = True
 
@@ -76,6 +81,33 @@ class Replica:
         """
 
 
+class GroupReplica(Replica):
+    """A replica of consecutive ranks, which compute other samples. Collective.
+
+    Each is trained apart from the others.
+
+    Parameters
+    ----------
+    world : CommunicationBackend
+        All ranks.
+    size : int
+        Number of ranks of each replica.
+    """
+
+    def __init__(self, world: CommunicationBackend, size: int) -> None:
+        super().__init__(world)
+        number, place = divmod(world.rank, size)
+        for name, color in (("replica", number), ("across", place)):
+            group = world.split(color)
+            assert group is not None
+            group._name_group(name)
+            group.axis = name
+            setattr(self, "data" if name == "replica" else "across", group)
+
+    def owners(self, *, shards_state: bool) -> CommunicationBackend | None:
+        return self.data if shards_state else None
+
+
 class MeshReplica(Replica):
     """A replica of all ranks of a mesh that differ in pipeline and tensor coordinates alone.
 
@@ -93,7 +125,7 @@ class MeshReplica(Replica):
 
     def __init__(self, mesh: ProcessMesh, *, speaks: bool, predicts_together: bool = True) -> None:
         super().__init__(mesh.world)
-        self.data = mesh.data
+        self.data = self.dealt = mesh.data
         self.members = mesh.replicas
         self.speaks = speaks
         self._mesh = mesh

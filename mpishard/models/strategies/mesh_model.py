@@ -102,6 +102,11 @@ class MeshModel(ShardedModelBase):
             )
         if not self._config.auto_sync_gradients:
             raise ValueError(ALONE_ON_A_MESH)
+        if self._config.replica_size is not None:
+            raise NotImplementedError(
+                "replica_size groups the ranks of a data axis, and here ranks are also dealt to "
+                "pipeline stages or tensor slices: use ddp, zero1, zero2 or fsdp"
+            )
         require_free(self._wrapped_model)
         self._require_same_choices()
         self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._options.order)

@@ -31,6 +31,7 @@ from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import Policy, descent
 from mpishard.models.programs.leaves import check_leaves, check_leaves_of, say_what_may_differ
 from mpishard.models.programs.program import Program
+from mpishard.models.programs.replica import GroupReplica
 from mpishard.models.stores.offload import say_what_is_ignored
 from mpishard.models.wrapper.digest import agreed_vector, compare_replicas
 from mpishard.models.wrapper.files import ModelFiles
@@ -130,7 +131,7 @@ class ShardedModelBase(IShardedModel):
         say_what_is_slow(self._config, program)
         if self.gradient_leaves is not None:
             say_what_may_differ(self._config)
-        program.vector.deal(self.engine.parameters, self.backend, program.fill)
+        self.engine.deal(program.fill)
         program.deal_constants(self.backend)
         store = self.engine.parameters
         reason = program.take_over(store, f"a {type(self).__name__}")
@@ -140,7 +141,10 @@ class ShardedModelBase(IShardedModel):
 
     def _program(self) -> Program:
         """The computation of the wrapped model on this rank."""
-        return program_of(self._wrapped_model, self._config)
+        program = program_of(self._wrapped_model, self._config)
+        if self._config.replica_size is not None:
+            program.replica = GroupReplica(self.backend, self._config.replica_size)
+        return program
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
         program.default_loss = self.default_loss_function
@@ -187,12 +191,12 @@ class ShardedModelBase(IShardedModel):
     @property
     def data_rank(self) -> int:
         """Number of the part of a batch that this rank computes, of `data_size` parts."""
-        return self.engine.backend.rank
+        return self.engine.replica.dealt.rank
 
     @property
     def data_size(self) -> int:
         """Among how many ranks, or groups of ranks, the samples of a batch are dealt."""
-        return self.engine.backend.world_size
+        return self.engine.replica.dealt.world_size
 
     @property
     def gradient_leaves(self) -> int | None:
@@ -321,6 +325,7 @@ class ShardedModelBase(IShardedModel):
         ShardingError
             If an optimizer applies this model's gradients some steps later.
         """
+        self.engine.replicas.require_one("train()")
         if self.engine.gradients.is_late:
             raise ShardingError(
                 f"{self.engine.gradients_user} has gradients of this model under way: train with "

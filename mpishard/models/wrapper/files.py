@@ -88,7 +88,8 @@ class ModelFiles:
     def arrays_to_write(self) -> checkpoint.Pieces:
         """The rank's own pieces; of replicas each rank writes one part."""
         self.engine.replicas.require_equal("a checkpoint")
-        return self._regions(self.engine.own_pieces, written=True)
+        pieces = self.engine.own_pieces if self.engine.is_writer else ()
+        return self._regions(pieces, written=True)
 
     def arrays_to_read(self) -> checkpoint.Pieces:
         """All that this rank holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace, chunks
 from mpishard.bfloat16 import is_bfloat16, scratch, store, wide
 from mpishard.contracts import LayerCategory
+from mpishard.nn import passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
+from mpishard.nn.passes import bits, compiled
 
 __all__ = ["GELU", "ReLU", "SiLU", "Sigmoid", "Softmax", "SwiGLU", "Tanh", "sigmoid"]
 
@@ -145,12 +148,18 @@ class _SavedSlope(_Activation):
     """An activation whose forward pass saves its slope, as large as the input would be."""
 
     computes_bfloat16 = True
+    _loop: Callable[..., None] | None = None  # one of `mpishard.nn.passes`
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Activate; saves the slope dy/dx."""
         xp = array_namespace(x)
         flat_x = x.reshape(-1)
         flat_y = xp.empty_like(flat_x)
+        loop = None if self._loop is None else compiled(self._loop, flat_x)
+        if loop is not None:
+            slope = xp.empty_like(flat_x)
+            loop(bits(flat_x), bits(flat_y), bits(slope))
+            return flat_y.reshape(x.shape), slope if context.training else None
         slope = xp.empty_like(flat_x) if context.training else None
         for part in chunks(flat_x):
             y_part = scratch(flat_y[part])
@@ -171,6 +180,10 @@ class _SavedSlope(_Activation):
             dy *= saved.reshape(dy.shape)
             return dy, None
         flat_dy, slope = dy.reshape(-1), saved.reshape(-1)
+        loop = compiled(passes.scale, flat_dy)
+        if loop is not None:
+            loop(bits(flat_dy), bits(slope))
+            return flat_dy.reshape(dy.shape), None
         for part in chunks(flat_dy):
             d = wide(flat_dy[part])
             d *= wide(slope[part])
@@ -202,6 +215,8 @@ class GELU(_SavedSlope):
     y = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))): Hendrycks & Gimpel, "Gaussian error
     linear units", 2016 (arXiv:1606.08415), section 2.
     """
+
+    _loop = staticmethod(passes.gelu)
 
     def _activate(self, x: Array, y: Array, slope: Array | None) -> None:
         """With h = (1 + tanh(u))/2, so that y = x h, the slope is h + 2 y (1 - h) du/dx."""

@@ -17,7 +17,9 @@ from mpishard.arguments import check_sizes
 from mpishard.arrays import Array, array_namespace, chunk_length, is_device_array
 from mpishard.bfloat16 import is_bfloat16, rounded, scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
+from mpishard.nn import passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
+from mpishard.nn.passes import bits, compiled
 from mpishard.nn.products import product
 
 __all__ = ["Attention", "CausalAttention"]
@@ -126,29 +128,88 @@ class Attention(Layer):
         cached = k_BGSK.shape[2] - x.shape[1]
         logsum_BGQT1 = xp.empty((*y_BGQTK.shape[:-1], 1), dtype=wide_dtype(x))
         mask_RR = self._causal_mask(x, cached)
-        scale = 1.0 / math.sqrt(q_BGQTK.shape[-1])
         for which, queries in self._blocks(x, cached):
             keys = self._keys(queries, cached)
             q, k = q_BGQTK[which][..., queries, :], k_BGSK[which][..., keys, :]
-            scores_BGPS = _scores(q, k, scale)
-            # Small scores need no maximum per row: this saves a pass and a subtraction over them.
-            are_small = _are_small(scores_BGPS)
-            if self.causal:
-                self._mask(scores_BGPS, mask_RR, cached + queries.start)
-            largest = 0.0 if are_small else scores_BGPS.max(axis=-1, keepdims=True)
-            if not are_small:
-                scores_BGPS -= largest
-            xp.exp(scores_BGPS, out=scores_BGPS)
-            total = xp.einsum("...ps->...p", scores_BGPS)[..., None]
-            place = y_BGQTK[which][..., queries, :]
+            v, place = v_BGSK[which][..., keys, :], y_BGQTK[which][..., queries, :]
+            weights, total, logsum = self._softmax(x, q, k, mask_RR, cached + queries.start)
+            logsum_BGQT1[which][..., queries, :] = logsum.reshape(*place.shape[:-1], 1)
+            if total is None:  # the weights are divided
+                _product(weights, v, place)
+                continue
             y_block = scratch(place)
-            _product(_narrow(scores_BGPS, x), v_BGSK[which][..., keys, :], y_block)
+            _product(weights, v, y_block)
             y_block /= total.reshape(*y_block.shape[:-1], 1)
             store(place, y_block)
-            xp.log(total, out=total)
-            total += largest
-            logsum_BGQT1[which][..., queries, :] = total.reshape(*y_block.shape[:-1], 1)
         return logsum_BGQT1
+
+    def _softmax(
+        self, x: Array, q: Array, k: Array, mask_RR: Array, start: int
+    ) -> tuple[Array, Array | None, Array]:
+        """A block's softmax in the dtype of x, what is left to divide it by, and its log-sums.
+
+        Divisors and logs of the denominators are one for each row, shape (B, G, P, 1). A compiled
+        loop divides while a row is in the cache; NumPy's divisors are those of the output, which
+        is smaller than the scores.
+        """
+        xp = array_namespace(x)
+        scale = 1.0 / math.sqrt(q.shape[-1])
+        loop = compiled(passes.softmax_forward, x)
+        scores_BGPS = _scores(q, k, scale if loop is None else 1.0)
+        # Small scores need no maximum per row: this saves a pass and a subtraction over them.
+        are_small = _are_small(scores_BGPS)
+        if self.causal and not (loop is not None and are_small):
+            self._mask(scores_BGPS, mask_RR, start)
+        largest = 0.0 if are_small else scores_BGPS.max(axis=-1, keepdims=True)
+        if loop is not None:
+            shape = (*scores_BGPS.shape[:-1], 1)
+            weights = np.empty(scores_BGPS.shape, x.dtype)
+            logsum = np.broadcast_to(np.float32(scale) * largest, shape).astype(np.float32)
+            loop(
+                _rows(scores_BGPS), bits(_rows(weights)), logsum.reshape(-1), np.float32(scale),
+                start, q.shape[-2] if self.causal else 0,
+            )  # fmt: skip
+            return weights, None, logsum
+        if not are_small:
+            scores_BGPS -= largest
+        xp.exp(scores_BGPS, out=scores_BGPS)
+        total = xp.einsum("...ps->...p", scores_BGPS)[..., None]
+        logsum = xp.log(total)
+        logsum += largest
+        return _narrow(scores_BGPS, x), total, logsum
+
+    def _softmax_backward(
+        self, x: Array, q: Array, k: Array, v: Array, d: Array, y: Array, logsum: Array,
+        mask_RR: Array, start: int,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """A block's softmax and the gradient of its scores, in the dtype of x."""
+        xp = array_namespace(x)
+        scale = 1.0 / math.sqrt(q.shape[-1])
+        loop = compiled(passes.softmax_backward, x)
+        scores_BGPS = _scores(q, k, scale if loop is None else 1.0)
+        if loop is not None:
+            dscores_BGPS = _scores(d, v, 1.0)
+            sums = np.einsum("...rk,...rk->...r", wide(d), wide(y)).reshape(-1)
+            weights, gradient = (np.empty(scores_BGPS.shape, x.dtype) for _ in range(2))
+            loop(
+                _rows(scores_BGPS), _rows(dscores_BGPS), bits(_rows(weights)),
+                bits(_rows(gradient)), np.ascontiguousarray(logsum).reshape(-1), sums,
+                np.float32(scale), start, q.shape[-2] if self.causal else 0,
+            )  # fmt: skip
+            return weights, gradient
+        if self.causal:
+            self._mask(scores_BGPS, mask_RR, start)
+        scores_BGPS -= _joined(logsum)
+        xp.exp(scores_BGPS, out=scores_BGPS)
+        scaled_d = wide(d) * scale
+        if is_bfloat16(d):
+            dscores_BGPS = _scores(d, v, scale)
+        else:
+            dscores_BGPS = xp.matmul(_joined(scaled_d), v.swapaxes(-1, -2))
+        sums = xp.einsum("...rk,...rk->...r", scaled_d, wide(y))
+        dscores_BGPS -= sums.reshape(*dscores_BGPS.shape[:-1], 1)
+        dscores_BGPS *= scores_BGPS
+        return _narrow(scores_BGPS, x), _narrow(dscores_BGPS, x)
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """The gradient of x.
@@ -165,7 +226,6 @@ class Attention(Layer):
         dq_BGQTK, dk_BGSK, dv_BGSK = self._split(dx)
         y_BGQTK, dy_BGQTK = self._by_head(y), self._by_head(dy)
         mask_RR = self._causal_mask(x)
-        scale = 1.0 / math.sqrt(q_BGQTK.shape[-1])
         for which, queries in self._blocks(x):
             keys = self._keys(queries)
             k, v = k_BGSK[which][..., keys, :], v_BGSK[which][..., keys, :]
@@ -175,21 +235,10 @@ class Attention(Layer):
             dk, dv = dk_all[..., keys, :], dv_all[..., keys, :]
             d = dy_BGQTK[which][..., queries, :]
             q = q_BGQTK[which][..., queries, :]
-            scores_BGPS = _scores(q, k, scale)
-            if self.causal:
-                self._mask(scores_BGPS, mask_RR, queries.start)
-            scores_BGPS -= _joined(logsum_BGQT1[which][..., queries, :])
-            xp.exp(scores_BGPS, out=scores_BGPS)
-            scaled_d = wide(d) * scale
-            if is_bfloat16(d):
-                dscores_BGPS = _scores(d, v, scale)
-            else:
-                dscores_BGPS = xp.matmul(_joined(scaled_d), v.swapaxes(-1, -2))
-            y_block = wide(y_BGQTK[which][..., queries, :])
-            sums = xp.einsum("...rk,...rk->...r", scaled_d, y_block)
-            dscores_BGPS -= sums.reshape(*dscores_BGPS.shape[:-1], 1)
-            dscores_BGPS *= scores_BGPS
-            scores_BGPS, dscores_BGPS = _narrow(scores_BGPS, x), _narrow(dscores_BGPS, x)
+            scores_BGPS, dscores_BGPS = self._softmax_backward(
+                x, q, k, v, d, y_BGQTK[which][..., queries, :],
+                logsum_BGQT1[which][..., queries, :], mask_RR, queries.start,
+            )  # fmt: skip
             _product(dscores_BGPS, k, dq_BGQTK[which][..., queries, :])
             # Products over P sum over the queries' heads that share these keys and values, too.
             scores_BGSP, dscores_BGSP = scores_BGPS.swapaxes(-1, -2), dscores_BGPS.swapaxes(-1, -2)
@@ -253,10 +302,12 @@ class Attention(Layer):
         keys = length + cached
         limit = chunk_length(x)
         rows = min(length, max(_MINIMUM_BLOCK_ROWS, limit // (self.heads * keys)))
+        if compiled(passes.softmax_forward, x) is not None:
+            limit *= 2  # a loop passes over the scores twice, and NumPy eight times
         shared = self.heads // self.kv_heads
         groups = max(1, min(self.kv_heads, limit // (shared * rows * keys)))
-        whole = rows == length and groups == self.kv_heads
-        samples = max(1, limit // (self.heads * rows * keys)) if whole else 1
+        is_whole = groups == self.kv_heads
+        samples = max(1, limit // (self.heads * rows * keys)) if is_whole else 1
         return samples, groups, rows
 
     def _causal_mask(self, x: Array, cached: int = 0) -> Array:
@@ -315,14 +366,20 @@ def _product(a_BGPS: Array, b_BGSK: Array, out_BGQRK: Array) -> None:
         out_BGQRK[...] = y_BGPK.reshape(out_BGQRK.shape)
 
 
+def _rows(a_BGPS: Array) -> Array:
+    return a_BGPS.reshape(-1, a_BGPS.shape[-1])
+
+
 def _scores(q_BGQRK: Array, k_BGSK: Array, scale: float) -> Array:
     """Return ``scale * q k^T`` for each head; bfloat16 is scaled in float32, after the product."""
     k_BGKS = k_BGSK.swapaxes(-1, -2)
     if not is_bfloat16(q_BGQRK):
-        return array_namespace(q_BGQRK).matmul(_joined(q_BGQRK * scale), k_BGKS)
+        scaled = q_BGQRK if scale == 1.0 else q_BGQRK * scale
+        return array_namespace(q_BGQRK).matmul(_joined(scaled), k_BGKS)
     q_BGPK = _joined(q_BGQRK)
     scores = product(q_BGPK, k_BGKS, np.empty((*q_BGPK.shape[:-1], k_BGKS.shape[-1]), np.float32))
-    scores *= scale
+    if scale != 1.0:
+        scores *= scale
     return scores
 
 

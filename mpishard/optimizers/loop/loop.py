@@ -178,7 +178,7 @@ class TrainingRun:
             self._evaluate_end()
             self.result.iterations = self.step
             self.result.stopped_early = ends and self.step < self.total
-            if self.result.stopped_early and not hooks.ending:
+            if self.result.stopped_early:
                 hooks.ending = self._end_in_words()
             hooks.call("on_stop", self.record)
         self.result.seconds = time.perf_counter() - self.started

@@ -155,7 +155,10 @@ def minimize(
         "checkpoint": checkpoint is not None, "checkpoint_every": checkpoint_every,
         "resume": resume is True if resume is None or isinstance(resume, bool) else "path",
     })  # fmt: skip
-    run = _Run(backend, rule, limits, Objective(function, theta, hessp), callback)
+    named = [getattr(given, "__name__", type(given).__name__)
+             for given in (fun, jac, hessp) if callable(given)]  # fmt: skip
+    objective = Objective(function, theta, hessp, " or ".join(named))
+    run = _Run(backend, rule, limits, objective, callback)
     return run.go(samples, saving, box)
 
 

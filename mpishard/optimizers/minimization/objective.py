@@ -64,6 +64,8 @@ class Objective:
         First parameters, shape (n,).
     product : callable, optional
         ``product(theta, v, *arrays)`` returns the mean Hessian times v.
+    described_as : str
+        Name of the user's functions in messages.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class Objective:
         function: Callable[..., tuple[float, Array]],
         theta: Array,
         product: Callable[..., Array] | None,
+        described_as: str,
     ) -> None:
+        self.described_as = described_as
         self.numbers: Mapping[str, Any] = {}  # of the rule's state, once there is one
         self._function = function
         self._product = product
@@ -96,5 +100,10 @@ class Objective:
         """Return the mean loss of the samples and its gradient, shape (n,)."""
         if self._product is not None and self.numbers.get("product"):
             return 0.0, np.asarray(self._product(self._base, self._theta, *x.arrays))
-        loss, gradient = self._function(self._theta, *x.arrays)
+        found: Any = self._function(self._theta, *x.arrays)
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise TypeError(
+                f"{self.described_as} must return (loss, gradient), got a {type(found).__name__}"
+            )
+        loss, gradient = found
         return loss, np.asarray(gradient) if isinstance(gradient, list | tuple) else gradient

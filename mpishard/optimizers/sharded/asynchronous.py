@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         a line; with ``allow_staleness`` for rules that need a norm of all parameters.
     """
 
-    model_class: ClassVar[type[ShardedModelBase]] = DDPModel
+    model_class: type[ShardedModelBase] = DDPModel
 
     def __init__(
         self,
@@ -160,6 +160,10 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         if self.allow_staleness:
             return _StaleState(self._rule, model, frozen, self.allow_staleness)
         return super()._make_state(model, frozen)
+
+    @property
+    def _replicas_differ(self) -> bool:
+        return self.allow_staleness > 0
 
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
         super()._require_model_of_this_kind(model)

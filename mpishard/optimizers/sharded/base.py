@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         For an optimizer that is not gradient based.
     """
 
-    model_class: ClassVar[type[ShardedModelBase]]
+    model_class: type[ShardedModelBase]
 
     def __init__(self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration) -> None:
         self._rule = _rule(wrapped_optimizer, type(self).__name__)
@@ -397,10 +397,19 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 f"{model.engine.gradients_user} trains this model, and keeps errors or sums of "
                 "its gradients; call its reset() first"
             )
+        self._require_one_replica(model)
         if self._rule.searches:
             refuse_unfit(model, type(self._rule).__name__)
         if not model.sharding_configuration.auto_sync_gradients:
             model.engine.replicas.require_drifting()
+
+    @property
+    def _replicas_differ(self) -> bool:
+        """Whether replicas differ between two steps, until `settle`."""
+        return False
+
+    def _require_one_replica(self, model: ShardedModelBase) -> None:
+        model.engine.replicas.require_one(type(self).__name__)
 
     def _refuse_second_model(self) -> None:
         if self._state is not None:
@@ -622,6 +631,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 "optimize reports one loss and one solution, and with auto_sync_gradients=False "
                 "each rank has its own: call step() in a loop, and synchronize_gradients() on the "
                 "model, or set auto_sync_gradients=True"
+            )
+        if data.digest_every is not None and self._replicas_differ:
+            raise ValueError(
+                f"digest_every compares replicas, and those of {type(self).__name__} differ "
+                "between two synchronisations: leave it out"
             )
         # Options of the mirrored hierarchy bring an end of training with them.
         options = self._rule.algorithm_options

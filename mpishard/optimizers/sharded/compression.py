@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -90,7 +90,7 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         As `ShardedOptimizerBase`; for a number outside its range, or another method.
     """
 
-    model_class: ClassVar[type[ShardedModelBase]] = DDPModel
+    model_class: type[ShardedModelBase] = DDPModel
 
     def __init__(
         self,

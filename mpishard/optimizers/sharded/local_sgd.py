@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -12,20 +12,25 @@ from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.checkpoint import Pieces
 from mpishard.contracts import IOptimizer
-from mpishard.models import DDPModel, ShardedModelBase
+from mpishard.layout import ShardLayout
+from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.sharding import ShardingConfiguration
+from mpishard.optimizers.sharded.strategies import DATA_STRATEGIES
+from mpishard.sharding import Piece, ShardingConfiguration, pieces_within
 
 __all__ = ["LocalSGDOptimizer"]
 
 
 class LocalSGDOptimizer(ShardedOptimizerBase):
-    """Updates a `DDPModel` on each rank alone; every H steps the ranks agree on their parameters.
+    """Updates each replica of a model alone; every H steps they agree on their parameters.
+
+    A replica is one rank; or a group of ranks, a node for one, if ``config.replica_size`` says so.
+    Inside a group the strategy goes on as ever, in shared memory on a node.
 
     Without ``outer`` they take the mean of their parameters, weighted by the samples that each has
     used (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1). With
@@ -33,15 +38,16 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     after them. With Nesterov's SGD of rate 0.7 and momentum 0.9 that is DiLoCo (Douillard et al.,
     arXiv 2311.08105, algorithm 1).
 
-    Each rank keeps the state of the inner rule for its own replica. The outer rule's state, and the
-    parameters before the H steps, are sharded. Sent every H steps, summed over N ranks, for S bytes
-    of trained units: 2 (N - 1) S. In between only the small all-reduce of a step travels, which
-    tells all ranks the loss, and stops all of them if one is not finite. ``optimize`` makes the
-    ranks agree before each evaluation and each checkpoint, too.
+    The ranks of a replica keep the inner rule's state for it, as the strategy says. The outer
+    rule's state, and the parameters before the H steps, are sharded over all ranks. Sent every H
+    steps, summed over N replicas, for S bytes of trained units: 2 (N - 1) S. In between only the
+    small all-reduce of a step travels between them, which tells all ranks the loss, and stops all
+    of them if one is not finite. ``optimize`` makes the ranks agree before each evaluation and
+    each checkpoint, too.
 
-    A checkpoint has the inner state of each rank. The same number of ranks goes on with the same
-    bits; of another number N rank j takes the mean of the states of the ranks i of M before with
-    i % N == j, or that of rank j % M if there are fewer.
+    A checkpoint has the inner state of each replica. As many replicas go on with the same bits; of
+    another number N replica j takes the mean of the states of the replicas i of M before with
+    i % N == j, or that of replica j % M if there are fewer. A replica may have other ranks.
 
     Parameters
     ----------
@@ -53,15 +59,15 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         H: 1 or more. With SGD without momentum, 1 is what DDP does.
     outer : Optimizer, optional
         The outer rule: `SGD(0.7, momentum=0.9, nesterov=True)`, for one.
+    strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
+        Inside each replica; others than "ddp" need ``config.replica_size``.
 
     Raises
     ------
     TypeError, ValueError
-        As `ShardedOptimizerBase`; for a period below 1, an outer rule that clips or freezes, and
-        rules that search along a line.
+        As `ShardedOptimizerBase`; for a period below 1, an outer rule that clips or freezes, rules
+        that search along a line, and another strategy.
     """
-
-    model_class: ClassVar[type[ShardedModelBase]] = DDPModel
 
     def __init__(
         self,
@@ -69,8 +75,20 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         config: ShardingConfiguration,
         synchronization_period: int = 10,
         outer: Optimizer | None = None,
+        *,
+        strategy: str = "ddp",
     ) -> None:
         super().__init__(wrapped_optimizer, config)
+        if strategy not in DATA_STRATEGIES:
+            raise ValueError(
+                f"strategy must be one of {', '.join(DATA_STRATEGIES)}, got {strategy!r}"
+            )
+        if strategy != "ddp" and config.replica_size is None:
+            raise ValueError(
+                f"strategy={strategy!r} shards a replica over its ranks, and here each rank is a "
+                'replica: give ShardingConfiguration(replica_size=), a number of ranks or "node"'
+            )
+        self.model_class = DATA_STRATEGIES[strategy]
         if as_integer("synchronization_period", synchronization_period) < 1:
             raise ValueError(
                 f"synchronization_period must be 1 or more, got {synchronization_period}"
@@ -103,6 +121,13 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
         return _LocalState(self._rule, model, frozen, self.outer)
+
+    @property
+    def _replicas_differ(self) -> bool:
+        return True
+
+    def _require_one_replica(self, model: ShardedModelBase) -> None:
+        """Take several."""
 
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
         super()._require_model_of_this_kind(model)
@@ -142,10 +167,10 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
 
     def _refusals(self) -> Mapping[str, str]:
         return {
-            "last_computed_gradients": "there is no gradient of all ranks; each rank has its own",
-            "apply_gradients": "each rank trains with its own gradient: use step, or DDPOptimizer",
-            "serialize": "the inner state is each rank's own, which bytes that are the same on all "
-            "ranks cannot hold: use mpishard.checkpoint.save, or save_model",
+            "last_computed_gradients": "no gradient of all ranks; each replica has its own",
+            "apply_gradients": "each replica trains with its own: use step, or DDPOptimizer",
+            "serialize": "the inner state is each replica's own, which bytes that are the same on "
+            "all ranks cannot hold: use mpishard.checkpoint.save, or save_model",
         }
 
 
@@ -165,16 +190,36 @@ class _LocalState(ModelState):
         self._outer_steps = 0
         self._outer_numbers: dict[str, Any] = {}
         self._kind = f"optimizer/{type(rule).__name__}"
-        self._writers = model.backend.world_size  # of a checkpoint that is read
+        self._writers = 1  # replicas of a checkpoint that is read
         self._read: list[tuple[int, dict[str, Array]]] = []
         engine = model.engine
-        self._pieces = engine.pieces.owned
+        # The ranks that have the same part of the other replicas, and that part.
+        self._is_grouped = engine.replica.across is not None
+        self._across = engine.replica.across or model.backend
+        self._parts = [
+            piece for piece in engine.layout.pieces(sharded=self._is_grouped)
+            if piece.unit.index not in engine.gradients.layout.frozen
+        ]  # fmt: skip
+        self._pieces = self._own_pieces()
         names = () if outer is None else ("anchor", *outer.needed_state())
         length = sum(piece.length for piece in self._pieces)
         allocate = engine.state_layout.allocate
         self._outer_state = {n: allocate(MemoryCategory.OPTIMIZER_STATE, length) for n in names}
         for vector in self._outer_state.values():
             vector.fill(0)
+
+    def _own_pieces(self) -> tuple[Piece, ...]:
+        """Return the trained pieces of this rank's part that it owns among the replicas."""
+        program, owned, position = self.model.engine.program, [], 0
+        for part in self._parts:
+            cut = ShardLayout(part.length, self._across.world_size).slice(self._across.rank)
+            start, stop = part.start + cut.start, part.start + cut.stop
+            owned.append(Piece(part.unit, start, stop, position))
+            position += stop - start
+        if not program.frozen:
+            return tuple(owned)
+        ranges = [(e.start, e.stop) for e in program.entries if e.name not in program.frozen]
+        return pieces_within(owned, ranges)
 
     def take_anchor(self) -> None:
         """Remember the parameters, which are equal on all ranks."""
@@ -185,34 +230,40 @@ class _LocalState(ModelState):
 
     def synchronize(self) -> None:
         """Take the mean of all replicas, or the outer rule's step towards it. Collective."""
-        engine, backend = self.model.engine, self.model.backend
+        engine, across = self.model.engine, self._across
         weight = engine.replicas.weight
-        total = float(backend.all_reduce(np.array([weight]))[0])
+        # Of all ranks: those of a replica may still read, on a node, what is changed below. One
+        # rank of each replica tells its weight.
+        tells = not self._is_grouped or engine.backend.rank == 0
+        total = float(self.model.backend.all_reduce(np.array([weight * tells]))[0])
         self.since = 0
         if total == 0:  # somebody has made the replicas equal meanwhile
             return
-        units = engine.gradients.layout.trained_units
-        whole = [p for p in engine.layout.pieces(sharded=False) if p.unit in units]
-        replicas = engine.parameters.owned(whole)
+        replicas = engine.parameters.owned(self._parts)
         means: dict[int, Array] = {}
-        for piece, values in zip(whole, replicas, strict=True):
+        for part, values in zip(self._parts, replicas, strict=True):
             replica = values
             replica *= weight / total  # in place: a reduction needs no other copy
-            means[piece.unit.index] = backend.reduce_scatter(replica)
+            means[part.unit.index] = across.reduce_scatter(replica)
         if self._outer is not None:
             self._step_outer(self._outer, means)
-        for piece, values in zip(whole, replicas, strict=True):
-            backend.all_gather(means[piece.unit.index], out=values)
+        for part, values in zip(self._parts, replicas, strict=True):
+            across.all_gather(means[part.unit.index], out=values)
+        if self._is_grouped:
+            engine.parameters.publish(self._parts)
         engine.replicas.are_equal()
         engine.changed()
 
     def _step_outer(self, outer: Optimizer, means: Mapping[int, Array]) -> None:
         """Update the anchor by the change of the mean, and write it to ``means``. Collective."""
-        engine = self.model.engine
-        own = {p.unit.index: p for p in engine.own_pieces}
+        engine, across = self.model.engine, self._across
+        starts = {
+            part.unit.index: part.start + ShardLayout(part.length, across.world_size)
+            .start(across.rank) for part in self._parts
+        }  # fmt: skip
         ranges, targets = [], []
         for piece in self._pieces:
-            start = piece.start - own[piece.unit.index].start
+            start = piece.start - starts[piece.unit.index]
             target = means[piece.unit.index][start : start + piece.length]
             anchor = self._outer_state["anchor"][piece.in_shard]
             state = {n: v[piece.in_shard] for n, v in self._outer_state.items() if n != "anchor"}
@@ -230,24 +281,26 @@ class _LocalState(ModelState):
             target[...] = owned.parameters
 
     # ------------------------------------------------------------------------------ checkpoints
-    # Kinds: "<state name>@<r>" of rank r's replica, and "outer_<state name>".
+    # Kinds: "<state name>@<r>" of replica r, and "outer_<state name>".
 
     def arrays_to_write(self) -> Pieces:
-        backend = self.model.backend
-        mine = self._regions(self.model.engine.pieces.updated)
-        each = {f"{kind}@{r}": regions if r == backend.rank else []
-                for kind, regions in mine.items() for r in range(backend.world_size)}  # fmt: skip
+        engine, across = self.model.engine, self._across
+        pieces = engine.pieces
+        mine = self._regions(pieces.to_write(engine.program) if self._is_grouped
+                             else pieces.updated)  # fmt: skip
+        each = {f"{kind}@{r}": regions if r == across.rank else []
+                for kind, regions in mine.items() for r in range(across.world_size)}  # fmt: skip
         return {**each, **self._outer_regions()}
 
     def expect(self, kinds: Collection[str]) -> None:
-        """Learn from the kinds of a checkpoint how many ranks wrote it."""
+        """Learn from the kinds of a checkpoint how many replicas it has."""
         pattern = re.compile(re.escape(self._kind) + r"/\w+@(\d+)")
         found = [int(match[1]) for kind in kinds if (match := pattern.fullmatch(kind))]
-        self._writers = 1 + max(found, default=self.model.backend.world_size - 1)
+        self._writers = 1 + max(found, default=self._across.world_size - 1)
 
     def arrays_to_read(self) -> Pieces:
-        backend, pieces = self.model.backend, self.model.engine.pieces.updated
-        size, rank = backend.world_size, backend.rank
+        pieces = self.model.engine.pieces.updated
+        size, rank = self._across.world_size, self._across.rank
         self._read = []
         found: dict[str, Any] = {}
         for r in range(self._writers):

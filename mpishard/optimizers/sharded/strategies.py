@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from mpishard.arguments import as_integer, nearest
 from mpishard.contracts import IOptimizer
@@ -27,6 +27,7 @@ from mpishard.pipeline import IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = [
+    "DATA_STRATEGIES",
     "DDPOptimizer",
     "FSDPOptimizer",
     "HybridShardedOptimizer",
@@ -36,6 +37,13 @@ __all__ = [
     "ZeRO2Optimizer",
     "ZeRO3Optimizer",
 ]
+
+
+DATA_STRATEGIES: dict[str, type[ShardedModelBase]] = {
+    "ddp": DDPModel, "zero1": ZeRO1Model, "zero2": ZeRO2Model, "zero3": ZeRO3Model,
+    "fsdp": FSDPModel,
+}  # fmt: skip
+"""The strategies of models whose ranks all compute other samples."""
 
 
 class DDPOptimizer(ShardedOptimizerBase):
@@ -71,7 +79,7 @@ class FSDPOptimizer(ShardedOptimizerBase):
     Parameters and errors are those of `ShardedOptimizerBase`.
     """
 
-    model_class: ClassVar[type[ShardedModelBase]] = FSDPModel
+    model_class: type[ShardedModelBase] = FSDPModel
 
 
 class ZeRO3Optimizer(FSDPOptimizer):

@@ -1,0 +1,245 @@
+"""Passes of layers over float32 and bfloat16 activations, as loops that numba compiles.
+
+NumPy makes a chain of operations, each of which reads and writes a chunk, and widens bfloat16
+before and rounds it after: half of the time that a GPT spends outside its products. A loop reads
+each element once, computes in float32, and rounds once when it writes. Layers compute without
+these loops in float64, on a GPU, and where numba is not installed: see `compiled`.
+
+Shape suffixes: N rows, D width; of attention N is the rows of scores of one block, S its keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.bfloat16 import BFLOAT16
+from mpishard.compilation import compile_loop, numba_module
+
+__all__ = [
+    "bits",
+    "compiled",
+    "gelu",
+    "norm_backward",
+    "norm_forward",
+    "scale",
+    "softmax_backward",
+    "softmax_forward",
+]
+
+_F = np.float32
+_DTYPES = (np.dtype(np.float32), BFLOAT16)
+_LOG2_E, _LN_2 = _F(math.log2(math.e)), _F(math.log(2.0))
+_SLOPE = _F(math.sqrt(2.0 / math.pi))
+_CUBIC = _F(math.sqrt(2.0 / math.pi) * 0.044715)
+_ZERO, _HALF, _ONE, _TWO, _SIX = _F(0.0), _F(0.5), _F(1.0), _F(2.0), _F(6.0)
+_LEAST, _MOST = _F(-126.0), _F(127.0)  # exponents of normal numbers
+# exp(r) for abs(r) <= ln(2) / 2: the terms of its series that float32 sees.
+_C2, _C3, _C4, _C5, _C6 = _F(1 / 2), _F(1 / 6), _F(1 / 24), _F(1 / 120), _F(1 / 720)
+
+_lock = threading.Lock()
+
+
+def compiled(loop: Callable[..., None], like: Array) -> Callable[..., None] | None:
+    """``loop`` for arrays in the dtype of ``like``; None if NumPy or CuPy must compute.
+
+    The compiled function takes bfloat16 as `bits`, and contiguous arrays, as ``like`` must be.
+    """
+    if type(like) is not np.ndarray or like.dtype not in _DTYPES or not like.flags.c_contiguous:
+        return None
+    with _lock:  # thread-ranks come here at the same time, and one of them compiles
+        return _compile(loop, bool(like.dtype == BFLOAT16))
+
+
+def bits(array: Array) -> Array:
+    """``array``; of bfloat16 its bits, which is what numba can read."""
+    return array.view(np.uint16) if array.dtype == BFLOAT16 else array
+
+
+@functools.cache
+def _compile(loop: Callable[..., None], is_narrow: bool) -> Callable[..., None] | None:
+    numba = numba_module()
+    if numba is None:
+        return None
+    read, write = (_load_bits, _store_bits) if is_narrow else (_load, _store)
+    inner = {"exp": numba.njit(_exp), "load": numba.njit(read), "store": numba.njit(write)}
+    kinds = {"narrow": numba.uint16 if is_narrow else numba.float32, "wide": numba.float32}
+    arguments = [_type(numba, kind, kinds) for kind in _SIGNATURES[loop.__name__].split()]
+    variant = "bfloat16" if is_narrow else "float32"
+    return compile_loop(loop, numba.void(*arguments), variant, sums_in_lanes=True, **inner)
+
+
+def _type(numba: ModuleType, kind: str, kinds: dict[str, Any]) -> Any:
+    """The numba type of an argument: ``narrow2=`` is a 2-D array in the layer's dtype, written."""
+    if kind in ("float", "int"):
+        return numba.float32 if kind == "float" else numba.int64
+    name, dims = kind.rstrip("=")[:-1], int(kind.rstrip("=")[-1])
+    return numba.types.Array(kinds[name], dims, "C", readonly=not kind.endswith("="))
+
+
+# ---------------------------------------------------------------- one element, inside the loops
+
+
+def _load(array: Any, i: Any) -> Any:
+    return array[i]
+
+
+def _store(array: Any, i: Any, value: Any) -> None:
+    array[i] = value
+
+
+def _load_bits(array: Any, i: Any) -> Any:
+    return np.uint32(np.uint32(array[i]) << np.uint32(16)).view(np.float32)
+
+
+def _store_bits(array: Any, i: Any, value: Any) -> None:
+    """Round as `mpishard.bfloat16.round_into` does."""
+    word = np.float32(value).view(np.uint32)
+    even = np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1))
+    rounded = np.uint32(np.uint32(word + np.uint32(0x7FFF)) + even)
+    quiet = np.uint32(np.uint32(word & np.uint32(0x80000000)) | np.uint32(0x7FC00000))
+    is_nan = (word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    array[i] = np.uint16(np.uint32(quiet if is_nan else rounded) >> np.uint32(16))
+
+
+def _exp(x: Any) -> Any:
+    """exp(x) = 2^n exp(r), off by 2 units of the last place; NaN stays NaN."""
+    power = x * _LOG2_E
+    power = _LEAST if power < _LEAST else power  # noqa: FURB136 - max would lose NaN
+    power = _MOST if power > _MOST else power  # noqa: FURB136
+    n = np.floor(power + _HALF)
+    r = (power - n) * _LN_2
+    series = ((((_C6 * r + _C5) * r + _C4) * r + _C3) * r + _C2) * r * r + r + _ONE
+    return series * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+load, store, exp = _load, _store, _exp  # which `compile_loop` replaces by machine code
+
+_SIGNATURES = {
+    "gelu": "narrow1 narrow1= narrow1=",
+    "scale": "narrow1= narrow1",
+    "norm_forward": "narrow2 wide1 wide1 float narrow2= narrow2= wide1=",
+    "norm_backward": "narrow2= narrow2 wide1 wide1 wide1= wide1=",
+    "softmax_forward": "wide2= narrow2= wide1= float int int",
+    "softmax_backward": "wide2= wide2= narrow2= narrow2= wide1 wide1 float int int",
+}
+"""The arguments of each loop: see `_type`."""
+
+
+# ------------------------------------------------------------------------------------ the loops
+
+
+def gelu(x: Any, y: Any, slope: Any) -> None:
+    """Write GELU of x in its tanh form, and dy/dx: as `mpishard.nn.GELU`."""
+    for i in range(x.size):
+        value = load(x, i)
+        square = value * value
+        u = value * (_SLOPE + _CUBIC * square)
+        # The logistic function of 2 u, which is (1 + tanh(u)) / 2.
+        small = exp(-_TWO * abs(u))
+        h = _ONE / (_ONE + small)
+        h = small * h if u < _ZERO else h
+        result = value * h
+        store(y, i, result)
+        store(slope, i, h + result * (_ONE - h) * (_TWO * _SLOPE + _SIX * _CUBIC * square))
+
+
+def scale(d: Any, factors: Any) -> None:
+    """Multiply d by the factors, in its place."""
+    for i in range(d.size):
+        store(d, i, load(d, i) * load(factors, i))
+
+
+def norm_forward(
+    x: Any, weight: Any, bias: Any, epsilon: Any, y: Any, h: Any, inverse: Any
+) -> None:
+    """Layer normalisation: write the result, the normalised input, and 1 / deviation by row."""
+    rows, width = x.shape
+    for n in range(rows):
+        total = _ZERO
+        for i in range(width):
+            total += load(x, (n, i))
+        mean = total / _F(width)
+        squares = _ZERO
+        for i in range(width):
+            apart = load(x, (n, i)) - mean
+            squares += apart * apart
+        factor = _ONE / np.sqrt(squares / _F(width) + epsilon)
+        inverse[n] = factor
+        for i in range(width):
+            normal = (load(x, (n, i)) - mean) * factor
+            store(h, (n, i), normal)
+            store(y, (n, i), normal * weight[i] + bias[i])
+
+
+def norm_backward(d: Any, h: Any, weight: Any, inverse: Any, dweight: Any, dbias: Any) -> None:
+    """The input's gradient in the place of d; adds those of weight and bias."""
+    rows, width = d.shape
+    for n in range(rows):
+        mean_d = mean_dh = _ZERO
+        for i in range(width):
+            part = load(d, (n, i)) * weight[i]
+            mean_d += part
+            mean_dh += part * load(h, (n, i))
+        mean_d /= _F(width)
+        mean_dh /= _F(width)
+        for i in range(width):
+            dweight[i] += load(d, (n, i)) * load(h, (n, i))
+        for i in range(width):
+            dbias[i] += load(d, (n, i))
+        for i in range(width):
+            part = load(d, (n, i)) * weight[i]
+            store(d, (n, i), (part - mean_d - load(h, (n, i)) * mean_dh) * inverse[n])
+
+
+def softmax_forward(
+    scores: Any, weights: Any, logs: Any, factor: Any, first: Any, queries: Any
+) -> None:
+    """Write the softmax of factor * scores over the keys that each row sees, and 0 for the others.
+
+    Row n sees ``first + n % queries + 1`` keys; all if ``queries`` is 0. ``logs`` holds what is
+    subtracted from each row before, and then the log of its denominator.
+    """
+    rows, keys = scores.shape
+    for n in range(rows):
+        seen = keys if queries == 0 else first + n % queries + 1
+        total = _ZERO
+        shift = logs[n]
+        for i in range(seen):
+            value = exp(factor * scores[n, i] - shift)
+            scores[n, i] = value
+            total += value
+        inverse = _ONE / total
+        for i in range(seen):
+            store(weights, (n, i), scores[n, i] * inverse)
+        for i in range(seen, keys):
+            store(weights, (n, i), _ZERO)
+        logs[n] = shift + np.log(total)
+
+
+def softmax_backward(
+    scores: Any, dweights: Any, weights: Any, dscores: Any, logs: Any, sums: Any, factor: Any,
+    first: Any, queries: Any,
+) -> None:  # fmt: skip
+    """Write the softmax and its input's gradient, factor * softmax (dweights - sums)."""
+    rows, keys = scores.shape
+    for n in range(rows):
+        seen = keys if queries == 0 else first + n % queries + 1
+        log, away = logs[n], sums[n]
+        # One array for each loop: LLVM asks at run time whether arrays overlap, and not of many.
+        for i in range(seen):
+            scores[n, i] = exp(factor * scores[n, i] - log)
+        for i in range(seen):
+            store(weights, (n, i), scores[n, i])
+        for i in range(seen):
+            store(dscores, (n, i), scores[n, i] * (dweights[n, i] - away) * factor)
+        for i in range(seen, keys):
+            store(weights, (n, i), _ZERO)
+            store(dscores, (n, i), _ZERO)

@@ -1,0 +1,246 @@
+"""Estimators of scikit-learn that are trained on ranks.
+
+`ShardedClassifier` and `ShardedRegressor` train a model of mpishard, by default an MLP, inside
+``fit``: on threads, or on the job's ranks if a launcher started the program. Predictions are made
+by each process itself. This module imports scikit-learn; ``import mpishard`` does not.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from mpishard.arrays import Array
+from mpishard.communication import CommunicationBackend
+from mpishard.communication.init import init
+from mpishard.communication.threads.run import current_backend
+from mpishard.distributed import as_distributed, launch
+from mpishard.nn import MLP, MSE, BinaryCrossEntropy, CrossEntropy, Loss
+from mpishard.optimizers import AdamW, OptimizationInputData
+
+__all__ = ["ShardedClassifier", "ShardedRegressor"]
+
+
+class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
+    def __init__(
+        self,
+        model: Callable[[int, int, int], Any] | None = None,
+        *,
+        hidden: Sequence[int] = (100,),
+        optimizer: Any = None,
+        learning_rate: float = 0.01,
+        epochs: int = 100,
+        batch_size: int = 200,
+        strategy: str = "fsdp",
+        world_size: int = 2,
+        random_state: Any = None,
+    ) -> None:
+        self.model = model
+        self.hidden = hidden
+        self.optimizer = optimizer
+        self.learning_rate = learning_rate
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.strategy = strategy
+        self.world_size = world_size
+        self.random_state = random_state
+
+    @property
+    def model_(self) -> Any:
+        """A plain model with the fitted parameters, made anew at each call."""
+        check_is_fitted(self, "parameters_")
+        model = self._made(self.seed_)
+        model.set_parameters(self.parameters_)
+        return model
+
+    def _made(self, seed: int) -> Any:
+        if self.model is not None:
+            return self.model(self.n_features_in_, self.n_outputs_, seed)
+        sizes = [self.n_features_in_, *self.hidden, self.n_outputs_]
+        return MLP(sizes, seed=seed, loss=self._loss())
+
+    def _loss(self) -> Loss:
+        raise NotImplementedError
+
+    def _train(self, x: Array, y: Array) -> Self:
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        if current_backend.get() is not None:  # called by a rank: all of its world call it
+            trained = self._on_rank(init(), x, y, seed)
+        else:
+            trained = launch(self._on_rank, x, y, seed, world_size=self.world_size)
+        self.seed_, self.parameters_, self.loss_curve_ = trained
+        return self
+
+    def _on_rank(
+        self, backend: CommunicationBackend, x: Array, y: Array, seed: int
+    ) -> tuple[int, Array, list[float]]:
+        """Train on one rank; the same on all: seed, all parameters, the loss of each epoch."""
+        checksums = [zlib.crc32(np.ascontiguousarray(array).data) for array in (x, y)]
+        if (backend.all_gather(np.array([checksums])) != checksums).any():
+            raise ValueError(
+                "fit was given different data on different ranks: load the same on every rank, and "
+                "give a random_state to whatever splits or shuffles them"
+            )
+        # Without a random_state each process drew its own.
+        seed = int(backend.broadcast(np.array([seed]))[0])
+        optimizer = AdamW(self.learning_rate) if self.optimizer is None else self.optimizer
+        # A rule belongs to one rank; the estimator's own stays as it was given.
+        sharded = as_distributed(copy.deepcopy(optimizer), backend, self.strategy)
+        result = sharded.optimize(
+            OptimizationInputData(
+                model=self._made(seed), x_train=x, y_train=y, epochs=self.epochs, seed=seed,
+                batch_size=min(self.batch_size, len(x)), progress=False,
+            )
+        )  # fmt: skip
+        return seed, result.model.gather_full_parameters(), result.fitness_history
+
+    def _outputs(self, X: Any) -> np.ndarray[Any, Any]:
+        check_is_fitted(self, "parameters_")
+        x = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
+        return np.asarray(self.model_.predict(x))
+
+
+class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[misc]
+    """A classifier that is trained on ranks.
+
+    Targets may be any labels. The model's outputs are logits: one for each class, with
+    `CrossEntropy`, or a single one for two classes, with `BinaryCrossEntropy`.
+
+    Parameters
+    ----------
+    model : callable, optional
+        ``model(features, outputs, seed)`` returns a model of `mpishard`, with a loss: it is called
+        on every rank. For pickles it must be a function of a module. Default: an `MLP`.
+    hidden : sequence of int
+        Sizes of the hidden layers of the default model.
+    optimizer : object, optional
+        An update rule of `mpishard.optimizers`. Default: `AdamW` with ``learning_rate``.
+    learning_rate : float
+        Learning rate of the default rule.
+    epochs : int
+        Passes over the training data.
+    batch_size : int
+        Samples of a batch of all ranks, at most the number of samples.
+    strategy : str
+        As for `as_distributed`: "ddp", "zero1", "zero2", "fsdp" and so on.
+    world_size : int
+        Number of thread-ranks. Under a launcher, or if a rank calls ``fit``, its world is used.
+    random_state : int, RandomState or None
+        Source of the first parameters and of the order of samples.
+
+    Attributes
+    ----------
+    model_ : object
+        A plain model with the fitted parameters.
+    parameters_ : array
+        All parameters, shape (n,).
+    loss_curve_ : list of float
+        Mean training loss of each epoch.
+    classes_ : array
+        The labels, sorted, shape (classes,).
+    n_features_in_, n_outputs_ : int
+        Number of features, and of outputs of the model.
+
+    Notes
+    -----
+    ``fit`` is collective under MPI: every rank calls it with the same data and settings, and gets
+    the same estimator. ``predict`` is not: it runs in the process that calls it.
+
+    Examples
+    --------
+    >>> from sklearn.datasets import make_moons
+    >>> x, y = make_moons(200, noise=0.1, random_state=0)
+    >>> classifier = ShardedClassifier(epochs=200, random_state=0).fit(x, y)
+    >>> classifier.score(x, y) > 0.95
+    True
+    """
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train on samples of shape (n, features) and n labels. Collective under MPI.
+
+        Raises
+        ------
+        ValueError
+            For data that scikit-learn refuses, and settings that mpishard refuses.
+        """
+        x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
+        check_classification_targets(labels)
+        self.classes_, targets = np.unique(labels, return_inverse=True)
+        self.n_outputs_ = len(self.classes_)
+        if isinstance(getattr(self._made(0), "default_loss_function", None), BinaryCrossEntropy):
+            if self.n_outputs_ > 2:
+                raise ValueError(f"{self.n_outputs_} classes need as many logits, not one")
+            targets = targets[:, None].astype(x.dtype)
+        return self._train(x, targets)
+
+    def predict_proba(self, X: Any) -> np.ndarray[Any, Any]:
+        """Probability of each class, shape (n, classes), in the order of ``classes_``."""
+        logits = self._outputs(X).astype(np.float64)
+        if logits.shape[1] < len(self.classes_):  # one logit, that of the second class
+            logits = np.concatenate([np.zeros_like(logits), logits], axis=1)
+        exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+        result: np.ndarray[Any, Any] = exponentials / exponentials.sum(axis=1, keepdims=True)
+        return result
+
+    def predict(self, X: Any) -> np.ndarray[Any, Any]:
+        """The likeliest class of each sample, shape (n,)."""
+        probabilities = self.predict_proba(X)
+        found: np.ndarray[Any, Any] = self.classes_[probabilities.argmax(axis=1)]
+        return found
+
+    def _loss(self) -> Loss:
+        return CrossEntropy()
+
+
+class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
+    """A regressor that is trained on ranks.
+
+    Targets have shape (n,), or (n, outputs) for several at once. They are not scaled:
+    `sklearn.compose.TransformedTargetRegressor` does that.
+
+    Parameters, attributes and notes are those of `ShardedClassifier`, without ``classes_``.
+
+    Examples
+    --------
+    >>> x = np.linspace(-1, 1, 200)[:, None]
+    >>> regressor = ShardedRegressor(epochs=60, random_state=0).fit(x, x[:, 0] ** 2)
+    >>> regressor.score(x, x[:, 0] ** 2) > 0.9
+    True
+    """
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train on samples of shape (n, features) and their targets. Collective under MPI.
+
+        Raises
+        ------
+        ValueError
+            For data that scikit-learn refuses, and settings that mpishard refuses.
+        """
+        x, targets = validate_data(
+            self, X, y, dtype=[np.float64, np.float32], multi_output=True, y_numeric=True
+        )
+        self._is_flat = targets.ndim == 1
+        columns = targets[:, None] if self._is_flat else targets
+        self.n_outputs_ = columns.shape[1]
+        return self._train(x, columns.astype(x.dtype, copy=False))
+
+    def predict(self, X: Any) -> np.ndarray[Any, Any]:
+        """Predictions, of the shape that the targets had."""
+        found = self._outputs(X)
+        return found[:, 0] if self._is_flat else found
+
+    def _loss(self) -> Loss:
+        return MSE()
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags

@@ -1,0 +1,205 @@
+"""Replicas of several ranks, sharded inside, that train alone for H steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpishard as ms
+from mpishard import nn
+from mpishard.errors import NonFiniteLossError, ShardingError
+from mpishard.optimizers import SGD, Adam, LocalSGDOptimizer
+from mpishard.testing.worlds import in_worlds
+
+STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
+generator = np.random.default_rng(5)
+X = generator.standard_normal((29, 6))
+Y = np.sin(X[:, :3])
+
+
+def plain(seed=2):
+    return nn.MLP([6, 8, 3], activation="tanh", seed=seed)
+
+
+def build(backend, strategy, rule, period, *, size=2, outer=None, seed=2):
+    config = ms.ShardingConfiguration(
+        backend, minimum_parameter_group_size=1, replica_size=min(size, backend.world_size)
+    )
+    model = ms.as_distributed(plain(seed), config, strategy)
+    return model, LocalSGDOptimizer(rule, config, period, outer, strategy=strategy)
+
+
+def share(step, rank, size):
+    """Uneven, of other samples in each step; at each fifth the last rank has none."""
+    cuts = [k * 29 // size + (0 < k < size) for k in range(size + 1)]
+    rows = np.random.default_rng(step).permutation(29)[cuts[rank] : cuts[rank + 1]]
+    if step % 5 == 3 and rank == size - 1 > 0:
+        rows = rows[:0]
+    return X[rows], Y[rows]
+
+
+def textbook(size, world, steps, period, outer):
+    """Return the parameters of all replicas: momentum in each, Nesterov outside."""
+    model = plain()
+    start = model.get_parameters()
+    count = world // size
+    thetas, velocities = ([v.copy() for _ in range(count)] for v in (start, 0 * start))
+    weights, outer_velocity = np.zeros(count), 0 * start
+    for step in range(steps):
+        for replica in range(count):
+            parts = [share(step, replica * size + k, world) for k in range(size)]
+            x, y = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+            if len(x):
+                gradient = model.with_parameters(thetas[replica]).compute_loss_and_gradients(x, y)
+                velocities[replica] = 0.9 * velocities[replica] + gradient[1]
+                thetas[replica] = thetas[replica] - 1e-3 * velocities[replica]
+            weights[replica] += len(x)
+        if (step + 1) % period == 0:
+            mean = sum(w * t for w, t in zip(weights, thetas, strict=True)) / weights.sum()
+            if outer:
+                outer_velocity = 0.9 * outer_velocity + start - mean
+                mean = start - 0.7 * (start - mean + 0.9 * outer_velocity)
+            start, weights = mean, np.zeros(count)
+            thetas = [mean.copy() for _ in range(count)]
+    return thetas
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@in_worlds(2, 4, 6)
+def test_fifty_steps_are_the_textbooks(backend, strategy):
+    outer = SGD(0.7, momentum=0.9, nesterov=True) if strategy != "zero1" else None
+    size = 3 if backend.world_size == 6 else 2
+    model, optimizer = build(
+        backend, strategy, SGD(1e-3, momentum=0.9), 4, size=size, outer=outer, seed=2
+    )
+    for step in range(50):
+        optimizer.step(model, *share(step, backend.rank, backend.world_size))
+    expected = textbook(size, backend.world_size, 50, 4, outer)
+    mine = model.get_parameters()
+    np.testing.assert_allclose(mine, expected[backend.rank // size], rtol=0, atol=1e-12)
+    optimizer.settle()
+    settled = model.get_parameters()
+    assert (backend.all_gather(settled[None]) == settled).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@in_worlds(1, 2, 4)
+def test_a_period_of_one_with_descent_is_ddp(backend, strategy):
+    model, optimizer = build(backend, strategy, SGD(0.05), 1)
+    config = ms.ShardingConfiguration(backend)
+    other, exact = ms.DDPModel(plain(), config), ms.DDPOptimizer(SGD(0.05), config)
+    for step in range(50):
+        batch = share(step, backend.rank, backend.world_size)
+        losses = optimizer.step(model, *batch), exact.step(other, *batch)
+        np.testing.assert_allclose(*losses, rtol=1e-12)
+    np.testing.assert_allclose(model.get_parameters(), other.get_parameters(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("messages_only")
+@in_worlds(4)
+def test_every_replica_begins_with_the_first_ones_values(backend):
+    model, _ = build(backend, "fsdp", SGD(), 2, seed=backend.rank)
+    assert (model.get_parameters() == plain(0).get_parameters()).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nodes_are_replicas(monkeypatch, strategy):
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", "2")
+
+    def main(backend):
+        config = ms.ShardingConfiguration(
+            backend, replica_size="node", minimum_parameter_group_size=1
+        )
+        assert config.replica_size == 2
+        model = ms.as_distributed(plain(), config, strategy)
+        optimizer = LocalSGDOptimizer(SGD(1e-3, momentum=0.9), config, 4, strategy=strategy)
+        for step in range(9):
+            optimizer.step(model, *share(step, backend.rank, 4))
+        return model.get_parameters()
+
+    expected = textbook(2, 4, 9, 4, None)
+    for rank, found in enumerate(ms.run_in_threads(4, main)):
+        np.testing.assert_allclose(found, expected[rank // 2], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@in_worlds(2, 4)
+def test_optimize_deals_to_all_ranks_saves_and_resumes(backend, shared_path, strategy):
+    def run(limit, folder):
+        config = ms.ShardingConfiguration(backend, replica_size=2)
+        outer = SGD(0.7, momentum=0.9, nesterov=True)
+        optimizer = LocalSGDOptimizer(Adam(1e-3), config, 3, outer, strategy=strategy)
+        return optimizer.optimize(ms.OptimizationInputData(
+            model=plain(), x_train=X, y_train=Y, x_validation=X, y_validation=Y, batch_size=8,
+            validate_every=4, max_steps=limit, progress=False, checkpoint=shared_path / folder,
+            checkpoint_every=5, keep_best=True,
+        ))  # fmt: skip
+
+    whole = run(12, "whole")
+    run(10, "parts")
+    rest = run(12, "parts")
+    assert whole.weight == 3 * 29
+    assert rest.loss_history == whole.loss_history[10:]
+    assert rest.validation_history == whole.validation_history
+    result = whole.model.get_parameters()
+    assert (backend.all_gather(result[None]) == result).all()
+
+
+def test_another_number_of_replicas_of_another_size_goes_on(tmp_path):
+    def run(backend, strategy, size, first, last):
+        model, optimizer = build(backend, strategy, Adam(1e-3), 2, size=size)
+        optimizer.bind(model)
+        if first:
+            ms.checkpoint.load(tmp_path / "run", model, optimizer)
+        else:
+            for step in range(last):
+                optimizer.step(model, *share(step, backend.rank, backend.world_size))
+            ms.checkpoint.save(tmp_path / "run", model, optimizer)
+        moment = optimizer.state["first_moment"]
+        if strategy == "ddp":
+            return backend.rank // size, moment.copy()
+        group = model.engine.backend.all_gather
+        return backend.rank // size, np.sort(group(moment.copy()))
+
+    written = dict(ms.run_in_threads(4, run, "fsdp", 2, 0, 4))
+    for size, strategy, world in ((2, "fsdp", 4), (1, "ddp", 2), (2, "ddp", 4), (3, "zero1", 6)):
+        for replica, moment in ms.run_in_threads(world, run, strategy, size, 4, 4):
+            np.testing.assert_array_equal(np.sort(moment), written[replica])
+
+
+@in_worlds(2, 4)
+def test_a_value_that_is_not_finite_stops_all_replicas(backend):
+    model, optimizer = build(backend, "fsdp", SGD(0.01), 3)
+    optimizer.step(model, *share(0, backend.rank, backend.world_size))
+    before = model.get_parameters()
+    x, y = share(1, backend.rank, backend.world_size)
+    bad = np.full_like(x, np.nan) if backend.rank == 1 else x
+    with pytest.raises(NonFiniteLossError, match=r"the loss of ranks \[1\]"):
+        optimizer.step(model, bad, y)
+    assert (model.get_parameters() == before).all()
+    optimizer.step(model, x, y)
+
+
+@in_worlds(2)
+def test_others_than_local_sgd_are_refused(backend):
+    config = ms.ShardingConfiguration(backend, replica_size=1)
+    model = ms.FSDPModel(plain(), config)
+    for call in (
+        lambda: ms.FSDPOptimizer(SGD(), config).step(model, X, Y),
+        lambda: model.train(X, Y),
+        model.synchronize_gradients,
+    ):
+        with pytest.raises((ShardingError, RuntimeError), match=r"replica_size|before"):
+            call()
+    with pytest.raises(NotImplementedError, match="replica_size groups the ranks of a data axis"):
+        ms.TensorParallelModel(plain(), config)
+    for size, error in ((3, ValueError), (0, ValueError), ("rack", TypeError)):
+        with pytest.raises(error, match="replica_size"):
+            ms.ShardingConfiguration(backend, replica_size=size)
+    alone = ms.ShardingConfiguration(backend)
+    for strategy, match in (("fsdp", "give ShardingConfiguration"), ("tensor", "must be one of")):
+        with pytest.raises(ValueError, match=match):
+            LocalSGDOptimizer(SGD(), alone, strategy=strategy)
+    data = ms.OptimizationInputData(model=plain(), x_train=X, y_train=Y, digest_every=2)
+    with pytest.raises(ValueError, match="digest_every compares replicas"):
+        LocalSGDOptimizer(SGD(), alone).optimize(data)

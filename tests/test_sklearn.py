@@ -1,0 +1,102 @@
+"""scikit-learn's own checks of estimators, and what its users do with them."""
+
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn", minversion="1.6")
+from sklearn.base import clone
+from sklearn.datasets import make_blobs
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import mpishard as ms
+from mpishard.sklearn import ShardedClassifier, ShardedRegressor
+from mpishard.testing.worlds import in_worlds
+
+QUICK = {"hidden": (8,), "epochs": 12, "learning_rate": 0.1, "random_state": 0}
+X, LABELS = make_blobs(60, centers=3, random_state=0)
+NAMES = np.array(["a", "b", "c"])[LABELS]
+
+
+@parametrize_with_checks([ShardedClassifier(**QUICK), ShardedRegressor(**QUICK)])
+def test_passes_the_checks_of_scikit_learn(estimator, check):
+    check(estimator)
+
+
+def classifier(**options):
+    return ShardedClassifier(**(QUICK | options))
+
+
+def test_labels_pipelines_clones_and_pickles():
+    pipeline = make_pipeline(StandardScaler(), classifier())
+    fitted = pipeline.fit(X, NAMES)
+    assert fitted.score(X, NAMES) > 0.8
+    assert set(fitted.predict(X)) <= {"a", "b", "c"}
+    again = clone(pipeline).fit(X, NAMES)  # random_state=0: the same bits
+    assert (again[-1].parameters_ == fitted[-1].parameters_).all()
+    restored = pickle.loads(pickle.dumps(fitted))
+    assert (restored.predict_proba(X) == fitted.predict_proba(X)).all()
+    assert not [t for t in threading.enumerate() if "mpishard" in t.name]
+
+
+def test_a_grid_search_chooses_a_rate():
+    search = GridSearchCV(classifier(), {"learning_rate": [1e-9, 0.1]}, cv=2).fit(X, LABELS)
+    assert search.best_params_ == {"learning_rate": 0.1}
+
+
+def linear(features, outputs, seed):
+    return ms.nn.LogisticRegression(features, outputs, seed=seed)
+
+
+def small(features, outputs, seed):
+    return ms.nn.MLP([features, 5, outputs], "tanh", seed=seed, dtype="float32")
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_a_model_of_ones_own_is_trained(classes):
+    chosen = np.isin(LABELS, range(classes))
+    x, names = X[chosen], NAMES[chosen]
+    rule = ms.optimizers.SGD(0.3)
+    found = classifier(model=linear, optimizer=rule, epochs=40).fit(x, names)
+    assert isinstance(found.model_, ms.nn.LogisticRegression)
+    assert found.optimizer is rule
+    assert found.loss_curve_[-1] < found.loss_curve_[0]
+    probabilities = found.predict_proba(x)
+    assert probabilities.shape == (len(x), classes)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1)
+    assert found.score(x, names) > 0.85
+
+
+def test_several_targets_at_once():
+    y = np.stack([X[:, 0], -X[:, 1]], axis=1)
+    found = ShardedRegressor(small, **(QUICK | {"epochs": 60})).fit(X.astype(np.float32), y)
+    assert found.predict(X).shape == y.shape
+    assert found.score(X, y) > 0.9
+    assert found.parameters_.dtype == np.float32
+
+
+def test_the_world_makes_no_difference():
+    one, three = (classifier(world_size=n).fit(X, LABELS).parameters_ for n in (1, 3))
+    assert np.abs(one - three).max() < 1e-12
+    with pytest.raises(ValueError, match="world_size must be 1 or more, got 0"):
+        classifier(world_size=0).fit(X, LABELS)
+    with pytest.raises(ValueError, match="strategy"):
+        classifier(strategy="nothing").fit(X, LABELS)
+
+
+@in_worlds(2, 3)
+def test_ranks_fit_together(backend):
+    """Called by ranks: of threads, or under MPI. Each has the estimator, and predicts alone."""
+    own = np.random.RandomState(backend.rank)  # the seed of rank 0 holds
+    found = classifier(random_state=own).fit(X, NAMES)
+    everyone = backend.all_gather(found.parameters_[None])
+    assert (everyone == everyone[0]).all()
+    if backend.rank == 0:
+        assert found.score(X, NAMES) > 0.8
+    with pytest.raises(ValueError, match="different data on different ranks"):
+        classifier().fit(X + backend.rank, NAMES)

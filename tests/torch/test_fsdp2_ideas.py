@@ -1,0 +1,203 @@
+"""What PyTorch's own tests of fully_shard ask, of a module that mpishard.torch has sharded."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+from mpishard.errors import ShardingError
+from mpishard.testing.worlds import in_worlds
+
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is not installed here; pip install 'mpishard[torch]'"
+)
+import torch_nets as nets  # noqa: E402
+
+import mpishard.torch as mst  # noqa: E402
+from mpishard.torch.module import module_of  # noqa: E402
+
+nn = torch.nn
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+by_path = pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
+
+
+def both(backend: Any, factory: Any, loss_of: Any, steps: int = 2) -> float:
+    """The largest difference between parameters trained here and in one process."""
+    mst.init()
+    x, y = nets.batch("mlp")
+    model, alone = mst.shard(nets.make(factory), "fsdp", minimum_unit_size=1), nets.make(factory)
+    for one, optimizer, data in (
+        (model, mst.optimizer(SGD.func, model, **SGD.keywords), nets.mine(backend, (x, y))),
+        (alone, SGD(alone.parameters()), (x, y)),
+    ):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss_of(one, *data)
+            optimizer.step()
+    return nets.difference(model, alone.state_dict())
+
+
+def submodule_alone(model: Any, x: Any, y: Any) -> None:
+    nets.squared(model[:3], x, torch.ones(len(x), 6)).backward()
+
+
+def layer_twice(model: Any, x: Any, y: Any) -> None:
+    hidden = model[:2](x)
+    nets.squared(model, x, y).backward()
+    (model[2](hidden).sum() / len(x) + model[2](hidden.detach() ** 2).mean()).backward()
+
+
+def unused_output(model: Any, x: Any, y: Any) -> None:
+    model(2 * x)  # nothing of it is in the loss
+    first, _ = model(x), model(x).sum()
+    nn.functional.mse_loss(first, y).backward()
+
+
+def graph_twice(model: Any, x: Any, y: Any) -> None:
+    loss = nets.squared(model, x, y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def gradient_of_inputs(model: Any, x: Any, y: Any) -> None:
+    inputs = x.clone().requires_grad_()
+    nets.squared(model, inputs, y).backward()
+    assert inputs.grad.abs().sum() > 0
+
+
+def evaluation_between(model: Any, x: Any, y: Any) -> None:
+    with torch.no_grad():
+        model.eval()(x)
+    nets.squared(model.train(), x, y).backward()
+
+
+def failed_forward(model: Any, x: Any, y: Any) -> None:
+    with pytest.raises(RuntimeError, match="shape"):
+        model(x[:, :2])
+    nets.squared(model, x, y).backward()
+
+
+def frozen_for_a_step(model: Any, x: Any, y: Any) -> None:
+    model[2].requires_grad_(False)
+    nets.squared(model, x, y).backward()
+    assert all(p.grad is None for p in model[2].parameters())
+    model[2].requires_grad_(True)
+
+
+def changed_gradients(model: Any, x: Any, y: Any) -> None:
+    nets.squared(model, x, y).backward()
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+    model[0].bias.grad = None
+
+
+def hook_of_a_gradient(model: Any, x: Any, y: Any) -> None:
+    handle = model[2].weight.register_hook(lambda gradient: 3 * gradient)
+    nets.squared(model, x, y).backward()
+    handle.remove()
+
+
+@by_path
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        submodule_alone, layer_twice, unused_output, graph_twice, gradient_of_inputs,
+        evaluation_between, failed_forward, frozen_for_a_step, changed_gradients,
+        hook_of_a_gradient,
+    ],
+)  # fmt: skip
+@in_worlds(3)
+def test_parity(backend, path, loss_of):
+    assert both(backend, nets.perceptron, loss_of) < 1e-13
+
+
+class Named(nn.Module):
+    """Its work is done by a method of another name, which returns no tensor but an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nets.perceptron()
+
+    def features(self, x: Any) -> Any:
+        return {"of": [self.inner(x), "text"]}
+
+    def forward(self, x: Any) -> Any:
+        raise NotImplementedError
+
+
+@by_path
+@in_worlds(2)
+def test_another_method_than_forward(backend, path):
+    def loss_of(model: Any, x: Any, y: Any) -> None:
+        nn.functional.mse_loss(model.features(x)["of"][0], y).backward()
+
+    assert both(backend, Named, loss_of) < 1e-13
+
+
+@by_path
+@in_worlds(2)
+def test_parameters_stay_registered(backend, path):
+    mst.init()
+    model = nets.make(nets.perceptron)
+    before = {name: (id(p), p.shape, p.dtype) for name, p in model.named_parameters()}
+    mst.shard(model, "fsdp", minimum_unit_size=1)
+    optimizer = mst.optimizer(torch.optim.AdamW, model, fused=True)
+    for _ in range(2):
+        nets.squared(model, *nets.mine(backend, nets.batch("mlp"))).backward()
+        optimizer.step()
+        found = {name: (id(p), p.shape, p.dtype) for name, p in model.named_parameters()}
+        assert found == before
+        assert all(isinstance(p, nn.Parameter) and p.is_leaf for p in model.parameters())
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
+@in_worlds(1, 3)
+def test_norms_of_every_order(backend, order):
+    mst.init()
+    model, alone = mst.shard(nets.make(nets.perceptron), "fsdp"), nets.make(nets.perceptron)
+    nets.squared(model, *nets.mine(backend, nets.batch("mlp"))).backward()
+    nets.squared(alone, *nets.batch("mlp")).backward()
+    theirs = nn.utils.clip_grad_norm_(alone.parameters(), 0.1, order)
+    assert torch.allclose(mst.clip_grad_norm_(model, 0.1, order), theirs, rtol=1e-13)
+    again = mst.clip_grad_norm_(model, float("inf"), order)
+    assert torch.allclose(again, nn.utils.get_total_norm(
+        [p.grad for p in alone.parameters()], order), rtol=1e-13)  # fmt: skip
+
+
+@by_path
+@in_worlds(2)
+def test_memory_is_freed_with_the_model(backend, path):
+    mst.init()
+    model = mst.shard(nets.make(nets.perceptron), "fsdp")
+    optimizer = mst.optimizer(torch.optim.Adam, model)
+    nets.squared(model, *nets.mine(backend, nets.batch("mlp"))).backward()
+    optimizer.step()
+    owner = weakref.ref(module_of(model))
+    ledger = module_of(model).ledger
+    assert ledger.total
+    del model, optimizer
+    backend.barrier()  # they read each other's memory
+    with nets.making:  # while another thread collects, a call does nothing
+        gc.collect()
+    assert owner() is None
+    assert ledger.total == 0
+    backend.barrier()
+
+
+@in_worlds(1)
+def test_modules_without_memory_are_refused_with_the_way_out(backend):
+    mst.init()
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"'weight on meta' .*to_empty\(device='cpu'\)"):
+        mst.shard(model)
+    with pytest.raises(TypeError, match="no shape yet"):
+        mst.shard(nn.LazyLinear(2))
+    shared = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mst.shard(shared[0])
+    with pytest.raises(ShardingError, match=r"'0.weight' is sharded already"):
+        mst.shard(shared)
