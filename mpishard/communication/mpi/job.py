@@ -83,7 +83,9 @@ class Job:
         _require_alike([row[2] for row in rows])
         self.nodes = number_nodes([row[:2] for row in rows])
         """The number of the node that each rank runs on."""
-        cores = [tuple(cores) for cores in node.allgather(_affinity())]
+        has_affinity = hasattr(os, "sched_getaffinity")
+        usable = sorted(os.sched_getaffinity(0)) if has_affinity else range(os.cpu_count() or 1)
+        cores = [tuple(cores) for cores in node.allgather(list(usable))]
         self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
         """This rank's part of the cores that it may run on."""
         self.crowded = self.cores_per_rank < 1
@@ -314,12 +316,6 @@ def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
     ours.Free()
     all_of_launcher.Free()
     return ranks
-
-
-def _affinity() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _cores_per_rank(mine: tuple[int, ...], all_ranks: list[tuple[int, ...]]) -> float:
