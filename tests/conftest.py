@@ -83,7 +83,7 @@ hypothesis.settings.load_profile("full" if _is_full else "sample")
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """Ranks wait for each other, and jobs more so: more processes than cores, for ``-n auto``."""
-    share = 3 if config.getoption("markexpr") == "spawned" else 1.5
+    share = 4 if config.getoption("markexpr") == "spawned" else 1.5
     return min(int(share * usable_cores()), 12)
 
 

@@ -56,6 +56,8 @@ def parse() -> argparse.Namespace:
             setattr(arguments, name, default)
     if arguments.strategy == "single" and arguments.ranks != 1:
         parser.error(f"--strategy single is one rank, got --ranks {arguments.ranks}")
+    if arguments.strategy.startswith("mst") and arguments.ranks != 1:
+        parser.error(f"mpiexec -n {arguments.ranks} starts the ranks of mpishard, not --ranks")
     return arguments
 
 

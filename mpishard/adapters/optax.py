@@ -14,6 +14,7 @@ from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
 
 __all__ = ["OptaxRule"]
 
+_EXAMPLE = np.zeros(2, np.float32)
 _SIDE = 128  # of a matrix that optax's Adafactor factors
 _SCALES = (1.0, 1e-6, 1e6, 1e12)  # of trial gradients: with any usual limit some are clipped
 _TOLERANCE = 1e-4  # of a trial's largest update, in float32
@@ -77,12 +78,9 @@ class OptaxRule(Optimizer):
                     "learning_rate_scale and frozen can differ between parameters"
                 )
         self.transformation = transformation
-        example = np.zeros(2, np.float32)
         try:
             self._mark, is_elementwise = _trial(transformation)
-            found, self._structure = jax.tree_util.tree_flatten_with_path(
-                jax.eval_shape(transformation.init, example)
-            )
+            self._structure, self._leaves = _state_of(transformation)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             raise TypeError(
                 f"the transformation cannot be applied to one vector: {error}. For masks and "
@@ -94,10 +92,8 @@ class OptaxRule(Optimizer):
                 "each rank has a part of the elements, and would find another update. Clip with "
                 "OptaxRule(..., clip_global_norm=1.0); mpishard.optimizers.LAMB is divided rightly"
             )
-        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in found]
-        self._leaves = dict(zip(names, (leaf for _, leaf in found), strict=True))
         for name, leaf in self._leaves.items():
-            is_vector = leaf.shape == example.shape and leaf.dtype == example.dtype
+            is_vector = leaf.shape == _EXAMPLE.shape and leaf.dtype == _EXAMPLE.dtype
             if not is_vector and (leaf.shape or leaf.dtype.kind not in "fiub"):
                 raise ValueError(
                     f"the transformation's state {name!r} is {leaf.dtype.name} of shape "
@@ -187,6 +183,17 @@ class OptaxRule(Optimizer):
             else:
                 after[name] = found.item()
         return after
+
+
+def _state_of(transformation: Any) -> tuple[Any, dict[str, Any]]:
+    """Structure of the state of two parameters, and its leaves by name, with shape and dtype."""
+    import jax
+
+    state = jax.eval_shape(transformation.init, _EXAMPLE)
+    found, structure = jax.tree_util.tree_flatten_with_path(state)
+    return structure, {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found
+    }
 
 
 def _dtype(leaf: Any, parameters: Array) -> Any:

@@ -106,8 +106,14 @@ def init(
         _limit_threads(made)
     else:
         record_if_asked(made)  # under MPI any backend's start does it
-    if made.rank == 0:
-        _warn_of_slow_kernels()
+    loaded = loaded_kernel() if made.rank == 0 else None
+    if loaded is not None and (better := better_kernel(loaded)) is not None:
+        _logger.warning(
+            "NumPy was loaded with OpenBLAS's %s kernels, and its %s kernels are faster on this "
+            "processor: import mpishard before numpy, start with mpishard run, or set "
+            "OPENBLAS_CORETYPE=%s",
+            loaded, better, better,
+        )  # fmt: skip
     return made
 
 
@@ -147,17 +153,6 @@ def refuse_worlds_of_one() -> None:
             f"init('memory') under a launcher of {launched} processes ({launcher_name()}) would "
             "be as many worlds of one rank; use init('mpi') or init('auto'), or start one process"
         )
-
-
-def _warn_of_slow_kernels() -> None:
-    loaded = loaded_kernel()
-    if (better := better_kernel(loaded)) is not None:
-        _logger.warning(
-            "NumPy was loaded with OpenBLAS's %s kernels, and its %s kernels are faster on this "
-            "processor: import mpishard before numpy, start with mpishard run, or set "
-            "OPENBLAS_CORETYPE=%s",
-            loaded, better, better,
-        )  # fmt: skip
 
 
 def _limit_threads(backend: MPICommunicationBackend) -> None:

@@ -89,7 +89,10 @@ class ProcessMesh:
         self.pipeline = self._axis_backend("pipeline")
         self.tensor = self._axis_backend("tensor")
         self.data = self._axis_backend("data")
-        self.replica = self._replica_backend()
+        self.replica = self.world
+        if self.data_size > 1 or self.order.index("pipeline") > self.order.index("tensor"):
+            key = self.pipeline_rank * self.tensor_size + self.tensor_rank
+            self.replica = self._split("replica", color=self.data_rank, key=key)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -175,12 +178,6 @@ class ProcessMesh:
         member = self._split(axis, color=min(ranks), key=ranks.index(self.world.rank))
         member.axis = axis
         return member
-
-    def _replica_backend(self) -> CommunicationBackend:
-        if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):
-            return self.world
-        key = self.pipeline_rank * self.tensor_size + self.tensor_rank
-        return self._split("replica", color=self.data_rank, key=key)
 
     def _split(self, name: str, *, color: int, key: int) -> CommunicationBackend:
         member = self.world.split(color, key)

@@ -381,7 +381,7 @@ def test_too_many_threads_are_told(
 
 PROGRAM = """
 import mpishard as ms
-import jax, jax.numpy as jnp
+import jax, jax.numpy as jnp, numpy as np
 from pathlib import Path
 
 jax.config.update("jax_enable_x64", True)
@@ -390,9 +390,9 @@ def loss(p, x, y):
     return jnp.mean((jnp.tanh(x @ p["kernel"] + p["bias"]) - y) ** 2)
 
 def factory(seed):
-    shapes = (40, 2), (90, 40), (90, 2)
-    kernel, x, y = (jax.random.normal(jax.random.key(seed), shape) for shape in shapes)
-    return ms.adapters.JaxModel(loss, {"kernel": kernel, "bias": jnp.zeros(2)}), x, y
+    generator = np.random.default_rng(seed)
+    kernel, x, y = (generator.standard_normal(shape) for shape in ((40, 2), (90, 40), (90, 2)))
+    return ms.adapters.JaxModel(loss, {"kernel": kernel, "bias": np.zeros(2)}), x, y
 
 if __name__ == "__main__":
     backend = ms.init()
@@ -404,7 +404,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.spawned
-@pytest.mark.parametrize("command", [["run", "-n", "2"], ["verify", "-n", "2"]])
+@pytest.mark.parametrize(
+    "command", [["run", "-n", "2"], ["verify", "--steps", "1", "--backend", "memory"]]
+)
 def test_processes(command: list[str], tmp_path: Path) -> None:
     """Ranks have as many threads as cores, with no warning; `verify` finds them equal to one."""
     program = tmp_path / "program.py"

@@ -146,6 +146,26 @@ def test_a_wish_at_an_evaluation_stops_at_once(backend):
     assert result.iterations == 8
 
 
+@pytest.mark.parametrize("kind", ["gradient leaves", "hybrid", "local SGD"])
+@in_worlds(4)
+def test_a_wish_travels_in_every_kind_of_step(backend, kind):
+    leaves = 4 if kind == "gradient leaves" else None
+    config = ms.ShardingConfiguration(backend, gradient_leaves=leaves)
+    strategy = {"hybrid": "hybrid", "local SGD": "ddp"}.get(kind, "fsdp")
+    degrees = {"pipeline_parallel_size": 2} if kind == "hybrid" else {}
+    model = ms.as_distributed(ms.nn.MLP([5, 7, 2], seed=1), config, strategy, **degrees)
+    rule = ms.optimizers.SGD(0.01)
+    if kind == "local SGD":
+        optimizer = ms.LocalSGDOptimizer(rule, config)
+    else:
+        optimizer = ms.as_distributed(rule, config, strategy, **degrees)
+    spy = Spy("on_step", 2, lambda run: run.stop() if run.rank == 3 else None)
+    data = ms.OptimizationInputData(
+        model=model, x_train=X, y_train=Y, batch_size=8, progress=False, callbacks=[spy]
+    )
+    assert optimizer.optimize(data).iterations == 3
+
+
 @in_worlds(2)
 def test_one_rank_asks_all_to_save(backend, shared_path):
     spy = Spy("on_step", 2, lambda run: run.save() if run.rank == 1 else None)

@@ -167,6 +167,21 @@ def verdict_of(backend: Any, make: Any, **options: Any) -> Verdict:
     return verdict
 
 
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+@in_worlds(1, 2)
+def test_late_gradients_are_equal_and_those_of_another_step_are_found(
+    backend: Any, rule: str
+) -> None:
+    given = {"strategy": "ddp", "optimizer": rule, "delay": 2}
+    right = verdict_of(backend, RIGHT["mlp"], **given)
+    assert right.is_equal, right.lines()
+    assert right.comparison.parameters.max() < 1e-12
+    mine = job(backend.world_size, **given)
+    reference = train_alone(replace(mine, delay=1), RIGHT["mlp"](ALONE))
+    found = compare(backend, mine, RIGHT["mlp"](backend.rank), reference)
+    assert not Verdict.of(found).is_equal
+
+
 @pytest.mark.parametrize("kind", RIGHT)
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
@@ -664,6 +679,8 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
          "--recompute is for --strategy tensor and pipeline and hybrid; got fsdp"),
         (["--recompute", "half"], "'half' is not one of 'full', 'selective'"),
         (["--micro-batches", "0"], "Invalid value for '--micro-batches'"),
+        (["--delay", "1"], "--delay is for --strategy ddp, and it is fsdp"),
+        (["--strategy", "ddp", "--delay", "5"], "--delay 5 leaves no update of --steps 5"),
     ],
 )  # fmt: skip
 def test_refuses_options(arguments: list[str], message: str) -> None:

@@ -180,6 +180,7 @@ def test_memory_is_freed_with_the_model(backend, path):
     ledger = module_of(model).ledger
     assert ledger.total
     del model, optimizer
+    backend.barrier()  # they read each other's memory
     with nets.making:  # while another thread collects, a call does nothing
         gc.collect()
     assert owner() is None

@@ -86,6 +86,9 @@ def verify(
         _flag("For tensor, pipeline and hybrid: compute activations again in backward."),
     ] = None,
     data_parallel_strategy: Annotated[str | None, _flag(_DATA)] = None,
+    delay: Annotated[
+        int, _flag("For ddp: AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
+    ] = 0,
 ) -> None:
     """Compare sharded training of TARGET's model with training it in one process.
 
@@ -99,6 +102,10 @@ def verify(
     for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
         if number is not None and not 0 < number < float("inf"):
             refuse("verify", f"{flag} must be above 0, got {number}")
+    if delay and strategy != "ddp":
+        refuse("verify", f"--delay is for --strategy ddp, and it is {strategy}")
+    if delay >= steps:
+        refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
     launcher = settings.launcher_variable()
     if launcher is not None:
         text = f"this process is a rank already ({launcher} is set): start verify without mpirun"
@@ -115,7 +122,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(
             Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
-            learning_rate, dtype, mesh, precision,
+            learning_rate, dtype, mesh, precision, delay,
         )  # fmt: skip
         is_equal = _are_equal(job, is_mpi, tolerance)
     raise typer.Exit(0 if is_equal else 1)

@@ -27,6 +27,7 @@ from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
 from mpishard.models import ShardedModelBase
 from mpishard.nn import Layer
+from mpishard.optimizers import AsyncSGDOptimizer
 from mpishard.pipeline import ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
@@ -116,6 +117,8 @@ def compare(
         model.engine.loss = problem.loss
     rule = RULES[job.optimizer].make(job.learning_rate)
     optimizer = as_distributed(rule, config, job.strategy, **options)
+    if job.delay:
+        optimizer = AsyncSGDOptimizer(rule, config, delay=job.delay)
     kinds = ("parameters", "losses", "gradients", "inputs", "copies")
     rows: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for step in range(job.steps):

@@ -166,6 +166,8 @@ class VerifyJob:
         The mesh of the ranks; by default each has samples of its own.
     precision : {"bfloat16"}, optional
         Precision that the ranks compute a float32 model in, against float64 alone.
+    delay : int
+        Steps by which each gradient is applied later, with ``"ddp"``: see `AsyncSGDOptimizer`.
     """
 
     folder: Path
@@ -180,6 +182,7 @@ class VerifyJob:
     dtype: str | None = None
     mesh: MeshChoice = field(default=MeshChoice((1, 1, -1)))
     precision: str | None = None
+    delay: int = 0
 
     @property
     def dtype_alone(self) -> str | None:

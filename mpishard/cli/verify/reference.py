@@ -183,6 +183,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     trained = np.concatenate([np.full(entry.size, entry.trainable) for entry in entries])
     state: dict[str, Array] = {}
     parameters, losses, gradients, inputs = [theta], [], [], []
+    under_way: list[Array] = []
     for step in range(job.steps):
         shares = [job.read_share(problem, step, rank)[:2] for rank in range(job.data_size)]
         inputs.append([checksum(*share, dtype=job.precision and "float32") for share in shares])
@@ -196,8 +197,11 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
                 f"step {step + 1} of training alone: the loss or its gradient is not finite\n"
                 "lower --learning-rate, or look at the data"
             )
-        direction = RULES[job.optimizer].direction(TextbookStep(theta, g, state, step + 1, parts))
-        theta = (theta - trained * (job.learning_rate * direction)).astype(theta.dtype)
+        under_way.append(g)
+        if step >= job.delay:
+            made = TextbookStep(theta, under_way.pop(0), state, step + 1 - job.delay, parts)
+            direction = RULES[job.optimizer].direction(made)
+            theta = (theta - trained * (job.learning_rate * direction)).astype(theta.dtype)
         model.set_parameters(theta.copy())
         parameters.append(theta)
         losses.append(loss)

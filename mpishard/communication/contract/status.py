@@ -189,6 +189,7 @@ class StatusPage:
                 _, call.filename, call.line, call.method, place = known
         start = _FIRST_ROW + self.count % _ROWS * _ROW.size
         self.count = call.number = number = self.count + 1
+        # The row before the count: a reader takes as many rows as the count says.
         _ROW.pack_into(
             self._memory, start, call.sequence, call.description, time.time(), place, number
         )
@@ -235,6 +236,7 @@ class StatusPage:
 
     def read(self) -> RankRecord:
         """The content of the page. Ranks that are threads read each other's."""
+        # A suite that refuses hundreds of calls reads every page for each of them.
         self._calls_read = calls = _calls(self._memory, self._calls_read)
         return _read(self._memory, calls)
 
@@ -469,6 +471,7 @@ def _call_at(page: mmap.mmap, index: int) -> LoggedCall | None:
     start = _FIRST_ROW + index % _ROWS * _ROW.size
     row = page[start : start + _ROW.size]
     _, _, seconds, place, number = _ROW.unpack(row)
+    # The number stands last in a row, and is looked at twice: the owner may be writing it.
     if not number == index + 1 == _number(page, start + _ROW.size - _NUMBER.size):
         return None
     call = Call.decode(bytearray(row))

@@ -107,6 +107,7 @@ class Collectives:
 
     def _name_lines(self, calls: Sequence[Call], own: Call) -> Steps:
         """Learn the line of each rank's call. All ranks come here or none."""
+        # Lines travel only now, because a header with a path would be several times as long.
         line = np.frombuffer(encode_place(own, ""), np.uint8)
         lines = np.empty((self._world_size, PLACE_BYTES), np.uint8)
         yield self._group.keep(self._group.data.Iallgather(line, lines), line, lines)
@@ -201,6 +202,7 @@ class Collectives:
                 self._refuse_overlaps(places, array, out, offsets)
                 arrays = self._peer_arrays(places, flat)
                 yield from self._reduce_in_place(arrays, sizes, call.operation, piece)
+                # Others read this rank's array until then; afterwards its owner may change it.
                 yield self._group.exchange.fence()
             else:
                 yield from self._reduce_by(channel, flat, sizes, call.operation, piece)
@@ -224,6 +226,7 @@ class Collectives:
         """
         step = channel.bytes_each // array.itemsize
         starts = starts_of(sizes)
+        # All ranks go through as many rounds as the longest piece needs: rounds are collective.
         for low in range(0, max(sizes), step):
             parts, targets = [], []
             for start, size in zip(starts, sizes, strict=True):
@@ -259,12 +262,14 @@ class Collectives:
             places, any_on_device = headers.places()
             pieces = split_up(result, sizes)
             mine = pieces[self._rank]
+            # Before data arrive: this rank's array may lie where another rank's piece belongs.
             if address(mine) != address(flat):
                 mine[...] = flat
             if self._nodes.results_are_shared(places):
                 if self._nodes.count > 1:
                     yield from self._exchange_pieces(pieces)
                 self._traffic.count_shared_gather(sizes, array.dtype)
+                # The other ranks' pieces are complete, and may be read, when all have come here.
                 yield self._group.exchange.fence()
                 return out
             channel = self._group.messages if any_on_device else self._group.channel
@@ -519,7 +524,7 @@ class Collectives:
         yield from self._group.messages.move(outgoing, incoming)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # a training step asks for the same sizes again and again
 def starts_of(sizes: tuple[int, ...]) -> list[int]:
     """The start of each of several parts that lie end to end."""
     return [0, *accumulate(sizes[:-1])]

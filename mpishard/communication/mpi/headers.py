@@ -152,6 +152,7 @@ class Fence(Waitable):
 
     def __init__(self, numbers: memoryview, own: int, peers: Sequence[int]) -> None:
         self._numbers, self._peers = numbers, peers
+        # Numbers only grow: a fence needs no reset, and a rank may be at the next one already.
         self._number = numbers[own] = numbers[own] + 1
 
     def test(self) -> bool:
@@ -295,10 +296,12 @@ class RingExchange:
             posted = self._unsent[0]
             number = posted.number
             if number > self._room:
+                # Only now: to load a peer's number fetches a cache line from another core.
                 self._room = SLOTS + min([self._numbers[index] for index in self._reads])
                 if number > self._room:
                     return
             start = self._rows[number % SLOTS][self._rank]
+            # The row before its mark: a peer that sees the mark sees the whole row.
             self._bytes[start : start + ROW_BYTES] = posted.row
             self._numbers[(start + _MARK) // 8] = number
             self._unsent.popleft()

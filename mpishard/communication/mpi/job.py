@@ -28,7 +28,7 @@ from mpishard.layout import ShardLayout
 
 __all__ = ["IN_INIT", "Job", "library_files"]
 
-_SPIN_SECONDS = 2e-3
+_SPIN_SECONDS = 2e-3  # ranks mostly leave together
 _DOZE_SECONDS = 1e-3
 
 IN_INIT = "in init() for the other ranks to call it"
@@ -83,7 +83,9 @@ class Job:
         _require_alike([row[2] for row in rows])
         self.nodes = number_nodes([row[:2] for row in rows])
         """The number of the node that each rank runs on."""
-        cores = [tuple(cores) for cores in node.allgather(_affinity())]
+        has_affinity = hasattr(os, "sched_getaffinity")
+        usable = sorted(os.sched_getaffinity(0)) if has_affinity else range(os.cpu_count() or 1)
+        cores = [tuple(cores) for cores in node.allgather(list(usable))]
         self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
         """This rank's part of the cores that it may run on."""
         self.crowded = self.cores_per_rank < 1
@@ -191,7 +193,7 @@ class Job:
         groups = list(self._groups)
         for group in groups:
             group.leave()
-        flush_output()
+        flush_output()  # this rank may be ended while it waits, and its last lines must not be lost
         start = time.monotonic()
         while sum(not group.has_left() for group in groups):
             self.progress()
@@ -314,12 +316,6 @@ def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
     ours.Free()
     all_of_launcher.Free()
     return ranks
-
-
-def _affinity() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _cores_per_rank(mine: tuple[int, ...], all_ranks: list[tuple[int, ...]]) -> float:

@@ -38,12 +38,12 @@ __all__ = [
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _LARGE_BYTES = 1 << 30
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20  # lengths of up to 2 PiB fit in a C int, counted in blocks
 _TRIES = 16
 
 _HEAD_LENGTH = 3 + settings.MAXIMUM_DIMS
 _HEAD_BYTES = 8 * _HEAD_LENGTH
-_TOGETHER_BYTES = 4096
+_TOGETHER_BYTES = 4096  # up to which elements go with the head: one message instead of two
 _DATA_TAGS = settings.MAXIMUM_TAG + 1
 
 
@@ -353,6 +353,7 @@ class Messages:
     def _isend(self, data: Any, destination: int, tag: int) -> Pending:
         group = self._group
         request = post_bytes(group.mpi, group.comm.Isend, data, destination, tag)
+        # A rank that leaves tells the number, and its receiver takes so many before it leaves.
         group.sent[destination] += 1
         return Message(request, group.in_flight, data)
 

@@ -127,6 +127,7 @@ class RowChannel:
 
     def _rows(self, dtype: np.dtype[Any]) -> list[Array]:
         """The ranks' rows of the set whose turn it is, as arrays of ``dtype``."""
+        # With one set a rank would have to wait for the readers of its last round.
         self._turn = turn = 1 - self._turn
         rows = self._views.get((turn, dtype))
         if rows is None:
@@ -179,7 +180,7 @@ def share_memory(mpi: Any, comm: Any, first: int, nbytes: int) -> Requests:
         )  # fmt: skip
     if any_failed[0]:
         return None
-    if comm.Get_rank() == first:
+    if comm.Get_rank() == first:  # all have compared it
         memory[:_NONCE_BYTES] = 0
     yield comm.Ibarrier()
     return memory
@@ -231,6 +232,7 @@ def _map(comm: Any, first: int, nbytes: int) -> Requests:
             error = reason
         except ValueError:
             pass  # another file, and shorter
+    # The path is that of an open descriptor: its owner keeps it until all have mapped the file.
     yield comm.Ibarrier()
     if handle >= 0:
         os.close(handle)

@@ -318,6 +318,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         sizes = ShardLayout(int(array.size), self._world_size).sizes
         starts = list(itertools.accumulate(sizes, initial=0))
         mine = slice(starts[self._rank], starts[self._rank + 1])
+        # Each rank combines one piece for all. Not into ``out``, which may be an array that other
+        # ranks still read.
         near = [beside(other.reshape(-1)[mine], array) for other, _ in given]
         piece = array_namespace(array).empty(sizes[self._rank], array.dtype)
         assert call.operation is not None
@@ -452,6 +454,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     # ------------------------------------------------------------------------------- messages
 
     def _send(self, array: Array, destination: int, tag: int) -> None:
+        # The caller may change the array at once, and the receiver may come much later.
         self._post(array.copy(), destination, tag, is_copy=True)
 
     def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:

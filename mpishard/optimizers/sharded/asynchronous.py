@@ -341,7 +341,12 @@ class _StaleState(ModelState):
         self._sum = allocate(MemoryCategory.GRADIENTS, self._lengths[rank])
         self._arrived, self._weight = 0, 0.0  # gradients in the sum
         # A group of its own: messages of the user's have other tags and the same ranks.
-        self._group = backend if size == 1 else backend.split(0)
+        self._group = backend
+        if size > 1:
+            group = backend.split(0)
+            assert group is not None
+            group._name_group("gradients")
+            self._group = group
         self._coming: dict[int, Transfer] = {}
         self._going: list[tuple[Transfer, Array]] = []
         self._closed: set[int] = set()
@@ -408,20 +413,17 @@ class _StaleState(ModelState):
         mine = self.model.engine.parameters.owned(self._owned[self.model.rank])
         dtype = self.model.dtype
         message = np.concatenate([gradient, *mine, np.array([weight, clock], dtype)])
-        assert self._group is not None
         self._going = [(sent, array) for sent, array in self._going if not sent.done]
         self._going.append((self._group.send_async(message, other), message))
 
     def _next_message(self, rank: int) -> Transfer:
         """Return the receive of the next message of ``rank``."""
-        assert self._group is not None
         if rank not in self._coming:
             count = self._lengths[self.model.rank] + self._lengths[rank] + 2
             self._coming[rank] = self._group.receive_async(rank, count, dtype=self.model.dtype)
         return self._coming[rank]
 
     def _take_what_has_come(self) -> None:
-        assert self._group is not None
         for rank in range(self.model.world_size):
             if rank == self.model.rank:
                 continue
