@@ -48,7 +48,7 @@ SPARED = {
     ("LayerChain.backward_input", "parameters.backend.progress()"): _PROGRESS,
     ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
         "a second wait: copies to the host block, and collectives wait for the GPU themselves",
-    ("TrainingRun.__init__", "data.progress"): "a flag of the user's, of the same name",
+    ("TrainingRun._hooks", "data.progress"): "a flag of the user's, of the same name",
 }  # fmt: skip
 
 # What no check reaches is for tests of its own, by function and text.

@@ -363,7 +363,9 @@ def test_version_and_help():
     assert "SCRIPT [ARGS]..." in listed.stdout
     commands = CliRunner().invoke(app, ["--help"]).stdout.split("Commands:")[1]
     names = [line.split()[0] for line in commands.splitlines() if line[2:3].strip()]
-    assert names == ["run", "doctor", "verify", "plan", "bench", "checkpoint", "trace", "plot"]
+    assert names == [
+        "run", "doctor", "verify", "plan", "bench", "checkpoint", "trace", "plot", "watch"
+    ]  # fmt: skip
     other = CliRunner().invoke(app, ["rum"])
     assert other.exit_code == 2
     assert "No such command 'rum'" in other.stderr

@@ -203,9 +203,11 @@ class Recorder:
                 self.flush()
 
     def flush(self) -> None:
-        """Write the events so far."""
+        """Write the events so far; nothing after `finish`, which a step may outlive."""
         start = self.now()
         with self._lock:
+            if not self.is_open:
+                return
             self._write()
             self.file.flush()
         self._flushed = self.now()

@@ -119,14 +119,7 @@ class TrainingRun:
         if resumed is not None:
             self._resume(resumed)
         self.record = Record(self.step)
-        callbacks = [self.stopping, *data.callbacks]
-        if model.rank == 0:  # the short forms come last: they write what the others log
-            callbacks += [JSONLines(data.metrics)] if data.metrics is not None else []
-            callbacks += [ProgressLine()] if data.progress else []
-        self.hooks = Run(
-            callbacks, model.backend, model=model, total_steps=self.total,
-            unit=data.throughput_unit, can_save=data.checkpoint is not None,
-        )  # fmt: skip
+        self.hooks = self._hooks()
         if self.step < self.total:
             with together(model.backend):  # a schedule may be a table, and too short
                 last = optimizer.steps + self.total - self.step - 1
@@ -136,6 +129,17 @@ class TrainingRun:
             with together(model.backend):
                 if model.rank == 0:
                     MetricsWriter(Path(data.metrics)).close()  # fails here, if at all
+
+    def _hooks(self) -> Run:
+        data, model = self.data, self.model
+        callbacks = [self.stopping, *data.callbacks]
+        if model.rank == 0:  # the short forms come last: they write what the others log
+            callbacks += [JSONLines(data.metrics)] if data.metrics is not None else []
+            callbacks += [ProgressLine()] if data.progress else []
+        return Run(
+            callbacks, model.backend, model=model, total_steps=self.total,
+            unit=data.throughput_unit, can_save=data.checkpoint is not None,
+        )  # fmt: skip
 
     @property
     def has_updated(self) -> bool:
