@@ -115,7 +115,7 @@ WRAPPED = [
           ("A", "step", lambda g, x, y: g.optimizer.step(g.model, x, y)))
       for what, x, y, error, message in (
           ("x None", None, Y, TypeError, r"shape \(samples, 5\), got NoneType"),
-          ("y None", X, None, TypeError, "targets must be an array, got NoneType"),
+          ("y None", X, None, TypeError, "MSE needs targets, and y .y_train. is None"),
           ("x of another shape", X[:, :4], Y, ValueError, r"dim is 5, got sample shape \(4,\)"),
           ("y of another shape", X, Y[:, :1], ValueError, "one shape"),
           ("lengths", X, Y[:2], ValueError, "x has 3 samples and y has 2"))],
@@ -205,7 +205,7 @@ WRAPPED = [
        lambda g, options=options: g.optimize(**options))
       for what, options, error, message in (
           ("no model", {"model": None}, TypeError, "needs a model"),
-          ("no training data", {"x_train": None, "y_train": None}, TypeError, "x_train and y_tr"),
+          ("no training data", {"x_train": None, "y_train": None}, TypeError, "x_train must be given"),
           ("inputs without targets", {"x_test": X}, TypeError, "x_test and y_test must both"),
           ("a list", {"x_train": [1, 2, 3]}, TypeError, r"got a list; pass numpy\.asarray"),
           ("no samples", {"x_train": X[:0], "y_train": Y[:0]}, ValueError, "holds no samples"),

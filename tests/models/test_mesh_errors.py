@@ -213,7 +213,7 @@ def test_what_does_not_fit_the_model_is_refused(backend: Any, mesh: Any) -> None
     calls = sum(group.traffic.total_bytes for group in (backend, model.mesh.replica))
     for given, kind, message in [
         ((None, y), TypeError, "NoneType"),
-        ((x, None), TypeError, "NoneType"),
+        ((x, None), TypeError, "MSE needs targets"),
         ((x[:, :4], y), ValueError, r"4|\(6, 4\)"),
         ((x, y[:5]), ValueError, "6 samples and y has 5"),
         ((x, y[:, :1]), ValueError, "2"),

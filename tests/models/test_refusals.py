@@ -189,7 +189,7 @@ BAD_BATCHES = [
     ("mlp", X, Y[:2], "x has 3 samples and y has 2"),
     ("mlp", X, Y[:, :1], "one shape"),
     ("mlp", X, Y[:, 0], "one shape"),
-    ("mlp", X, None, "targets must be an array, got NoneType"),
+    ("mlp", X, None, "MSE needs targets, and y .y_train. is None"),
     ("gpt", TOKENS[0], TOKENS, "shape"),
     ("gpt", np.ones((3, 7), np.int64), np.ones((3, 7), np.int64), "7"),
     ("gpt", TOKENS, TOKENS[:, :5], "targets of shape"),
