@@ -74,7 +74,7 @@ def refused(*words: str) -> str:
     [
         (["rnu", "-n", "2"], "No such command 'rnu'. Did you mean 'run'?"),
         (["bench", "stp"], "No such command 'stp'. Did you mean 'step'?"),
-        (["run", "--max-restart", "3", "train.py"], "Possible options: --max-ranks, --max-restarts"),
+        (["run", "--max-restart", "3", "train.py"], "--max-ranks, --max-restarts"),
         (["run", "train.py"], "give the number of ranks before the script: -n 4 SCRIPT"),
         (["run", "train.py", "-n", "2"], "-n stands behind the script, which gets it: give the"),
         (["run", "-np", "0", "train.py"], "a job has at least one rank, got -n 0"),

@@ -205,7 +205,7 @@ WRAPPED = [
        lambda g, options=options: g.optimize(**options))
       for what, options, error, message in (
           ("no model", {"model": None}, TypeError, "needs a model"),
-          ("no training data", {"x_train": None, "y_train": None}, TypeError, "x_train must be given"),
+          ("no training data", {"x_train": None, "y_train": None}, TypeError, "x_train must be"),
           ("inputs without targets", {"x_test": X}, TypeError, "x_test and y_test must both"),
           ("a list", {"x_train": [1, 2, 3]}, TypeError, r"got a list; pass numpy\.asarray"),
           ("no samples", {"x_train": X[:0], "y_train": Y[:0]}, ValueError, "holds no samples"),
