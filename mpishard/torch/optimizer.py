@@ -70,7 +70,7 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
                 f"{', '.join(options)}: the settings of {type(kind).__name__} are given when it "
                 "is made"
             )
-        made = RuleOptimizer(groups, kind, parts)
+        made: Any = RuleOptimizer(groups, kind, parts)
     else:
         made = _made_by_torch(kind, groups, owners, options)
     made.register_step_pre_hook(functools.partial(_before_step, owners))
