@@ -211,8 +211,10 @@ def test_those_that_others_waited_for_in_init_are_named():
     )
 
 
-def test_a_script_without_mpishard_keeps_the_launchers_code():
-    assert job(9, (1, KILLED), records={}).judge() == Verdict(9)
+def test_a_rank_that_is_killed_before_init_is_named():
+    verdict = job(9, (1, KILLED), records={}).judge()
+    assert verdict.code == 137
+    assert verdict.lines[0].startswith("rank 1 (process 4001) was killed by signal 9")
     assert job(0, (1, ENDED), records={}).judge() == Verdict(0)
 
 
@@ -259,9 +261,8 @@ def test_the_cause_in_a_line():
     reports = {1: (RankState.REPORTED, 124), 2: (RankState.REPORTED, 0)}
     assert cause(124, states=reports) == "the job ended with code 124, as rank 1 reported"
     assert cause(1, states={2: (RankState.REPORTED, 0)}).endswith("code 1, as rank 2 reported")
-    # Of scripts without mpishard nothing is said by itself.
-    words = "rank 1 (process 4001) was killed by signal 11 (SIGSEGV)"
-    assert cause(11, (1, SEGMENTED), (0, KILLED), records={}) == words
+    words = "rank 1 (process 4001) was killed by signal 11 (SIGSEGV) before it called mpishard.init"
+    assert cause(11, (1, SEGMENTED), (0, KILLED), records={}).startswith(words)
     assert cause(3, records={}, is_local=False) == "the job ended with code 3"
 
 

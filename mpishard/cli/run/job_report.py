@@ -231,10 +231,6 @@ class JobEnd:
         first = self._first()
         if first is None or not self.launcher_code or not first.exit_code:
             return Verdict(self.launcher_code)
-        # The launcher itself reports a signal. It does not report the exit code of a single rank,
-        # which may have been in a world of its own.
-        if first.exit_code < 0 and self.world_size > 1:
-            return Verdict(self.launcher_code)
         return self._blame(first)
 
     def _gone(self) -> RankProcess | None:
