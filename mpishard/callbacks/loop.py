@@ -37,8 +37,8 @@ class LoopHooks:
     Attributes
     ----------
     saves : bool
-        Whether the loop is to save now, on all ranks: since a callback has asked for it in the
-        last `step` or `evaluate`, or the job is to save and end.
+        Whether the loop is to save now, on all ranks: since a callback has asked for it since the
+        last `step` or `checkpoint` began, or the job is to save and end.
     stops : bool
         Whether the loop is to end now, on all ranks.
     """
@@ -76,6 +76,7 @@ class LoopHooks:
             Logged with the step, as by `Run.log`.
         """
         now = time.perf_counter()
+        self.saves = False
         self.record = Record(
             self.record.step + 1, epoch, _number(loss), float(samples), learning_rate,
             None if gradient_norm is None else _number(gradient_norm),
@@ -98,13 +99,14 @@ class LoopHooks:
 
     def checkpoint(self, path: PathLike) -> None:
         """Tell that a checkpoint was written to ``path``."""
+        self.saves = False
         self.run.call("on_checkpoint", replace(self.record, checkpoint=Path(path)))
 
     def _agree(self) -> bool:
         own = self.run.wishes.own
         is_preempted, stops, saves = self._preemption.is_asked_or(own[0] > 0, own[1] > 0)
         own[:] = 0.0, 0.0
-        self.saves = saves or is_preempted
+        self.saves = self.saves or saves or is_preempted
         if stops and not self.stops:
             self.run.stopped(self.record.step)
         self.is_preempted = self.is_preempted or is_preempted

@@ -216,7 +216,14 @@ class Run:
         """Add values to the figures that the callbacks after this one write.
 
         Writers write those of rank 0.
+
+        Raises
+        ------
+        ValueError
+            For ``step``, which names the row of all figures.
         """
+        if "step" in values:
+            raise ValueError("run.log() takes any name but step, which names the row of figures")
         self.logged.update(values)
 
     # ---------------------------------------------------------------------------------- for loops

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mpishard.arguments import as_integer, as_number
 from mpishard.callbacks.run import Record, Run
 
 __all__ = ["EarlyStopping"]
@@ -33,6 +34,11 @@ class EarlyStopping:
     tolerance : float
         Least improvement that counts, in units of the score.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If patience is no integer of 1 or more, or tolerance is no finite number of 0 or more.
+
     Examples
     --------
     >>> stopping = EarlyStopping(patience=2, tolerance=0.1)
@@ -48,6 +54,12 @@ class EarlyStopping:
     best_step: int | None = None
     reference: float = math.inf
     waited: int = 0
+
+    def __post_init__(self) -> None:
+        if self.patience is not None and as_integer("patience", self.patience) < 1:
+            raise ValueError(f"patience must be 1 or more, got {self.patience}")
+        if not 0 <= as_number("tolerance", self.tolerance) < math.inf:
+            raise ValueError(f"tolerance must be 0 or more and finite, got {self.tolerance}")
 
     def observe(self, step: int, score: float) -> None:
         """Record an evaluation after ``step`` updates."""

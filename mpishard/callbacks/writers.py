@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -19,13 +20,17 @@ __all__ = ["CSVFile", "JSONLines", "ProgressLine", "TensorBoard", "WandB"]
 class _Writer:
     """Writes the figures of steps and evaluations on rank 0, from ``on_start`` to the end."""
 
-    _is_open = False
+    _opened_by = 0  # thread: ranks that are threads may share a callback
+
+    @property
+    def _is_open(self) -> bool:
+        return self._opened_by == threading.get_ident()
 
     def on_start(self, run: Run, record: Record) -> None:
         """Open on rank 0."""
         if run.rank == 0:
             self._open(run, record)
-            self._is_open = True
+            self._opened_by = threading.get_ident()
 
     def on_step(self, run: Run, record: Record) -> None:
         """Write the figures of a step, and what callbacks before this one have logged."""
@@ -54,7 +59,7 @@ class _Writer:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if self._is_open:
-            self._is_open = False
+            self._opened_by = 0
             self._close(error)
 
     def _open(self, run: Run, record: Record) -> None:
@@ -148,11 +153,20 @@ class TensorBoard(_Writer):
     ----------
     folder : path
         Folder of the event files; a run that resumes goes on in the same one.
+
+    Raises
+    ------
+    ImportError
+        Without tensorboardX.
     """
 
     def __init__(self, folder: PathLike) -> None:
-        import tensorboardX
-
+        try:
+            import tensorboardX
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoard needs tensorboardX: pip install 'mpishard[tensorboard]'"
+            ) from error
         self._kind = tensorboardX.SummaryWriter
         self._folder = Path(folder)
 
@@ -174,12 +188,20 @@ class WandB(_Writer):
     Parameters
     ----------
     **options
-        Of ``wandb.init``: project, name, config and the like.
+        Of ``wandb.init``: project, name, config and the like. A run that resumes goes on in the
+        same run of W&B with ``id=...`` and ``resume="allow"``.
+
+    Raises
+    ------
+    ImportError
+        Without wandb.
     """
 
     def __init__(self, **options: Any) -> None:
-        import wandb
-
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError("WandB needs wandb: pip install wandb") from error
         self._wandb: Any = wandb
         self._options = options
 

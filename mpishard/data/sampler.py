@@ -51,7 +51,7 @@ def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) 
     own part of the window, in runs, whatever the number of ranks.
     """
     blocks = order_of(-(-length // block_size), name, shuffle=True)
-    laid = (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)
+    laid = (blocks[:, None] * block_size + np.arange(min(block_size, length))).reshape(-1)
     laid = laid[laid < length]
     generator = _generator(f"{name}/windows")
     window = window_of(batch_size, block_size)

@@ -90,11 +90,12 @@ class ParquetColumns:
     ImportError
         Without pyarrow: ``pip install "mpishard[data]"``.
     FileNotFoundError
-        If there is no such file, or none in the folder.
+        If there is no such file, or none in the folder or the sequence.
     KeyError
         If a file has no such column, naming those that it has.
     ValueError
-        If a file is no Parquet file, or a column has missing values or lists of different lengths.
+        If no column is named, a file is no Parquet file, or a column has missing values, lists of
+        different lengths, or values that are no numbers.
     """
 
     def __init__(self, path: Any, columns: str | Sequence[str]) -> None:
@@ -102,6 +103,8 @@ class ParquetColumns:
         self.filename = path if isinstance(path, str | Path) else ", ".join(map(str, path))
         self._columns = [columns] if isinstance(columns, str) else list(columns)
         self._is_single = isinstance(columns, str)
+        if not self._columns:
+            raise ValueError("columns must name a column or more, got none")
         starts: list[int] = [0]
         self._groups: list[tuple[Any, int]] = []
         for place in _files(path):
@@ -133,6 +136,8 @@ class ParquetColumns:
         if isinstance(indices, slice):
             indices = np.arange(*indices.indices(len(self)))
         wanted = np.asarray(indices)
+        if wanted.size and wanted.dtype.kind not in "iu":
+            raise TypeError(f"rows are chosen by integers, got an array of {wanted.dtype}")
         if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"rows {wanted.min()} to {wanted.max()} of {len(self)}")
         groups = np.searchsorted(self._starts, wanted, side="right") - 1
@@ -153,16 +158,23 @@ class ParquetColumns:
         return self._kept[1]
 
     def _values(self, column: Any, name: str) -> Array:
-        if column.null_count:
-            raise ValueError(f"column {name!r} of {self.filename} has missing values")
         values = column.combine_chunks()
-        if hasattr(values, "flatten") and str(values.type).startswith(("list", "fixed_size_list")):
-            flat = values.flatten().to_numpy(zero_copy_only=False)
-            lengths = np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
-            if len(lengths) != 1:
-                raise ValueError(f"column {name!r} of {self.filename} has lists of other lengths")
-            return flat.reshape(len(values), int(lengths[0]))
-        return np.asarray(values.to_numpy(zero_copy_only=False))
+        is_list = str(values.type).startswith(("list", "large_list", "fixed_size_list"))
+        flat = values.flatten() if is_list else values
+        if values.null_count or flat.null_count:
+            raise ValueError(f"column {name!r} of {self.filename} has missing values")
+        numbers: Array = flat.to_numpy(zero_copy_only=False)
+        if numbers.dtype.kind not in "biuf":
+            raise ValueError(
+                f"column {name!r} of {self.filename} holds {values.type}, not numbers or lists of "
+                "numbers"
+            )
+        if not is_list:
+            return numbers
+        lengths = np.unique(values.value_lengths().to_numpy(zero_copy_only=False))
+        if len(lengths) != 1:
+            raise ValueError(f"column {name!r} of {self.filename} has lists of different lengths")
+        return numbers.reshape(len(values), int(lengths[0]))
 
     def __repr__(self) -> str:
         return f"ParquetColumns({self.filename}, {self._columns}, shape={self.shape})"
@@ -178,8 +190,9 @@ def _parquet() -> Any:
 
 def _files(path: Any) -> list[Path]:
     if not isinstance(path, str | Path):
-        return [Path(each) for each in path]
-    found = sorted(Path(path).glob("*.parquet")) if Path(path).is_dir() else [Path(path)]
+        found = [Path(each) for each in path]
+    else:
+        found = sorted(Path(path).glob("*.parquet")) if Path(path).is_dir() else [Path(path)]
     if not found:
         raise FileNotFoundError(f"there is no *.parquet file in {path}")
     return found

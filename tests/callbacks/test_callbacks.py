@@ -230,6 +230,18 @@ def test_what_is_refused(backend):
     with pytest.raises(ValueError, match="needs checkpoint") as error:
         train(backend, Spy("on_step", 1, lambda run: run.save()))
     assert "in on_step of the callback Spy on rank 0" in error.value.__notes__[0]
+    with pytest.raises(ValueError, match="any name but step"):
+        train(backend, Spy("on_step", 1, lambda run: run.log(step=3)))
+    for options, match in (({"patience": 0}, "1 or more"), ({"tolerance": -1.0}, "0 or more")):
+        with pytest.raises(ValueError, match=match):
+            EarlyStopping(**options)
+
+
+@pytest.mark.parametrize(("kind", "package"), [(TensorBoard, "tensorboardX"), (WandB, "wandb")])
+def test_a_package_that_is_not_there_is_named(kind, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=f"{kind.__name__} needs {package}: pip install"):
+        kind(**({"folder": "x"} if kind is TensorBoard else {}))
 
 
 @in_worlds(2)
@@ -265,10 +277,13 @@ def test_their_state_is_resumed(backend, shared_path):
 
 
 @in_worlds(2)
-def test_early_stopping_is_a_callback(backend):
+def test_early_stopping_is_a_callback(backend, caplog):
+    caplog.set_level(logging.INFO, logger="mpishard")
     wanted = train(backend, patience=2, tolerance=0.5, epochs=9)
     found = train(backend, EarlyStopping(2, 0.5), epochs=9)
     assert found.iterations == wanted.iterations < 36
+    backend.barrier()  # rank 0 has logged
+    assert caplog.text.count(": EarlyStopping: 2 evaluations without improvement") == 1
     assert found.stopped_early
 
 
@@ -320,6 +335,13 @@ def test_tensorboard_reads_the_events(tmp_path):
     losses = [found[step, "loss"] for step in range(1, 13)]
     assert losses == pytest.approx(results[0].loss_history)
     assert found[6, "twice"] == 12
+
+
+def test_ranks_that_are_threads_may_share_a_writer(tmp_path):
+    files = CSVFile(tmp_path / "a.csv"), JSONLines(tmp_path / "a.jsonl")
+    ms.run_in_threads(3, lambda backend: train(backend, *files, max_steps=5))
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 6
+    assert [row["step"] for row in read_metrics(tmp_path / "a.jsonl")] == [1, 2, 3, 4, 5]
 
 
 def test_weights_and_biases_gets_the_figures_of_rank_0(monkeypatch):
@@ -381,6 +403,21 @@ def test_a_loop_of_ones_own_has_the_same(backend, shared_path):
         (1, 1.0, 1), (2, 0.5, 2), (2, None, None), (3, 1 / 3, 3)
     ]  # fmt: skip
     assert (rows[2]["validation_loss"], rows[2]["validation_accuracy"]) == (0.5, 0.75)
+
+
+@in_worlds(2)
+def test_an_evaluation_keeps_the_wish_of_its_step(backend):
+    wish = Spy("on_step", 2, lambda run: run.save() if run.rank == 1 else None)
+    saved = []
+    with running([wish], backend) as hooks:
+        for step in (1, 2, 3):
+            hooks.step(1.0)
+            hooks.evaluate(0.5)
+            if hooks.saves:
+                saved.append(step)
+                hooks.checkpoint("a")
+                assert not hooks.saves
+    assert saved == [2]
 
 
 def test_progress_without_an_end(capsys):

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -130,6 +131,7 @@ def test_the_end_of_a_job_stays(tmp_path):
     assert pages
     (tmp_path / "restart-2").mkdir()
     (tmp_path / "restart-10").mkdir()
+    (tmp_path / "restart-10.old").mkdir()
     assert newest_start(tmp_path) == tmp_path / "restart-10"
     assert RunState(tmp_path, tmp_path).now()["ended"] is None
     prepare_log_folder(tmp_path)
@@ -171,6 +173,7 @@ def watching(run):
         finally:
             process.send_signal(signal.SIGINT)
             assert process.wait(20) == 0
+        assert "Traceback" not in process.stdout.read()
 
 
 def state_of(address):
@@ -214,6 +217,12 @@ def test_only_this_machine_is_answered(tmp_path):
             if path == "/":
                 assert not re.search(r"(src|href)=|https?://(?!www.w3.org/2000/svg)", text)
         connection.close()
+        host, port = address.removeprefix("http://").split(":")
+        for _ in range(3):  # a browser that leaves before the answer
+            with socket.create_connection((host, int(port))) as browser:
+                browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                browser.sendall(b"GET / HTTP/1.1\r\nHost: localhost:1\r\n\r\n")
+        state_of(address)
 
 
 @pytest.mark.spawned

@@ -102,6 +102,9 @@ def test_a_shuffle_in_blocks_needs_a_shuffle_and_a_size(tmp_path):
             ms.OptimizationInputData(model=1, x_train=X, y_train=Y, **options).checked()
     with pytest.raises(ValueError, match="shuffle_block_size must be 1"):
         GlobalBatchSampler(4, 2, shuffle_block_size=-1)
+    # No array of the block's size is made.
+    whole = GlobalBatchSampler(5, 5, shuffle_block_size=10**12)
+    assert sorted(whole.batch(0, 0)) == list(range(5))
 
 
 # ------------------------------------------------------------------------------- reading of files
@@ -280,7 +283,7 @@ def test_parquet_files_say_what_they_lack(tmp_path):
         read(path, ["v", "b"])
     with pytest.raises(ValueError, match=r"'a' of .*t.parquet has missing values"):
         read(path, "a")
-    with pytest.raises(ValueError, match="lists of other lengths"):
+    with pytest.raises(ValueError, match="lists of different lengths"):
         read(path, "r")
     with pytest.raises(FileNotFoundError, match=r"no \*.parquet file"):
         (tmp_path / "empty").mkdir() or read(tmp_path / "empty", "a")
@@ -289,6 +292,29 @@ def test_parquet_files_say_what_they_lack(tmp_path):
         read(tmp_path / "other", "a")
     with pytest.raises(IndexError, match="rows 2 to 2 of 2"):
         read(path, "v")[np.array([2])]
+    with pytest.raises(TypeError, match="chosen by integers, got an array of bool"):
+        read(path, "v")[np.array([False, True])]
+    with pytest.raises(ValueError, match="must name a column or more"):
+        read(path, [])
+    with pytest.raises(FileNotFoundError):
+        read([], "v")
+
+
+def test_parquet_columns_are_numbers_or_lists_of_numbers(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "t.parquet"
+    large = pyarrow.array([[1.0, 2.0], [3.0, 4.0]], pyarrow.large_list(pyarrow.float64()))
+    columns = {"l": large, "t": ["x", "y"], "n": [[1, None], [2, 3]], "d": [[[1]], [[2]]]}
+    parquet.write_table(pyarrow.table(columns), path)
+    read = ms.data.ParquetColumns
+    assert read(path, "l")[:].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    with pytest.raises(ValueError, match=r"'n' of .* has missing values"):
+        read(path, "n")
+    for name, kind in (("t", "string"), ("d", "list<")):
+        with pytest.raises(ValueError, match=f"'{name}' of .* holds {kind}.*, not numbers"):
+            read(path, name)
 
 
 def test_a_column_that_is_not_there_is_refused():

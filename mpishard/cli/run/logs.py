@@ -47,8 +47,8 @@ def folder_of_start(folder: Path, restart_count: int) -> Path:
 
 def newest_start(folder: Path) -> Path:
     """Return the folder of the last start of the job whose logs are in ``folder``."""
-    counts = [int(path.name.rpartition("-")[2]) for path in folder.glob("restart-[0-9]*")]
-    return folder_of_start(folder, max(counts, default=0))
+    counts = [path.name.rpartition("-")[2] for path in folder.glob(_RESTARTS)]
+    return folder_of_start(folder, max((int(n) for n in counts if n.isdecimal()), default=0))
 
 
 def check_log_folder(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -80,6 +81,11 @@ class _Page(BaseHTTPRequestHandler):
         self._state = state
         self._lock = lock
         super().__init__(*arguments)
+
+    def handle(self) -> None:
+        """Answer, unless the browser has left meanwhile."""
+        with suppress(ConnectionError):
+            super().handle()
 
     def do_GET(self) -> None:
         """Answer a browser."""

@@ -55,6 +55,7 @@ class Curves:
     rows: list[dict[str, Any]] = field(default_factory=list)
     _file: tuple[int, int] = (0, 0)
     _read: int = 0
+    _figures: dict[str, Any] | None = None
 
     def look(self) -> None:
         """Read the lines that are new; all of them, if a resumed run has written another file.
@@ -70,7 +71,7 @@ class Curves:
             about = None
         identity = (0, 0) if about is None else (about.st_dev, about.st_ino)
         if about is None or identity != self._file or about.st_size < self._read:
-            self.rows, self._read, self._file = [], 0, identity
+            self.rows, self._read, self._file, self._figures = [], 0, identity, None
         if about is None or about.st_size == self._read:
             return
         with self.path.open("rb") as stream:
@@ -79,6 +80,7 @@ class Curves:
         whole = new[: new.rfind(b"\n") + 1]
         self.rows += parse_metrics(whole.decode(errors="replace"), self.path)
         self._read += len(whole)
+        self._figures = None
 
     @property
     def modified(self) -> float | None:
@@ -90,9 +92,11 @@ class Curves:
 
     def figures(self) -> dict[str, Any]:
         """Return the curves as lists of ``[x, y]``, and the figures of the last step."""
+        if self._figures is not None:  # a page asks each second, also of a run that has ended
+            return self._figures
         steps = [row for row in self.rows if "loss" in row]
         tests = [row for row in self.rows if "validation_loss" in row]
-        return {
+        self._figures = {
             "last": steps[-1] if steps else {},
             "loss": _curve([row["step"] for row in steps], [row["loss"] for row in steps]),
             "validation": _curve(
@@ -103,6 +107,7 @@ class Curves:
                 [row.get("time") for row in steps], [row.get("memory") for row in steps]
             ),
         }
+        return self._figures
 
 
 class RunState:

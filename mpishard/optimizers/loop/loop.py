@@ -132,7 +132,7 @@ class TrainingRun:
 
     def _hooks(self) -> Run:
         data, model = self.data, self.model
-        callbacks = [self.stopping, *data.callbacks]
+        callbacks = [*data.callbacks, self.stopping]
         if model.rank == 0:  # the short forms come last: they write what the others log
             callbacks += [JSONLines(data.metrics)] if data.metrics is not None else []
             callbacks += [ProgressLine()] if data.progress else []
