@@ -97,13 +97,13 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 _ADAPTERS = {
-    "torch.nn": "PyTorch module: wrap it in mpishard.adapters.TorchModel(module, loss) first",
-    "torch.optim": "PyTorch optimizer: use a rule of mpishard.optimizers, such as AdamW(1e-3)",
-    "scipy.optimize": "function of SciPy: give its loss and gradient to mpishard.FunctionModel("
+    "torch.nn": "a PyTorch module: wrap it in mpishard.adapters.TorchModel(module, loss) first",
+    "torch.optim": "a PyTorch optimizer: use a rule of mpishard.optimizers, such as AdamW(1e-3)",
+    "scipy.optimize": "a function of SciPy: give its loss and gradient to mpishard.FunctionModel("
     "fun, theta), and use a rule of mpishard.optimizers, such as AdamW(1e-3)",
-    "optax": "optax transformation: wrap it in mpishard.adapters.OptaxRule(transformation)",
-    "flax": "Flax module: wrap its loss in mpishard.adapters.JaxModel(loss, parameters) first",
-    "equinox": "Equinox module: wrap its loss in mpishard.adapters.JaxModel(loss, parameters), "
+    "optax": "an optax transformation: wrap it in mpishard.adapters.OptaxRule(transformation)",
+    "flax": "a Flax module: wrap its loss in mpishard.adapters.JaxModel(loss, parameters) first",
+    "equinox": "an Equinox module: wrap its loss in mpishard.adapters.JaxModel(loss, parameters), "
     "with equinox.partition(module, equinox.is_inexact_array)[0] as parameters",
 }
 """Package -> what an object of it is, and what to use in its place."""
@@ -119,7 +119,7 @@ def adapter_hint(value: Any) -> str:
         module = f"{getattr(kind, '__module__', '')}."
         for package, hint in _ADAPTERS.items():
             if module.startswith(f"{package}."):
-                return f"; this is a {hint}"
+                return f"; this is {hint}"
     if isinstance(value, types.FunctionType | functools.partial):
         return "; this is a function: wrap it in mpishard.FunctionModel(fun, theta) first"
     return ""

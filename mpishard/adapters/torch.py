@@ -302,13 +302,25 @@ class TorchModel(PlacedVectorModel):
 
         given = _tensor(x, self._dtype)
         dtype = self._parameters[0].dtype  # bfloat16, if a sharded wrapper has placed such
-        output = self._module(given.to(dtype) if given.is_floating_point() else given)
+        try:
+            output = self._module(given.to(dtype) if given.is_floating_point() else given)
+        except RuntimeError as error:
+            if dtype == torch.bfloat16 and (wide := self._wide_buffers()):
+                error.add_note(
+                    f'precision="bfloat16" rounds parameters, and no buffers: {_some(wide)} may '
+                    "have to be given in torch.bfloat16 before the module is wrapped"
+                )
+            raise
         if not isinstance(output, torch.Tensor):
             raise TypeError(
                 f"{type(self._module).__name__} must return one tensor, got "
                 f"{type(output).__name__}; give TorchModel a module whose forward picks one"
             )
         return output, output.detach().to(getattr(torch, self._dtype.name)).numpy()
+
+    def _wide_buffers(self) -> list[str]:
+        buffers = self._module.named_buffers()
+        return [n for n, b in buffers if b.is_floating_point() and b.itemsize != 2]
 
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None

@@ -33,6 +33,8 @@ def write_model(
     def write(plain: Any) -> None:
         if not Path(path).parent.is_dir():
             raise FileNotFoundError(f"there is no folder {Path(path).parent} to write to")
+        if Path(path).is_dir():
+            raise IsADirectoryError(f"{path} is a folder; give the path of a file")
         disk.replace_file(Path(path), b"".join(content(plain)))
 
     if not isinstance(model, ShardedModelBase):

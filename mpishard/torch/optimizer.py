@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -69,7 +70,7 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
                 f"{', '.join(options)}: the settings of {type(kind).__name__} are given when it "
                 "is made"
             )
-        made = RuleOptimizer(groups, kind, parts)
+        made: Any = RuleOptimizer(groups, kind, parts)
     else:
         made = _made_by_torch(kind, groups, owners, options)
     made.register_step_pre_hook(functools.partial(_before_step, owners))
@@ -77,7 +78,18 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     made.register_state_dict_post_hook(functools.partial(gather_states, parts))
     made.register_load_state_dict_pre_hook(functools.partial(slice_states, parts))
     made._mpishard_parts, made._mpishard_is_divided = parts, False
+    # By a proxy: the optimizer is freed when nobody uses it, and its models with it.
+    made.add_param_group = functools.partial(_add_group, weakref.proxy(made), owners)
     return made
+
+
+def _add_group(made: Any, owners: list[ShardedModule], param_group: Mapping[str, Any]) -> None:
+    """``add_param_group`` with parameters of sharded models."""
+    parts: dict[int, Part] = {}
+    (group,) = _groups([param_group], parts)
+    made.__class__.add_param_group(made, group)
+    made._mpishard_parts.update(parts)
+    owners[:] = dict.fromkeys([*owners, *(part.owner for part in parts.values())])
 
 
 def _made_by_torch(

@@ -580,3 +580,18 @@ def test_a_module_with_frozen_float32_parameters_is_refused_in_bfloat16(backend:
     model = FSDPModel(TorchModel(module, nn.functional.mse_loss), config)
     x = np.ones((2, 5), np.float32)
     assert np.isfinite(model.train(x, x[:, :2]))
+
+
+@in_worlds(2)
+def test_float32_buffers_are_named_if_pytorch_refuses_them_in_bfloat16(backend: Any) -> None:
+    config = ShardingConfiguration(backend, precision="bfloat16")
+    x = np.ones((2, 5), np.float32)
+    module = nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2).eval())
+    model = FSDPModel(TorchModel(module, nn.functional.mse_loss), config)
+    with pytest.raises(RuntimeError) as raised:
+        model.train(x, x[:, :2])
+    assert "no buffers: '1.running_mean' and 1 more may have" in raised.value.__notes__[0]
+    module = nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2).bfloat16().eval())
+    module[1].weight.data, module[1].bias.data = torch.ones(2), torch.zeros(2)
+    model = FSDPModel(TorchModel(module, nn.functional.mse_loss), config)
+    assert np.isfinite(model.train(x, x[:, :2]))

@@ -511,7 +511,7 @@ def file(tmp_path: Path) -> str:
 def verify(*arguments: str, cwd: Any = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mpishard", "verify", *arguments], cwd=cwd,
-        # Without numba, which takes a second to load on each rank, the bits are the same.
+        # Without numba, which takes a second to load on each rank.
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "MPISHARD_NUMBA": "off"},
         capture_output=True, text=True, timeout=50, check=False,
     )  # fmt: skip

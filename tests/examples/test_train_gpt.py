@@ -32,8 +32,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run the script in ``directory``; under mpiexec if ``ranks`` is given.
 
-    Without its extras, numba and matplotlib, which take a second each to load, the bits are the
-    same, and it draws nothing.
+    Without its extras, numba and matplotlib, which take a second each to load, it draws nothing,
+    and its losses have other last digits.
     """
     if ranks and MPIEXEC is None:
         pytest.skip("no mpiexec beside this Python: pip install 'mpishard[mpi]'")

@@ -120,6 +120,8 @@ def test_models_that_onnx_cannot_hold_are_refused(tmp_path):
         ms.export_onnx(ms.FunctionModel(lambda t, x, y: (0.0, t), np.ones(3)), path)
     with pytest.raises(ValueError, match="path"):
         ms.export_onnx(nn.MLP([2, 1]), " ")
+    with pytest.raises(IsADirectoryError, match="is a folder; give the path of a file"):
+        ms.export_onnx(nn.MLP([2, 1]), tmp_path)
     assert path.read_bytes() == b"old"
 
 

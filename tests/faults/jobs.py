@@ -57,7 +57,7 @@ def wheels() -> dict[str, Path]:
 def environment_of_a_job() -> dict[str, str]:
     """This environment, less what a launcher that this process may run under has set."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OF_LAUNCHERS)}
-    # The same bits with numba and without, which takes each rank a second to load.
+    # Without numba, which takes each rank a second to load.
     return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPISHARD_NUMBA": "off"}
 
 

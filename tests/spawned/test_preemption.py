@@ -20,7 +20,7 @@ BY_RUN = [sys.executable, "-m", "mpishard", "run", "-n", "2"]
 
 
 def start(command, *arguments):
-    # Without numba the bits are the same, and it takes a second to load.
+    # Without numba, which takes a second to load.
     return Job([*command, SCENARIOS, *arguments], word="training", MPISHARD_NUMBA="off")
 
 

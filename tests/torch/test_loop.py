@@ -177,13 +177,15 @@ def test_groups_frozen_parts_and_a_scheduler(backend, strategy):
             {"params": [model[0].bias, model[4].bias], "lr": 0.05},
         ]
         make = mst.optimizer if is_ours else lambda kind, *a, **k: kind(*a, **k)
-        optimizer = make(torch.optim.AdamW, groups, lr=0.01)
+        optimizer = make(torch.optim.AdamW, groups[:1], lr=0.01)
+        optimizer.add_param_group(groups[1])
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
         for _ in range(4):
             nets.squared(model, *(nets.mine(backend, (x, y)) if is_ours else (x, y))).backward()
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad(set_to_none=False)
+        optimizer.load_state_dict(optimizer.state_dict())
         made.append(model)
     assert close(*made)
 

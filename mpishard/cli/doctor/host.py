@@ -32,9 +32,9 @@ _IMPORT_SECONDS = 30
 _PACKAGES = {
     "autograd": "gradients of losses written in NumPy (AutogradModel)",
     "h5py": "data sets that are read from a file sample by sample",
-    "jax": "gradients for FunctionModel",
+    "jax": "losses written in JAX (JaxModel), and transformations of optax (OptaxRule)",
     "matplotlib": "plots of losses, traces and benchmarks",
-    "numba": "update rules and copies of saves as compiled loops, with the same bits",
+    "numba": "update rules, attention, GELU, layer norms and copies of saves as compiled loops",
     "torch": "PyTorch modules as models (TorchModel)",
 }
 """Optional packages, and what each one adds; CuPy is in the group of GPUs, mpi4py in MPI's."""
