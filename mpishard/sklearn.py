@@ -62,6 +62,11 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         return model
 
     def _made(self, seed: int) -> Any:
+        if self.model is not None and not callable(self.model):
+            raise TypeError(
+                "model must be a function (features, outputs, seed) that returns a model, got a "
+                f"{type(self.model).__name__}"
+            )
         if self.model is not None:
             return self.model(self.n_features_in_, self.n_outputs_, seed)
         sizes = [self.n_features_in_, *self.hidden, self.n_outputs_]
@@ -169,16 +174,26 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         Raises
         ------
         ValueError
-            For data that scikit-learn refuses, and settings that mpishard refuses.
+            For data that scikit-learn refuses, settings that mpishard refuses, and a model whose
+            outputs are not as many as the classes need.
         """
         x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
         check_classification_targets(labels)
         self.classes_, targets = np.unique(labels, return_inverse=True)
         self.n_outputs_ = len(self.classes_)
-        if isinstance(getattr(self._made(0), "default_loss_function", None), BinaryCrossEntropy):
+        model = self._made(0)
+        logits = self.n_outputs_
+        if isinstance(getattr(model, "default_loss_function", None), BinaryCrossEntropy):
+            logits = 1
             if self.n_outputs_ > 2:
                 raise ValueError(f"{self.n_outputs_} classes need as many logits, not one")
             targets = targets[:, None].astype(x.dtype)
+        shape = np.shape(model.predict(x[:1]))
+        if shape != (1, logits):
+            raise ValueError(
+                f"the model predicts an array of shape {shape} for one sample; {self.n_outputs_} "
+                f"classes need {(1, logits)}"
+            )
         return self._train(x, targets)
 
     def predict_proba(self, X: Any) -> np.ndarray[Any, Any]:

@@ -87,6 +87,14 @@ def test_the_world_makes_no_difference():
         classifier(world_size=0).fit(X, LABELS)
     with pytest.raises(ValueError, match="strategy"):
         classifier(strategy="nothing").fit(X, LABELS)
+    with pytest.raises(TypeError, match=r"must be a function .* that returns a model, got a MLP"):
+        classifier(model=ms.nn.MLP([2, 2])).fit(X, LABELS)
+    with pytest.raises(ValueError, match=r"shape \(1, 9\) for one sample; 3 classes need \(1, 3\)"):
+        classifier(model=nine_logits).fit(X, LABELS)
+
+
+def nine_logits(features, outputs, seed):
+    return ms.nn.MLP([features, 9], seed=seed, loss=ms.nn.CrossEntropy())
 
 
 @in_worlds(2, 3)

@@ -225,6 +225,8 @@ class ShardingConfiguration:
                     f"shares its node with {list(self._backend.peers)}: start the job with its "
                     "ranks by node, or give a number"
                 )
+        if isinstance(size, str):
+            raise TypeError(f'replica_size must be a number of ranks or "node", got {size!r}')
         if as_integer("replica_size", size) < 1 or world % int(size):
             raise ValueError(f"replica_size must divide the {world} ranks of the world, got {size}")
         return int(size)

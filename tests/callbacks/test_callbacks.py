@@ -282,8 +282,8 @@ def test_early_stopping_is_a_callback(backend, caplog):
     wanted = train(backend, patience=2, tolerance=0.5, epochs=9)
     found = train(backend, EarlyStopping(2, 0.5), epochs=9)
     assert found.iterations == wanted.iterations < 36
-    backend.barrier()  # rank 0 has logged
-    assert caplog.text.count(": EarlyStopping: 2 evaluations without improvement") == 1
+    if backend.rank == 0:  # who logs
+        assert caplog.text.count(": EarlyStopping: 2 evaluations without improvement") == 1
     assert found.stopped_early
 
 

@@ -196,6 +196,8 @@ def test_others_than_local_sgd_are_refused(backend):
     for size, error in ((3, ValueError), (0, ValueError), ("rack", TypeError)):
         with pytest.raises(error, match="replica_size"):
             ms.ShardingConfiguration(backend, replica_size=size)
+    with pytest.raises(TypeError, match=r'a number of ranks or "node", got .rack.'):
+        ms.ShardingConfiguration(backend, replica_size="rack")
     alone = ms.ShardingConfiguration(backend)
     for strategy, match in (("fsdp", "give ShardingConfiguration"), ("tensor", "must be one of")):
         with pytest.raises(ValueError, match=match):

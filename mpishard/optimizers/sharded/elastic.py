@@ -15,7 +15,7 @@ from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.state_bytes import StateBytes
-from mpishard.optimizers.sharded.strategies import DATA_STRATEGIES
+from mpishard.optimizers.sharded.strategies import data_model_class
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["ElasticOptimizer"]
@@ -70,11 +70,7 @@ class ElasticOptimizer(ShardedOptimizerBase):
             raise ValueError(
                 f"max_workers must be min_workers, {min_workers}, or more, got {max_workers}"
             )
-        if strategy not in DATA_STRATEGIES:
-            raise ValueError(
-                f"strategy must be one of {', '.join(DATA_STRATEGIES)}, got {strategy!r}"
-            )
-        self.model_class = DATA_STRATEGIES[strategy]
+        self.model_class = data_model_class(strategy)
         self.min_workers, self.max_workers = int(min_workers), int(max_workers)
         self._require_bounds()
 

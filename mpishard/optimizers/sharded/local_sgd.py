@@ -20,7 +20,7 @@ from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.strategies import DATA_STRATEGIES
+from mpishard.optimizers.sharded.strategies import data_model_class
 from mpishard.sharding import Piece, ShardingConfiguration, pieces_within
 
 __all__ = ["LocalSGDOptimizer"]
@@ -79,16 +79,12 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         strategy: str = "ddp",
     ) -> None:
         super().__init__(wrapped_optimizer, config)
-        if strategy not in DATA_STRATEGIES:
-            raise ValueError(
-                f"strategy must be one of {', '.join(DATA_STRATEGIES)}, got {strategy!r}"
-            )
+        self.model_class = data_model_class(strategy)
         if strategy != "ddp" and config.replica_size is None:
             raise ValueError(
                 f"strategy={strategy!r} shards a replica over its ranks, and here each rank is a "
                 'replica: give ShardingConfiguration(replica_size=), a number of ranks or "node"'
             )
-        self.model_class = DATA_STRATEGIES[strategy]
         if as_integer("synchronization_period", synchronization_period) < 1:
             raise ValueError(
                 f"synchronization_period must be 1 or more, got {synchronization_period}"

@@ -27,7 +27,6 @@ from mpishard.pipeline import IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = [
-    "DATA_STRATEGIES",
     "DDPOptimizer",
     "FSDPOptimizer",
     "HybridShardedOptimizer",
@@ -36,14 +35,27 @@ __all__ = [
     "ZeRO1Optimizer",
     "ZeRO2Optimizer",
     "ZeRO3Optimizer",
+    "data_model_class",
 ]
 
 
-DATA_STRATEGIES: dict[str, type[ShardedModelBase]] = {
+_DATA_STRATEGIES: dict[str, type[ShardedModelBase]] = {
     "ddp": DDPModel, "zero1": ZeRO1Model, "zero2": ZeRO2Model, "zero3": ZeRO3Model,
     "fsdp": FSDPModel,
 }  # fmt: skip
-"""The strategies of models whose ranks all compute other samples."""
+
+
+def data_model_class(strategy: str) -> type[ShardedModelBase]:
+    """Return the model of a strategy whose ranks all compute other samples.
+
+    Raises
+    ------
+    ValueError
+        For another strategy.
+    """
+    if strategy not in _DATA_STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(_DATA_STRATEGIES)}, got {strategy!r}")
+    return _DATA_STRATEGIES[strategy]
 
 
 class DDPOptimizer(ShardedOptimizerBase):
