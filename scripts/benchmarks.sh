@@ -22,7 +22,7 @@ for argument in "$@"; do
     esac
 done
 
-prepare_environment mpi plot fast
+prepare_environment mpi plot fast bf16
 cd -- "$root"
 rm -f docs/performance.json # compare.py adds to what is there
 options=(--json docs/performance.json --page docs/performance.md)
