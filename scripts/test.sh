@@ -102,8 +102,8 @@ memory() {
 # A root of its own for temporary folders: in one where earlier runs left some, the ranks' pytests all
 # clear them away, each into the others' way.
 # Doctests talk to nobody. A rank that waits in MPI hears no signal, so a thread watches the time.
-# numba takes each rank a second to load: two ranks have it. Without it attention, GELU and layer norms
-# have other bits, and the tests compare runs of the same kind with each other.
+# numba takes each rank a second to load: two ranks have it, and all worlds of the memory layer. Without
+# it attention, GELU and layer norms have other bits: no test asks for the same bits with and without.
 ranks() {
     local numba=auto
     [ "$1" = 2 ] || numba=off

@@ -362,6 +362,27 @@ def test_another_loss_needs_a_prediction(backend: Any) -> None:
         bare.predict(x)
 
 
+@in_worlds(1, 2)
+def test_a_loss_may_need_no_targets(backend: Any) -> None:
+    def spread(parameters: Any, x: Any, y: Any) -> Any:
+        assert y is None
+        return anp.mean((x - parameters) ** 2)
+
+    x = batch(0)[0]
+    sharded, optimizer = wrap(backend, "fsdp", AutogradModel(spread, x[0].copy()))
+    optimizer.optimize(
+        ms.OptimizationInputData(
+            model=sharded, x_train=x, x_validation=x, batch_size=4, epochs=2, progress=False
+        )
+    )
+    found, gradient = sharded.loss_and_gradients(x, None)
+    theta = sharded.gather_full_parameters()
+    close(found, np.mean((x - theta) ** 2))
+    close(gradient, 2 * (theta - x.mean(axis=0)) / theta.size)
+    with pytest.raises(TypeError, match="targets must be an array, got NoneType"):
+        sharded.compute_gradients(x, None, ms.nn.MSE())
+
+
 # ------------------------------------------------------------------------------------- mistakes
 
 

@@ -160,6 +160,8 @@ class PlacedProgram(WholeProgram):
         require_plain(y)
         if not self.knows_loss(loss):
             raise MissingLossError("the model has no default loss; pass loss_function")
+        if y is None and loss is None:  # a loss of the model's own may need no targets
+            return x, y
         if not hasattr(y, "__len__"):
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
         if len(x) != len(y):
