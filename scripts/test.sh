@@ -103,7 +103,7 @@ memory() {
 # clear them away, each into the others' way.
 # Doctests talk to nobody. A rank that waits in MPI hears no signal, so a thread watches the time.
 # numba takes each rank a second to load: two ranks have it, and all worlds of the memory layer. Without
-# it attention, GELU and layer norms have other bits: no test compares a run that has it with another.
+# it attention, GELU and layer norms have other bits: no test asks for the same bits with and without.
 ranks() {
     local numba=auto
     [ "$1" = 2 ] || numba=off

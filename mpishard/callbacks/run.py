@@ -213,15 +213,21 @@ class Run:
         self.wishes.own[1] = 1.0
 
     def log(self, **values: Any) -> None:
-        """Add values to the figures that the callbacks after this one write.
+        """Add numbers or texts to the figures that the callbacks after this one write.
 
         Writers write those of rank 0.
 
         Raises
         ------
         ValueError
-            For ``step``, which names the row of all figures.
+            For ``step``, which names the row of all figures, and arrays of several elements.
         """
+        for name, value in values.items():
+            if math.prod(shape := getattr(value, "shape", ())) != 1:
+                raise ValueError(
+                    f"run.log({name}=...) takes a number or a text, got an array of shape "
+                    f"{tuple(shape)}"
+                )
         if "step" in values:
             raise ValueError("run.log() takes any name but step, which names the row of figures")
         self.logged.update(values)

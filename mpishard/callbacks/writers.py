@@ -176,7 +176,10 @@ class TensorBoard(_Writer):
 
     def _write(self, step: int, figures: dict[str, Any]) -> None:
         for name, value in figures.items():
-            self._events.add_scalar(name, float(value), step)
+            if isinstance(value, str):
+                self._events.add_text(name, value, step)
+            else:
+                self._events.add_scalar(name, float(value), step)
 
     def _close(self, error: BaseException | None) -> None:
         self._events.close()

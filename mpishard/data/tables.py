@@ -94,8 +94,8 @@ class ParquetColumns:
     KeyError
         If a file has no such column, naming those that it has.
     ValueError
-        If no column is named, a file is no Parquet file, or a column has missing values, lists of
-        different lengths, or values that are no numbers.
+        If no column is named, a file is no Parquet file, columns have samples of different shapes,
+        or a column has missing values, lists of different lengths, or values that are no numbers.
     """
 
     def __init__(self, path: Any, columns: str | Sequence[str]) -> None:
@@ -154,6 +154,11 @@ class ParquetColumns:
             file, group = self._groups[number]
             table = file.read_row_group(group, columns=self._columns)
             values = [self._values(table.column(name), name) for name in self._columns]
+            if len(shapes := {value.shape[1:] for value in values}) > 1:
+                raise ValueError(
+                    f"columns {self._columns} of {self.filename} have samples of different shapes: "
+                    f"{sorted(shapes)}"
+                )
             self._kept = number, values[0] if self._is_single else np.stack(values, axis=1)
         return self._kept[1]
 

@@ -232,6 +232,8 @@ def test_what_is_refused(backend):
     assert "in on_step of the callback Spy on rank 0" in error.value.__notes__[0]
     with pytest.raises(ValueError, match="any name but step"):
         train(backend, Spy("on_step", 1, lambda run: run.log(step=3)))
+    with pytest.raises(ValueError, match=r"run.log\(a=...\) takes .* array of shape \(2,\)"):
+        train(backend, Spy("on_step", 1, lambda run: run.log(a=np.ones(2))))
     for options, match in (({"patience": 0}, "1 or more"), ({"tolerance": -1.0}, "0 or more")):
         with pytest.raises(ValueError, match=match):
             EarlyStopping(**options)
@@ -324,7 +326,11 @@ def test_files_have_all_figures_and_those_that_were_logged(backend, shared_path)
 def test_tensorboard_reads_the_events(tmp_path):
     events_of = pytest.importorskip("tensorboardX.proto.event_pb2")
 
-    results = ms.run_in_threads(2, lambda b: train(b, Log(), TensorBoard(tmp_path / "tb")))
+    def main(backend):
+        note = Spy("on_step", 2, lambda run: run.log(note="a word"))
+        return train(backend, Log(), note, TensorBoard(tmp_path / "tb"))
+
+    results = ms.run_in_threads(2, main)
     (file,) = (tmp_path / "tb").iterdir()
     data, events = file.read_bytes(), []
     while data:  # TFRecord: length, its checksum, the event, its checksum
@@ -335,6 +341,7 @@ def test_tensorboard_reads_the_events(tmp_path):
     losses = [found[step, "loss"] for step in range(1, 13)]
     assert losses == pytest.approx(results[0].loss_history)
     assert found[6, "twice"] == 12
+    assert (2, "note/text_summary") in found
 
 
 def test_ranks_that_are_threads_may_share_a_writer(tmp_path):

@@ -273,13 +273,13 @@ def test_parquet_files_say_what_they_lack(tmp_path):
 
     path = tmp_path / "t.parquet"
     ragged = pyarrow.array([[1.0, 2.0], [3.0]])
-    columns = {"a": [1.0, None], "v": [[1, 2], [3, 4]], "r": ragged}
+    columns = {"a": [1.0, None], "v": [[1, 2], [3, 4]], "r": ragged, "f": [1, 2]}
     parquet.write_table(pyarrow.table(columns), path)
     read = ms.data.ParquetColumns
     assert read(path, "v")[1:].tolist() == [[3, 4]]
     assert read([path, str(path)], "v").shape == (4, 2)
     assert read(path, "v").row_group_size == 2
-    with pytest.raises(KeyError, match=r"has no column 'b', but .*'a', 'v', 'r'"):
+    with pytest.raises(KeyError, match=r"has no column 'b', but .*'a', 'v', 'r', 'f'"):
         read(path, ["v", "b"])
     with pytest.raises(ValueError, match=r"'a' of .*t.parquet has missing values"):
         read(path, "a")
@@ -294,6 +294,8 @@ def test_parquet_files_say_what_they_lack(tmp_path):
         read(path, "v")[np.array([2])]
     with pytest.raises(TypeError, match="chosen by integers, got an array of bool"):
         read(path, "v")[np.array([False, True])]
+    with pytest.raises(ValueError, match=r"different shapes: \[\(\), \(2,\)\]"):
+        read(path, ["v", "f"])
     with pytest.raises(ValueError, match="must name a column or more"):
         read(path, [])
     with pytest.raises(FileNotFoundError):

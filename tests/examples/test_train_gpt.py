@@ -33,7 +33,7 @@ def run(
     """Run the script in ``directory``; under mpiexec if ``ranks`` is given.
 
     Without its extras, numba and matplotlib, which take a second each to load, it draws nothing,
-    and its losses have other last digits.
+    and losses in float32 have other last digits.
     """
     if ranks and MPIEXEC is None:
         pytest.skip("no mpiexec beside this Python: pip install 'mpishard[mpi]'")

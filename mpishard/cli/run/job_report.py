@@ -187,6 +187,8 @@ class JobEnd:
         named = [log.rank for log in reported if log.code] or [log.rank for log in reported]
         if named:
             return f"the job ended with code {verdict.code}, as {who(named)} reported"
+        if verdict.code == settings.EXIT_PREEMPTED:
+            return f"the job saved and ended, as it was ordered (exit code {verdict.code})"
         first = self._first()
         if first is not None and first.exit_code:
             return f"{self._who(first)} {_how(first.exit_code)}"

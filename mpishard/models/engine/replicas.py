@@ -96,8 +96,8 @@ class Replicas:
         if self._weight:
             raise ShardingError(
                 f"{purpose} needs equal replicas, and rank {self._parameters.backend.rank} has "
-                "made updates of its own (auto_sync_gradients=False): call "
-                "synchronize_gradients() on all ranks first"
+                "made updates of its own: on all ranks first call settle() of a LocalSGDOptimizer "
+                "or AsyncSGDOptimizer; with auto_sync_gradients=False, synchronize_gradients()"
             )
 
     def drift(self, weight: float) -> None:

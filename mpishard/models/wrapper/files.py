@@ -164,8 +164,8 @@ class ModelFiles:
             changed = numerics_differences(before, leaves.numerics())
         if changed:
             _log.warning(
-                "the checkpoint is of a run whose bits no number of ranks changes "
-                "(gradient_leaves); from here they are others than those of a run that was never "
+                "the checkpoint is of a run with gradient_leaves, whose bits do not depend on the "
+                "number of ranks; from here they may differ from those of a run that was never "
                 "interrupted: %s", "; ".join(changed),
             )  # fmt: skip
 
