@@ -136,7 +136,8 @@ class ElasticOptimizer(ShardedOptimizerBase):
             For other bounds than this optimizer's, before anything is communicated.
         """
         settings = StateBytes.from_bytes(data).settings
-        wrong = [f"{name} {settings[name]}, here {value}" for name, value in self._settings().items()
+        bounds = self._settings().items()
+        wrong = [f"{name} {settings[name]}, here {value}" for name, value in bounds
                  if settings.get(name, value) != value]  # fmt: skip
         if wrong:
             raise ShardingError(
