@@ -1,12 +1,13 @@
-"""Compare mpishard with PyTorch on this machine, both sides in turn, beside the targets.
+"""Compare mpishard with PyTorch and JAX on this machine, all in turn, beside the targets.
 
-    python benchmarks/compare.py --peer-python PYTHON
+    python benchmarks/compare.py --peer-python PYTHON --jax-python PYTHON
     python benchmarks/compare.py --only mlp --repeats 9 --json results.json
     python benchmarks/compare.py --report results.json --page docs/performance.md
 
-Every repeat starts fresh jobs of both sides. A ratio is taken within each repeat; the table has
-the median of the ratios and their range. PYTHON is an interpreter with PyTorch 2.6 or newer, for
-the rows on the adapter one that has mpishard too; without one its rows are left out.
+Every repeat starts fresh jobs of all sides. A ratio is taken within each repeat; the table has
+the median of the ratios and their range. The peers' interpreters have PyTorch 2.6 or newer, for
+the rows on the adapter mpishard too, and JAX with optax; without one its rows are left out. The
+rows "products alone" and the bounds need the groups of their model and ``products``.
 """
 
 import argparse
@@ -15,12 +16,22 @@ import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jobs import IMPORTS_ADAPTER, IMPORTS_OURS, IMPORTS_PEER, Runner, can, idle_memory
+from jobs import (
+    IMPORTS_ADAPTER,
+    IMPORTS_JAX,
+    IMPORTS_OURS,
+    IMPORTS_PEER,
+    WORKLOADS,
+    Runner,
+    can,
+    idle_memory,
+)
 from report import markdown, replace_section
 from rich.console import Console
 from rich.table import Table
@@ -32,41 +43,105 @@ from mpishard.cli.wording import bytes_text
 Samples = dict[str, list[float]]
 
 
-def compare_steps(runner: Runner, model: str, peers: bool, adapter: bool, samples: Samples) -> None:
-    """One repeat of the step's jobs."""
-    batch = {"mlp": 64, "gpt": 8}[model]
+@dataclass(frozen=True)
+class Found:
+    """Whether the peers' interpreters have what they need."""
 
-    def ours(ranks: int, *words: str, numba: bool = False) -> None:
-        (row,) = runner.our_step(model, *words, ranks=ranks, numba=numba)
-        name = f"{model} ours {ranks}" + (" bfloat16" if words else " numba" if numba else "")
-        samples[name].append(median(row["seconds"]))
+    torch: bool
+    adapter: bool
+    jax: bool
 
-    def peer(name: str, strategy: str, *options: str, ranks: int = 1) -> None:
-        row = runner.peer_step(model, strategy, *options, ranks=ranks)
-        samples[f"{model} {name}"].append(median(row["seconds"]))
 
-    ours(2)
-    if find_spec("numba"):
-        ours(2, numba=True)
-        if onednn.library() is not None:  # else bfloat16 is float32 of rounded operands
-            ours(2, "--precision", "bfloat16", numba=True)
-    if adapter:
-        row = runner.adapter_step(model)
-        samples[f"{model} adapter"].append(median(row["seconds"]))
-        row = runner.adapter_step(model, "--precision", "bfloat16")
-        samples[f"{model} adapter bfloat16"].append(median(row["seconds"]))
-    if peers:
-        peer("fsdp2", "fsdp2", ranks=2)
-        peer("fsdp2 bfloat16", "fsdp2", "--bfloat16", ranks=2)
-        peer("ddp", "ddp", ranks=2)
-        peer("ddp bfloat16", "ddp", "--bfloat16", ranks=2)
-    ours(1)
-    if peers:
-        peer("single", "single")
-        both = ("--threads", "2", "--batch", str(2 * batch))
-        peer("threads", "single", *both)
-        peer("threads bfloat16", "single", *both, "--bfloat16")
-    ours(4)
+class Steps:
+    """One repeat of the jobs that train a workload, for the peers that are installed.
+
+    Parameters
+    ----------
+    runner : Runner
+        Starts the jobs.
+    name : str
+        One of `WORKLOADS`, with which the names of its samples begin.
+    samples : dict
+        What was measured is added here.
+    """
+
+    def __init__(self, runner: Runner, name: str, samples: Samples) -> None:
+        self._runner, self._name, self._samples = runner, name, samples
+
+    def _add(self, who: str, row: dict[str, Any]) -> None:
+        self._samples[f"{self._name} {who}"].append(median(row["seconds"]))
+
+    def ours(self, ranks: int, *, numba: bool = False, precision: str = "") -> None:
+        """Our step; bfloat16 if there is oneDNN, else it is float32 of rounded operands."""
+        if (numba and not find_spec("numba")) or (precision and onednn.library() is None):
+            return
+        words = ("--precision", precision) if precision else ()
+        (row,) = self._runner.our_step(self._name, *words, ranks=ranks, numba=numba)
+        self._add(f"ours {ranks} {precision or ('numba' if numba else '')}".strip(), row)
+
+    def adapter(self) -> None:
+        """PyTorch's module in our adapter, in both precisions."""
+        self._add("adapter", self._runner.adapter_step(self._name))
+        row = self._runner.adapter_step(self._name, "--precision", "bfloat16")
+        self._add("adapter bfloat16", row)
+
+    def peer(self, strategy: str, *, bfloat16: bool = False) -> None:
+        """PyTorch's step on two ranks, or of one process for both batches on 2 threads."""
+        options = ["--bfloat16"] if bfloat16 else []
+        if strategy == "threads":
+            both = str(2 * WORKLOADS[self._name].batch)
+            options += ["--threads", "2", "--batch", both]
+        ranks = 2 if strategy in ("fsdp2", "ddp") else 1
+        how = "single" if strategy == "threads" else strategy
+        row = self._runner.peer_step(self._name, how, *options, ranks=ranks)
+        self._add(strategy + " bfloat16" * bfloat16, row)
+
+    def jax(self) -> None:
+        """JAX's step in both precisions."""
+        self._add("jax", self._runner.jax_step(self._name))
+        self._add("jax bfloat16", self._runner.jax_step(self._name, "--bfloat16"))
+
+
+def compare_steps(runner: Runner, model: str, found: Found, samples: Samples) -> None:
+    """One repeat of the jobs of the MLP or the GPT."""
+    steps = Steps(runner, model, samples)
+    steps.ours(2)
+    steps.ours(2, numba=True)
+    steps.ours(2, numba=True, precision="bfloat16")
+    if found.adapter:
+        steps.adapter()
+    if found.torch:
+        for strategy in ("fsdp2", "ddp"):
+            steps.peer(strategy)
+            steps.peer(strategy, bfloat16=True)
+    steps.ours(1)
+    if found.torch:
+        steps.peer("single")
+        steps.peer("threads")
+        steps.peer("threads", bfloat16=True)
+    if found.jax and model == "gpt":
+        steps.jax()
+    steps.ours(4)
+
+
+def compare_large(runner: Runner, found: Found, samples: Samples) -> None:
+    """One repeat of the jobs of the GPT of width 768: about two minutes."""
+    steps = Steps(runner, "large", samples)
+    steps.ours(2, numba=True)
+    steps.ours(2, numba=True, precision="bfloat16")
+    if found.torch:
+        for strategy in ("fsdp2", "ddp", "threads"):
+            steps.peer(strategy, bfloat16=True)
+    if found.jax:
+        steps.jax()
+
+
+def compare_small(runner: Runner, samples: Samples) -> None:
+    """Steps of a small model in shared memory and by messages; several jobs, which are short."""
+    for _ in range(3):
+        for name, arena in (("shared", "auto"), ("messages", "off")):
+            (row,) = runner.our_step("small", ranks=2, MPISHARD_ARENA=arena)
+            samples[f"small {name}"].append(median(row["seconds"]))
 
 
 def compare_checks(runner: Runner, samples: Samples) -> None:
@@ -124,6 +199,34 @@ def compare_memory(runner: Runner, peers: bool, samples: Samples) -> None:
         samples["mlp memory fsdp2"].append(peer["peak_bytes"] - idle)
 
 
+def find_peers(runner: Runner) -> Found:
+    """Which peers can be measured; tells what is left out."""
+    found = Found(
+        can(runner.peer_python, IMPORTS_PEER),
+        can(runner.adapter_python, IMPORTS_ADAPTER),
+        can(runner.jax_python, IMPORTS_JAX),
+    )
+    left_out = []
+    if not found.torch:
+        left_out.append(
+            f"{runner.peer_python} has no PyTorch with FSDP2: its rows are left out. Make an "
+            "environment with `pip install torch` and give its interpreter as --peer-python"
+        )
+    elif not found.adapter:
+        left_out.append(
+            f"{runner.adapter_python} has not both PyTorch and mpishard: the adapter's rows are "
+            "left out. Give an interpreter that has as --adapter-python"
+        )
+    if not found.jax:
+        left_out.append(
+            f"{runner.jax_python} has not both JAX and optax: JAX's rows are left out. Make an "
+            "environment with `pip install jax optax` and give its interpreter as --jax-python"
+        )
+    for text in left_out:
+        print(text, file=sys.stderr)
+    return found
+
+
 def show(samples: Samples) -> None:
     """The table on the terminal."""
     table = Table()
@@ -142,12 +245,14 @@ def show(samples: Samples) -> None:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    groups = ["mlp", "gpt", "collectives", "memory", "checks", "products", "speedup"]
+    groups = ["mlp", "gpt", "large", "small", "collectives", "memory", "checks", "products"]
+    groups += ["speedup"]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--adapter-python", metavar="PYTHON", help="default: --peer-python")
+    parser.add_argument("--jax-python", default=sys.executable, metavar="PYTHON")
     parser.add_argument(
         "--peer-optimizer", choices=["fused", "foreach", "default"], default="fused"
     )
@@ -176,32 +281,23 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.adapter_python or arguments.peer_python,
         shlex.split(arguments.prefix),
         arguments.peer_optimizer,
+        arguments.jax_python,
     )
-    peers = can(runner.peer_python, IMPORTS_PEER)
-    adapter = can(runner.adapter_python, IMPORTS_ADAPTER)
-    if not peers:
-        print(
-            f"{runner.peer_python} has no PyTorch with FSDP2: its rows are left out. Make an "
-            "environment with `pip install torch` and give its interpreter as --peer-python",
-            file=sys.stderr,
-        )
-    elif not adapter:
-        print(
-            f"{runner.adapter_python} has not both PyTorch and mpishard: the adapter's rows are "
-            "left out. Give an interpreter that has as --adapter-python",
-            file=sys.stderr,
-        )
+    found = find_peers(runner)
     measure: dict[str, Callable[[Samples], None]] = {
-        "mlp": lambda samples: compare_steps(runner, "mlp", peers, adapter, samples),
-        "gpt": lambda samples: compare_steps(runner, "gpt", peers, adapter, samples),
+        "mlp": lambda samples: compare_steps(runner, "mlp", found, samples),
+        "gpt": lambda samples: compare_steps(runner, "gpt", found, samples),
+        "large": lambda samples: compare_large(runner, found, samples),
+        "small": lambda samples: compare_small(runner, samples),
         "checks": lambda samples: compare_checks(runner, samples),
         "collectives": lambda samples: compare_collectives(runner, arguments.repeats, samples),
-        "products": lambda samples: compare_products(runner, peers, samples),
+        "products": lambda samples: compare_products(runner, found.torch, samples),
         "speedup": lambda samples: compare_speedup(runner, samples),
-        "memory": lambda samples: compare_memory(runner, peers, samples),
+        "memory": lambda samples: compare_memory(runner, found.torch, samples),
     }
     result: dict[str, Any] = {}
     samples = defaultdict(list)
+    before: dict[str, Any] = {}
     if arguments.json and arguments.json.exists():
         before = json.loads(arguments.json.read_text(encoding="utf-8"))
         samples.update(before["samples"])
@@ -217,7 +313,8 @@ def main(arguments: argparse.Namespace) -> None:
                 samples[name].extend(values)
             result = {
                 "machine": runner.machine,
-                "peer": runner.peer,
+                "peer": runner.peer or before.get("peer", ""),
+                "jax": runner.jax or before.get("jax", ""),
                 "peer_optimizer": arguments.peer_optimizer,
                 "samples": samples,
             }

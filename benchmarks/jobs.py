@@ -1,4 +1,4 @@
-"""The jobs that `compare.py` runs: a training step of ours or of PyTorch, each on fresh ranks."""
+"""The jobs that `compare.py` runs: a training step of ours or of a peer, each on fresh ranks."""
 
 import json
 import os
@@ -15,15 +15,45 @@ from mpishard.cli.bench.workload import describe_machine
 from mpishard.observe import proportional_memory
 
 PEER_STEP = Path(__file__).parent / "peers" / "step.py"
+JAX_STEP = Path(__file__).parent / "peers" / "jax_step.py"
 ADAPTER_STEP = Path(__file__).with_name("adapter_step.py")
 PRODUCTS = Path(__file__).with_name("products.py")
 
-STEPS = {"mlp": (20, 4), "gpt": (7, 2)}
-"""Steps that count and steps before them, per job: about two seconds."""
+
+@dataclass(frozen=True)
+class Workload:
+    """What a job trains: sizes, sequences or samples of a rank, steps that count and those before.
+
+    ``size`` holds the options of a model that is not of the usual width and depth.
+    """
+
+    model: str
+    batch: int
+    steps: int
+    warmup: int
+    size: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> list[str]:
+        """Options that all programs understand."""
+        return [*self.size, "--steps", str(self.steps), "--warmup", str(self.warmup)]
+
+
+_LARGE = ("--width", "768", "--layers", "8", "--tokens", "256")
+
+WORKLOADS = {
+    "mlp": Workload("mlp", 64, 20, 4),
+    "gpt": Workload("gpt", 8, 7, 2),
+    # A step is 350 GFLOP on each rank: three to five seconds.
+    "large": Workload("gpt", 4, 2, 1, _LARGE),
+    # A step is milliseconds, most of them outside of products.
+    "small": Workload("mlp", 16, 100, 10, ("--width", "256", "--layers", "32")),
+}
 
 IMPORTS_OURS = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI, mpishard.cli"
 IMPORTS_ADAPTER = "import torch, mpi4py; from mpishard.adapters import TorchModel"
 IMPORTS_PEER = "import torch; from torch.distributed.fsdp import fully_shard"
+IMPORTS_JAX = "import jax, optax"
 
 
 class JobError(RuntimeError):
@@ -44,18 +74,22 @@ class Runner:
         Words put before each command, as ``taskset -c 0,1``.
     peer_optimizer : str
         Which of PyTorch's implementations of AdamW.
+    jax_python : str
+        Interpreter that has JAX and optax.
     machine : dict
         The machine as the ranks of the last job saw it.
-    peer : str
-        Name and version of the peer, once a job of it has run.
+    peer, jax : str
+        Names and versions of PyTorch and JAX, once a job of them has run.
     """
 
     peer_python: str
     adapter_python: str = sys.executable
     prefix: Sequence[str] = ()
     peer_optimizer: str = "fused"
+    jax_python: str = sys.executable
     machine: dict[str, Any] = field(default_factory=describe_machine)
     peer: str = ""
+    jax: str = ""
 
     def ours(self, *words: str, ranks: int, python: str = sys.executable, **variables: str) -> Any:
         """What ``mpishard WORDS --json FILE`` writes, with RANKS after the word ``-n``."""
@@ -67,33 +101,42 @@ class Runner:
             return json.loads(result.read_text(encoding="utf-8"))
 
     def our_step(
-        self, model: str, *options: str, ranks: int, numba: bool = False
+        self, name: str, *options: str, ranks: int, numba: bool = False, **variables: str
     ) -> list[dict[str, Any]]:
-        """The results of ``mpishard bench step`` under FSDP, with compiled updates or without."""
-        steps, warmup = STEPS[model]
-        words = ["bench", "step", "-n", "--model", model, "--strategy", "fsdp"]
-        words += ["--steps", str(steps), "--warmup", str(warmup)]
-        allowed = "auto" if numba else "off"
-        found = self.ours(*words, *options, ranks=ranks, MPISHARD_NUMBA=allowed)
+        """The results of ``mpishard bench step`` under FSDP, with compiled loops or without."""
+        work = WORKLOADS[name]
+        words = ["bench", "step", "-n", "--strategy", "fsdp", "--model", work.model]
+        words += ["--batch", str(work.batch)]
+        variables["MPISHARD_NUMBA"] = "auto" if numba else "off"
+        found = self.ours(*words, *work.words, *options, ranks=ranks, **variables)
         self.machine = found["machine"]
         rows: list[dict[str, Any]] = found["steps"]
         return rows
 
-    def peer_step(self, model: str, strategy: str, *options: str, ranks: int) -> dict[str, Any]:
-        """The result of PyTorch's step."""
-        steps, warmup = STEPS[model]
-        command = [self.peer_python, str(PEER_STEP), "--model", model, "--strategy", strategy]
-        command += ["--ranks", str(ranks), "--steps", str(steps), "--warmup", str(warmup)]
+    def peer_step(self, name: str, strategy: str, *options: str, ranks: int) -> dict[str, Any]:
+        """The result of PyTorch's step: of several ranks, or of 2 threads on both batches."""
+        work = WORKLOADS[name]
+        command = [self.peer_python, str(PEER_STEP), "--strategy", strategy]
+        command += ["--model", work.model, *work.words]
+        command += ["--ranks", str(ranks), "--batch", str(work.batch)]
         printed = self._run([*command, "--optimizer", self.peer_optimizer, *options], {})
         found: dict[str, Any] = json.loads(printed.splitlines()[-1])
         self.peer = found["library"]
         return found
 
-    def adapter_step(self, model: str, *options: str) -> dict[str, Any]:
+    def jax_step(self, name: str, *options: str) -> dict[str, Any]:
+        """The result of JAX's step of a GPT: one process on all cores, with both ranks' batches."""
+        work = WORKLOADS[name]
+        command = [self.jax_python, str(JAX_STEP), *work.words, "--batch", str(2 * work.batch)]
+        printed = self._run([*command, *options], {})
+        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+        self.jax = found["library"]
+        return found
+
+    def adapter_step(self, name: str, *options: str) -> dict[str, Any]:
         """The result of PyTorch's modules in mpishard's adapter."""
-        steps, warmup = STEPS[model]
-        words = ["run", "-n", str(ADAPTER_STEP), "--model", model, *options]
-        words += ["--steps", str(steps), "--warmup", str(warmup)]
+        work = WORKLOADS[name]
+        words = ["run", "-n", str(ADAPTER_STEP), "--model", work.model, *work.words, *options]
         found: dict[str, Any] = self.ours(
             *words, ranks=2, python=self.adapter_python, MPISHARD_NUMBA="off"
         )

@@ -9,21 +9,27 @@ from rows import ROWS, Row
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
-COLUMNS = (
-    "ours 1",
-    "ours 2",
-    "ours 2 numba",
-    "ours 4",
-    "adapter",
-    "single",
-    "threads",
-    "ddp",
-    "fsdp2",
-)
-HEADINGS = (
-    "ours, 1 rank", "2 ranks", "2 ranks, numba", "4 ranks", "PyTorch module, adapter",
-    "PyTorch, one process", "2 threads, both batches", "DDP", "FSDP2",
-)  # fmt: skip
+MODELS = {"mlp": "MLP", "gpt": "GPT", "large": "GPT 8 x 768"}
+
+IMPLEMENTATIONS = {
+    "ours 1": "ours, 1 rank",
+    "ours 2": "ours, 2 ranks",
+    "ours 2 numba": "ours, 2 ranks, numba",
+    "ours 2 bfloat16": "ours, 2 ranks, numba, bfloat16",
+    "ours 4": "ours, 4 ranks",
+    "adapter": "PyTorch module, adapter",
+    "adapter bfloat16": "PyTorch module, adapter, bfloat16",
+    "single": "PyTorch, one process",
+    "threads": "PyTorch, 2 threads, both batches",
+    "threads bfloat16": "PyTorch, 2 threads, both batches, autocast",
+    "ddp": "PyTorch DDP",
+    "ddp bfloat16": "PyTorch DDP, autocast",
+    "fsdp2": "PyTorch FSDP2",
+    "fsdp2 bfloat16": "PyTorch FSDP2, bfloat16",
+    "jax": "JAX, one process, both batches",
+    "jax bfloat16": "JAX, one process, both batches, bfloat16",
+}
+"""What the table of medians calls each."""
 
 Result = Mapping[str, Any]
 
@@ -31,7 +37,8 @@ Result = Mapping[str, Any]
 def markdown(result: Result) -> str:
     """Machine, ratios beside their targets, and the medians behind them."""
     samples = result["samples"]
-    parts = [machine(result), ratios(samples), times(samples), *products(samples)]
+    parts = [machine(result), ratios(samples), times(samples), *memory(samples)]
+    parts += products(samples)
     return "\n\n".join(parts)
 
 
@@ -42,6 +49,8 @@ def machine(result: Result) -> str:
     versions = [f"{name} {found[name]}" for name in ("mpishard", "numpy", "mpi4py")]
     if result["peer"]:
         versions.append(f"{result['peer']} with AdamW({result['peer_optimizer']})")
+    if result.get("jax"):
+        versions.append(result["jax"])
     return (
         f"{found['processor']}, {found['cores']} cores, {gigabytes:.0f} GiB; {found['system']}, "
         f"Python {found['python']}; {', '.join(versions)}; BLAS: {', '.join(found['blas'])}."
@@ -74,22 +83,28 @@ def verdict(row: Row, found: float) -> str:
 
 
 def times(samples: Mapping[str, Sequence[float]]) -> str:
-    """The medians of the steps, and the memory behind the memory row."""
-    lines = [
-        "| medians | " + " | ".join(HEADINGS) + " |",
-        "|---" * (len(HEADINGS) + 1) + "|",
-    ]
-    for model in ("mlp", "gpt"):
-        found = (samples.get(f"{model} {column}") for column in COLUMNS)
-        texts = [f"{median(values) * 1e3:.1f} ms" if values else "" for values in found]
-        lines.append(f"| step of the {model.upper()} | " + " | ".join(texts) + " |")
-    memory = (samples.get(f"mlp memory {column.split()[0]}") for column in COLUMNS)
-    texts = [
-        f"{median(values) / 1e6:.0f} MB" if values and column in ("ours 2", "fsdp2") else ""
-        for values, column in zip(memory, COLUMNS, strict=True)
-    ]
-    lines.append("| memory of both ranks, MLP | " + " | ".join(texts) + " |")
+    """The medians of the steps, for each implementation that was measured."""
+    lines = [f"| median of a step | {' | '.join(MODELS.values())} |", "|---" * 4 + "|"]
+    for name, text in IMPLEMENTATIONS.items():
+        found = [samples.get(f"{model} {name}") for model in MODELS]
+        if any(found):
+            cells = [f"{median(values) * 1e3:.1f} ms" if values else "" for values in found]
+            lines.append(f"| {text} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def memory(samples: Mapping[str, Sequence[float]]) -> list[str]:
+    """The memory behind the memory row, and the times behind that of the small model."""
+    texts = []
+    if "mlp memory ours" in samples and "mlp memory fsdp2" in samples:
+        ours, peer = (median(samples[f"mlp memory {name}"]) / 1e6 for name in ("ours", "fsdp2"))
+        texts.append(f"Memory of both ranks, MLP: {ours:.0f} MB, FSDP2 {peer:.0f} MB.")
+    if "small shared" in samples:
+        shared, sent = (median(samples[f"small {name}"]) * 1e3 for name in ("shared", "messages"))
+        texts.append(
+            f"Step of the small MLP: {shared:.1f} ms in shared memory, {sent:.1f} ms by messages."
+        )
+    return texts
 
 
 def products(samples: Mapping[str, Sequence[float]]) -> list[str]:

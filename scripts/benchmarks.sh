@@ -7,12 +7,13 @@ usage() {
     cat <<'END'
 usage: scripts/benchmarks.sh [options of benchmarks/compare.py]
 
-Makes .venv (the first time only), compares this package's training steps with PyTorch's, writes
-the results to docs/performance.json and into docs/performance.md, and draws docs/images/growth_*.png
-and docs/images/collectives.png. Ten minutes; leave the machine alone meanwhile. PyTorch is taken from
-.venv-peers where that is there:
+Makes .venv (the first time only), compares this package's training steps with those of PyTorch and
+JAX, writes the results to docs/performance.json and into docs/performance.md, and draws
+docs/images/growth_*.png and docs/images/collectives.png. Half an hour; leave the machine alone
+meanwhile. PyTorch is taken from .venv-peers and JAX from .venv-jax, if they are there:
 
     python3 -m venv .venv-peers && .venv-peers/bin/pip install torch -e '.[mpi]'
+    python3 -m venv .venv-jax && .venv-jax/bin/pip install jax optax
 END
 }
 
@@ -27,5 +28,6 @@ cd -- "$root"
 rm -f docs/performance.json # compare.py adds to what is there
 options=(--json docs/performance.json --page docs/performance.md)
 [ ! -x .venv-peers/bin/python ] || options+=(--peer-python .venv-peers/bin/python)
+[ ! -x .venv-jax/bin/python ] || options+=(--jax-python .venv-jax/bin/python)
 "$python" benchmarks/compare.py "${options[@]}" "$@"
 "$python" benchmarks/growth.py --images docs/images

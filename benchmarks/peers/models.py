@@ -53,10 +53,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Decoder-only transformer; the head is not tied to the embedding."""
 
-    def __init__(self, width: int, heads: int, layers: int) -> None:
+    def __init__(self, width: int, heads: int, layers: int, context: int = CONTEXT) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.position = nn.Embedding(CONTEXT, width)
+        self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)

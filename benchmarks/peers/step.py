@@ -37,6 +37,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=None)
     parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--batch", type=int, default=None, help="per rank")
+    parser.add_argument("--tokens", type=int, default=128, help="of a sequence of gpt")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--memory", action="store_true", help="take resident memory too")
@@ -90,8 +91,8 @@ def build(arguments: argparse.Namespace) -> tuple[Callable[[], Any], int]:
     torch.manual_seed(0)
     B, width = arguments.batch, arguments.width
     if arguments.model == "gpt":
-        model = models.GPT(width, 8, arguments.layers)
-        tokens = torch.randint(0, models.VOCABULARY, (B, models.CONTEXT + 1))
+        model = models.GPT(width, 8, arguments.layers, arguments.tokens)
+        tokens = torch.randint(0, models.VOCABULARY, (B, arguments.tokens + 1))
         x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     elif arguments.model == "conv":
         model = models.ResNet(width, arguments.layers)

@@ -29,6 +29,11 @@ def test_rows_pair_the_repeats():
     assert rows["MLP, 4 ranks / (2 x 2-rank step)"].values(SAMPLES) == pytest.approx([1.0, 1.0])
     assert rows["All-reduce 8 B in place, above MPI"].values(SAMPLES) == pytest.approx([10.0])
     assert rows["GPT step, FSDP / PyTorch DDP"].values(SAMPLES) == []
+    best = rows["GPT bfloat16 / JAX, better of the two"]
+    peers = {"gpt jax": [2.0, 4.0], "gpt jax bfloat16": [4.0, 2.0]}
+    assert best.values(peers | {"gpt ours 2 bfloat16": [1.0, 1.0]}) == [0.5, 0.5]
+    assert best.values({"gpt jax": [2.0], "gpt ours 2 bfloat16": [1.0]}) == [0.5]
+    assert best.values({"gpt ours 2 bfloat16": [1.0]}) == []
 
 
 RESULT = {
@@ -56,7 +61,8 @@ def test_section_of_a_page(tmp_path):
     assert "PyTorch 2 with AdamW(fused)" in text
     assert "| <= 0.200 | 0.150 | 0.100 to 0.200 | 3 | 0.150 | reached |" in text
     assert "| <= 8.00 us | 10.00 us | 10.00 us to 10.00 us | 1 |  | missed by 2.00 us |" in text
-    assert "| step of the MLP |  | 30.0 ms |  | 60.0 ms |  |  |  |  | 200.0 ms |" in text
+    assert "| ours, 2 ranks | 30.0 ms |  |  |\n| ours, 4 ranks | 60.0 ms |  |  |\n" in text
+    assert "| PyTorch FSDP2 | 200.0 ms |  |  |" in text
     assert text.endswith("linear layers alone, one thread: MLP 30.0 ms in NumPy.")
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
@@ -99,7 +105,9 @@ def test_names_of_samples_are_those_that_jobs_give():
     rows = importlib.import_module("rows").ROWS
     assert len({row.text for row in rows}) == len(rows)
     kinds = {row.ours.split()[0] for row in rows} | {row.other.split()[0] for row in rows}
-    assert kinds == {"mlp", "gpt", "plain", "shared", "all_reduce", "reduce_scatter"}
+    assert kinds == {
+        "mlp", "gpt", "large", "small", "plain", "shared", "all_reduce", "reduce_scatter"
+    }  # fmt: skip
 
 
 def compare(*arguments):
@@ -145,3 +153,16 @@ def test_peers_compute_the_same_loss(which):
     loss, _ = ours.compute_loss_and_gradients(x, y)
     expected = models.loss_of(prediction, torch.from_numpy(y)).item()
     assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_peer_in_jax_computes_the_same_loss():
+    jax = pytest.importorskip("jax", reason="JAX is no dependency of the tests")
+    peer = importlib.import_module("jax_step")
+    ours = ms.nn.GPT(vocabulary_size=256, context_length=32, width=16, heads=8, layers=2)
+    parameters = peer.initial(16, 2, 32)
+    flat = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(parameters)]
+    ours.set_parameters(np.concatenate(flat))
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 33))
+    x, y = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    loss, _ = ours.compute_loss_and_gradients(x, y)
+    assert float(jax.jit(peer.loss)(parameters, x, y)) == pytest.approx(loss, rel=1e-5)

@@ -31,7 +31,7 @@ from mpishard.cli.bench.step import (
     step_panel,
     step_table,
 )
-from mpishard.cli.bench.workload import write_json
+from mpishard.cli.bench.workload import CONTEXT, write_json
 from mpishard.cli.tables import show
 from mpishard.cli.wording import check_choice, parse_bytes, refuse
 from mpishard.communication import CommunicationBackend
@@ -154,6 +154,7 @@ def step(
     width: Annotated[int, _count("Default 1024 for mlp, 256 for gpt.", 0)] = 0,
     layers: Annotated[int, _count("Default 8 for mlp, 4 for gpt.", 0)] = 0,
     batch: Annotated[int, _count("Samples of each rank; default 64 for mlp, 8 for gpt.", 0)] = 0,
+    tokens: Annotated[int, _count("Tokens of a sequence of gpt.")] = CONTEXT,
     steps: Annotated[int, _count("Steps that count.")] = 20,
     warmup: Annotated[int, _count("Steps before them.")] = 5,
     unit_size: Annotated[int, _count("Least elements of a unit of the sharded model.")] = 1024,
@@ -177,7 +178,9 @@ def step(
         check_choice("bench", "--strategy", name, _STRATEGIES)
     usual = _SIZES[model]
     sizes = (width or usual[0], layers or usual[1], batch or usual[2])
-    benchmark = StepBenchmark(model, *sizes, steps, warmup, unit_size, checks, memory, precision)
+    benchmark = StepBenchmark(
+        model, *sizes, steps, warmup, unit_size, checks, memory, precision, tokens
+    )
     _check_model(benchmark)
     _Job(context, ranks, world_size, json, plot).measure(
         "steps",

@@ -12,7 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from mpishard import nn
-from mpishard.cli.bench.workload import alone, gpt, tokens, training_step
+from mpishard.cli.bench.workload import CONTEXT, alone, gpt, tokens, training_step
 from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
@@ -74,7 +74,7 @@ class StepBenchmark:
     ----------
     model : {"mlp", "gpt"}
         ``mlp`` is linear layers of width x width with ReLU between them, ``gpt`` a `nn.GPT` with
-        8 heads on 256 tokens and sequences of 128; both in float32, with AdamW.
+        8 heads and 256 words; both in float32, with AdamW.
     width, layers : int
         Size of the model.
     batch : int
@@ -89,6 +89,8 @@ class StepBenchmark:
         Whether resident memory is measured too, in steps of their own.
     precision : {"bfloat16"}, optional
         See `ShardingConfiguration`; None computes in float32.
+    context : int
+        Tokens of a sequence, of ``gpt``.
     """
 
     model: str
@@ -101,6 +103,7 @@ class StepBenchmark:
     checks: str = "on"
     memory: bool = False
     precision: str | None = None
+    context: int = CONTEXT
 
     def build_model(self) -> nn.Model:
         """Return the model, without arrays yet.
@@ -112,7 +115,7 @@ class StepBenchmark:
         """
         if self.model == "mlp":
             return nn.MLP([self.width] * (self.layers + 1), dtype="float32")
-        return gpt(self.width, self.layers, _HEADS)
+        return gpt(self.width, self.layers, _HEADS, self.context)
 
     def run(self, backend: CommunicationBackend, strategy: str) -> list[StepResult]:
         """Measure one strategy. Collective; a result for each setting of the checks."""
@@ -121,7 +124,7 @@ class StepBenchmark:
             generator = np.random.default_rng(backend.rank)
             x = y = generator.standard_normal((self.batch, self.width), dtype=np.float32)
         else:
-            x, y = tokens(backend.rank, self.batch)
+            x, y = tokens(backend.rank, self.batch, self.context)
         own = alone() if strategy == ALONE else backend
         config = ShardingConfiguration(
             own,
