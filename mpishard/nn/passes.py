@@ -10,7 +10,6 @@ Shape suffixes: N rows, D width; of attention N is the rows of scores of one blo
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections.abc import Callable
@@ -45,6 +44,8 @@ _LEAST, _MOST = _F(-126.0), _F(127.0)  # exponents of normal numbers
 _C2, _C3, _C4, _C5, _C6 = _F(1 / 2), _F(1 / 6), _F(1 / 24), _F(1 / 120), _F(1 / 720)
 
 _lock = threading.Lock()
+# By name of the loop and character of the dtype, which NumPy hands out without making an object.
+_compiled: dict[tuple[str, str], Callable[..., None] | None] = {}
 
 
 def compiled(loop: Callable[..., None], like: Array) -> Callable[..., None] | None:
@@ -52,10 +53,14 @@ def compiled(loop: Callable[..., None], like: Array) -> Callable[..., None] | No
 
     The compiled function takes bfloat16 as `bits`, and contiguous arrays, as ``like`` must be.
     """
-    if type(like) is not np.ndarray or like.dtype not in _DTYPES or not like.flags.c_contiguous:
+    if type(like) is not np.ndarray or not like.flags.c_contiguous:
         return None
-    with _lock:  # thread-ranks come here at the same time, and one of them compiles
-        return _compile(loop, bool(like.dtype == BFLOAT16))
+    key = loop.__name__, like.dtype.char
+    if key not in _compiled:  # asked for in every pass, so that the lock is for the first alone
+        with _lock:  # thread-ranks come here at the same time, and one of them compiles
+            if key not in _compiled:
+                _compiled[key] = _compile(loop, like.dtype)
+    return _compiled[key]
 
 
 def bits(array: Array) -> Array:
@@ -63,11 +68,11 @@ def bits(array: Array) -> Array:
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
 
-@functools.cache
-def _compile(loop: Callable[..., None], is_narrow: bool) -> Callable[..., None] | None:
+def _compile(loop: Callable[..., None], dtype: np.dtype[Any]) -> Callable[..., None] | None:
     numba = numba_module()
-    if numba is None:
+    if numba is None or dtype not in _DTYPES:
         return None
+    is_narrow = dtype == BFLOAT16
     read, write = (_load_bits, _store_bits) if is_narrow else (_load, _store)
     inner = {"exp": numba.njit(_exp), "load": numba.njit(read), "store": numba.njit(write)}
     kinds = {"narrow": numba.uint16 if is_narrow else numba.float32, "wide": numba.float32}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from mpishard.communication import run_in_threads
 from mpishard.errors import NonFiniteLossError, PeerError, ShardingError
 from mpishard.models import DDPModel, FSDPModel, ShardedModelBase, TensorParallelModel
 from mpishard.models.engine.update import Policy
+from mpishard.models.wrapper import wrapping
 from mpishard.optimizers import SGD, AdamW, DDPOptimizer, FSDPOptimizer
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
@@ -94,6 +96,20 @@ def test_models_that_differ_between_ranks_are_refused_on_all(backend: Any, varia
     config = ShardingConfiguration(backend, minimum_parameter_group_size=6)
     with pytest.raises(ValueError, match="every rank must wrap the same model"):
         FSDPModel(variants(backend.rank), config)
+
+
+@pytest.mark.parametrize("make", [FSDPModel, TensorParallelModel])
+def test_numba_on_some_ranks_alone_is_refused_on_all(make: Any, monkeypatch: Any) -> None:
+    here = threading.local()
+    monkeypatch.setattr(wrapping, "numba_module", lambda: None if here.rank else object())
+
+    def body(backend: Any) -> None:
+        here.rank = backend.rank
+        make(nn.MLP([4, 4, 2]), ShardingConfiguration(backend))  # float64: has no loops
+        with pytest.raises(ValueError, match="passes of layers is numba, NumPy"):
+            make(nn.MLP([4, 4, 2], dtype="float32"), ShardingConfiguration(backend))
+
+    run_in_threads(2, body)
 
 
 @in_worlds(2)

@@ -13,6 +13,7 @@ import numpy as np
 from mpishard.arrays import reuse_freed_memory
 from mpishard.bfloat16 import BFLOAT16
 from mpishard.checkpoint.format.consensus import differences
+from mpishard.compilation import numba_module
 from mpishard.contracts import ILayeredModel, IShardedModel
 from mpishard.devices import HOST
 from mpishard.errors import ShardingError
@@ -230,7 +231,8 @@ def require_same_on_all_ranks(
     Raises
     ------
     ValueError
-        On every rank, with the choices and parts that differ, and their values by rank.
+        On every rank, with the choices and parts that differ, and their values by rank. Ranks
+        with numba beside ranks without it are refused too, if layers compute in float32.
     """
     mine = {
         "strategy": strategy,
@@ -240,6 +242,10 @@ def require_same_on_all_ranks(
         **program.structure(),
         **shared_choices(config),
     }
+    has_loops = program.dtype == np.float32 and not program.device.is_gpu
+    if isinstance(program, LayeredProgram) and has_loops:
+        # They round elsewhere: replicated layers of tensor ranks would drift apart.
+        mine["passes of layers"] = "NumPy" if numba_module() is None else "numba"
     differing = differences(config.communication_backend, mine)
     if differing:
         raise ValueError(
