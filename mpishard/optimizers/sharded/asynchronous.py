@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from mpishard.optimizers.rules.ranges import segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.sharding import ShardingConfiguration, owned_pieces
+from mpishard.sharding import Piece, ShardingConfiguration, owned_pieces
 
 __all__ = ["AsyncSGDOptimizer"]
 
@@ -134,14 +134,8 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         state = self._state
         return tuple(state.clocks) if isinstance(state, _StaleState) else (0,) * self.world_size
 
-    def get_options(self) -> Mapping[str, Any]:
-        return {**super().get_options(), **self._settings()}
-
     def _settings(self) -> dict[str, Any]:
         return {"allow_staleness": self.allow_staleness, "delay": self.delay}
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return {**super()._fingerprint(), **self._settings()}
 
     def _refusals(self) -> Mapping[str, str]:
         if not self.max_staleness:
@@ -169,14 +163,8 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         super()._require_model_of_this_kind(model)
         if model is self.model or not self.max_staleness:
             return
-        config = model.sharding_configuration
-        for name in ("enable_gradient_compression", "gradient_leaves"):
-            if getattr(config, name):
-                raise ValueError(
-                    f"{type(self).__name__} keeps several gradients under way, which {name}="
-                    f"{getattr(config, name)} does not; leave one of them out"
-                )
-        if not config.auto_sync_gradients:
+        self._refuse_other_gradients(model, "keeps several gradients under way")
+        if not model.sharding_configuration.auto_sync_gradients:
             raise ValueError(
                 f"{type(self).__name__} brings the ranks together: leave out "
                 "auto_sync_gradients=False"
@@ -262,30 +250,26 @@ class _DelayedState(ModelState):
     def arrays_to_write(self) -> Pieces:
         engine = self.model.engine
         pieces = engine.pieces.to_write(engine.program)
-        under_way = {
-            f"{self._kind}{number}": engine.placement.cut(
-                (piece.start, part) for piece, part in zip(pieces, parts, strict=True)
-            )
-            for number, parts in enumerate(self._store.parts(pieces))
-        }
-        return {**super().arrays_to_write(), **under_way}
+        return {**super().arrays_to_write(), **self._regions_of(pieces, self._store.parts(pieces))}
 
     def expect(self, kinds: Collection[str]) -> None:
         """Learn from the kinds of a checkpoint how many gradients were under way."""
         self._saved = sum(bool(re.fullmatch(re.escape(self._kind) + r"\d+", k)) for k in kinds)
 
     def arrays_to_read(self) -> Pieces:
-        engine = self.model.engine
-        pieces = engine.pieces.updated
+        pieces = self.model.engine.pieces.updated
         self._read = [[np.empty(p.length, self.model.dtype) for p in pieces]
                       for _ in range(self._saved)]  # fmt: skip
-        under_way = {
-            f"{self._kind}{number}": engine.placement.cut(
+        return {**super().arrays_to_read(), **self._regions_of(pieces, self._read)}
+
+    def _regions_of(self, pieces: Iterable[Piece], gradients: Iterable[list[Array]]) -> Pieces:
+        """Return the regions of the gradients under way, by kind."""
+        return {
+            f"{self._kind}{number}": self.model.engine.placement.cut(
                 (piece.start, part) for piece, part in zip(pieces, parts, strict=True)
             )
-            for number, parts in enumerate(self._read)
+            for number, parts in enumerate(gradients)
         }
-        return {**super().arrays_to_read(), **under_way}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         weights = self._weights[len(self._weights) - self._store.pending :]

@@ -126,7 +126,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         return {} if self._state is None else self._state.vectors
 
     def get_options(self) -> Mapping[str, Any]:
-        return self._rule.get_options()
+        return {**self._rule.get_options(), **self._settings()}
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings of this optimizer besides the rule's, which all ranks must share."""
+        return {}
 
     def get_current_learning_rate(self) -> float:
         """Return the rate of the next update."""
@@ -357,7 +361,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     def _fingerprint(self) -> dict[str, Any]:
         """Return the settings that all ranks must share, for JSON."""
-        return self._rule.fingerprint()
+        return {**self._rule.fingerprint(), **self._settings()}
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
         """Return new state for ``model``."""
@@ -403,6 +407,15 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if not model.sharding_configuration.auto_sync_gradients:
             model.engine.replicas.require_drifting()
 
+    def _refuse_other_gradients(self, model: ShardedModelBase, instead: str) -> None:
+        """Refuse choices of a model that keep gradients elsewhere than this optimizer."""
+        for name in ("enable_gradient_compression", "gradient_leaves"):
+            if value := getattr(model.sharding_configuration, name):
+                raise ValueError(
+                    f"{type(self).__name__} {instead}, which {name}={value} contradicts; leave one "
+                    "of them out"
+                )
+
     @property
     def _replicas_differ(self) -> bool:
         """Whether replicas differ between two steps, until `settle`."""
@@ -424,8 +437,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         Raises
         ------
         NotImplementedError
-            If state is sharded: each part exists once, so there is nothing to make equal.
+            If state is sharded: each part exists once, so there is nothing to make equal. Of an
+            `ElasticOptimizer`, which deals the state anew when the number of ranks changes.
         """
+        self._require_offered("synchronize_optimizer_state")
         if self.model_class.policy.shards_state:
             raise NotImplementedError(
                 f"{type(self).__name__} partitions the optimizer state: each rank holds a part "

@@ -126,15 +126,9 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         self.seed = int(seed)
         self.power_rank = int(rank)
 
-    def get_options(self) -> Mapping[str, Any]:
-        return {**super().get_options(), **self._settings()}
-
     def _settings(self) -> dict[str, Any]:
         names = "compression_ratio", "method", "power_rank", "error_feedback", "seed"
         return {name: getattr(self, name) for name in names}
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return {**super()._fingerprint(), **self._settings()}
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
         if self.method is None:
@@ -148,13 +142,7 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         super()._require_model_of_this_kind(model)
         if model is self.model or self.method is None:
             return
-        config = model.sharding_configuration
-        for name in ("enable_gradient_compression", "gradient_leaves"):
-            if getattr(config, name):
-                raise ValueError(
-                    f"{type(self).__name__} sends gradients its own way, which {name}="
-                    f"{getattr(config, name)} contradicts; leave one of them out"
-                )
+        self._refuse_other_gradients(model, "sends gradients its own way")
         if self._rule.searches:
             raise ValueError(
                 f"{type(self._rule).__name__} needs exact gradients: compress with another rule"

@@ -97,14 +97,8 @@ class ElasticOptimizer(ShardedOptimizerBase):
                 "bounds"
             )
 
-    def get_options(self) -> Mapping[str, Any]:
-        return {**super().get_options(), **self._bounds()}
-
-    def _bounds(self) -> dict[str, int]:
+    def _settings(self) -> dict[str, Any]:
         return {"min_workers": self.min_workers, "max_workers": self.max_workers}
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return {**super()._fingerprint(), **self._bounds()}
 
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
         super()._require_model_of_this_kind(model)
@@ -120,23 +114,16 @@ class ElasticOptimizer(ShardedOptimizerBase):
             )  # fmt: skip
         return result_of(input_data)
 
-    def synchronize_optimizer_state(self) -> None:
-        """Refuse: a change of ranks deals the state anew, and steps keep it as it must be.
-
-        Raises
-        ------
-        NotImplementedError
-            Always.
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} deals the state anew when the number of ranks changes, and its "
-            "steps keep it: there is nothing to synchronise"
-        )
+    def _refusals(self) -> Mapping[str, str]:
+        return {
+            "synchronize_optimizer_state": "the state is dealt anew when the number of ranks "
+            "changes, and steps keep it: there is nothing to synchronise"
+        }
 
     def serialize(self) -> bytes:
         """As every optimizer's, with the bounds; any number of ranks can take it. Collective."""
         saved = StateBytes.from_bytes(super().serialize())
-        return replace(saved, settings={**saved.settings, **self._bounds()}).to_bytes()
+        return replace(saved, settings={**saved.settings, **self._settings()}).to_bytes()
 
     def deserialize(self, data: bytes) -> None:
         """Take state and step count from bytes of `serialize`, of any number of ranks. Collective.
@@ -149,7 +136,8 @@ class ElasticOptimizer(ShardedOptimizerBase):
             For other bounds than this optimizer's, before anything is communicated.
         """
         settings = StateBytes.from_bytes(data).settings
-        wrong = [f"{name} {settings[name]}, here {value}" for name, value in self._bounds().items()
+        bounds = self._settings().items()
+        wrong = [f"{name} {settings[name]}, here {value}" for name, value in bounds
                  if settings.get(name, value) != value]  # fmt: skip
         if wrong:
             raise ShardingError(

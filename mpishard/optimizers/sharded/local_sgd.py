@@ -106,14 +106,12 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         self.synchronization_period = int(synchronization_period)
         self.outer = outer
 
-    def get_options(self) -> Mapping[str, Any]:
-        own = {"synchronization_period": self.synchronization_period, "outer": self.outer}
-        return {**super().get_options(), **own}
+    def _settings(self) -> dict[str, Any]:
+        return {"synchronization_period": self.synchronization_period, "outer": self.outer}
 
     def _fingerprint(self) -> dict[str, Any]:
         outer = None if self.outer is None else self.outer.fingerprint()
-        own = {"synchronization_period": self.synchronization_period, "outer": outer}
-        return {**super()._fingerprint(), **own}
+        return {**super()._fingerprint(), "outer": outer}
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
         return _LocalState(self._rule, model, frozen, self.outer)

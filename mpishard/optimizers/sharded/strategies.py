@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpishard.arguments import as_integer, nearest
@@ -156,7 +156,13 @@ class _MeshOptimizer(ShardedOptimizerBase):
 
         Of whole layers it becomes that of one of the ranks; slices and layers that a rank alone
         has keep theirs. The number of updates becomes rank 0's.
+
+        Raises
+        ------
+        NotImplementedError
+            Of a `HybridShardedOptimizer`, whose state is partitioned.
         """
+        self._require_offered("synchronize_optimizer_state")
         if self._state is not None:
             self._state.synchronize()
 
@@ -283,15 +289,8 @@ class HybridShardedOptimizer(_MeshOptimizer):
         names = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
         self._model_options |= zip(names, self.sizes, strict=True)
 
-    def synchronize_optimizer_state(self) -> None:
-        """Refuse: the state is partitioned.
-
-        Raises
-        ------
-        NotImplementedError
-            Always.
-        """
-        raise NotImplementedError(
-            "HybridShardedOptimizer partitions the optimizer state over the mesh: each rank holds "
-            "a part that no other rank need have, so there is nothing to synchronise"
-        )
+    def _refusals(self) -> Mapping[str, str]:
+        return {
+            "synchronize_optimizer_state": "it partitions the optimizer state over the mesh: each "
+            "rank holds a part that no other rank need have, so there is nothing to synchronise"
+        }
