@@ -452,7 +452,7 @@ def test_a_scaler_is_refused_on_every_rank_if_one_has_an_inf(backend, kind, unsc
         next(p for p in model.parameters() if p.grad.numel()).grad[0] = torch.inf
     if unscales:
         scaler.unscale_(optimizer)
-    with pytest.raises(ShardingError, match="GradScaler looks for .* of one rank, .* bfloat16"):
+    with pytest.raises(ShardingError, match=r"GradScaler looks for .* of one rank, .* bfloat16"):
         scaler.step(optimizer)
     assert nets.difference(model, before) == 0
     optimizer.zero_grad()
