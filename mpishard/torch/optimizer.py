@@ -107,7 +107,8 @@ def _add_group(
 
 
 def _require_torch(kind: Any) -> None:
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    if not is_class:
         shown = kind.__name__ if isinstance(kind, type) else type(kind).__name__
         raise TypeError(
             f"kind must be a class of torch.optim, or a rule such as mpishard.optimizers.AdamW("
