@@ -22,7 +22,7 @@ from mpishard.sharding import ParameterEntry
 
 __all__ = [
     "TorchLoss", "TorchModel", "bytes_of", "check_module", "copy_range", "flat_gradient",
-    "prepare_torch", "take_bytes", "trainable_parameters",
+    "prepare_torch", "take_bytes", "tensor_of", "trainable_parameters",
 ]  # fmt: skip
 
 
@@ -130,6 +130,15 @@ def take_bytes(tensor: Any, raw: Array) -> None:
     if not np.array_equal(bytes_of(tensor), raw):  # else it may be a view, or read-only
         with torch.no_grad():
             tensor.copy_(torch.from_numpy(raw.copy()).view(tensor.dtype).view(tensor.shape))
+
+
+def tensor_of(array: Array) -> Any:
+    """Return a tensor on the memory of an array, which may be of bfloat16."""
+    import torch
+
+    if not is_bfloat16(array):
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
 def flat_gradient(gradient: Any) -> Array:
@@ -263,13 +272,8 @@ class TorchModel(PlacedVectorModel):
         prepare_torch()
 
     def _place(self, arrays: Sequence[Array]) -> None:
-        import torch
-
         for parameter, array in zip(self._parameters, arrays, strict=True):
-            is_rounded = is_bfloat16(array)
-            tensor = torch.from_numpy(array.view(np.int16) if is_rounded else array)
-            tensor = tensor.view(torch.bfloat16) if is_rounded else tensor
-            parameter.data = tensor.view(parameter.shape)
+            parameter.data = tensor_of(array).view(parameter.shape)
 
     def constants(self) -> Iterator[Array]:
         return map(bytes_of, self._constants)
