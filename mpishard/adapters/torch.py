@@ -17,6 +17,7 @@ from mpishard.bfloat16 import is_bfloat16
 from mpishard.communication.contract.status import look_behind
 from mpishard.communication.init import blas_threads
 from mpishard.contracts import ILossFunction
+from mpishard.data import Samples
 from mpishard.errors import ShardingError
 from mpishard.sharding import ParameterEntry
 
@@ -165,7 +166,9 @@ class TorchModel(PlacedVectorModel):
     Parameters
     ----------
     module : torch.nn.Module
-        Takes one array of samples, returns one tensor of as many. Each rank makes its own.
+        Returns one tensor of as many samples as it is given: one array; of `mpishard.data.Samples`
+        those of a dict as keyword arguments, those of a tuple as arguments. Each rank makes its
+        own.
     loss : callable or ILossFunction
         ``loss(output, y)``, a scalar tensor: the *mean* over samples, as of
         ``torch.nn.functional.mse_loss``. Or a loss of `mpishard.nn`, which may weigh its targets.
@@ -304,10 +307,15 @@ class TorchModel(PlacedVectorModel):
         """The module's output; as an array, on the same memory unless it is bfloat16."""
         import torch
 
-        given = _tensor(x, self._dtype)
         dtype = self._parameters[0].dtype  # bfloat16, if a sharded wrapper has placed such
+
+        def given(array: Array) -> Any:
+            tensor = _tensor(array, self._dtype)
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        tree = x.map(given) if isinstance(x, Samples) else [given(x)]
         try:
-            output = self._module(given.to(dtype) if given.is_floating_point() else given)
+            output = self._module(**tree) if isinstance(tree, dict) else self._module(*tree)
         except RuntimeError as error:
             if dtype == torch.bfloat16 and (wide := self._wide_buffers()):
                 error.add_note(
@@ -380,7 +388,9 @@ class TorchLoss(ILossFunction):
         output = torch.from_numpy(prediction)
         with torch.set_grad_enabled(training):
             output.requires_grad_(training)
-            mean = self._function(output, _tensor(target, prediction.dtype))
+            convert = functools.partial(_tensor, dtype=prediction.dtype)
+            given = target.map(convert) if isinstance(target, Samples) else convert(target)
+            mean = self._function(output, given)
         if not isinstance(mean, torch.Tensor) or mean.numel() != 1:
             shape = f"a tensor of shape {tuple(mean.shape)}" if hasattr(mean, "shape") else mean
             raise TypeError(
@@ -417,9 +427,14 @@ def _tensor(array: Array, dtype: np.dtype[Any]) -> Any:
 
 
 def _check_array(name: str, array: Any) -> None:
+    if isinstance(array, Samples):
+        for leaf in array.leaves():
+            _check_array(name, leaf)
+        return
     require_plain(array)
     if not isinstance(array, np.ndarray) or array.ndim == 0 or array.dtype.kind not in "fiub":
         shown = getattr(array, "dtype", type(array).__name__)
         raise TypeError(
-            f"{name} must be a NumPy array of samples: floats, integers or bools; got {shown}"
+            f"{name} must be a NumPy array of samples: floats, integers or bools; got {shown}; "
+            "mpishard.data.Samples holds several"
         )
