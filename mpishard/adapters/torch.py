@@ -23,13 +23,32 @@ from mpishard.sharding import ParameterEntry
 
 __all__ = [
     "TorchLoss", "TorchModel", "bytes_of", "check_module", "copy_range", "flat_gradient",
-    "prepare_torch", "take_bytes", "tensor_of", "trainable_parameters",
+    "parameter_table", "prepare_torch", "take_bytes", "tensor_of",
 ]  # fmt: skip
 
 
-def trainable_parameters(module: Any) -> list[tuple[str, Any]]:
-    """Name and parameter, each once, of those that training changes."""
-    return [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
+def parameter_table(
+    module: Any, *, with_frozen: bool
+) -> tuple[list[tuple[Any, str]], list[ParameterEntry]]:
+    """Return the submodule and name of each parameter that a flat vector holds, and its entry.
+
+    The trained ones, and frozen ones of their dtype if asked for; shared ones once.
+    """
+    dtype = next(p.dtype for p in module.parameters() if p.requires_grad and p.numel())
+    places, entries, seen, start = [], [], set(), 0
+    for prefix, inner in module.named_modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            is_held = parameter.requires_grad or with_frozen
+            if not is_held or parameter.dtype != dtype or not parameter.numel():
+                continue
+            full_name, shape = f"{prefix}.{name}" if prefix else name, tuple(parameter.shape)
+            entries.append(ParameterEntry(full_name, shape, start, parameter.requires_grad))
+            places.append((inner, name))
+            start += parameter.numel()
+    return places, entries
 
 
 def check_module(module: Any) -> None:
@@ -52,7 +71,7 @@ def check_module(module: Any) -> None:
             f"mpishard computes with PyTorch on the CPU, and {_some(odd)}; use module.cpu(), or "
             "for tensors on meta module.to_empty(device='cpu') and reset_parameters()"
         )
-    trainable = trainable_parameters(module)
+    trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
     if not trainable:
         raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient")
     dtypes: dict[str, list[str]] = {}
@@ -206,12 +225,8 @@ class TorchModel(PlacedVectorModel):
         self.reclaim_parameters(vector)
 
     def _index_parameters(self) -> None:
-        self._parameters: list[Any] = []
-        entries, start = [], 0
-        for name, parameter in trainable_parameters(self._module):
-            entries.append(ParameterEntry(name, tuple(parameter.shape), start))
-            self._parameters.append(parameter)
-            start += parameter.numel()
+        places, entries = parameter_table(self._module, with_frozen=False)
+        self._parameters = [module._parameters[name] for module, name in places]
         self._entries = tuple(entries)
         frozen = [p for p in self._module.parameters() if not p.requires_grad]
         self._constants = [*frozen, *self._module.buffers()]

@@ -14,7 +14,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from mpishard.adapters.torch import check_module, copy_range, flat_gradient, tensor_of
+from mpishard.adapters.torch import (
+    check_module,
+    copy_range,
+    flat_gradient,
+    parameter_table,
+    tensor_of,
+)
 from mpishard.arrays import reuse_freed_memory
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.status import called_as
@@ -34,7 +40,7 @@ from mpishard.models.wrapper.wrapping import (
 )
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.observe.trace import span, step_span
-from mpishard.sharding import ParameterEntry, Placement, build_units, owned_pieces
+from mpishard.sharding import Placement, build_units, owned_pieces
 from mpishard.torch.bfloat16 import check_precision, compute_in_bfloat16
 from mpishard.torch.buffers import Buffers
 from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
@@ -107,7 +113,9 @@ class ShardedModule:
         self._is_reduced = False
         self._arrivals: Arrivals | None = None
         self._views: dict[int, Any] = {}
-        held, places, entries = _placeable(module)
+        check_module(module)
+        places, entries = parameter_table(module, with_frozen=True)
+        held = [inner._parameters[name] for inner, name in places]
         self.placed = held
         self.entries = tuple(entries)
         self.placement = Placement.whole(self.entries)
@@ -394,29 +402,6 @@ def _forward_ends(module: Any, *_: Any) -> None:
     owner = vars(module)[_ATTRIBUTE]
     if owner is not None:
         owner.part_of_step.close()
-
-
-def _placeable(module: Any) -> tuple[list[Any], list[tuple[Any, str]], list[ParameterEntry]]:
-    """The parameters that become one vector, their places in the module, and their table."""
-    check_module(module)
-    trained = next(p for p in module.parameters() if p.requires_grad and p.numel())
-    seen: set[int] = set()
-    held, places, entries = [], [], []
-    start = 0
-    for prefix, inner in module.named_modules():
-        for name, parameter in inner._parameters.items():
-            if parameter is None or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            if parameter.dtype != trained.dtype or not parameter.numel():
-                continue
-            full_name = f"{prefix}.{name}" if prefix else name
-            shape = tuple(parameter.shape)
-            entries.append(ParameterEntry(full_name, shape, start, parameter.requires_grad))
-            held.append(parameter)
-            places.append((inner, name))
-            start += parameter.numel()
-    return held, places, entries
 
 
 def shard(
