@@ -25,6 +25,8 @@ from typing import Any
 from jobs import (
     IMPORTS_ADAPTER,
     IMPORTS_JAX,
+    IMPORTS_JAX_GPT,
+    IMPORTS_LOOP,
     IMPORTS_OURS,
     IMPORTS_PEER,
     WORKLOADS,
@@ -35,7 +37,7 @@ from jobs import (
 from report import markdown, replace_section
 from rich.console import Console
 from rich.table import Table
-from rows import ROWS
+from rows import LOOPS, ROWS
 
 from mpishard import onednn
 from mpishard.cli.wording import bytes_text
@@ -98,8 +100,8 @@ class Steps:
 
     def jax(self) -> None:
         """JAX's step in both precisions."""
-        self._add("jax", self._runner.jax_step(self._name))
-        self._add("jax bfloat16", self._runner.jax_step(self._name, "--bfloat16"))
+        self._add("jax", self._runner.jax_gpt(self._name))
+        self._add("jax bfloat16", self._runner.jax_gpt(self._name, "--bfloat16"))
 
 
 def compare_steps(runner: Runner, model: str, found: Found, samples: Samples) -> None:
@@ -140,8 +142,10 @@ def compare_small(runner: Runner, samples: Samples) -> None:
     """Steps of a small model in shared memory and by messages; several jobs, which are short."""
     for _ in range(3):
         for name, arena in (("shared", "auto"), ("messages", "off")):
-            (row,) = runner.our_step("small", ranks=2, MPISHARD_ARENA=arena)
-            samples[f"small {name}"].append(median(row["seconds"]))
+            for size, suffix in (("1024", ""), ("1000000", " large units")):
+                words = ("--unit-size", size)
+                (row,) = runner.our_step("small", *words, ranks=2, MPISHARD_ARENA=arena)
+                samples[f"small {name}{suffix}"].append(median(row["seconds"]))
 
 
 def compare_checks(runner: Runner, samples: Samples) -> None:
@@ -199,12 +203,32 @@ def compare_memory(runner: Runner, peers: bool, samples: Samples) -> None:
         samples["mlp memory fsdp2"].append(peer["peak_bytes"] - idle)
 
 
+def compare_loops(runner: Runner, samples: Samples) -> None:
+    """Loops of PyTorch with `mpishard.torch`, FSDP2 and DDP: time, processor time, memory."""
+    pythons = {"fsdp2": runner.peer_python, "mst-fsdp": runner.adapter_python}
+    idle = {name: idle_memory(pythons[name], code, 2) for name, code in IMPORTS_LOOP.items()}
+    for model in LOOPS:
+        for strategy in ("fsdp2", "mst-fsdp", "ddp", "mst-ddp"):
+            row = runner.loop_step(model, strategy)
+            name = f"loop {model} {strategy}"
+            samples[name].append(median(row["seconds"]))
+            samples[f"{name} processor"].append(row["processor"])
+            if strategy in idle:
+                samples[f"{name} memory"].append(row["peak_bytes"] - idle[strategy])
+
+
+def compare_jax(runner: Runner, samples: Samples) -> None:
+    """The step of a loss in JAX on ranks, and without mpishard."""
+    for how in ("ranks", "one", "devices"):
+        samples[f"jax {how}"].append(median(runner.jax_step(how)["seconds"]))
+
+
 def find_peers(runner: Runner) -> Found:
     """Which peers can be measured; tells what is left out."""
     found = Found(
         can(runner.peer_python, IMPORTS_PEER),
         can(runner.adapter_python, IMPORTS_ADAPTER),
-        can(runner.jax_python, IMPORTS_JAX),
+        can(runner.jax_python, IMPORTS_JAX_GPT),
     )
     left_out = []
     if not found.torch:
@@ -246,13 +270,13 @@ def show(samples: Samples) -> None:
 def parse() -> argparse.Namespace:
     """The command line."""
     groups = ["mlp", "gpt", "large", "small", "collectives", "memory", "checks", "products"]
-    groups += ["speedup"]
+    groups += ["speedup", "loops", "jax"]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--adapter-python", metavar="PYTHON", help="default: --peer-python")
-    parser.add_argument("--jax-python", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--jax-python", metavar="PYTHON", help="default: --adapter-python")
     parser.add_argument(
         "--peer-optimizer", choices=["fused", "foreach", "default"], default="fused"
     )
@@ -268,6 +292,27 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
+def measures(runner: Runner, repeats: int) -> dict[str, Callable[[Samples], None]]:
+    """What measures each group; a group whose libraries are not there is left out, and said."""
+    peers = find_peers(runner)
+    found: dict[str, Callable[[Samples], None]] = {
+        "mlp": lambda samples: compare_steps(runner, "mlp", peers, samples),
+        "gpt": lambda samples: compare_steps(runner, "gpt", peers, samples),
+        "large": lambda samples: compare_large(runner, peers, samples),
+        "small": lambda samples: compare_small(runner, samples),
+        "checks": lambda samples: compare_checks(runner, samples),
+        "collectives": lambda samples: compare_collectives(runner, repeats, samples),
+        "products": lambda samples: compare_products(runner, peers.torch, samples),
+        "speedup": lambda samples: compare_speedup(runner, samples),
+        "memory": lambda samples: compare_memory(runner, peers.torch, samples),
+    }
+    if peers.torch and peers.adapter:
+        found["loops"] = lambda samples: compare_loops(runner, samples)
+    if can(runner.adapter_python, IMPORTS_JAX):
+        found["jax"] = lambda samples: compare_jax(runner, samples)
+    return found
+
+
 def main(arguments: argparse.Namespace) -> None:
     """Measure what is asked for, and print it."""
     if arguments.report:
@@ -281,20 +326,9 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.adapter_python or arguments.peer_python,
         shlex.split(arguments.prefix),
         arguments.peer_optimizer,
-        arguments.jax_python,
+        arguments.jax_python or arguments.adapter_python or arguments.peer_python,
     )
-    found = find_peers(runner)
-    measure: dict[str, Callable[[Samples], None]] = {
-        "mlp": lambda samples: compare_steps(runner, "mlp", found, samples),
-        "gpt": lambda samples: compare_steps(runner, "gpt", found, samples),
-        "large": lambda samples: compare_large(runner, found, samples),
-        "small": lambda samples: compare_small(runner, samples),
-        "checks": lambda samples: compare_checks(runner, samples),
-        "collectives": lambda samples: compare_collectives(runner, arguments.repeats, samples),
-        "products": lambda samples: compare_products(runner, found.torch, samples),
-        "speedup": lambda samples: compare_speedup(runner, samples),
-        "memory": lambda samples: compare_memory(runner, found.torch, samples),
-    }
+    measure = measures(runner, arguments.repeats)
     result: dict[str, Any] = {}
     samples = defaultdict(list)
     before: dict[str, Any] = {}
@@ -303,8 +337,9 @@ def main(arguments: argparse.Namespace) -> None:
         samples.update(before["samples"])
     for repeat in range(arguments.repeats):
         for group in arguments.only:
-            if group == "collectives" and repeat > 0:
-                continue  # its repeats are inside the job
+            # The repeats of collectives are inside the job.
+            if group not in measure or (group == "collectives" and repeat > 0):
+                continue
             print(f"repeat {repeat + 1} of {arguments.repeats}: {group}", file=sys.stderr)
             fresh: Samples = defaultdict(list)
             measure[group](fresh)

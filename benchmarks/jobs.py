@@ -15,8 +15,9 @@ from mpishard.cli.bench.workload import describe_machine
 from mpishard.observe import proportional_memory
 
 PEER_STEP = Path(__file__).parent / "peers" / "step.py"
-JAX_STEP = Path(__file__).parent / "peers" / "jax_step.py"
+JAX_GPT = Path(__file__).parent / "peers" / "jax_gpt.py"
 ADAPTER_STEP = Path(__file__).with_name("adapter_step.py")
+JAX_STEP = Path(__file__).with_name("jax_step.py")
 PRODUCTS = Path(__file__).with_name("products.py")
 
 
@@ -46,6 +47,8 @@ WORKLOADS = {
     "gpt": Workload("gpt", 8, 7, 2),
     # A step is 350 GFLOP on each rank: three to five seconds.
     "large": Workload("gpt", 4, 2, 1, _LARGE),
+    "conv": Workload("conv", 16, 15, 3),
+    "encoder": Workload("encoder", 16, 15, 3),
     # A step is milliseconds, most of them outside of products.
     "small": Workload("mlp", 16, 100, 10, ("--width", "256", "--layers", "32")),
 }
@@ -53,7 +56,14 @@ WORKLOADS = {
 IMPORTS_OURS = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI, mpishard.cli"
 IMPORTS_ADAPTER = "import torch, mpi4py; from mpishard.adapters import TorchModel"
 IMPORTS_PEER = "import torch; from torch.distributed.fsdp import fully_shard"
-IMPORTS_JAX = "import jax, optax"
+IMPORTS_JAX_GPT = "import jax, optax"
+# PyTorch's optimizers import its compiler, which is 60 MiB: no way of sharding changes that.
+IMPORTS_LOOP = {
+    "fsdp2": f"import torch._dynamo; {IMPORTS_PEER}",
+    "mst-fsdp": "import mpi4py.rc; mpi4py.rc.initialize = False; import mpi4py.MPI; "
+    "import torch._dynamo, mpishard.torch",
+}
+IMPORTS_JAX = "import jax, optax, mpi4py, mpishard"
 
 
 class JobError(RuntimeError):
@@ -124,10 +134,10 @@ class Runner:
         self.peer = found["library"]
         return found
 
-    def jax_step(self, name: str, *options: str) -> dict[str, Any]:
+    def jax_gpt(self, name: str, *options: str) -> dict[str, Any]:
         """The result of JAX's step of a GPT: one process on all cores, with both ranks' batches."""
         work = WORKLOADS[name]
-        command = [self.jax_python, str(JAX_STEP), *work.words, "--batch", str(2 * work.batch)]
+        command = [self.jax_python, str(JAX_GPT), *work.words, "--batch", str(2 * work.batch)]
         printed = self._run([*command, *options], {})
         found: dict[str, Any] = json.loads(printed.splitlines()[-1])
         self.jax = found["library"]
@@ -140,6 +150,25 @@ class Runner:
         found: dict[str, Any] = self.ours(
             *words, ranks=2, python=self.adapter_python, MPISHARD_NUMBA="off"
         )
+        return found
+
+    def loop_step(self, model: str, strategy: str) -> dict[str, Any]:
+        """The result of a loop of PyTorch on two ranks: time, processor time, memory."""
+        if not strategy.startswith("mst"):
+            return self.peer_step(model, strategy, "--memory", ranks=2)
+        command = [self.adapter_python, "-m", "mpishard", "run", "-n", "2", str(PEER_STEP)]
+        command += ["--model", model, "--strategy", strategy, "--memory", *WORKLOADS[model].words]
+        printed = self._run([*command, "--optimizer", self.peer_optimizer], {})
+        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+        return found
+
+    def jax_step(self, how: str) -> dict[str, Any]:
+        """The times of a step in JAX: on two ranks, in one process, or over two devices."""
+        words = ["run", "-n", str(JAX_STEP), "--how", how]
+        ranks = 2 if how == "ranks" else 1
+        variables = {"NPROC": "1"} if how == "one" else {}
+        python = self.adapter_python
+        found: dict[str, Any] = self.ours(*words, ranks=ranks, python=python, **variables)
         return found
 
     def products(self, library: str) -> dict[str, float]:

@@ -13,5 +13,5 @@ def _benchmarks_on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.syspath_prepend(str(FOLDER / "peers"))
     yield
-    for name in ("growth_job", "jax_step", "model", "models", "report", "rows"):
+    for name in ("growth_job", "jax_gpt", "model", "models", "report", "rows"):
         sys.modules.pop(name, None)

@@ -105,9 +105,19 @@ def test_names_of_samples_are_those_that_jobs_give():
     rows = importlib.import_module("rows").ROWS
     assert len({row.text for row in rows}) == len(rows)
     kinds = {row.ours.split()[0] for row in rows} | {row.other.split()[0] for row in rows}
-    assert kinds == {
-        "mlp", "gpt", "large", "small", "plain", "shared", "all_reduce", "reduce_scatter"
-    }  # fmt: skip
+    expected = {
+        "mlp",
+        "gpt",
+        "large",
+        "small",
+        "plain",
+        "shared",
+        "all_reduce",
+        "reduce_scatter",
+        "loop",
+        "jax",
+    }
+    assert kinds == expected
 
 
 def compare(*arguments):
@@ -157,7 +167,7 @@ def test_peers_compute_the_same_loss(which):
 
 def test_the_peer_in_jax_computes_the_same_loss():
     jax = pytest.importorskip("jax", reason="JAX is no dependency of the tests")
-    peer = importlib.import_module("jax_step")
+    peer = importlib.import_module("jax_gpt")
     ours = ms.nn.GPT(vocabulary_size=256, context_length=32, width=16, heads=8, layers=2)
     parameters = peer.initial(16, 2, 32)
     flat = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(parameters)]

@@ -1,7 +1,7 @@
 """Time of a training step of the benchmarks' GPT in JAX: one process, one jitted function.
 
-    python benchmarks/peers/jax_step.py --batch 16
-    python benchmarks/peers/jax_step.py --batch 16 --bfloat16
+    python benchmarks/peers/jax_gpt.py --batch 16
+    python benchmarks/peers/jax_gpt.py --batch 16 --bfloat16
 
 Prints one line of JSON. Needs JAX and optax, and nothing of mpishard.
 """
