@@ -128,6 +128,18 @@ def test_ranks_that_run_wait_and_are_gone(tmp_path, monkeypatch):
     assert "Rank 0 waits in collective 1, barrier()" in now["verdict"]
 
 
+def test_ranks_of_a_plain_mpiexec_are_found(tmp_path):
+    page = StatusPage(1, 2, 77)
+    page.end(RankState.RUNNING)
+    page.publish(None)
+    run = RunState(tmp_path, tmp_path)
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write(1, loss=1.0)
+        (rank,) = [each for each in run.now()["ranks"] if each["rank"] == 77]
+        assert (rank["pid"], rank["kind"]) == (os.getpid(), "runs")
+    assert run.now()["ranks"] == []
+
+
 def test_the_end_of_a_job_stays(tmp_path):
     pages = page_of(tmp_path, 0, RankState.LEFT), page_of(tmp_path, 1)
     logs = RankLogs.of_job(records_in(tmp_path / CALLS))

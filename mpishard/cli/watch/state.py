@@ -16,7 +16,7 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start
 from mpishard.communication.contract.records import RankRecord
-from mpishard.communication.contract.status import records_in
+from mpishard.communication.contract.status import pages_beside, records_at, records_in
 from mpishard.communication.diagnostics.stall import verdict
 from mpishard.observe.metrics import parse_metrics
 from mpishard.observe.timing import proportional_memory
@@ -156,7 +156,10 @@ class RunState:
         modified = self._curves.modified
         folder = newest_start(self.logs)
         ended = _read_ended(folder / ENDED)
-        records = [] if ended else _newest_worlds(records_in(folder / CALLS))
+        records = [] if ended else records_in(folder / CALLS)
+        if not ended and not records:
+            records = records_at(pages_beside(self._curves.path))
+        records = _newest_worlds(records)
         alive = [r for r in records if r.is_alive and not r.has_left]
         if alive:
             self._measure(alive)
