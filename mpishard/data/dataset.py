@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -218,7 +219,12 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
             f"{name} must be {_WANTED}, got a {kind}, which holds arrays by name; pass one of "
             f"them: {listed or 'it is empty'}"
         )
-    if isinstance(dataset, list | tuple | str | bytes | set | frozenset):
+    if isinstance(dataset, str | PurePath):
+        raise TypeError(
+            f"{name} must be {_WANTED}, got the {kind} {str(dataset)!r}; open the file first, as "
+            'by h5py.File(path)["x"] or numpy.load(path, mmap_mode="r")'
+        )
+    if isinstance(dataset, list | tuple | bytes | set | frozenset):
         raise TypeError(f"{name} must be {_WANTED}, got a {kind}; pass numpy.asarray({name})")
     # Its [...] would select columns, without an error.
     if hasattr(dataset, "iloc"):
