@@ -145,8 +145,9 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
     try:
         xp = array_namespace(dataset)
     except TypeError:
-        return _take_sorted(dataset, indices)
-    return dataset[xp.asarray(indices)]
+        xp = None
+    # Not inside the except: a failed read would be told with ours before it.
+    return _take_sorted(dataset, indices) if xp is None else dataset[xp.asarray(indices)]
 
 
 def _take_sorted(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> Array:
