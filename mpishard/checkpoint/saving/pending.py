@@ -286,7 +286,11 @@ class PendingSave:
         """Exchange states until no rank works; raise if one has failed. Collective."""
         states = [int(_State.WORKING)]
         while _State.WORKING in states:
-            self._commit_if_all_wrote()
+            # Let rank 0's thread commit as soon as the records of the others have come
+            records = self._records
+            if self._rank == 0 and records is not None and (self._is_awaited or records.done):
+                self._records = None
+                self._thread = self._start(partial(self._commit, records.wait()))
             if self._is_awaited:
                 # The ranks meet now and then: a slow disk is no rank that hangs.
                 self._thread.join(_MEET_SECONDS)
@@ -296,13 +300,6 @@ class PendingSave:
             states = said().tolist()
         if _State.FAILED in states:
             self._fail()
-
-    def _commit_if_all_wrote(self) -> None:
-        """Let rank 0's thread commit as soon as the records of the others have come."""
-        records = self._records
-        if self._rank == 0 and records is not None and (self._is_awaited or records.done):
-            self._records = None
-            self._thread = self._start(partial(self._commit, records.wait()))
 
     def _fail(self) -> None:
         """Raise on every rank the errors of all. Collective."""

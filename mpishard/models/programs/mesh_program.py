@@ -245,7 +245,15 @@ class MeshProgram(LayeredProgram):
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
         run = StageRun(self, parameters, batch.x, batch.context, gradients, batch.y, loss)
         self.last_record = self._executor(self.micro_batch_count).run(run)
-        self._add_ties(gradients)
+        # Add up the copies' gradients of shared parameters, and reduce those over the replicas
+        for unit in self.units:
+            if unit.index not in self.shared_units or unit.index in self.frozen_units:
+                continue
+            name = self.shared_units[unit.index]
+            # Accumulated gradients are added up in the round's last pass, as those of replicas are.
+            if gradients.sends_now and name in self._tie_groups:
+                self._tie_groups[name].all_reduce(gradients.gradient(unit))
+            gradients.reduce(unit)
         # One rank of a replica tells the loss, so that the sum over all ranks counts it once.
         return (run.total, run.weight) if self.replica.speaks else (0.0, 0.0)
 
@@ -302,17 +310,6 @@ class MeshProgram(LayeredProgram):
             if group is not None and pipeline.rank in ranks:
                 groups[name] = group
         return groups
-
-    def _add_ties(self, gradients: GradientStore) -> None:
-        """Add up the copies' gradients of shared parameters, and reduce those over the replicas."""
-        for unit in self.units:
-            if unit.index not in self.shared_units or unit.index in self.frozen_units:
-                continue
-            name = self.shared_units[unit.index]
-            # Accumulated gradients are added up in the round's last pass, as those of replicas are.
-            if gradients.sends_now and name in self._tie_groups:
-                self._tie_groups[name].all_reduce(gradients.gradient(unit))
-            gradients.reduce(unit)
 
     def finish_local(self, gradients: GradientStore) -> None:
         """Add up the copies of shared parameters in a gradient that is not reduced."""
