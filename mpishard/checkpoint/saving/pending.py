@@ -140,6 +140,8 @@ class PendingSave:
                     self._content = replace(content, metadata=as_json(content.metadata))
                     self._target = make_target()
                     room = _make_room(self._target)
+                # Sizes and room travel with the verdict on errors: one exchange decides about the
+                # whole save.
                 statements.own = json.dumps([self._file.nbytes, room])
             said = [json.loads(text) for text in statements.everyone]
             self._nbytes = sum(nbytes for nbytes, _ in said)
@@ -148,6 +150,7 @@ class PendingSave:
             made = path_from(room["directory"]) if room is not None else None
             if made is not None:
                 disk.remove_tree(made)
+            # Otherwise no later save could use the buffer.
             if staging is not None and is_staged:
                 staging.give_back()
             raise
@@ -256,12 +259,14 @@ class PendingSave:
 
     def _commit(self, records: Sequence[str]) -> None:
         assert self._target is not None
+        # The directory's random name: by it a reader notices that another save has come in between.
         identity = self._directory.name.rsplit(".", 2)[1]
         content = self._content
         manifest = assemble(
             identity, self._target.sequence, content.parameters, content.dtype, content.metadata,
             map(json.loads, records),
         )  # fmt: skip
+        # Another save to the same place removes directories that look left over.
         if not self._directory.is_dir():
             raise self._gone()
         with _telling_room(self._directory, self._nbytes):

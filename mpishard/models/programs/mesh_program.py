@@ -105,6 +105,8 @@ class MeshProgram(LayeredProgram):
         self.stages_here = choices.stages_of(self.mesh.pipeline_rank)
         self.stage_count = len(choices.stages)
         super().__init__(model, minimum_unit_size, self.mesh.world, mixed=mixed)
+        # One rank tells the loss of a replica: the last stage has it, and all its tensor ranks the
+        # same.
         self.replica = MeshReplica(
             self.mesh, speaks=self._has_output and self.mesh.tensor_rank == 0
         )
@@ -214,6 +216,8 @@ class MeshProgram(LayeredProgram):
             shape = layer.output_shape(shape)
         ranks = self.mesh.tensor_size
         if self.choices.sequence_parallel and not whole_sequence and 0 < first < len(layers):
+            # Between layers each tensor rank has its slice of the sequence; input and output are
+            # whole.
             shape = (ShardLayout(shape[0], ranks).size(self.mesh.tensor_rank), *shape[1:])
         if self._splits_output and first == len(layers):
             shape = (*shape[:-1], ShardLayout(shape[-1], ranks).size(self.mesh.tensor_rank))
@@ -275,6 +279,7 @@ class MeshProgram(LayeredProgram):
         context = Context(training=False, cache=cache)
         run = StageRun(self, parameters, x, context, chains=chains, micro_batches=1)
         self._executor(1).run_forward(run)
+        # Sampling needs the last position alone, so no more than that is sent to the other ranks.
         run.outputs = [y[:, -1] for y in run.outputs]
         return self._output_of(run)
 
@@ -292,6 +297,7 @@ class MeshProgram(LayeredProgram):
             assert y is not None
             return self.leaving(y)
         ranks = range(self.mesh.pipeline_size)
+        # In a V-shaped schedule the last stage is on the first rank.
         last = next(r for r in ranks if self.stage_count - 1 in self.choices.stages_of(r))
         return self.leaving(self.mesh.pipeline.broadcast(y, root=last))
 

@@ -69,6 +69,7 @@ class ModelState(CheckpointState):
         self._options = rule.parameter_options
         self._described = rule.checked_options.description  # the options of `frozen`
         engine = model.engine
+        # Before the vectors are made: frozen parameters get no memory in them.
         if engine.program.frozen != frozen:
             engine.freeze(frozen)
         pieces = engine.pieces.updated
@@ -163,7 +164,10 @@ class ModelState(CheckpointState):
         rule = self.rule
         context = UpdateContext(
             step=self.steps + 1,
+            # A schedule is asked for the number of updates so far, which counts from 0.
             learning_rate=rule.checked_rate(self.steps),
+            # Gradients are sums over samples: the rule multiplies once, by the mean's and
+            # clipping's factor together.
             gradient_scale=rule.clip_factor(report.gradient_norm) / report.weight,
             loss=report.loss,
             numbers=self.numbers,
