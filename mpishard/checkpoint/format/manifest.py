@@ -22,8 +22,7 @@ from mpishard.checkpoint.format.metadata import (
     spelled,
     unspelled,
 )
-from mpishard.checkpoint.format.rank_file import FileRecord, PieceRecord, tensor_key
-from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES
+from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord, tensor_key
 from mpishard.communication.contract.call import DTYPES
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region

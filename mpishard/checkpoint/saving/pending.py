@@ -29,7 +29,7 @@ from mpishard.checkpoint.format.folder import Target
 from mpishard.checkpoint.format.manifest import MANIFEST, assemble
 from mpishard.checkpoint.format.metadata import as_json
 from mpishard.checkpoint.format.protocol import Pieces
-from mpishard.checkpoint.format.rank_file import RankFile
+from mpishard.checkpoint.format.tensor_file import RankFile
 from mpishard.checkpoint.saving.staging import StagingBuffer, on_host
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError

@@ -23,7 +23,7 @@ from mpishard.checkpoint.exchange.plain import (
 )
 from mpishard.checkpoint.format.consensus import together
 from mpishard.checkpoint.format.metadata import COUNT, NUMBER, TEXT, Form, Kind, require_form
-from mpishard.checkpoint.format.tensor_bytes import tensors_of
+from mpishard.checkpoint.format.tensor_file import tensors_of
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import TrainingRecord
