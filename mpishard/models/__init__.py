@@ -13,9 +13,11 @@ from mpishard.models.strategies.data_parallel import (
     ZeRO2Model,
     ZeRO3Model,
 )
-from mpishard.models.strategies.hybrid import HybridShardedModel
-from mpishard.models.strategies.pipeline import PipelineParallelModel
-from mpishard.models.strategies.tensor import TensorParallelModel
+from mpishard.models.strategies.mesh_parallel import (
+    HybridShardedModel,
+    PipelineParallelModel,
+    TensorParallelModel,
+)
 from mpishard.models.wrapper.base import ShardedModelBase
 from mpishard.models.wrapper.paged import PagedModel
 
