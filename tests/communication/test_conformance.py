@@ -12,8 +12,8 @@ from mpishard.communication import (
     ReductionOperation,
 )
 from mpishard.communication.contract.call import DTYPES
+from mpishard.communication.contract.work import Session
 from mpishard.communication.mpi import messages
-from mpishard.communication.mpi.job import Job
 from mpishard.communication.mpi.node_memory import RowChannel
 from mpishard.testing.communication import CommunicationConformance
 from mpishard.testing.reductions import ADVERSARIAL_VALUES, assert_same, tree_reduce
@@ -175,12 +175,12 @@ def test_nothing_is_compared_in_a_world_of_one(monkeypatch):
 
 @pytest.mark.mpi
 def test_a_rank_that_waits_for_one_collective_polls_that_one(backend, monkeypatch):
-    def progress(job):
+    def progress(session):
         raise AssertionError("looked at every world")
 
     group = backend.split(0)
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "progress", progress)
+        patch.setattr(Session, "progress", progress)
         for world in (backend, group):
             for _ in range(20):
                 world.barrier()

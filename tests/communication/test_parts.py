@@ -15,7 +15,7 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.call import DTYPES, Call, Kind
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
-from mpishard.communication.mpi.headers import INLINE_BYTES, ROW_BYTES, Headers, make_row
+from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
 from mpishard.communication.mpi.job import _cores_per_rank
 from mpishard.communication.mpi.messages import ScratchPool, Turn
 from mpishard.testing.reductions import ADVERSARIAL_VALUES, tree_reduce
@@ -64,11 +64,12 @@ def test_headers_say_what_was_written(dtype, shape, root, operation):
     calls = [
         Call.describe(7, Kind.ALL_GATHER, array, operation=operation, root=root) for array in arrays
     ]
-    rows = bytearray().join(make_row(c, a) for c, a in zip(calls, arrays, strict=True))
+    rows = [make_row(c, a) for c, a in zip(calls, arrays, strict=True)]
     headers = Headers(rows, calls[1], 1)
     assert headers.identical
     assert headers.all_inline == (arrays[0].nbytes <= INLINE_BYTES)
-    rows[2 * ROW_BYTES] += 1
+    calls[2].sequence += 1
+    rows[2] = make_row(calls[2], arrays[2])
     headers = Headers(rows, calls[1], 1)
     assert not headers.identical
     assert list(headers.calls[:2]) == calls[:2]

@@ -96,6 +96,11 @@ def test_files_that_do_not_fit_are_refused_and_change_nothing(tmp_path):
         ({"lm_head.weight": good["lm_head.weight"][:5]}, model, r"has shape \(5, 12\), the model"),
         ({"lm_head.weight": None}, model, "has no 'lm_head.weight', which is the model's head"),
         ({"more": good[bias]}, model, "has 'more', for which the model has no parameter"),
+        (
+            {bias.replace("attn.c_attn", "ln_1"): np.ones(12, np.int8)},
+            model,
+            "ln_1.bias' .* is int8",
+        ),
         ({}, tied, "'lm_head.weight' of .* is not the embedding's"),
     ):
         changed = {name: a for name, a in (good | change).items() if a is not None}

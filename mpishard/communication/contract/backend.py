@@ -100,6 +100,7 @@ class CommunicationBackend(ABC):
     def __init__(self) -> None:
         self._initialized = False
         self._is_root = True  # and was not split off another world
+        self._ended: CommunicationError | None = None  # why nothing can be called here any more
         self._heir = None
         self._sequence = 0
         self._world_ranks: tuple[int, ...] | None = None
@@ -212,7 +213,11 @@ class CommunicationBackend(ABC):
         if not self._initialized:
             settings.check()
             if self._is_root:
-                self._session = Session(self.rank)
+                # Anything under way in an earlier world of this backend belongs to no world now.
+                self._session, self._ended, self._sequence = Session(self.rank), None, 0
+                self._pending.clear()
+                self._transfers.clear()
+            self._session.join(self)
             self._on_initialize()
             if self._is_root:
                 set_up_logging(self.rank, is_process=self._rank_is_process)
@@ -739,7 +744,8 @@ class CommunicationBackend(ABC):
                 "split that again then"
             )
         heir = self._shrink()
-        self._retire(heir)
+        for world in self._session.worlds():
+            world._retire(heir)
         return heir
 
     # ------------------------------------------------------------------------------------- memory
@@ -1076,7 +1082,7 @@ class CommunicationBackend(ABC):
         return ""
 
     def _shrink(self) -> Self:
-        """A new, initialised root world of the ranks that are left. This one is then `_retire`d.
+        """A new, initialised root world of the ranks that are left. This rank's are then retired.
 
         Here, where no rank outlives another, an error.
         """
@@ -1191,6 +1197,8 @@ class CommunicationBackend(ABC):
             if session.broken is not None:
                 self._tell_of_break()
                 raise session.broken
+            if self._ended is not None:
+                raise self._ended
             sequence = self._sequence + 1
             self._admit(kind, sequence)
             call = Call.describe(

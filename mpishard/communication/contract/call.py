@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import math
 import struct
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from mmap import mmap
 from typing import Any
 
 import ml_dtypes
@@ -54,11 +54,10 @@ DTYPES: tuple[np.dtype[Any], ...] = tuple(
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _NUMBERS = 7 + settings.MAXIMUM_DIMS
 _DESCRIPTION = struct.Struct(f"{_NUMBERS}q")
-_HEADER = struct.Struct(f"q{_DESCRIPTION.size}s")
 _FIELDS = struct.Struct(f"{1 + _NUMBERS}q")
 _PADDING = tuple((0,) * n for n in range(settings.MAXIMUM_DIMS, -1, -1))
 _OF_PATHS = "surrogateescape"  # bytes of a script's path that the locale cannot decode
-HEADER_BYTES = _HEADER.size
+HEADER_BYTES = _FIELDS.size
 """Number of bytes that describe a call on the wire."""
 
 
@@ -164,16 +163,11 @@ class Call:
             words.append(f"root={self.root}")
         return f"{self.kind.label}({', '.join(words)})"
 
-    def encode(self, out: bytearray | mmap, start: int = 0) -> None:
-        """Write the call into ``out`` as `HEADER_BYTES` bytes, from ``start`` on."""
-        _HEADER.pack_into(out, start, self.sequence, self.description)
-
     def to_bytes(self) -> bytes:
         """The call and the line that made it, for a backend that sends them as one message."""
-        packed = bytearray(HEADER_BYTES)
-        self.encode(packed)
         place = f"{self.line}\n{self.method}\n{self.filename}"
-        return bytes(packed) + place.encode(errors=_OF_PATHS)
+        header = self.sequence.to_bytes(8, sys.byteorder) + self.description
+        return header + place.encode(errors=_OF_PATHS)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Call:
@@ -185,10 +179,10 @@ class Call:
         return call
 
     @classmethod
-    def decode(cls, data: bytes | bytearray | mmap, start: int = 0) -> Call:
-        """The call that `encode` wrote."""
+    def decode(cls, data: bytes) -> Call:
+        """The call of a sequence number and a description, the first `HEADER_BYTES` bytes."""
         sequence, kind, operation, dtype, root, counts_hash, out_rows, ndim, *dims = (
-            _FIELDS.unpack_from(data, start)
+            _FIELDS.unpack_from(data)
         )
         shape = None if ndim < 0 else tuple(dims[:ndim])
         known = None if dtype < 0 else DTYPES[dtype]
@@ -201,7 +195,7 @@ class Call:
             root,
             counts_hash,
             out_rows,
-            description=bytes(data[start + 8 : start + HEADER_BYTES]),
+            description=data[8:HEADER_BYTES],
             nbytes=0 if known is None else math.prod(shape or ()) * known.itemsize,
         )
 

@@ -71,7 +71,7 @@ _PLACES_KEPT = 1024
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 # Frames of this package, of the context managers in it, and of a framework that calls it back,
 # are not the user's.
-_not_of_users = [_PACKAGE, contextlib.contextmanager.__code__.co_filename]
+_not_of_users: tuple[str, ...] = (_PACKAGE, contextlib.contextmanager.__code__.co_filename)
 _called_as: dict[CodeType, str] = {}
 
 _world_numbers = itertools.count()
@@ -163,10 +163,9 @@ class StatusPage:
             The innermost frame to look at; with None the place stays as ``call`` has it.
         """
         called: FrameType | None = None
-        others = tuple(_not_of_users)
         while frame is not None:
             filename = frame.f_code.co_filename
-            if not filename.startswith(others):
+            if not filename.startswith(_not_of_users):
                 break
             called = frame if filename.startswith(_PACKAGE) else called
             frame = frame.f_back
@@ -474,7 +473,7 @@ def _call_at(page: mmap.mmap, index: int) -> LoggedCall | None:
     # The number stands last in a row, and is looked at twice: the owner may be writing it.
     if not number == index + 1 == _number(page, start + _ROW.size - _NUMBER.size):
         return None
-    call = Call.decode(bytearray(row))
+    call = Call.decode(row)
     call.number = number
     return LoggedCall(number, call, decode_place(place, call), seconds)
 
@@ -525,8 +524,9 @@ def look_behind(framework: str) -> None:
     framework : str
         The folder of a package that calls functions of this one, such as PyTorch.
     """
+    global _not_of_users  # noqa: PLW0603
     if framework not in _not_of_users:
-        _not_of_users.append(framework)
+        _not_of_users = (*_not_of_users, framework)
 
 
 def called_as(name: str) -> Callable[[_Function], _Function]:

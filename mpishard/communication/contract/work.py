@@ -8,6 +8,7 @@ one implementation of each collective, whether it blocks or not.
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import Any, Protocol, Self
@@ -53,6 +54,7 @@ class Session:
         self._rank = rank
         self._lock = threading.RLock()  # held by the thread that communicates just now
         self._thread = 0  # the identity of the thread that communicated last
+        self._worlds: list[weakref.ref[Any]] = []
 
     def __enter__(self) -> Self:
         if not self._lock.acquire(blocking=False):
@@ -68,6 +70,29 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+    def join(self, world: Any) -> None:
+        """Take in ``world``, the root world or one that was split off it. Does not hold it."""
+        self._worlds = [known for known in self._worlds if known() not in (None, world)]
+        self._worlds.append(weakref.ref(world))
+
+    def worlds(self) -> list[Any]:
+        """The worlds of the rank that somebody holds."""
+        return [world for known in self._worlds if (world := known()) is not None]
+
+    def count_pending(self) -> int:
+        """Number of collectives and messages under way, in all worlds."""
+        count = 0
+        for known in self._worlds:
+            world = known()
+            if world is not None:
+                count += len(world._pending) + len(world._transfers)
+        return count
+
+    def progress(self) -> None:
+        """Let all that is under way go on: other ranks may wait for it in any world."""
+        for world in self.worlds():
+            world.progress()
 
 
 class Driver(Protocol):

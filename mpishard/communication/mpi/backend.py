@@ -161,12 +161,11 @@ class MPICommunicationBackend(CommunicationBackend):
                 if is_new and self._group is None:
                     job.retire()
                     self._job = None
-            self._sequence = 0
-            self._pending.clear()
         group = self._group
         assert group is not None
         self._messages = Messages(group, self.world_ranks)
         self._collectives = Collectives(self, group)
+        job.session = self._session
         job.join(group, self)
         _worlds.add(self)
         if self._is_root:
@@ -247,11 +246,7 @@ class MPICommunicationBackend(CommunicationBackend):
         return self._job, self._group
 
     def _admit(self, kind: Kind, sequence: int) -> None:
-        group = self._group
-        assert group is not None
-        if group.broken is not None:
-            raise group.broken
-        group.sequence = sequence
+        self._joined()[1].sequence = sequence
 
     # ---------------------------------------------------------------------- exceptions in between
 
@@ -259,8 +254,6 @@ class MPICommunicationBackend(CommunicationBackend):
         super()._break(where, error)
         # A request that was just posted may be known to nobody, and its arrays held by nothing.
         _cut_off.append(error.__traceback__)
-        if self._job is not None and self._session.broken is not None:
-            self._job.break_worlds(self._session.broken)
 
     def _tell_of_break(self) -> None:
         # Not before: an exception that nobody catches ends the job with its own words and code.
@@ -275,7 +268,8 @@ class MPICommunicationBackend(CommunicationBackend):
             raise self._not_ready_error()
         try:
             # Nothing is issued while this rank waits: what is alone now stays so.
-            advance = work.advance if job.count_pending() == 1 else job.progress
+            session = self._session
+            advance = work.advance if session.count_pending() == 1 else session.progress
             polled, took = 0.0, 0.0
             for _ in range(1 if job.crowded else _QUICK_ROUNDS):
                 for _ in range(1 if job.crowded else _QUICK_POLLS):
@@ -330,11 +324,10 @@ class MPICommunicationBackend(CommunicationBackend):
                     "Let such an exception end the job",
                     self.world_ranks[rank],
                 )
-                self._joined()[0].break_worlds(self._session.broken)
                 raise self._session.broken
             if not work.done and self._needs(work, rank, last):
-                group.broken = self._left_error(rank, last, work.awaited)
-                raise group.broken
+                self._ended = self._left_error(rank, last, work.awaited)
+                raise self._ended
 
     def _needs(self, work: Work, rank: int, last: int) -> bool:
         """Whether ``work`` waits in vain for ``rank``, which left after its collective ``last``."""
@@ -529,8 +522,6 @@ class MPICommunicationBackend(CommunicationBackend):
             ulfm.shrink(build, undo)
         heir = made[0]
         hooks.remove(self)
-        for group in job.backends():
-            group._retire(heir)
         job.retire()
         return heir
 

@@ -88,7 +88,7 @@ class Collectives:
         row = make_row(call, payload, places, on_device=on_device)
         group = self._group
         if self._world_size == 1:
-            headers = Headers(row, call, 0)
+            headers = Headers([row], call, 0)
         else:
             posted = group.exchange.post(row)
             yield posted

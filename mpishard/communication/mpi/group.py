@@ -26,7 +26,6 @@ from mpishard.communication.mpi.messages import (
 )
 from mpishard.communication.mpi.node_memory import Requests, RowChannel, share_memory
 from mpishard.communication.mpi.ulfm import is_loss
-from mpishard.errors import CommunicationError
 
 __all__ = ["CUT_OFF", "Channel", "Group", "share_group_memory"]
 
@@ -96,8 +95,6 @@ class Group:
             self.exchange = RingExchange(memory[end:], *place)
             self.channel = RowChannel(memory[:end], *place, reducer, self.exchange.fence)
         self.sequence = 0
-        self.broken: CommunicationError | None = None
-        """Why nothing can be called here any more."""
         self.is_leaving = False
         """Whether this rank has left, or waits for the others to."""
         self.is_cut_off = False

@@ -43,7 +43,7 @@ INLINE_BYTES = 128
 ROW_BYTES = HEADER_BYTES + INLINE_BYTES
 """Number of bytes that each rank sends."""
 
-_HEADER = struct.Struct(f"q{HEADER_BYTES - 8}s")
+_ROW = struct.Struct(f"=q{HEADER_BYTES - 8}s{INLINE_BYTES}s")
 _PLACES = struct.Struct("=4q?")
 
 
@@ -53,21 +53,20 @@ def make_row(
     places: Places = (PRIVATE, PRIVATE),
     *,
     on_device: bool = False,
-) -> bytearray:
+) -> bytes:
     """The row of one rank: `ROW_BYTES` bytes.
 
     ``payload`` is an array. If it is larger than `INLINE_BYTES`, the row holds instead ``places``,
     where it and the result lie in memory that the node's ranks share, and whether it lies
     ``on_device``.
     """
-    row = bytearray(ROW_BYTES)
-    _HEADER.pack_into(row, 0, call.sequence, call.description)
+    content = b""
     if payload is not None:
         if payload.nbytes <= INLINE_BYTES:
-            row[HEADER_BYTES : HEADER_BYTES + payload.nbytes] = payload.tobytes()
+            content = payload.tobytes()
         else:
-            _PLACES.pack_into(row, HEADER_BYTES, *places[0], *places[1], on_device)
-    return row
+            content = _PLACES.pack(*places[0], *places[1], on_device)
+    return _ROW.pack(call.sequence, call.description, content)
 
 
 class Headers:
@@ -75,29 +74,27 @@ class Headers:
 
     Parameters
     ----------
-    rows : bytearray
-        The ranks' rows end to end.
+    rows : sequence of bytes
+        Each rank's row.
     own : Call
         This rank's call.
     rank : int
         This rank.
     """
 
-    def __init__(self, rows: bytearray, own: Call, rank: int) -> None:
+    def __init__(self, rows: Sequence[bytes], own: Call, rank: int) -> None:
         self._rows = rows
-        ranks = len(rows) // ROW_BYTES
-        start = rank * ROW_BYTES
-        header = rows[start : start + HEADER_BYTES]
+        header = rows[rank][:HEADER_BYTES]
         self.identical = True
-        for start in range(0, len(rows), ROW_BYTES):
-            if rows[start : start + HEADER_BYTES] != header:
+        for row in rows:  # half the time of all()
+            if not row.startswith(header):
                 self.identical = False
                 break
         if self.identical:
-            self.calls: Sequence[Call] = (own,) * ranks
+            self.calls: Sequence[Call] = (own,) * len(rows)
             self.all_inline = own.nbytes <= INLINE_BYTES
         else:
-            self.calls = [Call.decode(rows, start) for start in range(0, len(rows), ROW_BYTES)]
+            self.calls = [Call.decode(row) for row in rows]
             self.all_inline = all(call.nbytes <= INLINE_BYTES for call in self.calls)
         """Whether every rank's array came with its header."""
 
@@ -105,8 +102,8 @@ class Headers:
         """The elements that ``rank`` sent in its header: a view, 1-D."""
         call = self.calls[rank]
         assert call.dtype is not None
-        start = rank * ROW_BYTES + HEADER_BYTES
-        return np.frombuffer(self._rows, call.dtype, call.nbytes // call.dtype.itemsize, start)
+        count = call.nbytes // call.dtype.itemsize
+        return np.frombuffer(self._rows[rank], call.dtype, count, HEADER_BYTES)
 
     def places(self) -> tuple[list[Places], bool]:
         """Where each rank's array and result lie, and whether any array lies on a GPU."""
@@ -116,27 +113,24 @@ class Headers:
             if call.nbytes <= INLINE_BYTES:
                 places.append((PRIVATE, PRIVATE))
                 continue
-            *numbers, on_device = _PLACES.unpack_from(self._rows, rank * ROW_BYTES + HEADER_BYTES)
+            *numbers, on_device = _PLACES.unpack_from(self._rows[rank], HEADER_BYTES)
             places.append(((numbers[0], numbers[1]), (numbers[2], numbers[3])))
             any_on_device |= on_device
         return places, any_on_device
 
     def integers(self, count: int) -> list[list[int]]:
         """The ``count`` int64 values that each rank sent in its header."""
-        return [
-            np.frombuffer(self._rows, np.int64, count, rank * ROW_BYTES + HEADER_BYTES).tolist()
-            for rank in range(len(self.calls))
-        ]
+        return [np.frombuffer(r, np.int64, count, HEADER_BYTES).tolist() for r in self._rows]
 
 
 @dataclass(slots=True, eq=False)
 class Posted(Waitable):
-    """One exchange of rows under way; ``rows`` is complete when it is."""
+    """One exchange of rows under way; ``rows`` is there when it is complete."""
 
     exchange: RingExchange
     number: int
-    row: bytearray
-    rows: bytearray
+    row: bytes
+    rows: Sequence[bytes] = ()
     done: bool = False
 
     def test(self) -> bool:
@@ -166,13 +160,16 @@ class Fence(Waitable):
 class PostedMessage(Pending):
     """As `Posted`, by messages."""
 
-    __slots__ = ("rows",)
+    __slots__ = ("_buffer",)
 
-    def __init__(
-        self, request: Any, in_flight: set[Pending], row: bytearray, rows: bytearray
-    ) -> None:
+    def __init__(self, request: Any, in_flight: set[Pending], row: bytes, buffer: Array) -> None:
         super().__init__(request, in_flight, row)
-        self.rows = rows
+        self._buffer = buffer
+
+    @property
+    def rows(self) -> list[bytes]:
+        """Each rank's row."""
+        return [row.tobytes() for row in self._buffer]
 
 
 class MessageExchange:
@@ -193,12 +190,10 @@ class MessageExchange:
         self._headers, self._data = headers, data
         self._in_flight = in_flight
 
-    def post(self, row: bytearray) -> PostedMessage:
+    def post(self, row: bytes) -> PostedMessage:
         """See `RingExchange`."""
-        rows = bytearray(self._headers.Get_size() * ROW_BYTES)
-        request = self._headers.Iallgather(
-            [row, ROW_BYTES, self._byte], [rows, ROW_BYTES, self._byte]
-        )
+        rows = np.empty((self._headers.Get_size(), ROW_BYTES), np.uint8)
+        request = self._headers.Iallgather([row, ROW_BYTES, self._byte], rows)
         return PostedMessage(request, self._in_flight, row, rows)
 
     def fence(self) -> Waitable:
@@ -247,7 +242,7 @@ class RingExchange:
         self.fence: Callable[[], Waitable] = partial(Fence, self._numbers, fence, peer_fences)
         """Be true when every rank has come to this fence. All ranks count them alike."""
         self._room = 0
-        self._unsent: deque[Posted] = deque()
+        self._sent = 0
         self._posted: deque[Posted] = deque()
 
     @staticmethod
@@ -260,41 +255,35 @@ class RingExchange:
         """Bytes for a group of so many ranks."""
         return ranks * _RING_BYTES
 
-    def post(self, row: bytearray) -> Posted:
+    def post(self, row: bytes) -> Posted:
         """Exchange rows of `ROW_BYTES` bytes, in order of issue. Never blocks."""
         self._last += 1
-        posted = Posted(self, self._last, row, bytearray(ROW_BYTES * len(self._rows[0])))
+        posted = Posted(self, self._last, row)
         self._posted.append(posted)
-        self._unsent.append(posted)
         self._send()
         return posted
 
     def collect(self) -> None:
         """Take the rows that have come, in order of issue, and send those that have room now."""
-        if self._unsent:
+        if self._sent < self._last:
             self._send()
-        while self._posted and self._posted[0].number <= self._last - len(self._unsent):
+        numbers, memory = self._numbers, self._bytes
+        while self._posted and self._posted[0].number <= self._sent:
             posted = self._posted[0]
             number = posted.number
-            numbers = self._numbers
             for mark in self._marks[number % SLOTS]:
                 if numbers[mark] < number:
                     return
-            rows, memory = posted.rows, self._bytes
-            for rank, start in enumerate(self._rows[number % SLOTS]):
-                at = rank * ROW_BYTES
-                if rank == self._rank:  # its slot may hold a later row already
-                    rows[at : at + ROW_BYTES] = posted.row
-                else:
-                    rows[at : at + ROW_BYTES] = memory[start : start + ROW_BYTES]
-            posted.done = True
+            starts = self._rows[number % SLOTS]
+            rows = [memory[start : start + ROW_BYTES].tobytes() for start in starts]
+            rows[self._rank] = posted.row  # its slot may hold a later row already
+            posted.rows, posted.done = rows, True
             self._posted.popleft()
             numbers[self._read] = number
 
     def _send(self) -> None:
-        while self._unsent:
-            posted = self._unsent[0]
-            number = posted.number
+        while self._sent < self._last:
+            number = self._sent + 1
             if number > self._room:
                 # Only now: to load a peer's number fetches a cache line from another core.
                 self._room = SLOTS + min([self._numbers[index] for index in self._reads])
@@ -302,6 +291,6 @@ class RingExchange:
                     return
             start = self._rows[number % SLOTS][self._rank]
             # The row before its mark: a peer that sees the mark sees the whole row.
-            self._bytes[start : start + ROW_BYTES] = posted.row
+            self._bytes[start : start + ROW_BYTES] = self._posted[self._sent - self._last].row
             self._numbers[(start + _MARK) // 8] = number
-            self._unsent.popleft()
+            self._sent = number

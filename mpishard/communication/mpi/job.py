@@ -18,6 +18,7 @@ from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.matching import grouped, who
 from mpishard.communication.contract.records import RankState
 from mpishard.communication.contract.status import StatusReader
+from mpishard.communication.contract.work import Session
 from mpishard.communication.diagnostics.stall import unfinished
 from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, flush_output, say
 from mpishard.communication.failure.watchdog import Wait, watchdog
@@ -52,6 +53,8 @@ class Job:
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
         self.mpi = mpi
+        self.session = Session(self.rank)
+        """This rank's worlds, and the error of a broken one."""
         self.statuses: StatusReader | None = None
         if self.world_size > 1:
             self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
@@ -138,25 +141,6 @@ class Job:
             if group.has_left() and group.free():
                 del self._groups[group]
 
-    def backends(self) -> list[CommunicationBackend]:
-        """The backend of each world, where somebody holds it."""
-        backends = [reference() for reference in self._groups.values()]
-        return [backend for backend in backends if backend is not None]
-
-    def count_pending(self) -> int:
-        """Number of collectives and messages under way, in all worlds."""
-        count = 0
-        for reference in self._groups.values():
-            backend = reference()
-            if backend is not None:
-                count += len(backend._pending) + len(backend._transfers)
-        return count
-
-    def progress(self) -> None:
-        """Let the collectives of every world go on: a rank may wait in any of them."""
-        for backend in self.backends():
-            backend.progress()
-
     def stir(self) -> None:
         """Let MPI go on with what is under way in any world."""
         for group in self._groups:
@@ -196,7 +180,7 @@ class Job:
         flush_output()  # this rank may be ended while it waits, and its last lines must not be lost
         start = time.monotonic()
         while sum(not group.has_left() for group in groups):
-            self.progress()
+            self.session.progress()
             self.stir()
             # By time: on a busy machine a hundred yields take seconds.
             if time.monotonic() - start < _SPIN_SECONDS:
@@ -231,7 +215,7 @@ class Job:
             try:
                 self.ulfm.look(where)
             except PeerError as error:
-                self.break_worlds(error)
+                self.session.broken = error
                 raise
 
     def explain(self, error: Exception, where: str) -> Exception:
@@ -240,13 +224,8 @@ class Job:
             return error
         explained = self.ulfm.explain(error, where)
         if isinstance(explained, PeerError):
-            self.break_worlds(explained)
+            self.session.broken = explained
         return explained
-
-    def break_worlds(self, error: CommunicationError) -> None:
-        """Refuse with ``error`` all that is called on any world from now on."""
-        for group in self._groups:
-            group.broken = error
 
     def send_notices(self) -> None:
         """Tell the ranks of every world that this one was cut off in a collective."""
@@ -280,7 +259,7 @@ class Job:
         return watchdog.wait(where, self.ending)
 
     def _finish_traces(self, report: str) -> None:
-        for backend in self.backends():
+        for backend in self.session.worlds():
             if backend.recorder is not None:
                 backend.recorder.finish(report.partition("\n")[0])
 

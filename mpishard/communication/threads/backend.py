@@ -6,7 +6,6 @@ import itertools
 import math
 import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self
 
@@ -87,8 +86,6 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self._environment_id = environment_id
         self._timeout = timeout
         self._world: World | None = None
-        # This rank's backends: its peers may wait for it in any of them.
-        self._family: weakref.WeakSet[InMemoryCommunicationBackend] = weakref.WeakSet((self,))
 
     @property
     def rank(self) -> int:
@@ -122,12 +119,6 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 self._world.members[self._rank] = self
                 self._world.left.pop(self._rank, None)
                 self._world.pages[self._me] = self.status
-        if self._is_root:
-            # Whatever was under way in an earlier world of this backend belongs to no world now.
-            self._sequence = 0
-            self._pending.clear()
-            self._transfers.clear()
-            self._family = weakref.WeakSet((self,))
 
     def _next_world(self) -> World:
         """The oldest world of the environment that this rank has not been in. Needs its lock.
@@ -154,7 +145,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _on_shutdown(self) -> None:
         world = self._joined()
         with world.changed:
-            for member in tuple(self._family):
+            for member in self._session.worlds():
                 # The worlds that were split from this one end with it.
                 if f"{member.group}/".startswith(f"{self.group}/") and member._initialized:
                     within = member._joined()
@@ -186,7 +177,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             "let the exception end the program"
         )
         failure = Failure(self._me, text, CommunicationError)
-        for member in tuple(self._family):
+        for member in self._session.worlds():
             for work in member._pending:
                 if not work.done:
                     work.fail(failure.error(f"{work.name} cannot complete", self._me))
@@ -210,8 +201,6 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             world.heirs.index(self._rank), len(world.heirs), world.heir_name, timeout=self._timeout
         )
         stop_recording(self, world.failures[0].error("the world was given up", self._me))
-        for member in tuple(self._family):
-            member._retire(heir)
         heir.initialize()
         return heir
 
@@ -226,7 +215,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         world = self._joined()
         deadline = world.clock.now() + (self._timeout or math.inf)
         # Nothing is issued while this rank waits: no other world has anything to go on with.
-        family = [member for member in self._family if member._pending or member._transfers]
+        family = [w for w in self._session.worlds() if w._pending or w._transfers]
         try:
             while True:
                 for member in family:
@@ -440,8 +429,6 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         member = type(self)(rank, child.world_size, child.name, timeout=self._timeout)
         member._world, member._me = child, self._me
         member._world_ranks = child.global_ranks
-        member._family = self._family
-        self._family.add(member)
         return member
 
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:

@@ -1,4 +1,4 @@
-"""Strategies on a mesh of ranks: tensor and pipeline parallelism, and both with data parallelism."""
+"""Strategies on a mesh: tensor and pipeline parallelism, and both with data parallelism."""
 
 from __future__ import annotations
 

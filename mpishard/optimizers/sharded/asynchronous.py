@@ -332,7 +332,6 @@ class _StaleState(ModelState):
             group._name_group("gradients")
             self._group = group
         self._coming: dict[int, Transfer] = {}
-        self._going: list[tuple[Transfer, Array]] = []
         self._closed: set[int] = set()
         self._has_taken = False  # parameters that the program has not heard of
         self.clocks = [0] * size
@@ -397,8 +396,7 @@ class _StaleState(ModelState):
         mine = self.model.engine.parameters.owned(self._owned[self.model.rank])
         dtype = self.model.dtype
         message = np.concatenate([gradient, *mine, np.array([weight, clock], dtype)])
-        self._going = [(sent, array) for sent, array in self._going if not sent.done]
-        self._going.append((self._group.send_async(message, other), message))
+        self._group.send_async(message, other)  # which keeps the message until it has gone
 
     def _next_message(self, rank: int) -> Transfer:
         """Return the receive of the next message of ``rank``."""
@@ -444,9 +442,6 @@ class _StaleState(ModelState):
         for other in range(backend.world_size):
             while other != backend.rank and other not in self._closed:
                 self._take(other, self._next_message(other).wait())
-        for sent, _ in self._going:
-            sent.wait()
-        self._going.clear()
         self._closed.clear()
         if self._arrived:
             self._apply()
