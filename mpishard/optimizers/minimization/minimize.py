@@ -145,6 +145,7 @@ def minimize(
     ).checked()  # fmt: skip
     backend = init() if backend is None else backend
     backend.initialize()
+    # The optimizer takes a batch; here every batch is all of this rank's samples.
     samples = Samples.of(args, backend.rank, backend.world_size, local_data=local_data)
     _require_same(backend, rule, {
         **limits, "parameters": theta.size, "dtype": theta.dtype.name,
@@ -209,6 +210,7 @@ class _Run:
                 before = report.loss if before is None else before
                 status, message = self._reason(before)
                 if status < 0 and self.callback is not None and self._asks_to_stop():
+                    # SciPy's code for it.
                     status, message = 99, "the callback raised StopIteration"
                 if own is None:
                     continue
@@ -243,6 +245,7 @@ class _Run:
         base, gradient = vectors["base"], vectors["base_gradient"]
         xp = array_namespace(gradient)
         if self.rule.is_bounded:
+            # A gradient that points out of the box is 0 there: nothing can be gained along it.
             gradient = base - xp.clip(base - gradient, vectors["lower"], vectors["upper"])
         largest = float(abs(gradient).max()) if gradient.size else 0.0
         return float(self.backend.all_reduce(np.array([largest]), ReductionOperation.MAX)[0])
@@ -260,12 +263,14 @@ class _Run:
                 self.callback(theta)
         except StopIteration:
             stops = 1
+        # If it stops on one rank it stops on all: the others would wait for it in the next step.
         return bool(self.backend.all_reduce(np.array([stops]), ReductionOperation.MAX)[0])
 
     def _result(self, status: int, message: str) -> OptimizeResult:
         numbers, products = self.numbers, self.numbers.get("products", 0)
         # A last step that found nothing lower is no iteration.
         iterations = self.optimizer.steps - ("stuck" in numbers)
+        # Without hessp each product of the Hessian was a difference of two gradients.
         evaluations = numbers["evaluations"] + (0 if self.objective.has_product else products)
         result = OptimizeResult(
             x=self.model.gather_full_parameters(),
@@ -280,6 +285,7 @@ class _Run:
         )
         if isinstance(self.rule, NewtonCG):
             result["nhev"] = products
+        # The function is the user's object, and can be minimized again.
         self.model.release()
         return result
 

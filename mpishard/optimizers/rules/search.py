@@ -360,9 +360,13 @@ class LBFGS(SearchRule):
         for owned in ranges:
             for views in _blocks(owned, ["direction", *vectors], 0, len(owned.parameters)):
                 rows = self._free_rows(views, names)
-                found = array_namespace(rows).asarray(coefficients) @ rows
+                xp = array_namespace(rows)
+                found = xp.asarray(coefficients) @ rows
                 if self.is_bounded:
-                    self._project(views, found)
+                    # Cut off where a step of 1 would leave the box.
+                    found += views["base"]
+                    xp.clip(found, views["lower"], views["upper"], out=found)
+                    found -= views["base"]
                 views["direction"][...] = found
         if self.is_bounded and pairs and not self._slope(ranges, context)[0] < 0:
             self.forget(context.numbers)  # projecting has made another direction of it
@@ -379,13 +383,6 @@ class LBFGS(SearchRule):
             rows *= ~(((base <= views["lower"]) & (gradient > 0))
                       | ((base >= views["upper"]) & (gradient < 0)))  # fmt: skip
         return rows
-
-    @staticmethod
-    def _project(views: Mapping[str, Array], direction: Array) -> None:
-        """Cut a direction off where a step of 1 would leave the box."""
-        direction += views["base"]
-        array_namespace(direction).clip(direction, views["lower"], views["upper"], out=direction)
-        direction -= views["base"]
 
 
 def _two_loops(gram: Array, count: int) -> Array:
