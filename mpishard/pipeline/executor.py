@@ -188,6 +188,8 @@ class PipelineExecutor:
         self._schedule = schedule
         self._micro_batches = int(micro_batches)
         self._dtype = np.dtype(dtype)
+        # Made at the first run, because checking a schedule takes time that prediction alone need
+        # not spend.
         self._plan: PipelinePlan | None = None
         self._forward_plan: PipelinePlan | None = None
         self.record = PipelineRecord()
