@@ -33,8 +33,6 @@ from mpishard.tensor import check_sequence
 __all__ = ["RULES", "Reference", "require_layers", "settle_schedules", "train_alone"]
 
 _MOMENTUM, _BETA1, _BETA2, _EPSILON, _DECAY = 0.9, 0.9, 0.99, 1e-8, 0.01
-
-
 _ADAM = (_BETA1, _BETA2, _EPSILON)
 
 RULES: dict[str, Callable[[float], Optimizer]] = {
@@ -45,6 +43,7 @@ RULES: dict[str, Callable[[float], Optimizer]] = {
     "adamw": lambda rate: AdamW(rate, *_ADAM, weight_decay=_DECAY),
     "lion": lambda rate: Lion(rate, _BETA1, _BETA2, weight_decay=_DECAY),
     "lamb": lambda rate: LAMB(rate, *_ADAM, weight_decay=_DECAY),
+    "descent": SGD,
 }
 """Choices of ``--optimizer``, and mpishard's rule at a learning rate."""
 
@@ -80,6 +79,8 @@ def textbook_direction(
     if rule == "sgd":
         state["v"] = _MOMENTUM * state.get("v", 0) + gradient
         return state["v"]
+    if rule == "descent":
+        return gradient
     if rule == "adagrad":
         state["s"] = state.get("s", 0) + gradient**2
         return gradient / (np.sqrt(state["s"]) + _EPSILON)
