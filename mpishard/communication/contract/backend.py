@@ -306,7 +306,7 @@ class CommunicationBackend(ABC):
         TypeError, ValueError
             For an argument that is wrong on this rank alone.
         CollectiveMismatchError
-            Where operation, dtype or shape differ between ranks.
+            If operation, dtype or shape differ between ranks.
 
         Examples
         --------
@@ -371,7 +371,7 @@ class CommunicationBackend(ABC):
         TypeError, ValueError
             For an argument that is wrong on this rank alone.
         CollectiveMismatchError
-            Where operation, dtype, shape or counts differ between ranks.
+            If operation, dtype, shape or counts differ between ranks.
 
         Examples
         --------
@@ -432,7 +432,7 @@ class CommunicationBackend(ABC):
             For an argument that is wrong on this rank alone, and on every rank where the rows of
             an ``out`` are not the sum of the ranks' rows.
         CollectiveMismatchError
-            Where dtype or trailing dims differ between ranks.
+            If dtype or trailing dims differ between ranks.
 
         Examples
         --------
@@ -475,7 +475,7 @@ class CommunicationBackend(ABC):
         TypeError, ValueError
             For an argument that is wrong on this rank alone.
         CollectiveMismatchError
-            Where roots differ, or an array passed elsewhere has another shape or dtype.
+            If roots differ, or an array passed elsewhere has another shape or dtype.
 
         Examples
         --------
@@ -527,7 +527,7 @@ class CommunicationBackend(ABC):
         TypeError, ValueError
             For an argument that is wrong on the root.
         CollectiveMismatchError
-            Where roots differ.
+            If roots differ.
 
         Examples
         --------
@@ -574,7 +574,7 @@ class CommunicationBackend(ABC):
         Raises
         ------
         CollectiveMismatchError
-            Where roots, dtype or trailing dims differ between ranks.
+            If roots, dtype or trailing dims differ between ranks.
 
         Examples
         --------
@@ -607,9 +607,9 @@ class CommunicationBackend(ABC):
         Raises
         ------
         TypeError, ValueError
-            Where there is not one part for each rank, or their dtypes differ.
+            If there is not one part for each rank, or their dtypes differ.
         CollectiveMismatchError
-            Where dtypes differ between ranks.
+            If dtypes differ between ranks.
 
         Examples
         --------
@@ -715,10 +715,10 @@ class CommunicationBackend(ABC):
         NotInitializedError
             Before `initialize` and after `shutdown`.
         CommunicationError
-            Of a world that was split off; where a rank's end ends all: under MPI without
+            For a world that was split off, and if a rank's end ends all ranks: under MPI without
             ``init(on_failure="shrink")``.
         CollectiveTimeoutError
-            In memory, where a rank that is left does not come in time.
+            In memory, if a rank that is left does not come in time.
 
         Examples
         --------
@@ -769,7 +769,7 @@ class CommunicationBackend(ABC):
         Returns
         -------
         Array or None
-            Zeros, of shape (length,), beginning on a page; None, on every rank, where a node's
+            Zeros, of shape (length,), beginning on a page; None, on every rank, if a node's
             ranks cannot share memory (``MPISHARD_ARENA=off``, or a system without).
 
         Raises
@@ -777,7 +777,7 @@ class CommunicationBackend(ABC):
         ValueError
             For a length below 1, or a dtype that does not travel.
         CollectiveMismatchError
-            Where length or dtype differ between ranks.
+            If length or dtype differ between ranks.
 
         Examples
         --------
@@ -925,7 +925,7 @@ class CommunicationBackend(ABC):
         ValueError
             For a rank outside the world or this one, a negative tag or count.
         CommunicationError
-            Where the message has another number of elements; it then stays queued.
+            If the message has another number of elements; it then stays queued.
         """
         self._check_receive(source_rank, count, tag)
         transfer = self._begin_receive(source_rank, count, tag, None)
@@ -994,7 +994,7 @@ class CommunicationBackend(ABC):
     def _record_message(
         self, source: int, destination: int, tag: int, sent: Array | None = None
     ) -> MessageInFlight | None:
-        """What a message is recorded with from now on; None where no trace is."""
+        """Begin the event of a message in the trace; None if no trace is recorded."""
         recorder = current_recorder.get()
         if recorder is None:
             return None
@@ -1004,8 +1004,8 @@ class CommunicationBackend(ABC):
     def begin_round(self) -> int:
         """The number, from 0, of a round of messages that is told from others by its tags.
 
-        Whoever runs rounds of messages that may fail halfway takes one for each, on all ranks
-        alike. What a failed round left behind is then not taken for the next one's.
+        Code that runs rounds of messages takes one number for each round, on all ranks alike. If a
+        round fails halfway, its messages are then not taken for those of the next round.
         """
         self._rounds += 1
         return self._rounds - 1
@@ -1084,7 +1084,7 @@ class CommunicationBackend(ABC):
     def _shrink(self) -> Self:
         """A new, initialised root world of the ranks that are left. This rank's are then retired.
 
-        Here, where no rank outlives another, an error.
+        Here an error: no rank outlives another.
         """
         raise CommunicationError(f"{self.describe()} ends when one of its ranks does")
 
@@ -1242,7 +1242,7 @@ class CommunicationBackend(ABC):
         check_calls(calls, self.world_ranks, self.label, self._parting)
 
     def _places(self, array: Array, out: Array | None) -> Places:
-        """Where ``array`` and its result lie in memory that the node's ranks share."""
+        """The places of ``array`` and its result in memory that the node's ranks share."""
         return self._regions.locate(array), PRIVATE if out is None else self._regions.locate(out)
 
     def _ready(self) -> None:

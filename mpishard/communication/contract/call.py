@@ -89,7 +89,7 @@ class Call:
     """One rank's call of one collective.
 
     ``sequence`` is the number of the call on its backend, from 1. ``dtype`` and ``shape`` are
-    None where the rank passed no array; ``counts_hash`` and ``out_rows`` are -1 where not given.
+    None if the rank passed no array; ``counts_hash`` and ``out_rows`` are -1 if not given.
     """
 
     sequence: int
@@ -140,7 +140,7 @@ class Call:
 
     @property
     def site(self) -> str:
-        """``file:line`` in the user's code, where known."""
+        """``file:line`` in the user's code, if it is known."""
         return f"{self.filename}:{self.line}" if self.filename else "an unknown place"
 
     @property
@@ -150,7 +150,7 @@ class Call:
 
     @property
     def array_text(self) -> str:
-        """Dtype and shape of the array that was passed; ``nothing`` where none was."""
+        """Dtype and shape of the array that was passed; ``nothing`` if none was."""
         return "nothing" if self.dtype is None else f"{self.dtype.name}{list(self.shape or ())}"
 
     def __str__(self) -> str:
@@ -369,13 +369,12 @@ def check_peer(rank: int, tag: int, own_rank: int, world_size: int) -> None:
 def piece_sizes(
     rows: int, counts: Sequence[int] | None, world_size: int, name: str, *, strict: bool
 ) -> tuple[int, ...]:
-    """Rows of each rank's piece: ``counts``, or where that is None a `ShardLayout`'s.
+    """Rows of each rank's piece: ``counts``, or a `ShardLayout`'s if that is None.
 
     Raises
     ------
     ValueError
-        Where ``counts`` are not one for each rank, or do not add up; for a remainder where
-        ``strict``.
+        If ``counts`` are not one for each rank, or do not add up; for a remainder if ``strict``.
     """
     if strict and rows % world_size:
         raise ValueError(

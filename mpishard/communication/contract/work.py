@@ -121,7 +121,7 @@ class Work(ABC):
         self._driver = driver
         self._steps = steps
         self.waitable: Waitable | None = None
-        """What it waits for now; None when it is complete."""
+        """The event that it waits for now; None when it is complete."""
         self.done = False
         """Whether `wait` would return at once. Does not drive it."""
         self._result: Any = None
@@ -219,7 +219,7 @@ class CollectiveWork(Work):
 
 
 def in_call(call: Call, group: str) -> str:
-    """Where a rank waits that waits in ``call`` on the world that reports call ``group``."""
+    """The place of a rank that waits in ``call``, on the world with the label ``group``."""
     return f"in {_name(call, group)} called at {call.place}"
 
 

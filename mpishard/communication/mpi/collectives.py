@@ -48,7 +48,7 @@ class Collectives:
     backend : CommunicationBackend
         The backend that they belong to: its ranks, checks, regions and counts.
     group : Group
-        What the ranks communicate through.
+        The communicators and channels of its ranks.
     """
 
     def __init__(self, backend: CommunicationBackend, group: Group) -> None:
@@ -60,6 +60,7 @@ class Collectives:
         self._nodes = backend.topology
         self._regions = backend._regions
         self._traffic = backend.traffic
+        self._by_pointer = settings.cuda_aware()
 
     # ------------------------------------------------------------------------------------ headers
 
@@ -123,7 +124,7 @@ class Collectives:
             return None, None, self._group.channel
         places = self._backend._places(array, out) if self._regions.count else NOWHERE
         headers = yield from self.open(call, array, places, on_device=device)
-        if headers.all_inline:
+        if headers.all_inline or not (self._regions.count or self._by_pointer):
             return headers, None, self._group.channel
         all_places, any_on_device = headers.places()
         channel = self._group.messages if any_on_device else self._group.channel
@@ -293,7 +294,7 @@ class Collectives:
         else:
             yield from self.turn(call)
             flat = array.reshape(-1)
-            channel = self._group.messages if settings.cuda_aware() else self._group.channel
+            channel = self._group.messages if self._by_pointer else self._group.channel
             step = channel.bytes_all // flat.itemsize
             for low in range(0, flat.size, step):
                 yield from channel.broadcast(flat[low : low + step], root)
@@ -388,10 +389,6 @@ class Collectives:
                 [part[low : low + step] for part in incoming],
             )
 
-    def barrier(self, call: Call) -> Steps:
-        """End when every rank has called it: the headers say so."""
-        yield from self.open(call)
-
     # --------------------------------------------------------------- arrays that the ranks share
 
     def _refuse_overlaps(
@@ -423,7 +420,7 @@ class Collectives:
                     )
 
     def _peer_arrays(self, places: Sequence[Places], like: Array) -> dict[int, Array]:
-        """The flat arrays of this node's ranks, where they lie."""
+        """The flat arrays of this node's ranks, in shared memory."""
         return {rank: self._regions.view(places[rank][0], like) for rank in self._nodes.peers}
 
     def _all_reduce_in_place(
