@@ -392,7 +392,7 @@ class MPICommunicationBackend(CommunicationBackend):
     _steps_all_to_all = _through(Collectives.all_to_all)
 
     def _steps_barrier(self, call: Call) -> Steps:
-        return self._collectives.open(call)  # the headers say that every rank has called it
+        yield from self._collectives.open(call)  # the headers say that every rank has called it
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         job, group = self._joined()
