@@ -57,6 +57,7 @@ from mpishard.communication.tracing.recorder import (
 )
 from mpishard.communication.tracing.session import stop_recording
 from mpishard.errors import CommunicationError, MpishardError, NotInitializedError
+from mpishard.layout import even_sizes
 from mpishard.logs import set_up_logging
 
 __all__ = ["CommunicationBackend", "refuse_other_message"]
@@ -83,9 +84,9 @@ class CommunicationBackend(ABC):
     for threads.
 
     For its use there are `_verify`, which compares the ranks' calls; ``_reducer``, which combines
-    contributions in the one tree; ``traffic``, which books the bytes sent; ``_sequence``, the
-    number of this rank's last collective; ``_is_root``, false for a world that was split off; and
-    ``group``, the name of this world, the same on its ranks alone.
+    contributions in the one tree; ``_sequence``, the number of this rank's last collective;
+    ``_is_root``, false for a world that was split off; and ``group``, the name of this world, the
+    same on its ranks alone. Bytes are counted here, and by no subclass.
 
     A ``_steps_`` generator yields a `Waitable` whenever it has to wait for other ranks, and
     returns the collective's result, which shares no memory with other ranks' arrays. Its arguments
@@ -332,8 +333,11 @@ class CommunicationBackend(ABC):
             check_writeable(array, "all_reduce")
         else:
             check_out(out, array.shape, array.dtype, "all_reduce")
+        own = even_sizes(array.size, self.world_size)[self.rank] * array.itemsize
+        sends = {"reduce_scatter": array.nbytes - own, "all_gather": own * (self.world_size - 1)}
+        steps = self._steps_all_reduce
         return self._start(
-            Kind.ALL_REDUCE, array, self._steps_all_reduce, array, out, operation=operation
+            Kind.ALL_REDUCE, array, steps, array, out, operation=operation, sends=sends
         )
 
     def reduce_scatter(
@@ -408,6 +412,7 @@ class CommunicationBackend(ABC):
         return self._start(
             Kind.REDUCE_SCATTER, array, steps, array, pieces, out,
             operation=operation, counts=pieces,
+            sends={"reduce_scatter": array[pieces[self.rank] :].nbytes},
         )  # fmt: skip
 
     def all_gather(self, array: Array, *, out: Array | None = None) -> Array:
@@ -450,8 +455,9 @@ class CommunicationBackend(ABC):
             check_array(out, "all_gather", needs_dim=True)
             check_out(out, (out.shape[0], *array.shape[1:]), array.dtype, "all_gather")
         rows = -1 if out is None else out.shape[0]
+        sends = {"all_gather": array.nbytes * (self.world_size - 1)}
         return self._start(
-            Kind.ALL_GATHER, array, self._steps_all_gather, array, out, out_rows=rows
+            Kind.ALL_GATHER, array, self._steps_all_gather, array, out, out_rows=rows, sends=sends
         )
 
     def broadcast(self, array: Array | None, root: int = 0) -> Array:
@@ -492,9 +498,16 @@ class CommunicationBackend(ABC):
         check_root(root, self.world_size)
         if array is not None or self.rank == root:
             check_array(array, "broadcast")
-        if array is not None and self.rank != root:
-            check_writeable(array, "broadcast")
-        return self._start(Kind.BROADCAST, array, self._steps_broadcast, array, root, root=root)
+        sent = 0
+        if array is not None:
+            if self.rank == root:
+                sent = array.nbytes * (self.world_size - 1)
+            else:
+                check_writeable(array, "broadcast")
+        steps = self._steps_broadcast
+        return self._start(
+            Kind.BROADCAST, array, steps, array, root, root=root, sends={"broadcast": sent}
+        )
 
     def scatter(
         self,
@@ -549,12 +562,14 @@ class CommunicationBackend(ABC):
         """As `scatter`, issued and not waited for."""
         check_root(root, self.world_size)
         pieces: tuple[int, ...] | None = None
+        sent, sends = None, {"scatter": 0}
         if self.rank == root:
             check_array(array, "scatter", needs_dim=True)
             assert array is not None
             pieces = piece_sizes(array.shape[0], counts, self.world_size, "scatter", strict=strict)
-        sent = array if self.rank == root else None
-        return self._start(Kind.SCATTER, sent, self._steps_scatter, sent, pieces, root, root=root)
+            sent, sends = array, {"scatter": array[pieces[root] :].nbytes}
+        steps = self._steps_scatter
+        return self._start(Kind.SCATTER, sent, steps, sent, pieces, root, root=root, sends=sends)
 
     def gather(self, array: Array, root: int = 0) -> Array | None:
         """Give the root all ranks' arrays, end to end along dim 0 in rank order.
@@ -589,7 +604,9 @@ class CommunicationBackend(ABC):
         """As `gather`, issued and not waited for."""
         check_root(root, self.world_size)
         check_array(array, "gather", needs_dim=True)
-        return self._start(Kind.GATHER, array, self._steps_gather, array, root, root=root)
+        sends = {"gather": 0 if self.rank == root else array.nbytes}
+        steps = self._steps_gather
+        return self._start(Kind.GATHER, array, steps, array, root, root=root, sends=sends)
 
     def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
         """Send ``parts[r]`` to rank r.
@@ -637,7 +654,9 @@ class CommunicationBackend(ABC):
                     f"all_to_all parts must share a dtype, got {parts[0].dtype.name} "
                     f"and {part.dtype.name}"
                 )
-        return self._start(Kind.ALL_TO_ALL, parts[0], self._steps_all_to_all, parts)
+        sent = sum(part.nbytes for part in parts) - parts[self.rank].nbytes
+        steps = self._steps_all_to_all
+        return self._start(Kind.ALL_TO_ALL, parts[0], steps, parts, sends={"all_to_all": sent})
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -1189,6 +1208,7 @@ class CommunicationBackend(ABC):
         root: int = -1,
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
+        sends: dict[str, int] | None = None,
     ) -> Work:
         """Number, record and begin a collective: ``steps`` of its `Call` and ``arguments``."""
         if not self._initialized:
@@ -1205,6 +1225,8 @@ class CommunicationBackend(ABC):
                 sequence, kind, array, operation=operation, root=root, counts=counts,
                 out_rows=out_rows,
             )  # fmt: skip
+            if sends is not None:
+                call.sends = sends
             try:
                 (session.status or self.status).record(call, self.label, sys._getframe(1))
                 self._sequence = sequence
@@ -1221,6 +1243,7 @@ class CommunicationBackend(ABC):
         if recorder is not None:
             in_flight = CollectiveInFlight(recorder, call, self.group, self.axis)
         work = CollectiveWork(self, steps, in_flight, call)
+        work.sends = call.sends
         self._pending.append(work)
         work.advance()
         self._forget_done()

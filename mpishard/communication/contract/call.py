@@ -110,6 +110,8 @@ class Call:
     """All that is compared between ranks, but for the sequence number, as bytes."""
     nbytes: int = field(default=0, compare=False, repr=False)
     """Bytes of the array that was passed."""
+    sends: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """Bytes that this rank sends to others for it, by the name in `Traffic`."""
 
     @classmethod
     def describe(
@@ -203,9 +205,10 @@ class Call:
 class Traffic:
     """Counts of the bytes that one rank sent to others, by collective.
 
-    A collective is booked by its definition, whatever messages it is made of, so that figures
-    compare between backends; each call once, when it is done. A piece that a rank keeps for
-    itself is not counted, nor are headers. A broadcast is booked on the root: (world size - 1)
+    A collective is counted by its definition, whatever messages it is made of, so that figures
+    compare between backends; each call once, when it is done (`Call.sends`). An all_reduce counts
+    as a reduce_scatter and an all_gather. A piece that a rank keeps for
+    itself is not counted, nor are headers. A broadcast is counted on the root: (world size - 1)
     times the array.
 
     Parameters
@@ -245,58 +248,20 @@ class Traffic:
         """Add ``nbytes`` that a call of ``kind`` read from memory of other ranks."""
         self.bytes_read[kind] += nbytes
 
-    # Each of these books one collective.
-
-    def count_reduce_scatter(self, call: Call, counts: Sequence[int]) -> None:
-        """Book a reduction to pieces of ``counts`` rows."""
-        rows = sum(counts)
-        row_bytes = call.nbytes // rows if rows else 0
-        self.count("reduce_scatter", (rows - counts[self._nodes.rank]) * row_bytes)
-
-    def count_all_reduce(self, call: Call, sizes: Sequence[int]) -> None:
-        """Book a reduction to pieces of ``sizes`` elements, which are then gathered."""
-        total, own = sum(sizes), sizes[self._nodes.rank]
-        itemsize = call.nbytes // total if total else 0
-        self.count("reduce_scatter", (total - own) * itemsize)
-        self.count("all_gather", own * itemsize * (len(self._nodes.numbers) - 1))
-
-    def count_all_gather(self, array: Array) -> None:
-        """Book ``array``, sent to all others."""
-        self.count("all_gather", array.nbytes * (len(self._nodes.numbers) - 1))
-
-    def count_shared_reduce(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
-        """Book a reduction to pieces of ``sizes``, of arrays that each node's ranks share."""
+    def share_reduce(self, call: Call, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
+        """Note that ``call`` reduces to pieces of ``sizes`` arrays that each node's ranks share."""
         nodes, sent = self._nodes, 0
         if nodes.clients:
             sums = len(nodes.subtrees(nodes.own))
             sent = sum(sizes[rank] for rank in nodes.clients) * sums
-        self.count("reduce_scatter", sent * accumulation_dtype(dtype).itemsize)
+        call.sends["reduce_scatter"] = sent * accumulation_dtype(dtype).itemsize
         read = (len(nodes.peers) - 1) * sizes[nodes.rank] * dtype.itemsize
         self.count_read("reduce_scatter", read)
 
-    def count_shared_gather(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
-        """Book pieces of ``sizes`` that were gathered once on each node."""
+    def share_gather(self, call: Call, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
+        """Note that ``call`` gathers pieces of ``sizes`` once on each node."""
         nodes = self._nodes
-        self.count("all_gather", sizes[nodes.rank] * (nodes.count - 1) * dtype.itemsize)
-
-    def count_broadcast(self, array: Array, root: int) -> None:
-        """Book the root's ``array``, sent to all others."""
-        is_root = self._nodes.rank == root
-        nbytes = array.nbytes * (len(self._nodes.numbers) - 1) if is_root else 0
-        self.count(Kind.BROADCAST.label, nbytes)
-
-    def count_scatter(self, sent: Array | None, piece: Array) -> None:
-        """Book a scatter; ``sent`` is the root's array, None elsewhere."""
-        self.count(Kind.SCATTER.label, 0 if sent is None else sent.nbytes - piece.nbytes)
-
-    def count_gather(self, array: Array, root: int) -> None:
-        """Book ``array``, sent to the root."""
-        self.count(Kind.GATHER.label, 0 if self._nodes.rank == root else array.nbytes)
-
-    def count_all_to_all(self, parts: Sequence[Array]) -> None:
-        """Book ``parts``, each sent to its rank."""
-        own = parts[self._nodes.rank]
-        self.count(Kind.ALL_TO_ALL.label, sum(part.nbytes for part in parts) - own.nbytes)
+        call.sends["all_gather"] = sizes[nodes.rank] * (nodes.count - 1) * dtype.itemsize
 
 
 def check_array(array: Any, name: str, *, needs_dim: bool = False) -> None:
