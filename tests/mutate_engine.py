@@ -46,20 +46,19 @@ SPARED = {
     ("LayerChain._forward", "parameters.backend.progress()"): _PROGRESS,
     ("LayerChain.backward", "parameters.backend.progress()"): _PROGRESS,
     ("LayerChain.backward_input", "parameters.backend.progress()"): _PROGRESS,
+    ("DelayedGradients.reduce", "self.backend.progress()"): _PROGRESS,
     ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
         "a second wait: copies to the host block, and collectives wait for the GPU themselves",
     ("TrainingRun._hooks", "data.progress"): "a flag of the user's, of the same name",
 }  # fmt: skip
 
 # What no check reaches is for tests of its own, by function and text.
-_RESUME, _SAVES = "optimizers/test_resume.py", "optimizers/test_background_saves.py"
+_RESUME = "optimizers/test_resume.py"
 TESTED = {
     ("compare_replicas", "world.all_gather(rows.reshape(-1, 3))"):
         "models/test_digest.py::test_names_the_rank_and_the_parameter",
     ("TrainingRun._resume", "together(self.model.backend)"):
         f"{_RESUME}::test_state_that_one_rank_cannot_take_back_ends_all",
-    ("Preemption._any_of", "self._backend.all_reduce(said, ReductionOperation.MAX)"):
-        f"{_SAVES}::test_a_rank_that_cannot_write_ends_all_at_the_same_step",
     ("TrainingRun._one_step", "model.backend.all_reduce(np.array(wishes.own))"):
         "callbacks/test_callbacks.py::test_a_wish_at_an_evaluation_stops_at_once",
     ("checkpoint_to_resume", "together(backend)"):

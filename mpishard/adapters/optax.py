@@ -49,7 +49,8 @@ class OptaxRule(Optimizer):
         For what is no transformation, or one that cannot be applied to a vector.
     ValueError
         For one that looks at more than one element, such as ``clip_by_global_norm``, ``lamb``,
-        ``adafactor`` or ``muon``; for a state of other arrays; for other options.
+        ``adafactor`` or ``muon``; for one that draws random numbers, such as ``add_noise``; for a
+        state of other arrays; for other options.
     """
 
     def __init__(
@@ -79,13 +80,24 @@ class OptaxRule(Optimizer):
                 )
         self.transformation = transformation
         try:
-            self._mark, is_elementwise = _trial(transformation)
             self._structure, self._leaves = _state_of(transformation)
+            is_key = jax.dtypes.prng_key
+            keys = [
+                n for n, leaf in self._leaves.items() if jax.dtypes.issubdtype(leaf.dtype, is_key)
+            ]
+            trial = None if keys else _trial(transformation)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             raise TypeError(
                 f"the transformation cannot be applied to one vector: {error}. For masks and "
                 "labels use parameter_options"
             ) from error
+        if trial is None:
+            raise ValueError(
+                f"the transformation draws random numbers, with the key in its state {keys[0]!r}: "
+                "each rank would draw the same ones for its own part, so that an update would "
+                "depend on the number of ranks. Leave the noise out, or add it to the gradients"
+            )
+        self._mark, is_elementwise = trial
         if not is_elementwise:
             raise ValueError(
                 "the transformation looks at more than one element at a time (norms, matrices): "

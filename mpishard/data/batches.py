@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace
-from mpishard.data.dataset import TokenWindows, take
+from mpishard.data.dataset import Samples, TokenWindows, take
 from mpishard.data.sampler import GlobalBatchSampler, Indices, LocalBatchSampler
 
 __all__ = ["Batch", "Batches"]
@@ -156,6 +156,8 @@ def _is_in_memory(dataset: Any) -> bool:
         return True
     if isinstance(dataset, np.memmap):
         return False
+    if isinstance(dataset, Samples):
+        return all(map(_is_in_memory, dataset.leaves()))
     try:
         array_namespace(dataset)
     except TypeError:

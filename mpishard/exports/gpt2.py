@@ -103,7 +103,8 @@ def load_gpt2(model: Any, path: PathLike) -> None:
     FileNotFoundError
         If there is no such file.
     ValueError
-        If it is no safetensors file, or parameters are missing or have other shapes; if queries,
+        If it is no safetensors file, or parameters are missing, have other shapes, or are no
+        floating numbers; if queries,
         keys and values have a bias other than 0, for which a `GPT` has no parameter; if the head
         is not tied and the model's is. On every rank; the model has not changed.
     """
@@ -159,6 +160,11 @@ def _vector(model: GPT, path: Path) -> Array:
             raise ValueError(f"{path} has no {other!r}, which is the model's {name}")
         if transposed and value.ndim == 2 and name.startswith("block"):
             value = value.T
+        if value.dtype.kind in "biuc":
+            raise ValueError(
+                f"{other!r} of {path} is {value.dtype.name}, which is no dtype of parameters: a "
+                "quantized file must be converted to floating numbers first"
+            )
         if value.shape != view.shape:
             raise ValueError(
                 f"{other!r} of {path} has shape {value.shape}, the model's {name} {view.shape}"
@@ -186,5 +192,7 @@ def _read(path: Path) -> dict[str, Any]:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file: {error}") from error
+    except AttributeError as error:  # of a dtype such as float8, for which NumPy has no name
+        raise ValueError(f"{path} has numbers of a dtype that NumPy lacks: {error}") from error
     plain = ("wte.", "wpe.", "h.", "ln_f.")  # GPT2Model, without a head, has no prefix
     return {f"transformer.{n}" if n.startswith(plain) else n: v for n, v in found.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 import zlib
 from collections.abc import Mapping
@@ -72,38 +73,53 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
             )
         made: Any = RuleOptimizer(groups, kind, parts)
     else:
-        made = _made_by_torch(kind, groups, owners, options)
+        _require_torch(kind)
+        _require_elementwise(kind, options, owners)
+        made = kind(groups, **options)
     made.register_step_pre_hook(functools.partial(_before_step, owners))
     made.register_step_post_hook(functools.partial(_after_step, owners))
     made.register_state_dict_post_hook(functools.partial(gather_states, parts))
     made.register_load_state_dict_pre_hook(functools.partial(slice_states, parts))
     made._mpishard_parts, made._mpishard_is_divided = parts, False
+    # GradScaler then calls step() on every rank, where it is refused; else a rank whose own part
+    # has an inf would leave the call out.
+    made._step_supports_amp_scaling = True
     # By a proxy: the optimizer is freed when nobody uses it, and its models with it.
-    made.add_param_group = functools.partial(_add_group, weakref.proxy(made), owners)
+    made.add_param_group = functools.partial(_add_group, weakref.proxy(made), options, owners)
     return made
 
 
-def _add_group(made: Any, owners: list[ShardedModule], param_group: Mapping[str, Any]) -> None:
+def _add_group(
+    made: Any,
+    options: Mapping[str, Any],
+    owners: list[ShardedModule],
+    param_group: Mapping[str, Any],
+) -> None:
     """``add_param_group`` with parameters of sharded models."""
     parts: dict[int, Part] = {}
     (group,) = _groups([param_group], parts)
+    everyone = list(dict.fromkeys([*owners, *(part.owner for part in parts.values())]))
+    if not isinstance(made, RuleOptimizer):  # which needs no trial: rules know ranges
+        _require_elementwise(made.__class__, options, everyone)
     made.__class__.add_param_group(made, group)
     made._mpishard_parts.update(parts)
-    owners[:] = dict.fromkeys([*owners, *(part.owner for part in parts.values())])
+    owners[:] = everyone
 
 
-def _made_by_torch(
-    kind: Any, groups: list[Any], owners: list[ShardedModule], options: dict[str, Any]
-) -> Any:
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+def _require_torch(kind: Any) -> None:
+    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    if not is_class:
         shown = kind.__name__ if isinstance(kind, type) else type(kind).__name__
         raise TypeError(
             f"kind must be a class of torch.optim, or a rule such as mpishard.optimizers.AdamW("
             f"1e-3), got {shown}"
         )
-    if any(owner.shards_state for owner in owners):
-        _require_elementwise(kind, owners[0], options)
-    return kind(groups, **options)
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise TypeError(
+            f"the steps of {kind.__name__} need a closure, which computes the loss several times "
+            "a step; sharded models take optimizers that update once after a backward()"
+        )
 
 
 def parts_of(made: Any) -> dict[int, Part]:
@@ -146,11 +162,16 @@ def _groups(parameters: Any, parts: dict[int, Part]) -> list[Any]:
     return groups
 
 
-def _require_elementwise(kind: Any, owner: ShardedModule, options: Mapping[str, Any]) -> None:
+def _require_elementwise(
+    kind: Any, options: Mapping[str, Any], owners: list[ShardedModule]
+) -> None:
     """Refuse an optimizer of which a part of a matrix is updated otherwise than the whole.
 
-    It is tried on a matrix, and on the two halves of it.
+    It is tried on a matrix, and on the two halves of it, if an owner divides its state.
     """
+    owner = next((owner for owner in owners if owner.shards_state), None)
+    if owner is None:
+        return
     dtype = owner.parts[0].tensor.dtype
     values = torch.linspace(-1, 1, 12, dtype=dtype).view(3, 4)
     whole = torch.nn.Parameter(values.clone())
@@ -164,13 +185,6 @@ def _require_elementwise(kind: Any, owner: ShardedModule, options: Mapping[str, 
                 half.grad = part
             for one in tried:
                 one.step()
-    except TypeError as error:
-        if "closure" not in str(error):
-            raise
-        raise TypeError(
-            f"the steps of {kind.__name__} need a closure, which computes the loss several times "
-            "a step; sharded models take optimizers that update once after a backward()"
-        ) from error
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{kind.__name__} {_NEEDS_WHOLE}: {error}") from error
     if not torch.allclose(whole.detach().view(-1), torch.cat([h.detach() for h in halves])):
@@ -191,6 +205,13 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
     if any(value is not None for value in (*args[1:], *kwargs.values())):  # args begin with made
         raise TypeError(
             "step() of a sharded model takes no closure: call backward() before it, on every rank"
+        )
+    if hasattr(made, "found_inf"):  # set for this call by GradScaler, which an error would leave
+        del made.found_inf, made.grad_scale
+        raise ShardingError(
+            "torch.amp.GradScaler looks for infinities in the gradients of one rank, and would "
+            "change the scale, and leave steps out, on that rank alone. Nothing was updated; call "
+            "optimizer.step() without a scaler: autocast to bfloat16 needs none"
         )
     for owner in owners:
         owner.require_reduced("step()")

@@ -96,6 +96,11 @@ def test_files_that_do_not_fit_are_refused_and_change_nothing(tmp_path):
         ({"lm_head.weight": good["lm_head.weight"][:5]}, model, r"has shape \(5, 12\), the model"),
         ({"lm_head.weight": None}, model, "has no 'lm_head.weight', which is the model's head"),
         ({"more": good[bias]}, model, "has 'more', for which the model has no parameter"),
+        (
+            {bias.replace("attn.c_attn", "ln_1"): np.ones(12, np.int8)},
+            model,
+            "ln_1.bias' .* is int8",
+        ),
         ({}, tied, "'lm_head.weight' of .* is not the embedding's"),
     ):
         changed = {name: a for name, a in (good | change).items() if a is not None}
@@ -106,6 +111,10 @@ def test_files_that_do_not_fit_are_refused_and_change_nothing(tmp_path):
     old = {name.removeprefix("transformer."): array for name, array in good.items()}
     save_file(old | {"h.0.attn.bias": np.ones((1, 1, 6, 6), np.float32)}, path)
     ms.load_gpt2(gpt(), path)
+    header = b'{"wte.weight":{"dtype":"F8_E4M3","shape":[1],"data_offsets":[0,1]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"0")
+    with pytest.raises(ValueError, match=r"m.safetensors has numbers of a dtype that NumPy lacks"):
+        ms.load_gpt2(model, path)
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="is no safetensors file"):
         ms.load_gpt2(model, path)

@@ -4,6 +4,7 @@ Each takes `Problems` of ``tests/models/conftest.py`` and raises where something
 the test suite's own, at a size at which hundreds run in a minute.
 """
 
+import feature_checks
 import hybrid_checks
 import leaves_checks
 import mesh_checks
@@ -14,6 +15,7 @@ from registry import CHECKS, SECONDS
 __all__ = [
     "CHECKS",
     "SECONDS",
+    "feature_checks",
     "hybrid_checks",
     "leaves_checks",
     "mesh_checks",

@@ -241,14 +241,12 @@ def _replaced(path: Path, sites: Sequence[Site], make: Any, instead: Any) -> Ite
     module.__instead__ = instead  # type: ignore[attr-defined]
     try:
         for name in sorted({site.function for site in sites}):
-            function = _function(module, name)
-            old = function.__code__
-            (new,) = (
-                code for code in codes
-                if (code.co_qualname, code.co_firstlineno) == (old.co_qualname, old.co_firstlineno)
-            )  # fmt: skip
-            before.append((function, old))
-            function.__code__ = new
+            for function in _functions_named(module, name):
+                old = function.__code__
+                where = old.co_qualname, old.co_firstlineno
+                (new,) = (c for c in codes if (c.co_qualname, c.co_firstlineno) == where)
+                before.append((function, old))
+                function.__code__ = new
         yield
     finally:
         for function, old in before:
@@ -262,16 +260,16 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _function(module: Any, name: str) -> FunctionType:
-    """The function of this name: of a property its getter, and behind decorators."""
+def _functions_named(module: Any, name: str) -> list[FunctionType]:
+    """The function of this name, behind decorators; of a property its getter and its setter."""
     thing = module
     for part in name.split("."):
         thing = vars(thing)[part]
     if isinstance(thing, property):
-        thing = thing.fget
+        return [function for function in (thing.fget, thing.fset) if function is not None]
     if isinstance(thing, staticmethod | classmethod):
         thing = thing.__func__
     while hasattr(thing, "__wrapped__"):
         thing = thing.__wrapped__
     assert isinstance(thing, FunctionType)
-    return thing
+    return [thing]

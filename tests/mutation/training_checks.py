@@ -204,39 +204,6 @@ def local_steps(problems: Any) -> None:
     as_in_one_process(body)
 
 
-@check
-def late_gradients(problems: Any) -> None:
-    def body(backend: Any) -> Any:
-        config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
-        model = ms.DDPModel(nn.MLP([5, 7, 2], seed=1), config)
-        optimizer = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.SGD(0.05), config, delay=1)
-        for step in range(STEPS):
-            optimizer.step(model, *problems.local_batch(backend, "mlp", step))
-        return [model.get_parameters()]
-
-    as_in_one_process(body)
-
-
-@check
-def replicas_of_several_ranks(problems: Any) -> None:
-    def body(backend: Any) -> Any:
-        found = []
-        for size, strategy in ((1, "zero1"), (backend.world_size, "fsdp")):
-            config = ms.ShardingConfiguration(
-                backend, minimum_parameter_group_size=1, replica_size=size
-            )
-            model = ms.as_distributed(nn.MLP([5, 7, 2], seed=1 + backend.rank), config, strategy)
-            optimizer = ms.optimizers.LocalSGDOptimizer(
-                ms.optimizers.SGD(0.05), config, 1, strategy=strategy
-            )
-            for step in range(STEPS):
-                optimizer.step(model, *problems.local_batch(backend, "mlp", step))
-            found.append(model.get_parameters())
-        return found
-
-    as_in_one_process(body)
-
-
 class Shifted(AutogradModel):
     """A placed model with a constant, which is rank 0's on all ranks."""
 

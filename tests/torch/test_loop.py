@@ -27,6 +27,7 @@ torch = pytest.importorskip(
 import torch_nets as nets  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+import mpishard as ms  # noqa: E402
 import mpishard.torch as mst  # noqa: E402
 from mpishard.torch.module import module_of  # noqa: E402
 
@@ -371,8 +372,13 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_or_has_them(backend):
         mst.optimizer(torch.optim.Adafactor, model, lr=1e-2)
     with pytest.raises(TypeError, match="LBFGS need a closure"):
         mst.optimizer(torch.optim.LBFGS, model)
-    model = mst.shard(nets.make(nets.perceptron), "ddp")
+    divided, model = model, mst.shard(nets.make(nets.perceptron), "ddp")
+    with pytest.raises(TypeError, match="LBFGS need a closure"):
+        mst.optimizer(torch.optim.LBFGS, model)
     ours = mst.optimizer(torch.optim.Adafactor, model, lr=1e-2)
+    with pytest.raises(ValueError, match="Adafactor looks at a parameter as a whole"):
+        ours.add_param_group({"params": list(divided.parameters())})
+    assert len(ours.param_groups) == 1
     theirs = torch.optim.Adafactor(expected.parameters(), lr=1e-2)
     x, y = nets.batch("mlp")
     for _ in range(3):
@@ -430,6 +436,29 @@ def test_misuse_is_refused_with_the_way_out(backend):
     model.float()
     with pytest.raises(ShardingError, match=r"'0.weight' is no longer in the memory"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("kind", [SGD.func, ms.optimizers.SGD(0.1)], ids=["torch", "rule"])
+@in_worlds(2)
+def test_a_scaler_is_refused_on_every_rank_if_one_has_an_inf(backend, kind, unscales):
+    mst.init()
+    model = mst.shard(nets.make(nets.perceptron), "fsdp", minimum_unit_size=1)
+    optimizer = mst.optimizer(kind, model)
+    before = copy.deepcopy(model).state_dict()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(nets.squared(model, *nets.mine(backend, nets.batch("mlp")))).backward()
+    if backend.rank == 1:
+        next(p for p in model.parameters() if p.grad.numel()).grad[0] = torch.inf
+    if unscales:
+        scaler.unscale_(optimizer)
+    with pytest.raises(ShardingError, match=r"GradScaler looks for .* of one rank, .* bfloat16"):
+        scaler.step(optimizer)
+    assert nets.difference(model, before) == 0
+    optimizer.zero_grad()
+    nets.squared(model, *nets.mine(backend, nets.batch("mlp"))).backward()
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    assert nets.difference(model, before) > 0
 
 
 @in_worlds(2)

@@ -30,6 +30,11 @@ class Replicas:
         Whether a replica is several ranks', none of which can update it alone.
     are_apart : bool
         Whether groups of ranks hold replicas that `LocalSGDOptimizer` alone can train.
+
+    Attributes
+    ----------
+    agreements : int
+        Times that all have become equal.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class Replicas:
         self._is_on_mesh = is_on_mesh
         self._are_apart = are_apart
         self._weight = 0.0  # of the samples used by this rank alone since all were equal
+        self.agreements = 0
 
     @property
     def weight(self) -> float:
@@ -111,6 +117,7 @@ class Replicas:
     def are_equal(self) -> None:
         """Begin anew: every rank has taken the same parameters from elsewhere."""
         self._weight = 0.0
+        self.agreements += 1
 
     def synchronize(self) -> bool:
         """Give every rank the mean of all replicas, weighted by the samples each has used.
@@ -135,5 +142,5 @@ class Replicas:
             mine = replica
             mine *= self._weight / total
             backend.all_reduce(mine)
-        self._weight = 0.0
+        self.are_equal()
         return True

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard.arrays import Array
 
-__all__ = ["Code", "Int8", "Key", "PowerSGD", "Quantization", "RandomK", "TopK"]
+__all__ = ["Code", "Int8", "Key", "PowerSGD", "Quantization", "RandomK", "Rounded", "TopK"]
 
 Key = tuple[int, ...]
 """Seed, step, unit, owner and sender: random numbers are a function of them."""
@@ -90,6 +90,22 @@ class Int8(Code):
         header = -(-out.size // _BLOCK) * out.dtype.itemsize
         out[...] = code[header:].view(np.int8)
         out *= np.repeat(code[:header].copy().view(out.dtype), _BLOCK)[: out.size]
+
+
+@dataclass(frozen=True)
+class Rounded(Code):
+    """Each element, rounded to the nearest of a shorter dtype."""
+
+    dtype: np.dtype[Any]
+
+    def wire_bytes(self, length: int, itemsize: int) -> int:
+        return length * self.dtype.itemsize
+
+    def encode(self, values: Array, key: Key) -> Array:
+        return values.astype(self.dtype).view(np.uint8)
+
+    def decode(self, code: Array, out: Array, key: Key) -> None:
+        out[...] = code.copy().view(self.dtype)
 
 
 @dataclass(frozen=True)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from mpishard.arguments import as_integer
-from mpishard.arrays import Array, array_namespace
-from mpishard.checkpoint import Pieces
+from mpishard.arrays import Array
 from mpishard.contracts import IOptimizer
-from mpishard.layout import ShardLayout
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport
-from mpishard.observe.ledger import MemoryCategory
-from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
+from mpishard.optimizers.sharded.local_state import CODES, LocalSettings, LocalState
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.optimizers.sharded.strategies import data_model_class
-from mpishard.sharding import Piece, ShardingConfiguration, pieces_within
+from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding.configuration import by_node
 
 __all__ = ["LocalSGDOptimizer"]
 
@@ -29,8 +24,11 @@ __all__ = ["LocalSGDOptimizer"]
 class LocalSGDOptimizer(ShardedOptimizerBase):
     """Updates each replica of a model alone; every H steps they agree on their parameters.
 
-    A replica is one rank; or a group of ranks, a node for one, if ``config.replica_size`` says so.
-    Inside a group the strategy goes on as ever, in shared memory on a node.
+    A replica is what the ``replica_size`` of the model's configuration says: a group of ranks, in
+    which the strategy goes on as ever, or with None one rank. A plain model that ``optimize`` wraps
+    has a node for a replica by default, if there are several nodes with as many consecutive ranks
+    each; then `sharding_configuration` says so, with which a model can be wrapped before. On one
+    node each rank is a replica.
 
     Without ``outer`` they take the mean of their parameters, weighted by the samples that each has
     used (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1). With
@@ -44,6 +42,16 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     small all-reduce of a step travels between them, which tells all ranks the loss, and stops all
     of them if one is not finite. ``optimize`` makes the ranks agree before each evaluation and
     each checkpoint, too.
+
+    With ``exchange`` the changes of the parameters travel rounded, both to the owner of a piece and
+    back from it: "int8" as in `GradientCompressionOptimizer`. Replicas have the same bits
+    afterwards. Each rank keeps a copy of the parameters for it.
+
+    With ``fragments=k`` the units are k fragments of about the same length, which are exchanged in
+    turn, one every H / k steps (Douillard et al., "Streaming DiLoCo", arXiv 2501.18512, algorithm
+    2); with ``overlap=t`` each travels during t steps, and then the replicas take the mean of
+    what they have and what they have agreed on (their alpha is 0.5). Every run has the same bits.
+    `settle` exchanges all fragments at once, and the cycle begins anew.
 
     A checkpoint has the inner state of each replica. As many replicas go on with the same bits; of
     another number N replica j takes the mean of the states of the replicas i of M before with
@@ -60,13 +68,19 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     outer : Optimizer, optional
         The outer rule: `SGD(0.7, momentum=0.9, nesterov=True)`, for one.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
-        Inside each replica; others than "ddp" need ``config.replica_size``.
+        Inside each replica; others than "ddp" need replicas of several ranks.
+    exchange : {"float32", "bfloat16", "int8"}, optional
+        Form of what travels. Default: the model's dtype.
+    fragments : int
+        k: from 1 to H. At the first step, at most the number of the model's units.
+    overlap : int
+        Steps that an exchange may travel: from 0 to H // k.
 
     Raises
     ------
     TypeError, ValueError
-        As `ShardedOptimizerBase`; for a period below 1, an outer rule that clips or freezes, rules
-        that search along a line, and another strategy.
+        As `ShardedOptimizerBase`; for a number outside its range, an outer rule that clips or
+        freezes, rules that search along a line, and another strategy or exchange.
     """
 
     def __init__(
@@ -77,10 +91,14 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         outer: Optimizer | None = None,
         *,
         strategy: str = "ddp",
+        exchange: str | None = None,
+        fragments: int = 1,
+        overlap: int = 0,
     ) -> None:
         super().__init__(wrapped_optimizer, config)
         self.model_class = data_model_class(strategy)
-        if strategy != "ddp" and config.replica_size is None:
+        self._config = by_node(self._config)
+        if strategy != "ddp" and self._config.replica_size is None:
             raise ValueError(
                 f"strategy={strategy!r} shards a replica over its ranks, and here each rank is a "
                 'replica: give ShardingConfiguration(replica_size=), a number of ranks or "node"'
@@ -89,6 +107,19 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
             raise ValueError(
                 f"synchronization_period must be 1 or more, got {synchronization_period}"
             )
+        if not 1 <= as_integer("fragments", fragments) <= synchronization_period:
+            raise ValueError(
+                "fragments must be from 1 to synchronization_period, "
+                f"{synchronization_period}, got {fragments}"
+            )
+        longest = synchronization_period // fragments
+        if not 0 <= as_integer("overlap", overlap) <= longest:
+            raise ValueError(
+                f"overlap must be from 0 to synchronization_period // fragments, {longest}, "
+                f"so that one exchange ends before the next begins; got {overlap}"
+            )
+        if exchange is not None and exchange not in CODES:
+            raise ValueError(f"exchange must be one of {', '.join(CODES)}, got {exchange!r}")
         if outer is not None and not isinstance(outer, Optimizer):
             raise TypeError(
                 f"outer must be a rule of mpishard.optimizers, or None, got {type(outer).__name__}"
@@ -105,16 +136,19 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
                 )
         self.synchronization_period = int(synchronization_period)
         self.outer = outer
+        self.exchange = exchange
+        self.fragments, self.overlap = int(fragments), int(overlap)
 
     def _settings(self) -> dict[str, Any]:
-        return {"synchronization_period": self.synchronization_period, "outer": self.outer}
+        names = "synchronization_period", "outer", "exchange", "fragments", "overlap"
+        return {name: getattr(self, name) for name in names}
 
     def _fingerprint(self) -> dict[str, Any]:
         outer = None if self.outer is None else self.outer.fingerprint()
         return {**super()._fingerprint(), "outer": outer}
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
-        return _LocalState(self._rule, model, frozen, self.outer)
+        return LocalState(self._rule, model, frozen, LocalSettings(**self._settings()))
 
     @property
     def _replicas_differ(self) -> bool:
@@ -135,26 +169,22 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     def _run_step(
         self, state: ModelState, x: Array, y: Array, sample_start: int | None
     ) -> StepReport:
-        assert isinstance(state, _LocalState)
+        assert isinstance(state, LocalState)
         before = state.steps
-        if state.since == 0:  # all ranks have the same parameters, whoever set them
-            state.take_anchor()
+        state.begin_step()
         report = state.model.engine.step(
             x, y, state.update, sample_start=sample_start, settings=state.settings(), apart=True
         )
         if report.gradient_norm is None:  # the step added to a round
             return report
         state.steps = before + 1  # also of a rank without samples
-        state.since += 1
-        if state.since >= self.synchronization_period:
-            state.synchronize()
+        state.end_step()
         return report
 
     def settle(self) -> None:
         """Make the ranks agree now, whatever the period. Collective."""
-        state = self._state
-        if isinstance(state, _LocalState) and state.since:
-            state.synchronize()
+        if isinstance(self._state, LocalState):
+            self._state.settle()
 
     def synchronize_optimizer_state(self) -> None:
         """Do nothing: each rank has the inner state of its own replica."""
@@ -166,174 +196,3 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
             "serialize": "the inner state is each replica's own, which bytes that are the same on "
             "all ranks cannot hold: use mpishard.checkpoint.save, or save_model",
         }
-
-
-class _LocalState(ModelState):
-    """The inner rule's state of this rank, and this rank's part of the outer rule's."""
-
-    def __init__(
-        self,
-        rule: Optimizer,
-        model: ShardedModelBase,
-        frozen: frozenset[str],
-        outer: Optimizer | None,
-    ) -> None:
-        super().__init__(rule, model, frozen)
-        self.since = 0  # steps since the ranks agreed
-        self._outer = outer
-        self._outer_steps = 0
-        self._outer_numbers: dict[str, Any] = {}
-        self._kind = f"optimizer/{type(rule).__name__}"
-        self._writers = 1  # replicas of a checkpoint that is read
-        self._read: list[tuple[int, dict[str, Array]]] = []
-        engine = model.engine
-        # The ranks that have the same part of the other replicas, and that part.
-        self._is_grouped = engine.replica.across is not None
-        self._across = engine.replica.across or model.backend
-        self._parts = [
-            piece for piece in engine.layout.pieces(sharded=self._is_grouped)
-            if piece.unit.index not in engine.gradients.layout.frozen
-        ]  # fmt: skip
-        self._pieces = self._own_pieces()
-        names = () if outer is None else ("anchor", *outer.needed_state())
-        length = sum(piece.length for piece in self._pieces)
-        allocate = engine.state_layout.allocate
-        self._outer_state = {n: allocate(MemoryCategory.OPTIMIZER_STATE, length) for n in names}
-        for vector in self._outer_state.values():
-            vector.fill(0)
-
-    def _own_pieces(self) -> tuple[Piece, ...]:
-        """Return the trained pieces of this rank's part that it owns among the replicas."""
-        program, owned, position = self.model.engine.program, [], 0
-        for part in self._parts:
-            cut = ShardLayout(part.length, self._across.world_size).slice(self._across.rank)
-            start, stop = part.start + cut.start, part.start + cut.stop
-            owned.append(Piece(part.unit, start, stop, position))
-            position += stop - start
-        if not program.frozen:
-            return tuple(owned)
-        ranges = [(e.start, e.stop) for e in program.entries if e.name not in program.frozen]
-        return pieces_within(owned, ranges)
-
-    def take_anchor(self) -> None:
-        """Remember the parameters, which are equal on all ranks."""
-        if self._outer is not None:
-            owned = self.model.engine.parameters.owned(self._pieces)
-            for piece, values in zip(self._pieces, owned, strict=True):
-                self._outer_state["anchor"][piece.in_shard] = values
-
-    def synchronize(self) -> None:
-        """Take the mean of all replicas, or the outer rule's step towards it. Collective."""
-        engine, across = self.model.engine, self._across
-        weight = engine.replicas.weight
-        # Of all ranks: those of a replica may still read, on a node, what is changed below. One
-        # rank of each replica tells its weight.
-        tells = not self._is_grouped or engine.backend.rank == 0
-        total = float(self.model.backend.all_reduce(np.array([weight * tells]))[0])
-        self.since = 0
-        if total == 0:  # somebody has made the replicas equal meanwhile
-            return
-        replicas = engine.parameters.owned(self._parts)
-        means: dict[int, Array] = {}
-        for part, values in zip(self._parts, replicas, strict=True):
-            replica = values
-            replica *= weight / total  # in place: a reduction needs no other copy
-            means[part.unit.index] = across.reduce_scatter(replica)
-        if self._outer is not None:
-            self._step_outer(self._outer, means)
-        for part, values in zip(self._parts, replicas, strict=True):
-            across.all_gather(means[part.unit.index], out=values)
-        if self._is_grouped:
-            engine.parameters.publish(self._parts)
-        engine.replicas.are_equal()
-        engine.changed()
-
-    def _step_outer(self, outer: Optimizer, means: Mapping[int, Array]) -> None:
-        """Update the anchor by the change of the mean, and write it to ``means``. Collective."""
-        engine, across = self.model.engine, self._across
-        starts = {
-            part.unit.index: part.start + ShardLayout(part.length, across.world_size)
-            .start(across.rank) for part in self._parts
-        }  # fmt: skip
-        ranges, targets = [], []
-        for piece in self._pieces:
-            start = piece.start - starts[piece.unit.index]
-            target = means[piece.unit.index][start : start + piece.length]
-            anchor = self._outer_state["anchor"][piece.in_shard]
-            state = {n: v[piece.in_shard] for n, v in self._outer_state.items() if n != "anchor"}
-            segments = segments_of(engine.program.entries, piece)
-            ranges.append(OwnedRange(anchor, anchor - target, state, segments))
-            targets.append(target)
-        names = [entry.name for entry in self.model.parameter_entries]
-        outer.update_all(ranges, UpdateContext(
-            step=self._outer_steps + 1, learning_rate=outer.checked_rate(self._outer_steps),
-            gradient_scale=1.0, sum_over_owners=self.model.backend.all_reduce,
-            parameter_names=names, numbers=self._outer_numbers,
-        ))  # fmt: skip
-        self._outer_steps += 1
-        for owned, target in zip(ranges, targets, strict=True):
-            target[...] = owned.parameters
-
-    # ------------------------------------------------------------------------------ checkpoints
-    # Kinds: "<state name>@<r>" of replica r, and "outer_<state name>".
-
-    def arrays_to_write(self) -> Pieces:
-        engine, across = self.model.engine, self._across
-        pieces = engine.pieces
-        mine = self._regions(pieces.to_write(engine.program) if self._is_grouped
-                             else pieces.updated)  # fmt: skip
-        each = {f"{kind}@{r}": regions if r == across.rank else []
-                for kind, regions in mine.items() for r in range(across.world_size)}  # fmt: skip
-        return {**each, **self._outer_regions()}
-
-    def expect(self, kinds: Collection[str]) -> None:
-        """Learn from the kinds of a checkpoint how many replicas it has."""
-        pattern = re.compile(re.escape(self._kind) + r"/\w+@(\d+)")
-        found = [int(match[1]) for kind in kinds if (match := pattern.fullmatch(kind))]
-        self._writers = 1 + max(found, default=self._across.world_size - 1)
-
-    def arrays_to_read(self) -> Pieces:
-        pieces = self.model.engine.pieces.updated
-        size, rank = self._across.world_size, self._across.rank
-        self._read = []
-        found: dict[str, Any] = {}
-        for r in range(self._writers):
-            mine = r % size == rank if self._writers >= size else r == rank % self._writers
-            vectors = {}
-            for name, vector in self.vectors.items():
-                regions: Any = []
-                if mine:
-                    vectors[name] = array_namespace(vector).zeros_like(vector)
-                    placement = self.model.engine.placement
-                    regions = placement.cut((p.start, vectors[name][p.in_shard]) for p in pieces)
-                found[f"{self._kind}/{name}@{r}"] = regions
-            if mine:
-                self._read.append((r, vectors))
-        return {**found, **self._outer_regions()}
-
-    def _outer_regions(self) -> dict[str, Any]:
-        """Return the outer state but for the anchor, which are the parameters."""
-        return {
-            f"{self._kind}/outer_{name}": self.model.engine.placement.cut(
-                (p.start, vector[p.in_shard]) for p in self._pieces
-            )
-            for name, vector in self._outer_state.items()
-            if name != "anchor"
-        }
-
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
-        numbers = {"steps": self._outer_steps, "numbers": self._outer_numbers}
-        return {**super().checkpoint_metadata(), "outer": numbers}
-
-    def restored(self, metadata: Mapping[str, Any]) -> None:
-        super().restored(metadata)
-        for name, target in self.vectors.items():
-            vector = target
-            vector.fill(0)
-            for _, vectors in self._read:
-                vector += vectors[name]
-            vector /= max(1, len(self._read))
-        self._read = []
-        outer = metadata.get("outer", {"steps": 0, "numbers": {}})
-        self._outer_steps, self._outer_numbers = int(outer["steps"]), dict(outer["numbers"])
-        self.since = 0

@@ -1,0 +1,174 @@
+"""The exchange of a unit between replicas: of its values, or of codes of their changes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array, to_host
+from mpishard.communication import CommunicationBackend, ReductionOperation, Work
+from mpishard.communication.contract.reduction import TreeReducer
+from mpishard.layout import ShardLayout
+from mpishard.models.stores.compression import Code
+from mpishard.observe.ledger import MemoryCategory, MemoryLedger
+from mpishard.sharding import Piece
+
+__all__ = ["CodedExchange", "ExactExchange", "Exchange"]
+
+
+class Exchange(ABC):
+    """Brings this rank's part of a unit together with those of the other replicas.
+
+    `begin` sends shares to their owners, `mean` waits for them; `answer` sends the owners' values
+    to all, `result` waits for them. Each is collective.
+
+    Parameters
+    ----------
+    across : CommunicationBackend
+        The ranks that hold the same part in the other replicas.
+    part : Piece
+        The part.
+
+    Attributes
+    ----------
+    own : slice
+        The elements of the part that this rank owns among these ranks.
+    in_place : bool
+        Whether values are overwritten by their shares, and by the result, so that no other memory
+        is needed.
+    """
+
+    in_place = False
+
+    def __init__(self, across: CommunicationBackend, part: Piece) -> None:
+        self.across = across
+        self.part = part
+        self.owners = ShardLayout(part.length, across.world_size)
+        self.own = self.owners.slice(across.rank)
+        self._work: Work
+
+    def agree(self, values: Array) -> None:
+        """Note ``values``, shape (part.length,), which all replicas have now."""
+
+    @abstractmethod
+    def begin(self, values: Array, share: float, number: int) -> None:
+        """Send ``share`` of ``values``, shape (part.length,), for the ``number``-th time."""
+
+    @abstractmethod
+    def mean(self) -> Array:
+        """Return the sum of all shares of what this rank owns, to be written to."""
+
+    @abstractmethod
+    def answer(self, values: Array) -> None:
+        """Send ``values`` of what this rank owns to all."""
+
+    @abstractmethod
+    def result(self) -> Array:
+        """Return what all owners sent, shape (part.length,), with the same bits in all replicas."""
+
+
+class ExactExchange(Exchange):
+    """The values travel in their own dtype."""
+
+    def __init__(
+        self, across: CommunicationBackend, part: Piece, *, in_place: bool = False
+    ) -> None:
+        super().__init__(across, part)
+        self.in_place = in_place
+
+    def begin(self, values: Array, share: float, number: int) -> None:
+        self._sent = values if self.in_place else values.copy()
+        self._sent *= share
+        self._work = self.across.reduce_scatter_async(self._sent)
+
+    def mean(self) -> Array:
+        mean: Array = self._work.wait()
+        return mean
+
+    def answer(self, values: Array) -> None:
+        self._work = self.across.all_gather_async(values, out=self._sent)
+
+    def result(self) -> Array:
+        result: Array = self._work.wait()
+        del self._sent
+        return result
+
+
+class CodedExchange(Exchange):
+    """Changes since the last exchange travel as codes, in both directions.
+
+    Each rank keeps the values that all replicas had then. An owner adds what the codes of all ranks
+    tell, in the order of the one tree, and sends the change that it makes of them as a code, which
+    it decodes as all others do. What a code leaves out is not kept: rounding is unbiased, and the
+    next change begins at the values that all have.
+
+    Parameters
+    ----------
+    code : Code
+        What travels.
+    dtype : numpy.dtype
+        Of the values.
+    ledger : MemoryLedger
+        Books the copy of the values.
+    """
+
+    def __init__(
+        self, across: CommunicationBackend, part: Piece, code: Code, dtype: np.dtype[Any],
+        ledger: MemoryLedger,
+    ) -> None:  # fmt: skip
+        super().__init__(across, part)
+        self._code = code
+        self._agreed = ledger.allocate(MemoryCategory.OPTIMIZER_STATE, part.length, dtype)
+        self._number = 0
+        self._reducer = TreeReducer()
+
+    def _encode(self, change: Array, owner: int, sender: int) -> Array:
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN, which the next loss shows
+            return self._code.encode(change, self._key(owner, sender))
+
+    def _decode(self, code: Array, owner: int, sender: int) -> Array:
+        change = np.empty(self.owners.size(owner), self._agreed.dtype)
+        with np.errstate(invalid="ignore", over="ignore"):
+            self._code.decode(code, change, self._key(owner, sender))
+        return change
+
+    def _key(self, owner: int, sender: int) -> tuple[int, ...]:
+        return self._number, self.part.unit.index, owner, sender
+
+    def agree(self, values: Array) -> None:
+        self._agreed[...] = to_host(values)
+
+    def begin(self, values: Array, share: float, number: int) -> None:
+        self._number = number
+        change = to_host(values) - self._agreed
+        change *= share
+        rank, size = self.across.rank, self.across.world_size
+        self._work = self.across.all_to_all_async(
+            [self._encode(change[self.owners.slice(owner)], owner, 1 + rank)
+             for owner in range(size)]
+        )  # fmt: skip
+
+    def mean(self) -> Array:
+        rank = self.across.rank
+        changes = [self._decode(code, rank, 1 + sender)
+                   for sender, code in enumerate(self._work.wait())]  # fmt: skip
+        mean = np.empty_like(changes[0])
+        self._reducer.reduce(changes, ReductionOperation.SUM, mean)
+        mean += self._agreed[self.own]
+        return mean
+
+    def answer(self, values: Array) -> None:
+        code = self._encode(values - self._agreed[self.own], self.across.rank, 0)
+        self._work = self.across.all_gather_async(code)
+
+    def result(self) -> Array:
+        codes = self._work.wait()
+        position = 0
+        for owner in range(self.across.world_size):
+            length = self._code.wire_bytes(self.owners.size(owner), self._agreed.dtype.itemsize)
+            change = self._decode(codes[position : position + length], owner, 0)
+            self._agreed[self.owners.slice(owner)] += change
+            position += length
+        return self._agreed

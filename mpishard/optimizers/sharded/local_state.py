@@ -1,0 +1,353 @@
+"""The state of local steps: this rank's inner state, and the exchanges between replicas."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array, array_namespace, beside, copy_into
+from mpishard.bfloat16 import BFLOAT16
+from mpishard.checkpoint import Pieces
+from mpishard.models import ShardedModelBase
+from mpishard.models.stores.compression import Code, Int8, Rounded
+from mpishard.observe.ledger import MemoryCategory
+from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
+from mpishard.optimizers.rules.rule import Optimizer
+from mpishard.optimizers.sharded.exchange import CodedExchange, ExactExchange, Exchange
+from mpishard.optimizers.sharded.state import ModelState
+from mpishard.sharding import Piece, pieces_within
+
+__all__ = ["CODES", "LocalSettings", "LocalState"]
+
+CODES: dict[str, Code] = {
+    "float32": Rounded(np.dtype(np.float32)), "bfloat16": Rounded(BFLOAT16), "int8": Int8(),
+}  # fmt: skip
+"""The dtypes in which replicas may exchange the changes of their parameters."""
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    """The arguments of `LocalSGDOptimizer` that its state needs."""
+
+    synchronization_period: int
+    outer: Optimizer | None
+    fragments: int
+    overlap: int
+    exchange: str | None
+
+
+@dataclass
+class _Fragment:
+    """Units that are exchanged at one time, and their position in the cycle of H steps.
+
+    Parameters
+    ----------
+    due : int
+        The step of the cycle after which the exchange begins.
+    exchanges : list of Exchange
+        One for each unit.
+    pieces : list of Piece
+        The trained ones of those that this rank owns of them among the replicas.
+    """
+
+    due: int
+    exchanges: list[Exchange] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    count: int = 0  # exchanges begun so far
+    used: float = 0.0  # weight of the replica's samples when the last one began
+    began: int = 0  # step since all were equal
+    is_answered: bool = False
+
+    @property
+    def parts(self) -> list[Piece]:
+        return [exchange.part for exchange in self.exchanges]
+
+
+class LocalState(ModelState):
+    """The inner rule's state of this rank, and this rank's part of the outer rule's.
+
+    Attributes
+    ----------
+    since : int
+        Steps since all replicas were equal.
+    """
+
+    def __init__(
+        self,
+        rule: Optimizer,
+        model: ShardedModelBase,
+        frozen: frozenset[str],
+        settings: LocalSettings,
+    ) -> None:
+        super().__init__(rule, model, frozen)
+        self.since = 0
+        self._given = settings
+        self._outer = settings.outer
+        self._kind = f"optimizer/{type(rule).__name__}"
+        self._writers = 1  # replicas of a checkpoint that is read
+        self._read: list[tuple[int, dict[str, Array]]] = []
+        engine = model.engine
+        self._agreements = -1  # of the engine's replicas, when this state last looked
+        # The ranks that have the same part of the other replicas, and that part.
+        self._is_grouped = engine.replica.across is not None
+        self._across = engine.replica.across or model.backend
+        self._pieces: list[Piece] = []  # what this rank owns, and trains
+        self._under_way: _Fragment | None = None
+        self._fragments = self._make_fragments()
+        names = () if self._outer is None else ("anchor", *self._outer.needed_state())
+        length = sum(piece.length for piece in self._pieces)
+        allocate = engine.state_layout.allocate
+        self._outer_state = {n: allocate(MemoryCategory.OPTIMIZER_STATE, length) for n in names}
+        for vector in self._outer_state.values():
+            vector.fill(0)
+
+    def _make_fragments(self) -> list[_Fragment]:
+        """Cut the trained units into fragments of about the same length, in order."""
+        engine, given = self.model.engine, self._given
+        count, period = given.fragments, given.synchronization_period
+        frozen = engine.gradients.layout.frozen
+        parts = [part for part in engine.layout.pieces(sharded=self._is_grouped)
+                 if part.unit.index not in frozen]  # fmt: skip
+        if count > len(parts):
+            raise ValueError(
+                f"fragments={count} are more than the model's {len(parts)} units that are trained: "
+                "give fewer, or a smaller minimum_parameter_group_size"
+            )
+        fragments = [_Fragment(n * period // count % period) for n in range(1, count + 1)]
+        total, before = sum(part.unit.length for part in parts), 0
+        for part in parts:
+            middle = before + part.unit.length / 2
+            before += part.unit.length
+            fragments[int(middle * count / total)].exchanges.append(self._exchange_of(part))
+        position = 0
+        owned = []
+        for exchange in (exchange for each in fragments for exchange in each.exchanges):
+            unit, start = exchange.part.unit, exchange.part.start
+            piece = Piece(unit, start + exchange.own.start, start + exchange.own.stop, position)
+            position += piece.length
+            owned.append(piece)
+        for piece in self._trained(owned):
+            self._pieces.append(piece)
+            for fragment in fragments:
+                if any(part.unit is piece.unit for part in fragment.parts):
+                    fragment.pieces.append(piece)
+        return fragments
+
+    def _exchange_of(self, part: Piece) -> Exchange:
+        name, dtype = self._given.exchange, self.model.dtype
+        if name in (None, dtype.name):
+            return ExactExchange(self._across, part, in_place=not self._given.overlap)
+        ledger = self.model.engine.layout.ledger
+        return CodedExchange(self._across, part, CODES[name], dtype, ledger)
+
+    def _trained(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
+        """Return the parts of ``pieces`` that are not frozen."""
+        program = self.model.engine.program
+        if not program.frozen:
+            return pieces
+        ranges = [(e.start, e.stop) for e in program.entries if e.name not in program.frozen]
+        return pieces_within(pieces, ranges)
+
+    # ---------------------------------------------------------------------------------- exchanges
+
+    def begin_step(self) -> None:
+        """Remember the parameters, if all replicas have become equal, whoever made them so."""
+        agreements = self.model.engine.replicas.agreements
+        if agreements == self._agreements:
+            return
+        self._agreements, self.since, self._under_way = agreements, 0, None
+        for fragment in self._fragments:
+            fragment.used = 0.0
+            values = self.model.engine.parameters.owned(fragment.parts)
+            for exchange, agreed in zip(fragment.exchanges, values, strict=True):
+                exchange.agree(agreed)
+            self._take_anchor(fragment, values)
+
+    def _take_anchor(self, fragment: _Fragment, values: Sequence[Array]) -> None:
+        """Let the outer rule begin at ``values`` of the fragment's parts."""
+        if self._outer is None:
+            return
+        by_unit = {part.unit.index: (part.start, agreed)
+                   for part, agreed in zip(fragment.parts, values, strict=True)}  # fmt: skip
+        for piece in fragment.pieces:
+            start, agreed = by_unit[piece.unit.index]
+            own = agreed[piece.start - start : piece.stop - start]
+            copy_into(self._outer_state["anchor"][piece.in_shard], own)
+
+    def end_step(self) -> None:
+        """Count a step, and do the part of an exchange that is due after it. Collective."""
+        self.since += 1
+        period, overlap = self._given.synchronization_period, self._given.overlap
+        if self._given.fragments == 1 and not overlap:
+            if self.since == period:
+                self.settle()
+            return
+        if (fragment := self._under_way) is not None:
+            self._across.progress()
+            age = self.since - fragment.began
+            if age == (overlap + 1) // 2:
+                self._answer(fragment)
+            if age == overlap:
+                self._finish(fragment)
+        for fragment in self._fragments:
+            if self.since % period == fragment.due and self._begin(fragment) and not overlap:
+                self._answer(fragment)
+                self._finish(fragment)
+
+    def settle(self) -> None:
+        """Make all replicas equal now. Collective."""
+        if self._agreements != self.model.engine.replicas.agreements or not self.since:
+            return  # somebody has made them equal
+        if (fragment := self._under_way) is not None:
+            self.model.backend.barrier()  # ranks of a node may still read what is written below
+            if not fragment.is_answered:
+                self._answer(fragment)
+            self._finish(fragment)
+        for fragment in self._fragments:
+            if self._begin(fragment):
+                self._answer(fragment)
+                self._finish(fragment)
+        self.since = 0
+        self.model.engine.replicas.are_equal()
+
+    def _begin(self, fragment: _Fragment) -> bool:
+        """Send this replica's share of the mean, unless no replica has used a sample."""
+        engine = self.model.engine
+        used = engine.replicas.weight
+        weight, fragment.used = used - fragment.used, used
+        # Of all ranks: those of a replica may still read, on a node, what is changed below. One
+        # rank of each replica tells its weight.
+        tells = not self._is_grouped or engine.backend.rank == 0
+        total = float(self.model.backend.all_reduce(np.array([weight * tells]))[0])
+        if total == 0:
+            return False
+        fragment.count += 1
+        fragment.began, fragment.is_answered = self.since, False
+        values = engine.parameters.owned(fragment.parts)
+        for exchange, part in zip(fragment.exchanges, values, strict=True):
+            exchange.begin(part, weight / total, fragment.count)
+        self._under_way = fragment
+        return True
+
+    def _answer(self, fragment: _Fragment) -> None:
+        """Send the mean of what this rank owns, or the outer rule's step towards it, to all."""
+        means = {exchange.part.unit.index: exchange.mean() for exchange in fragment.exchanges}
+        if self._outer is not None:
+            self._step_outer(self._outer, fragment, means)
+        for exchange in fragment.exchanges:
+            exchange.answer(means[exchange.part.unit.index])
+        fragment.is_answered = True
+
+    def _finish(self, fragment: _Fragment) -> None:
+        """Take what all replicas have agreed on: with steps since then, half of it."""
+        engine = self.model.engine
+        mixes = self.since > fragment.began
+        found = [exchange.result() for exchange in fragment.exchanges]
+        self._take_anchor(fragment, found)
+        owned = engine.parameters.owned(fragment.parts)
+        for exchange, target, agreed in zip(fragment.exchanges, owned, found, strict=True):
+            values = target
+            if mixes:
+                values += beside(agreed, values)
+                values *= 0.5
+            elif not exchange.in_place:
+                copy_into(values, agreed)
+        if self._is_grouped:
+            engine.parameters.publish(fragment.parts)
+        self._under_way = None
+        engine.changed()
+
+    def _step_outer(
+        self, outer: Optimizer, fragment: _Fragment, means: Mapping[int, Array]
+    ) -> None:
+        """Update the anchor by the change of the mean, and write it to ``means``. Collective."""
+        engine = self.model.engine
+        starts = {e.part.unit.index: e.part.start + e.own.start for e in fragment.exchanges}
+        ranges, targets = [], []
+        for piece in fragment.pieces:
+            start = piece.start - starts[piece.unit.index]
+            target = means[piece.unit.index][start : start + piece.length]
+            anchor = self._outer_state["anchor"][piece.in_shard]
+            state = {n: v[piece.in_shard] for n, v in self._outer_state.items() if n != "anchor"}
+            segments = segments_of(engine.program.entries, piece)
+            ranges.append(OwnedRange(anchor, anchor - beside(target, anchor), state, segments))
+            targets.append(target)
+        names = [entry.name for entry in self.model.parameter_entries]
+        outer.update_all(ranges, UpdateContext(
+            step=fragment.count, learning_rate=outer.checked_rate(fragment.count - 1),
+            gradient_scale=1.0, sum_over_owners=self.model.backend.all_reduce,
+            parameter_names=names,
+        ))  # fmt: skip
+        for owned, target in zip(ranges, targets, strict=True):
+            copy_into(target, owned.parameters)
+
+    # ------------------------------------------------------------------------------ checkpoints
+    # Kinds: "<state name>@<r>" of replica r, and "outer_<state name>".
+
+    def arrays_to_write(self) -> Pieces:
+        engine, across = self.model.engine, self._across
+        pieces = engine.pieces
+        mine = self._regions(pieces.to_write(engine.program) if self._is_grouped
+                             else pieces.updated)  # fmt: skip
+        each = {f"{kind}@{r}": regions if r == across.rank else []
+                for kind, regions in mine.items() for r in range(across.world_size)}  # fmt: skip
+        return {**each, **self._outer_regions()}
+
+    def expect(self, kinds: Collection[str]) -> None:
+        """Learn from the kinds of a checkpoint how many replicas it has."""
+        pattern = re.compile(re.escape(self._kind) + r"/\w+@(\d+)")
+        found = [int(match[1]) for kind in kinds if (match := pattern.fullmatch(kind))]
+        self._writers = 1 + max(found, default=self._across.world_size - 1)
+
+    def arrays_to_read(self) -> Pieces:
+        pieces = self.model.engine.pieces.updated
+        size, rank = self._across.world_size, self._across.rank
+        self._read = []
+        found: dict[str, Any] = {}
+        for r in range(self._writers):
+            mine = r % size == rank if self._writers >= size else r == rank % self._writers
+            vectors = {}
+            for name, vector in self.vectors.items():
+                regions: Any = []
+                if mine:
+                    vectors[name] = array_namespace(vector).zeros_like(vector)
+                    placement = self.model.engine.placement
+                    regions = placement.cut((p.start, vectors[name][p.in_shard]) for p in pieces)
+                found[f"{self._kind}/{name}@{r}"] = regions
+            if mine:
+                self._read.append((r, vectors))
+        return {**found, **self._outer_regions()}
+
+    def _outer_regions(self) -> dict[str, Any]:
+        """Return the outer state but for the anchor, which are the parameters."""
+        return {
+            f"{self._kind}/outer_{name}": self.model.engine.placement.cut(
+                (p.start, vector[p.in_shard]) for p in self._pieces
+            )
+            for name, vector in self._outer_state.items()
+            if name != "anchor"
+        }
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        counts = [fragment.count for fragment in self._fragments]
+        return {**super().checkpoint_metadata(), "outer": {"steps": counts}}
+
+    def restored(self, metadata: Mapping[str, Any]) -> None:
+        super().restored(metadata)
+        for name, target in self.vectors.items():
+            vector = target
+            vector.fill(0)
+            for _, vectors in self._read:
+                vector += vectors[name]
+            vector /= max(1, len(self._read))
+        self._read = []
+        counts = [int(n) for n in np.atleast_1d(metadata.get("outer", {}).get("steps", 0))]
+        if len(counts) != len(self._fragments):  # written with other fragments
+            counts = [max(counts)] * len(self._fragments)
+        for fragment, count in zip(self._fragments, counts, strict=True):
+            fragment.count = count
+        self._agreements = -1

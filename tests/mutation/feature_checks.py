@@ -1,0 +1,282 @@
+"""What has one use: late and stale gradients, replicas of several ranks, errors of one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from registry import PATHS, STEPS, as_in_one_process, check, is_late, of
+from worlds import agree, close, refused, run
+
+import mpishard as ms
+from mpishard import nn
+from mpishard.callbacks.preemption import Preemption
+from mpishard.communication import InMemoryCommunicationBackend
+from mpishard.errors import CheckpointError, ShardingError
+from mpishard.models import HybridShardedModel
+
+# ------------------------------------------------------------------------ late and stale gradients
+
+
+class WithheldWork:
+    """An all-reduce whose ``out`` holds nothing of use until somebody waits for it."""
+
+    def __init__(self, work: Any, out: Any) -> None:
+        self._work, self._out = work, out
+
+    def wait(self) -> Any:
+        if self._work is not None:
+            self._out[...], self._work = self._work.wait(), None
+        return self._out
+
+
+@contextlib.contextmanager
+def withheld() -> Iterator[None]:
+    """Inside, a sum that nobody waited for is not there, which the contract of `Work` allows.
+
+    Threads complete what they issued earlier in every later collective, which hides that.
+    """
+    original = InMemoryCommunicationBackend.all_reduce_async
+
+    def issue(self: Any, array: Any, *arguments: Any, out: Any = None) -> Any:
+        work = original(self, array.copy(), *arguments)
+        out = array if out is None else out
+        out[...] = np.nan
+        return WithheldWork(work, out)
+
+    with mock.patch.object(InMemoryCommunicationBackend, "all_reduce_async", issue):
+        yield
+
+
+@check
+def late_gradients(problems: Any) -> None:
+    def body(backend: Any) -> Any:
+        config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+        model = ms.DDPModel(nn.MLP([5, 7, 2], seed=1), config)
+        optimizer = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.SGD(0.05), config, delay=1)
+        for step in range(STEPS):
+            optimizer.step(model, *problems.local_batch(backend, "mlp", step))
+        return [model.get_parameters()]
+
+    as_in_one_process(body)
+    with withheld():
+        as_in_one_process(body)
+
+
+@check
+def late_gradients_that_one_rank_has_dropped(problems: Any) -> None:
+    def body(backend: Any) -> None:
+        config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+        model = ms.DDPModel(nn.MLP([5, 7, 2], seed=1), config)
+        optimizer = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.SGD(0.05), config, delay=1)
+        optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
+        if backend.rank == 1:
+            model.engine.gradients.abandon()
+        refused(ShardingError, "other gradients under way", optimizer.apply_pending_gradients)
+
+    run(body)
+
+
+class Linear:
+    """A loss whose gradient is the same everywhere: updates in any order end alike."""
+
+    default_loss_function = None
+
+    def __init__(self) -> None:
+        self.theta = np.zeros(7)
+
+    def get_parameters(self) -> Any:
+        return self.theta
+
+    def set_parameters(self, theta: Any) -> None:
+        self.theta = theta
+
+    def compute_loss_and_gradients(self, x: Any, y: Any) -> tuple[float, Any]:
+        return float(x.mean(0) @ self.theta), x.mean(0)
+
+
+@check
+def stale_gradients(problems: Any) -> None:
+    """Messages of the user's are under way meanwhile; the ranks agree when they settle."""
+    data = np.random.default_rng(3).standard_normal((3, 4, 2, 7))
+
+    def body(backend: Any) -> None:
+        config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+        model = ms.DDPModel(Linear(), config)
+        optimizer = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.SGD(0.5), config, 1)
+        optimizer.bind(model)
+        mine, me = data[backend.rank], backend.rank
+        if me:
+            optimizer.step(model, mine[0], mine[0])
+            optimizer.step(model, mine[1], mine[1])  # waits for nobody
+        backend.send(np.full(3, float(me)), (me + 1) % 3)
+        close(backend.receive((me - 1) % 3, 3), np.full(3, (me - 1) % 3))
+        for x in mine[2 if me else 0 :]:
+            optimizer.step(model, x, x)  # ranks 1 and 2 wait for rank 0
+        optimizer.settle()
+        close(model.get_parameters(), -0.5 * data.mean(2).sum((0, 1)) / 3)
+        agree(backend, model.get_parameters())
+        close(optimizer.sum_over_reports(np.array([1.0, me])), [3, 3])
+        optimizer.wrapped_optimizer.weight_decay = 0.1 * (me == 1)
+        optimizer.step(model, mine[0], mine[0])
+        refused(ShardingError, "weight_decay is 0.0, 0.1, 0.0", optimizer.settle)
+
+    run(body)
+
+
+# ------------------------------------------------------------------------------ replicas and meshes
+
+
+def replicas(problems: Any, backend: Any, size: int, strategy: str, period: int) -> list[Any]:
+    """Train replicas of ``size`` ranks; return the parameters before and after each step."""
+    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1, replica_size=size)
+    model = ms.as_distributed(nn.MLP([5, 7, 2], seed=1 + backend.rank), config, strategy)
+    optimizer = ms.optimizers.LocalSGDOptimizer(
+        ms.optimizers.SGD(0.05), config, period, strategy=strategy
+    )
+    found = [model.get_parameters()]
+    for step in range(STEPS):
+        optimizer.step(model, *problems.local_batch(backend, "mlp", step))
+        found.append(model.get_parameters())
+    return found
+
+
+@check
+def one_replica_of_all_ranks_and_one_of_each(problems: Any) -> None:
+    for size, strategy in ((1, "zero1"), (3, "fsdp")):
+
+        def body(backend: Any, size: int = size, strategy: str = strategy) -> Any:
+            return replicas(problems, backend, min(size, backend.world_size), strategy, 1)
+
+        as_in_one_process(body)
+
+
+@check
+def replicas_of_two_ranks(problems: Any) -> None:
+    """Each trains alone for two steps, from rank 0's values; then all have the mean."""
+    plain = nn.MLP([5, 7, 2], seed=1)
+    thetas, weights = [plain.get_parameters()] * 2, np.zeros(2)
+    expected = [thetas]
+    for step in range(STEPS):
+        x, y = problems.batch("mlp", step)
+        parts = [problems.part(len(x), step, rank, 4) for rank in range(4)]
+        thetas = list(thetas)
+        for replica in range(2):
+            mine = np.r_[tuple(np.arange(len(x))[part] for part in parts[2 * replica :][:2])]
+            if len(mine):
+                of_replica = plain.with_parameters(thetas[replica])
+                thetas[replica] = thetas[replica] - 0.05 * of_replica.compute_gradients(
+                    x[mine], y[mine]
+                )
+            weights[replica] += len(mine)
+        if step % 2:
+            thetas, weights = [weights @ thetas / weights.sum()] * 2, np.zeros(2)
+        expected.append(thetas)
+
+    def body(backend: Any, strategy: str) -> None:
+        found = replicas(problems, backend, 2, strategy, 2)
+        close(found, [thetas[backend.rank // 2] for thetas in expected])
+
+    for strategy in ("ddp", "zero1", "fsdp"):
+        for path in PATHS:
+            for manner in (nullcontext, is_late):
+                with manner():
+                    run(functools.partial(body, strategy=strategy), path, 4)
+
+
+@check
+def a_result_that_depends_on_the_rank(problems: Any) -> None:
+    def body(backend: Any) -> None:
+        gradient = np.arange(6.0)
+        gradient[2] += backend.rank
+        function = ms.FunctionModel(lambda theta, x, y: (3.0, gradient), np.zeros(6))
+        model = HybridShardedModel(function, ms.ShardingConfiguration(backend), 1, 3)
+        refused(
+            ShardingError, "their results differ",
+            lambda: model.train(np.ones((2, 1)), np.ones((2, 1))),
+        )  # fmt: skip
+
+    run(body)
+
+
+@check
+def state_of_a_mesh_that_is_repaired(problems: Any) -> None:
+    def body(backend: Any) -> None:
+        model = ms.as_distributed(nn.MLP([5, 4, 2], seed=1), backend, "tensor")
+        optimizer = ms.as_distributed(ms.optimizers.Adam(0.01), backend, "tensor")
+        optimizer.step(model, *problems.batch("mlp", 0))
+        optimizer._state.steps += backend.rank
+        optimizer.synchronize_optimizer_state()
+        assert optimizer.steps == 1
+
+    run(body)
+
+
+# ------------------------------------------------------------------------------ one rank of several
+
+
+@check
+def an_order_to_end_on_one_rank(problems: Any) -> None:
+    def body(backend: Any) -> None:
+        with Preemption(backend) as preemption:
+            assert preemption.is_asked_or(False, backend.rank == 1) == [False, False, True]
+
+    run(body)
+
+
+@check
+def a_shard_of_another_length_on_one_rank(problems: Any) -> None:
+    def body(backend: Any) -> None:
+        model, _ = of(backend, nn.MLP([5, 4, 2], seed=1), "fsdp")
+        given = model._local_shard[backend.rank == 1 :]
+        refused(
+            ValueError, "_local_shard: expected a vector",
+            lambda: setattr(model, "_local_shard", given),
+        )  # fmt: skip
+
+    run(body)
+
+
+class Own:
+    """A black box with bytes of its own, which one rank cannot read."""
+
+    def __init__(self, rank: int) -> None:
+        self.theta, self.rank = np.arange(4.0), rank
+
+    def get_parameters(self) -> Any:
+        return self.theta
+
+    def set_parameters(self, theta: Any) -> None:
+        self.theta = theta
+
+    def compute_gradients(self, x: Any, y: Any) -> Any:
+        return np.ones(4)
+
+    def serialize(self) -> bytes:
+        return b"own"
+
+    def deserialize(self, data: bytes) -> None:
+        if self.rank == 1:
+            raise ValueError("these are not my bytes")
+
+
+@check
+def a_checkpoint_that_one_rank_cannot_take(problems: Any) -> None:
+    def body(backend: Any, folder: Path) -> None:
+        model, _ = of(backend, Own(backend.rank), "ddp")
+        model.save_model(folder / "model")
+        refused(CheckpointError, "not my bytes", lambda: model.load_model(folder / "model"))
+        _, optimizer = of(backend, nn.MLP([5, 4, 2]), "fsdp")
+        optimizer.save_model(folder / "rule")
+        wrong = folder / ("none" if backend.rank == 1 else "rule")
+        refused(FileNotFoundError, "none", lambda: optimizer.load_model(wrong))
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(functools.partial(body, folder=Path(folder)))

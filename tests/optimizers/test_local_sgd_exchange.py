@@ -1,0 +1,245 @@
+"""Replicas that exchange codes, and fragments in turn: against a textbook version, and by the byte.
+
+The textbook runs all ranks in one process, on whole vectors.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpishard as ms
+from mpishard import nn
+from mpishard.errors import ShardingError
+from mpishard.optimizers import SGD, Adam, LocalSGDOptimizer
+from mpishard.testing.worlds import in_worlds
+
+generator = np.random.default_rng(5)
+X = generator.standard_normal((29, 6))
+Y = np.sin(X[:, :3])
+PERIOD = 6
+LAYERS = [6, 8, 5, 3]  # a unit each: 56, 45 and 18 elements
+
+
+def plain(layers=LAYERS):
+    return nn.MLP(layers, activation="tanh", seed=2)
+
+
+def build(backend, *, outer=False, rule=None, size=None, strategy="ddp", **given):
+    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1, replica_size=size)
+    model = ms.as_distributed(plain(), config, strategy)
+    rule = SGD(1e-3, momentum=0.9) if rule is None else rule
+    nesterov = SGD(0.7, momentum=0.9, nesterov=True) if outer else None
+    return model, LocalSGDOptimizer(rule, config, PERIOD, nesterov, strategy=strategy, **given)
+
+
+def share(step, rank, size):
+    """Uneven, of other samples in each step; at each fifth the last rank has none."""
+    cuts = [k * 29 // size + (0 < k < size) for k in range(size + 1)]
+    rows = np.random.default_rng(step).permutation(29)[cuts[rank] : cuts[rank + 1]]
+    if step % 5 == 3 and rank == size - 1 > 0:
+        rows = rows[:0]
+    return X[rows], Y[rows]
+
+
+def told(exchange, values, key):
+    """Return what a code tells of ``values``."""
+    if exchange is None or not values.size:
+        return values
+    if exchange != "int8":
+        dtype = ml_dtypes.bfloat16 if exchange == "bfloat16" else np.float32
+        return values.astype(dtype).astype(float)
+    scale = np.abs(values).max() / 127
+    drawn = np.random.default_rng(key).random(values.size, np.float32)
+    return np.clip(np.floor(values / (scale or 1) + drawn), -127, 127) * scale
+
+
+class Textbook:
+    """All replicas of ``group`` ranks each, one after the other."""
+
+    def __init__(self, units, world, exchange, fragments, overlap, outer, group=1):
+        size = world // group
+        self.units, self.size, self.exchange, self.group = units, size, exchange, group
+        self.fragments, self.overlap, self.outer = fragments, overlap, outer
+        self.model = plain()
+        self.agreed = self.model.get_parameters()
+        self.thetas = [self.agreed.copy() for _ in range(size)]
+        self.velocities = [0 * self.agreed for _ in range(size)]
+        self.momentum = 0 * self.agreed
+        self.used = np.zeros((fragments, size))
+        self.counts = [0] * fragments
+        self.coming = None
+
+    def run(self, steps):
+        for step in range(steps):
+            for rank in range(self.size):
+                ranks = range(rank * self.group, (rank + 1) * self.group)
+                each = [share(step, one, self.size * self.group) for one in ranks]
+                x, y = (np.concatenate(arrays) for arrays in zip(*each, strict=True))
+                if len(x):
+                    at = self.model.with_parameters(self.thetas[rank])
+                    gradient = at.compute_loss_and_gradients(x, y)[1]
+                    self.velocities[rank] = 0.9 * self.velocities[rank] + gradient
+                    self.thetas[rank] = self.thetas[rank] - 1e-3 * self.velocities[rank]
+                self.used[:, rank] += len(x)
+            if self.coming is not None and step == self.coming[0]:
+                self.take(0.5)
+            for number in range(self.fragments):
+                due = (number + 1) * PERIOD // self.fragments
+                if (step + 1 - due) % PERIOD == 0:
+                    self.coming = step + self.overlap, self.exchanged(number)
+                    if not self.overlap:
+                        self.take(0)
+
+    def take(self, kept):
+        for place, values in self.coming[1]:
+            self.agreed[place] = values
+            for theta in self.thetas:
+                theta[place] = kept * theta[place] + (1 - kept) * values
+        self.coming = None
+
+    def exchanged(self, number):
+        """Return the places of a fragment, and their next values."""
+        weights, self.used[number] = self.used[number].copy(), 0
+        self.counts[number] += 1
+        length, found = self.units[-1].stop, []
+        for unit in self.units:
+            if (unit.start + unit.stop) / 2 * self.fragments // length != number:
+                continue
+            layout = ms.ShardLayout(unit.length, self.size)
+            for owner in range(self.size):
+                start = unit.start + layout.start(owner)
+                place = slice(start, start + layout.size(owner))
+                key = (self.counts[number], unit.index, owner)
+                old, change = self.agreed[place], 0
+                for rank, theta in enumerate(self.thetas):
+                    mine = (theta[place] - old) * weights[rank] / weights.sum()
+                    change = change + told(self.exchange, mine, (*key, 1 + rank))
+                if self.outer:
+                    self.momentum[place] = 0.9 * self.momentum[place] - change
+                    change = -0.7 * (-change + 0.9 * self.momentum[place])
+                found.append((place, old + told(self.exchange, change, (*key, 0))))
+        return found
+
+
+WAYS = [  # exchange, fragments, overlap, outer
+    ("int8", 1, 0, False), ("int8", 1, 0, True), ("bfloat16", 1, 0, True), ("float32", 3, 0, False),
+    (None, 3, 0, True), (None, 3, 2, True), (None, 1, 3, False), ("int8", 2, 1, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("exchange", "fragments", "overlap", "outer"), WAYS)
+@in_worlds(2, 3)
+def test_fifty_steps_are_the_textbooks(backend, exchange, fragments, overlap, outer):
+    model, optimizer = build(
+        backend, outer=outer, exchange=exchange, fragments=fragments, overlap=overlap
+    )
+    for step in range(50):
+        optimizer.step(model, *share(step, backend.rank, backend.world_size))
+    everyones = backend.all_gather(model.local_parameter_shard[None].copy())
+    if backend.rank == 0:
+        book = Textbook(model.units, backend.world_size, exchange, fragments, overlap, outer)
+        book.run(50)
+        np.testing.assert_allclose(everyones, book.thetas, rtol=0, atol=1e-12)
+        assert np.abs(book.agreed - plain().get_parameters()).max() > 1e-3
+    optimizer.settle()
+    everyones = backend.all_gather(model.local_parameter_shard[None].copy())
+    assert (everyones == everyones[0]).all()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@in_worlds(2, 4)
+def test_replicas_of_two_ranks_stream_codes(backend, strategy):
+    given = {"outer": True, "exchange": "bfloat16", "fragments": 3, "overlap": 2, "size": 2}
+    model, optimizer = build(backend, strategy=strategy, **given)
+    for step in range(20):
+        optimizer.step(model, *share(step, backend.rank, backend.world_size))
+    book = Textbook(model.units, backend.world_size, "bfloat16", 3, 2, outer=True, group=2)
+    book.run(20)
+    mine = model.get_parameters()
+    np.testing.assert_allclose(mine, book.thetas[backend.rank // 2], rtol=0, atol=1e-12)
+    optimizer.settle()
+    optimizer.settle()  # nothing is left
+    settled = model.get_parameters()
+    assert (backend.all_gather(settled[None]) == settled).all()
+
+
+@pytest.mark.usefixtures("messages_only")
+@pytest.mark.parametrize(("exchange", "width"), [("float32", 4), ("bfloat16", 2), ("int8", 1)])
+@in_worlds(2, 3, 4)
+def test_codes_travel_in_turn(backend, exchange, width):
+    model, optimizer = build(backend, exchange=exchange, fragments=3, outer=True)
+    optimizer.bind(model)
+
+    def sent(call):
+        backend.traffic.reset()
+        call()
+        total = backend.traffic.total_bytes
+        return int(backend.all_reduce(np.array([total]))[0])
+
+    size = backend.world_size
+    small = sent(lambda: backend.all_reduce(np.zeros(7)))
+    weight = sent(lambda: backend.all_reduce(np.zeros(1)))
+    found = [sent(lambda: optimizer.step(model, *share(step, backend.rank, size)))  # noqa: B023
+             for step in range(2 * PERIOD)]  # fmt: skip
+    scales = 8 * size if exchange == "int8" else 0
+    fragments = [2 * (size - 1) * (width * unit.length + scales) for unit in model.units]
+    expected = [0, fragments[0], 0, fragments[1], 0, fragments[2]] * 2
+    assert [bytes_ - small - (weight if bytes_ > small else 0) for bytes_ in found] == expected
+
+
+@pytest.mark.parametrize("exchange", [None, "int8"])
+@in_worlds(1, 2, 3)
+def test_a_run_goes_on_after_settling_with_the_same_bits(backend, exchange, shared_path):
+    def steps(model, optimizer, first, last):
+        for step in range(first, last):
+            optimizer.step(model, *share(step, backend.rank, backend.world_size))
+
+    given = {"rule": Adam(1e-3), "outer": True, "fragments": 3, "overlap": 2, "exchange": exchange}
+    (model, optimizer), (again, other) = (build(backend, **given) for _ in range(2))
+    steps(model, optimizer, 0, 5)  # one exchange is under way
+    if backend.world_size > 1:
+        with pytest.raises(ShardingError, match=r"a checkpoint needs equal replicas"):
+            ms.checkpoint.save(shared_path / "no", model, optimizer)
+    optimizer.settle()
+    ms.checkpoint.save(shared_path / "run", model, optimizer)
+    steps(model, optimizer, 5, 16)
+    ms.checkpoint.load(shared_path / "run", again, other)
+    steps(again, other, 5, 16)
+    assert again.local_parameter_shard.tobytes() == model.local_parameter_shard.tobytes()
+    whole, third = build(backend, rule=Adam(1e-3), outer=True)
+    ms.checkpoint.load(shared_path / "run", whole, third)  # others may be chosen
+    steps(whole, third, 5, 12)
+
+
+@in_worlds(1, 2)
+def test_parameters_that_are_set_begin_the_cycle_anew(backend):
+    made = [build(backend, rule=SGD(0.01), fragments=2, overlap=1) for _ in range(2)]
+    (model, optimizer), _ = made
+    for step in range(3):  # an exchange is under way
+        optimizer.step(model, *share(step, backend.rank, backend.world_size))
+    model.set_parameters(plain().get_parameters())
+    optimizer.settle()  # nothing is to be done
+    for step in range(8):
+        for each, owner in made:
+            owner.step(each, *share(step, backend.rank, backend.world_size))
+    found = [each.get_parameters() for each, _ in made]
+    assert (found[0] == found[1]).all()
+
+
+@in_worlds(1, 2)
+def test_arguments(backend):
+    config = ms.ShardingConfiguration(backend)
+    for given, error, match in (
+        ({"exchange": "int4"}, ValueError, "exchange must be one of float32, bfloat16, int8"),
+        ({"fragments": 0}, ValueError, "fragments must be from 1 to synchronization_period, 10"),
+        ({"fragments": 11}, ValueError, "got 11"),
+        ({"fragments": 4, "overlap": 3}, ValueError, "overlap must be from 0 to .* 2,"),
+        ({"overlap": 1.5}, TypeError, "overlap must be an integer"),
+    ):
+        with pytest.raises(error, match=match):
+            LocalSGDOptimizer(SGD(), config, **given)
+    model, optimizer = build(backend, fragments=4)
+    with pytest.raises(ValueError, match="fragments=4 are more than the model's 3 units"):
+        optimizer.bind(model)
