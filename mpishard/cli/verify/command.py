@@ -18,6 +18,7 @@ from mpishard.cli.verify.job import (
     DATA_STRATEGIES,
     MESH_FLAGS,
     STRATEGIES,
+    WRAPPERS,
     MeshChoice,
     UsageError,
     VerifyJob,
@@ -44,6 +45,32 @@ _TARGET = (
 )
 _SCHEDULES = f"For pipeline and hybrid: {', '.join(SCHEDULE_NAMES)}, or all; default gpipe."
 _DATA = f"For hybrid: {', '.join(DATA_STRATEGIES)}; default zero1."
+_WRAPPERS = (
+    f"Optimizer in the strategy's place, one of {', '.join(WRAPPERS)}: with a period of one step "
+    "for descent, without staleness, with any number of ranks."
+)
+
+BackendOption = Annotated[
+    Backend, typer.Option(help="mpi: processes; memory: threads; auto: mpi if it can start.")
+]
+ToleranceOption = Annotated[
+    float | None,
+    _flag("Largest relative error; default 1e-10, for float32 1e-4, for bfloat16 by depth."),
+]
+DtypeOption = Annotated[
+    Literal["float32", "float64"] | None, _flag("Dtype of the model; default its own.")
+]
+PrecisionOption = Annotated[
+    Literal["bfloat16"] | None,
+    _flag("Mixed precision of the ranks, against float64 alone; the factory must take dtype."),
+]
+RecomputeOption = Annotated[
+    Literal["full", "selective"] | None,
+    _flag("For tensor, pipeline and hybrid: compute activations again in backward."),
+]
+DelayOption = Annotated[
+    int, _flag("For ddp: AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
+]
 
 
 def verify(
@@ -52,24 +79,14 @@ def verify(
     ranks: Annotated[
         int, typer.Option("-n", "-np", min=1, metavar="N", help="Number of ranks.")
     ] = 2,
-    backend: Annotated[
-        Backend, typer.Option(help="mpi: processes; memory: threads; auto: mpi if it can start.")
-    ] = "auto",
+    backend: BackendOption = "auto",
     optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = "sgd",
     learning_rate: Annotated[float, typer.Option(help="Learning rate of the optimizer.")] = 1e-3,
     steps: Annotated[int, typer.Option(min=1, help="Number of updates.")] = 5,
     batch_size: Annotated[int, _flag("Samples of the global batch; default 8 N.", 0)] = 0,
-    tolerance: Annotated[
-        float | None,
-        _flag("Largest relative error; default 1e-10, for float32 1e-4, for bfloat16 by depth."),
-    ] = None,
-    dtype: Annotated[
-        Literal["float32", "float64"] | None, _flag("Dtype of the model; default its own.")
-    ] = None,
-    precision: Annotated[
-        Literal["bfloat16"] | None,
-        _flag("Mixed precision of the ranks, against float64 alone; the factory must take dtype."),
-    ] = None,
+    tolerance: ToleranceOption = None,
+    dtype: DtypeOption = None,
+    precision: PrecisionOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Argument of the factory.")] = 0,
     pipeline_parallel_size: Annotated[int | None, _SIZE] = None,
     tensor_parallel_size: Annotated[int | None, _SIZE] = None,
@@ -81,14 +98,10 @@ def verify(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="For tensor and hybrid.")
     ] = False,
-    recompute: Annotated[
-        Literal["full", "selective"] | None,
-        _flag("For tensor, pipeline and hybrid: compute activations again in backward."),
-    ] = None,
+    recompute: RecomputeOption = None,
     data_parallel_strategy: Annotated[str | None, _flag(_DATA)] = None,
-    delay: Annotated[
-        int, _flag("For ddp: AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
-    ] = 0,
+    delay: DelayOption = 0,
+    wrapper: Annotated[str | None, _flag(_WRAPPERS)] = None,
 ) -> None:
     """Compare sharded training of TARGET's model with training it in one process.
 
@@ -106,6 +119,19 @@ def verify(
         refuse("verify", f"--delay is for --strategy ddp, and it is {strategy}")
     if delay >= steps:
         refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
+    if wrapper is not None:
+        check_choice("verify", "--wrapper", wrapper, WRAPPERS)
+        if strategy not in WRAPPERS[wrapper]:
+            takes = ", ".join(WRAPPERS[wrapper])
+            refuse("verify", f"--wrapper {wrapper} is for --strategy {takes}; got {strategy}")
+        if wrapper == "local-sgd" and optimizer != "descent":
+            refuse(
+                "verify",
+                f"--wrapper local-sgd is for --optimizer descent; got {optimizer}, of which each "
+                "replica has a state of its own",
+            )
+        if delay and wrapper != "async":
+            refuse("verify", f"--delay {delay} is for --wrapper async; got {wrapper}")
     launcher = settings.launcher_variable()
     if launcher is not None:
         text = f"this process is a rank already ({launcher} is set): start verify without mpirun"
@@ -122,7 +148,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(
             Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
-            learning_rate, dtype, mesh, precision, delay,
+            learning_rate, dtype, mesh, precision, delay, wrapper,
         )  # fmt: skip
         is_equal = _are_equal(job, is_mpi, tolerance)
     raise typer.Exit(0 if is_equal else 1)
