@@ -398,7 +398,7 @@ def summarize(
     say(
         f"{result.iterations} steps, of which this run made {len(result.loss_history)} in "
         f"{result.seconds:.1f} s, {result.weight / max(result.seconds, 1e-9):,.0f} tokens/s\n"
-        f"validation loss {loss:.3f} nats per byte, {baseline - loss:.3f} below the bigram model"
+        f"validation loss {loss:.3f} nats per byte (bigram model: {baseline:.3f})"
     )
 
 

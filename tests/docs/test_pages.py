@@ -206,3 +206,8 @@ def test_the_site_begins_with_installation_and_tutorial():
     style = (DOCS / "stylesheets" / "extra.css").read_text()
     assert "class: output" in site  # the mark that the style sheet wraps long lines by
     assert re.search(r"pre\.output > code \{[^}]*white-space: pre-wrap", style)
+
+
+def test_the_first_page_leads_to_every_page():
+    first = (DOCS / "index.md").read_text()
+    assert [page.name for page in PAGES if f"({page.name})" not in first] == ["index.md"]
