@@ -7,7 +7,11 @@
 
 Text, model, rule, schedule, samples and validation are those of the example. Each line gives the
 validation loss at the end in nats per byte, and the bytes that the ranks sent, relative to DDP's.
-With ``--output FILE`` both are appended to that file of JSON lines, for each validation.
+With ``--output FILE`` both are appended to that file of JSON lines, for each validation. A training
+of the ranks behind a slow link, and the picture of such a file with the time that each takes there:
+
+    benchmarks/slow_link.sh 4 100 .venv/bin/python benchmarks/little_communication.py --ways DDP
+    python benchmarks/little_communication.py --draw docs/little-communication.jsonl PICTURE
 
 With ``--slow`` the last rank sleeps after each step, so that it takes three times as long, and
 whoever is free takes the next samples. The lines give seconds for a thousand samples, and the loss
@@ -17,6 +21,7 @@ after as many samples, of DDP and of `AsyncSGDOptimizer` with ``allow_staleness`
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -33,6 +38,10 @@ import train_gpt
 
 PAUSE = 0.2  # seconds
 SLOW_BATCH = 8
+LINK = 100e6 / 8  # bytes a second in each direction, of each rank
+GOAL = 1.4  # nats per byte
+FSDP_SHARE = 1.5  # of DDP's bytes, at most: the last unit is not gathered twice
+TIMED = 24  # steps: two periods of 12
 
 Way = Callable[[Any, Any], Any]
 
@@ -70,7 +79,8 @@ WAYS: dict[str, Way] = {
     "PowerSGD, rank 4": compressed("powersgd", rank=4),
     "local steps, H = 10": local(10),
     "local steps, H = 50": local(50),
-    "DiLoCo, H = 50": local(50, nesterov(0.7, 0.9)),
+    "outer Nesterov, H = 50": local(50, nesterov(1.0, 0.5)),
+    "local steps, H = 12, int8": local(12, exchange="int8"),
     "late gradients, delay = 1": late(1),
     "late gradients, delay = 4": late(4),
 }
@@ -119,8 +129,92 @@ def train(backend: Any, name: str, settings: dict[str, Any]) -> dict[str, Any]:
     per_step = 2 * (backend.world_size - 1) * model.parameter_count * model.dtype.itemsize
     return {
         "way": name, "ranks": backend.world_size, "settings": settings, "bytes": per_step,
+        "step_seconds": {str(size): step_seconds(WAYS[name], size, settings) for size in (2, 4)},
         "rows": curve.rows,
     }  # fmt: skip
+
+
+def step_seconds(way: Way, ranks: int, settings: dict[str, Any]) -> float:
+    """Return a processor's seconds for a step of one of ``ranks`` ranks, without the link."""
+
+    def steps(backend: Any) -> float:
+        config = ms.ShardingConfiguration(backend, precision=settings["precision"])
+        model = ms.DDPModel(train_gpt.gpt(settings), config)
+        optimizer = way(train_gpt.update_rule(settings), config)
+        optimizer.bind(model)
+        data = train_gpt.training(settings)
+        rows = np.arange(max(1, settings["batch"] // ranks))
+        x, y = data["x_train"][rows], data["y_train"][rows]
+        optimizer.step(model, x, y)  # compiles
+        began = time.thread_time()
+        for _ in range(TIMED):
+            optimizer.step(model, x, y)
+        return (time.thread_time() - began) / TIMED
+
+    return float(ms.run_in_threads(1, steps)[0])
+
+
+def same_training(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs, and DDP and FSDP on as many ranks, which have the losses of the DDP run."""
+    ddp = next(run for run in runs if run["way"] == "DDP")
+    others = [run for run in runs if run is not ddp]
+    found = []
+    for ranks in sorted({run["ranks"] for run in runs}):
+        each = ddp["bytes"] / (ddp["ranks"] - 1) * (ranks - 1)
+        for way, share in (("DDP", 1.0), ("FSDP", FSDP_SHARE)):
+            rows = [(step, loss, step * each * share, 0) for step, loss, _, _ in ddp["rows"]]
+            found.append(ddp | {"way": way, "ranks": ranks, "bytes": each, "rows": rows})
+    return [*found, *others]
+
+
+def seconds_at(found: dict[str, Any], steps: float, sent: float) -> float:
+    """Return the time of so many steps and bytes, if each rank has a processor and a link."""
+    return steps * found["step_seconds"][str(found["ranks"])] + sent / found["ranks"] / LINK
+
+
+def at_goal(found: dict[str, Any]) -> tuple[float, float] | None:
+    """Return steps and bytes at which the loss, between validations a line, is `GOAL`."""
+    for (step, loss, sent, _), (later, lower, more, _) in itertools.pairwise(found["rows"]):
+        if lower <= GOAL < loss:
+            share = (loss - GOAL) / (loss - lower)
+            return step + share * (later - step), sent + share * (more - sent)
+    return None
+
+
+def draw(source: Path, picture: Path) -> None:
+    """Draw the losses over seconds and bytes, and print a line for each run."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = same_training([json.loads(line) for line in source.read_text().splitlines()])
+    sizes = sorted({run["ranks"] for run in runs})
+    figure, axes = plt.subplots(
+        len(sizes), 2, figsize=(10, 3.6 * len(sizes)), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for found in runs:
+        steps, losses, sent, _ = (list(column) for column in zip(*found["rows"], strict=True))
+        seconds = [seconds_at(found, *pair) for pair in zip(steps, sent, strict=True)]
+        goal = at_goal(found)
+        left, right = axes[sizes.index(found["ranks"])]
+        left.plot(seconds, losses, marker=".", label=found["way"])
+        right.plot([each / 1e6 for each in sent], losses, marker=".")
+        print(
+            f"{found['way']:24} {found['ranks']} ranks, loss {losses[-1]:.3f} after {steps[-1]} "
+            f"steps, {sent[-1] / steps[-1] / found['bytes']:7.2%} of DDP's bytes, "
+            f"{seconds[-1]:4.0f} s; {GOAL} after "
+            + (f"{goal[0]:.0f} steps, {seconds_at(found, *goal):.0f} s" if goal else "more")
+        )
+    for (left, right), ranks in zip(axes, sizes, strict=True):
+        left.set(xscale="log", ylabel="validation loss, nats per byte",
+                 xlabel="seconds, with links of 100 Mbit/s", title=f"{ranks} ranks")  # fmt: skip
+        right.set(xscale="log", xlabel="MB sent by all ranks", title=f"{ranks} ranks")
+        left.legend(fontsize="small")
+        for each in (left, right):
+            each.axhline(GOAL, color="grey", linewidth=0.5)
+    figure.savefig(picture, dpi=90)
 
 
 def with_a_slow_rank(backend: Any, staleness: int, settings: dict) -> tuple[float, float]:
@@ -176,7 +270,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="file of JSON lines to add the figures to")
     parser.add_argument("--slow", action="store_true", help="one rank at a third of the speed")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=JSON", help="settings")
+    parser.add_argument("--draw", nargs=2, type=Path, metavar=("FILE", "PICTURE"))
     given = parser.parse_args()
+    if given.draw:
+        draw(*given.draw)
+        return
     settings = train_gpt.DEFAULTS | {"steps": given.steps}
     settings |= {k: json.loads(v) for k, v in (each.split("=", 1) for each in given.set)}
     ms.launch(run, given, settings, world_size=given.n)
