@@ -79,7 +79,8 @@ WAYS: dict[str, Way] = {
     "PowerSGD, rank 4": compressed("powersgd", rank=4),
     "local steps, H = 10": local(10),
     "local steps, H = 50": local(50),
-    "outer Nesterov, H = 50": local(50, nesterov(1.0, 0.5)),
+    "outer Nesterov 1.0, 0.5, H = 50": local(50, nesterov(1.0, 0.5)),
+    "outer Nesterov 0.7, 0.8, H = 50": local(50, nesterov(0.7, 0.8)),
     "local steps, H = 12, int8": local(12, exchange="int8"),
     "late gradients, delay = 1": late(1),
     "late gradients, delay = 4": late(4),
@@ -190,6 +191,7 @@ def draw(source: Path, picture: Path) -> None:
 
     runs = same_training([json.loads(line) for line in source.read_text().splitlines()])
     sizes = sorted({run["ranks"] for run in runs})
+    ways = list(dict.fromkeys(run["way"] for run in runs))
     figure, axes = plt.subplots(
         len(sizes), 2, figsize=(10, 3.6 * len(sizes)), sharey=True, squeeze=False,
         layout="constrained",
@@ -199,8 +201,9 @@ def draw(source: Path, picture: Path) -> None:
         seconds = [seconds_at(found, *pair) for pair in zip(steps, sent, strict=True)]
         goal = at_goal(found)
         left, right = axes[sizes.index(found["ranks"])]
-        left.plot(seconds, losses, marker=".", label=found["way"])
-        right.plot([each / 1e6 for each in sent], losses, marker=".")
+        style = {"marker": ".", "color": f"C{ways.index(found['way'])}", "label": found["way"]}
+        left.plot(seconds, losses, **style)
+        right.plot([each / 1e6 for each in sent], losses, **style)
         print(
             f"{found['way']:24} {found['ranks']} ranks, loss {losses[-1]:.3f} after {steps[-1]} "
             f"steps, {sent[-1] / steps[-1] / found['bytes']:7.2%} of DDP's bytes, "
@@ -211,7 +214,7 @@ def draw(source: Path, picture: Path) -> None:
         left.set(xscale="log", ylabel="validation loss, nats per byte",
                  xlabel="seconds, with links of 100 Mbit/s", title=f"{ranks} ranks")  # fmt: skip
         right.set(xscale="log", xlabel="MB sent by all ranks", title=f"{ranks} ranks")
-        left.legend(fontsize="small")
+        left.legend(fontsize="x-small")
         for each in (left, right):
             each.axhline(GOAL, color="grey", linewidth=0.5)
     figure.savefig(picture, dpi=90)
