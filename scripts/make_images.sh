@@ -12,8 +12,8 @@ Makes .venv (the first time only), trains these examples (default: all) as they 
 given, and copies their pictures to docs/images/. loss is README's: train_gpt, on two MPI ranks,
 minutes; the others take seconds each. watch is the page of `mpishard watch` in docs/watch.md; it is
 drawn only if it is named, because it needs chromium. precisions compares float32 and bfloat16 over
-three seeds, in six runs of 200 steps of train_gpt; only if it is named, too. So is little_communication, which draws
-the figures in docs/little-communication.jsonl.
+three seeds, in six runs of train_gpt, about twelve minutes; only if it is named, too. So is
+little_communication, which draws the figures in docs/little-communication.jsonl.
 EOT
 }
 
@@ -28,7 +28,7 @@ for argument in "$@"; do
 done
 [ ${#images[@]} -gt 0 ] || images=(loss fit_autograd custom_loop train_digits)
 
-prepare_environment mpi plot examples
+prepare_environment mpi plot examples bf16
 cd -- "$root"
 run="runs/images-$(date +%Y%m%d-%H%M%S)"
 mkdir -p docs/images
@@ -48,8 +48,8 @@ for image in "${images[@]}"; do
                 option=()
                 [ "$precision" = float32 ] || option=(--precision "$precision")
                 made+=("$run/$precision-$seed")
-                scripts/train.sh --new --name "${made[-1]#runs/}" --seed "$seed" --steps 200 \
-                    --validate-every 25 ${option[@]+"${option[@]}"}
+                scripts/train.sh --new --name "${made[-1]#runs/}" --seed "$seed" \
+                    ${option[@]+"${option[@]}"}
             done
         done
         "$python" -m mpishard plot --unit 'nats per byte' -o docs/images/precisions.png "${made[@]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
 from typing import Any, Self
@@ -9,7 +10,7 @@ from typing import Any, Self
 from mpishard.arguments import as_flag, as_integer, as_number
 from mpishard.communication import CommunicationBackend
 
-__all__ = ["ShardingConfiguration", "shared_choices"]
+__all__ = ["ShardingConfiguration", "by_node", "shared_choices"]
 
 _SHARED = (
     "auto_sync_gradients", "minimum_parameter_group_size", "enable_gradient_compression",
@@ -21,6 +22,31 @@ _SHARED = (
 def shared_choices(config: ShardingConfiguration) -> dict[str, bool | int | str | None]:
     """The choices that decide which collectives a rank calls: they must be equal on all ranks."""
     return {name: getattr(config, name) for name in _SHARED}
+
+
+def by_node(config: ShardingConfiguration) -> ShardingConfiguration:
+    """Return ``config``, or a copy of it whose replicas are nodes. Collective.
+
+    It is a copy if no ``replica_size`` was given, and there are several nodes, with as many ranks
+    each, consecutive ones, and more than one.
+    """
+    backend = config.communication_backend
+    if config.replica_size is not None:
+        return config
+    backend.initialize()
+    size = _ranks_of_a_node(backend)
+    if backend.node_count == 1 or size in (None, 1):
+        return config
+    found = copy.copy(config)
+    found._replica_size = size
+    return found
+
+
+def _ranks_of_a_node(backend: CommunicationBackend) -> int | None:
+    """Return the number of ranks of each node; None if they differ or are not consecutive."""
+    size, rest = divmod(backend.world_size, backend.node_count)
+    is_even = not rest and backend.nodes == tuple(r // size for r in range(backend.world_size))
+    return size if is_even else None
 
 
 def _flag(name: str, doc: str) -> Any:
@@ -91,7 +117,8 @@ class ShardingConfiguration:
     replica_size : int or "node", optional
         Number of ranks, consecutive ones, that hold one replica of the model together, for
         `LocalSGDOptimizer`: inside a replica the strategy goes on as ever, and the replicas are
-        trained apart. "node" means all ranks of a node. Default: None, one replica of all ranks.
+        trained apart. "node" means all ranks of a node. Default: None, one replica of all ranks;
+        for a plain model that `LocalSGDOptimizer` wraps, a node or a rank.
 
     Raises
     ------
@@ -213,23 +240,25 @@ class ShardingConfiguration:
     def _checked_replica_size(self, given: int | str | None) -> int | None:
         if given is None:
             return None
-        size, world = given, self._backend.world_size
+        world = self._backend.world_size
         if given == "node":
             self._backend.initialize()
-            size, rest = divmod(world, self._backend.node_count)
-            first = self._backend.rank // size * size if size else 0
-            if rest or tuple(self._backend.peers) != tuple(range(first, first + size)):
+            of_a_node = _ranks_of_a_node(self._backend)
+            if of_a_node is None:
                 raise ValueError(
                     'replica_size="node" needs as many ranks on each node, and consecutive ones; '
                     f"rank {self._backend.rank} of {world} on {self._backend.node_count} nodes "
                     f"shares its node with {list(self._backend.peers)}: start the job with its "
                     "ranks by node, or give a number"
                 )
-        if isinstance(size, str):
-            raise TypeError(f'replica_size must be a number of ranks or "node", got {size!r}')
-        if as_integer("replica_size", size) < 1 or world % int(size):
-            raise ValueError(f"replica_size must divide the {world} ranks of the world, got {size}")
-        return int(size)
+            return of_a_node
+        if isinstance(given, str):
+            raise TypeError(f'replica_size must be a number of ranks or "node", got {given!r}')
+        if as_integer("replica_size", given) < 1 or world % int(given):
+            raise ValueError(
+                f"replica_size must divide the {world} ranks of the world, got {given}"
+            )
+        return int(given)
 
     @property
     def learning_rate(self) -> float:

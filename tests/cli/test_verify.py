@@ -182,6 +182,20 @@ def test_late_gradients_are_equal_and_those_of_another_step_are_found(
     assert not Verdict.of(found).is_equal
 
 
+@pytest.mark.parametrize(
+    ("wrapper", "strategy", "optimizer"),
+    [("local-sgd", "ddp", "descent"), ("async", "ddp", "adamw"), ("elastic", "fsdp", "adamw")],
+)
+@in_worlds(1, 2)
+def test_other_optimizers_are_equal(
+    backend: Any, wrapper: str, strategy: str, optimizer: str
+) -> None:
+    given = {"strategy": strategy, "optimizer": optimizer, "wrapper": wrapper}
+    right = verdict_of(backend, RIGHT["mlp"], **given)
+    assert right.is_equal, right.lines()
+    assert right.comparison.parameters.max() < 1e-12
+
+
 @pytest.mark.parametrize("kind", RIGHT)
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
@@ -681,6 +695,12 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
         (["--micro-batches", "0"], "Invalid value for '--micro-batches'"),
         (["--delay", "1"], "--delay is for --strategy ddp, and it is fsdp"),
         (["--strategy", "ddp", "--delay", "5"], "--delay 5 leaves no update of --steps 5"),
+        (["--wrapper", "local-sgd"], "--wrapper local-sgd is for --strategy ddp; got fsdp"),
+        (["--strategy", "ddp", "--wrapper", "local-sgd"],
+         "--wrapper local-sgd is for --optimizer descent; got sgd, of which each replica has"),
+        (["--strategy", "ddp", "--wrapper", "elastic", "--delay", "1"],
+         "--delay 1 is for --wrapper async; got elastic"),
+        (["--wrapper", "lokal"], "--wrapper must be one of local-sgd, async, elastic"),
     ],
 )  # fmt: skip
 def test_refuses_options(arguments: list[str], message: str) -> None:

@@ -283,6 +283,25 @@ def wrong_shape_of_one_ranks_batch(backend, culprit):
     model.train(X[:, :3] if backend.rank == culprit else X, Y)
 
 
+def _trained_by(backend, make, happens):
+    """Six steps of an optimizer; ``happens`` before the sixth."""
+    optimizer = make(mpishard.optimizers.SGD(0.01), mpishard.ShardingConfiguration(backend))
+    model = mpishard.DDPModel(mpishard.nn.MLP([6, 8, 2], seed=0), optimizer.sharding_configuration)
+    for number in range(6):
+        if number == 5:  # an exchange that began in the fourth step is under way
+            happens()
+        optimizer.step(model, X, Y)
+    optimizer.settle()
+
+
+@raises()
+def raise_while_others_train_ahead(backend, culprit):
+    _trained_by(
+        backend, lambda *given: mpishard.AsyncSGDOptimizer(*given, allow_staleness=3),
+        lambda: backend.rank == culprit and boom(),
+    )  # fmt: skip
+
+
 @raises("OSError: [Errno 28]", "OSError")
 def own_files_fail(backend, culprit):
     backend.barrier()
@@ -573,6 +592,15 @@ def killed_in_a_step(backend, culprit):
         if backend.rank == culprit and number == 5:
             _end(signal.SIGKILL)
         model.train(X, Y)
+
+
+@killed(9, "SIGKILL")
+def killed_while_replicas_exchange_codes(backend, culprit):
+    _trained_by(
+        backend,
+        lambda *given: mpishard.LocalSGDOptimizer(*given, 4, overlap=3, exchange="int8"),
+        lambda: backend.rank == culprit and _end(signal.SIGKILL),
+    )  # fmt: skip
 
 
 @killed(11, "SIGSEGV")

@@ -7,7 +7,7 @@ import pytest
 
 import mpishard as ms
 from mpishard import nn
-from mpishard.errors import NonFiniteLossError, ShardingError
+from mpishard.errors import CheckpointError, NonFiniteLossError, ShardingError
 from mpishard.optimizers import LBFGS, SGD, Adam, AsyncSGDOptimizer
 from mpishard.testing.worlds import in_worlds
 
@@ -124,6 +124,34 @@ def test_any_number_of_ranks_goes_on_with_them(tmp_path):
         np.testing.assert_allclose(ms.run_in_threads(size, run, 5, 9)[0], expected, atol=1e-14)
     fewer = ms.run_in_threads(2, run, 5, 5, 1)  # takes the newest one of two
     assert np.array_equal(*fewer)
+
+
+@in_worlds(1, 2, 3)
+def test_what_is_pending_is_applied_and_any_optimizer_goes_on(backend, shared_path):
+    data = {"model": plain(), "x_train": X, "y_train": Y, "batch_size": 8, "progress": False}
+    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+    made = AsyncSGDOptimizer(Adam(1e-3), config, delay=2)
+    made.optimize(ms.OptimizationInputData(**data, max_steps=3, checkpoint=shared_path / "run"))
+    model, optimizer = build(backend, Adam(1e-3), delay=2)
+    assert optimizer.apply_pending_gradients() == 0  # no step yet
+    position = ms.checkpoint.load(shared_path / "run", model, optimizer)
+    other, exact = ms.DDPModel(plain(), config), ms.DDPOptimizer(Adam(1e-3), config)
+    with pytest.raises(CheckpointError, match="delayed0"):
+        ms.checkpoint.load(shared_path / "run", other, exact)
+    assert optimizer.apply_pending_gradients() == 2
+    assert (optimizer.steps, optimizer.apply_pending_gradients()) == (3, 0)
+    ms.checkpoint.save(shared_path / "all", model, optimizer, metadata=position)
+    data["model"] = other
+    result = exact.optimize(
+        ms.OptimizationInputData(**data, max_steps=5, resume=shared_path / "all")
+    )
+    assert len(result.loss_history) == 2
+    model, optimizer = build(backend, delay=2)
+    train(backend, model, optimizer, 0, 50)
+    optimizer.apply_pending_gradients()
+    # As the textbook's 52nd step, which applies the 50th gradient.
+    expected = textbook("sgd", 2, backend.world_size, 52)[0]
+    np.testing.assert_allclose(model.get_parameters(), expected, rtol=0, atol=1e-12)
 
 
 @in_worlds(1, 2, 3)

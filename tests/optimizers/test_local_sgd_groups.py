@@ -122,6 +122,28 @@ def test_nodes_are_replicas(monkeypatch, strategy):
         np.testing.assert_allclose(found, expected[rank // 2], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("strategy", "nodes", "size"), [
+    ("ddp", 2, 2), ("fsdp", 2, 2), ("ddp", 1, None), ("ddp", 4, None),
+])  # fmt: skip
+def test_several_nodes_are_the_replicas_by_default(monkeypatch, strategy, nodes, size):
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", str(nodes))
+
+    def main(backend):
+        config = ms.ShardingConfiguration(backend)
+        optimizer = LocalSGDOptimizer(SGD(1e-3), config, 2, strategy=strategy)
+        assert config.replica_size is None
+        assert optimizer.sharding_configuration.replica_size == size
+        optimizer.optimize(ms.OptimizationInputData(
+            model=plain(), x_train=X, y_train=Y, max_steps=3, progress=False
+        ))  # fmt: skip
+        replica = optimizer.model.engine.replica
+        assert replica.data.world_size == (size or 4)
+        if size:
+            assert (replica.data.axis, replica.across.axis) == ("data", "replica")
+
+    ms.run_in_threads(4, main)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @in_worlds(2, 4)
 def test_optimize_deals_to_all_ranks_saves_and_resumes(backend, shared_path, strategy):

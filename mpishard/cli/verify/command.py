@@ -18,6 +18,7 @@ from mpishard.cli.verify.job import (
     DATA_STRATEGIES,
     MESH_FLAGS,
     STRATEGIES,
+    WRAPPERS,
     MeshChoice,
     UsageError,
     VerifyJob,
@@ -44,6 +45,10 @@ _TARGET = (
 )
 _SCHEDULES = f"For pipeline and hybrid: {', '.join(SCHEDULE_NAMES)}, or all; default gpipe."
 _DATA = f"For hybrid: {', '.join(DATA_STRATEGIES)}; default zero1."
+_WRAPPERS = (
+    f"Optimizer in the strategy's place, one of {', '.join(WRAPPERS)}: with a period of one step "
+    "for descent, without staleness, with any number of ranks."
+)
 
 
 def verify(
@@ -89,6 +94,7 @@ def verify(
     delay: Annotated[
         int, _flag("For ddp: AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
     ] = 0,
+    wrapper: Annotated[str | None, _flag(_WRAPPERS)] = None,
 ) -> None:
     """Compare sharded training of TARGET's model with training it in one process.
 
@@ -106,6 +112,19 @@ def verify(
         refuse("verify", f"--delay is for --strategy ddp, and it is {strategy}")
     if delay >= steps:
         refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
+    if wrapper is not None:
+        check_choice("verify", "--wrapper", wrapper, WRAPPERS)
+        if strategy not in WRAPPERS[wrapper]:
+            takes = ", ".join(WRAPPERS[wrapper])
+            refuse("verify", f"--wrapper {wrapper} is for --strategy {takes}; got {strategy}")
+        if wrapper == "local-sgd" and optimizer != "descent":
+            refuse(
+                "verify",
+                f"--wrapper local-sgd is for --optimizer descent; got {optimizer}, of which each "
+                "replica has a state of its own",
+            )
+        if delay and wrapper != "async":
+            refuse("verify", f"--delay {delay} is for --wrapper async; got {wrapper}")
     launcher = settings.launcher_variable()
     if launcher is not None:
         text = f"this process is a rank already ({launcher} is set): start verify without mpirun"
@@ -122,7 +141,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(
             Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
-            learning_rate, dtype, mesh, precision, delay,
+            learning_rate, dtype, mesh, precision, delay, wrapper,
         )  # fmt: skip
         is_equal = _are_equal(job, is_mpi, tolerance)
     raise typer.Exit(0 if is_equal else 1)

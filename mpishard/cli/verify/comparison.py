@@ -27,7 +27,7 @@ from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
 from mpishard.models import ShardedModelBase
 from mpishard.nn import Layer
-from mpishard.optimizers import AsyncSGDOptimizer
+from mpishard.optimizers import AsyncSGDOptimizer, ElasticOptimizer, LocalSGDOptimizer
 from mpishard.pipeline import ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
@@ -116,9 +116,15 @@ def compare(
     if problem.loss is not None:
         model.engine.loss = problem.loss
     rule = RULES[job.optimizer].make(job.learning_rate)
-    optimizer = as_distributed(rule, config, job.strategy, **options)
-    if job.delay:
+    optimizer: Any
+    if job.wrapper == "local-sgd":
+        optimizer = LocalSGDOptimizer(rule, config, synchronization_period=1)
+    elif job.wrapper == "elastic":
+        optimizer = ElasticOptimizer(rule, config, strategy=job.strategy)
+    elif job.wrapper == "async" or job.delay:
         optimizer = AsyncSGDOptimizer(rule, config, delay=job.delay)
+    else:
+        optimizer = as_distributed(rule, config, job.strategy, **options)
     kinds = ("parameters", "losses", "gradients", "inputs", "copies")
     rows: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for step in range(job.steps):

@@ -30,6 +30,7 @@ __all__ = [
     "DATA_STRATEGIES",
     "MESH_FLAGS",
     "STRATEGIES",
+    "WRAPPERS",
     "MeshChoice",
     "Problem",
     "TargetError",
@@ -62,6 +63,10 @@ STRATEGIES = tuple(s.value for s in DistributedStrategy if s != DistributedStrat
 
 DATA_STRATEGIES = tuple(name for name in STRATEGIES if name not in STRATEGY_OPTIONS)
 """Choices of ``--data-parallel-strategy``."""
+
+
+WRAPPERS = {"local-sgd": ("ddp",), "async": ("ddp",), "elastic": DATA_STRATEGIES}
+"""Choices of ``--wrapper``, and the strategies that each goes with."""
 
 
 class UsageError(ValueError):
@@ -168,6 +173,8 @@ class VerifyJob:
         Precision that the ranks compute a float32 model in, against float64 alone.
     delay : int
         Steps by which each gradient is applied later, with ``"ddp"``: see `AsyncSGDOptimizer`.
+    wrapper : str, optional
+        Optimizer in the strategy's place, one of `WRAPPERS`, with the settings that make it equal.
     """
 
     folder: Path
@@ -183,6 +190,7 @@ class VerifyJob:
     mesh: MeshChoice = field(default=MeshChoice((1, 1, -1)))
     precision: str | None = None
     delay: int = 0
+    wrapper: str | None = None
 
     @property
     def dtype_alone(self) -> str | None:

@@ -123,6 +123,7 @@ RULES = {
     "sgd": VerifiedRule(
         lambda rate: SGD(rate, _MOMENTUM), lambda step: step.total("v", step.gradient, _MOMENTUM)
     ),
+    "descent": VerifiedRule(SGD, lambda step: step.gradient),
     "adagrad": VerifiedRule(lambda rate: Adagrad(rate, _EPSILON), _adagrad),
     "rmsprop": VerifiedRule(lambda rate: RMSprop(rate, _BETA2, _EPSILON), _rmsprop),
     "adam": VerifiedRule(lambda rate: Adam(rate, *_ADAM), _adam),

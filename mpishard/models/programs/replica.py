@@ -84,7 +84,8 @@ class Replica:
 class GroupReplica(Replica):
     """A replica of consecutive ranks, which compute other samples. Collective.
 
-    Each is trained apart from the others.
+    Each is trained apart from the others. In names of groups and in traces the ranks of a replica
+    are the axis ``data``, and those that hold the same part of all replicas the axis ``replica``.
 
     Parameters
     ----------
@@ -97,12 +98,12 @@ class GroupReplica(Replica):
     def __init__(self, world: CommunicationBackend, size: int) -> None:
         super().__init__(world)
         number, place = divmod(world.rank, size)
-        for name, color in (("replica", number), ("across", place)):
+        for axis, color in (("data", number), ("replica", place)):
             group = world.split(color)
             assert group is not None
-            group._name_group(name)
-            group.axis = name
-            setattr(self, "data" if name == "replica" else "across", group)
+            group._name_group(axis)
+            group.axis = axis
+            setattr(self, "data" if axis == "data" else "across", group)
 
     def owners(self, *, shards_state: bool) -> CommunicationBackend | None:
         return self.data if shards_state else None

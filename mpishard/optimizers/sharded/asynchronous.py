@@ -40,7 +40,8 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
     all-reduce begins in step t - s, and travels while the ranks compute the steps after it; the
     first s steps update nothing. Every run has the same bits. In each step the ranks still agree on
     the loss, in one small all-reduce. Sent: as DDP. Memory: s + 1 gradients on each rank. A
-    checkpoint has the gradients under way, so that any number of ranks goes on with them. An error
+    checkpoint has the gradients under way, so that any number of ranks goes on with them, and no
+    other optimizer takes it; after `apply_pending_gradients` it has none, and any does. An error
     drops them: the next s steps update nothing again.
 
     With ``allow_staleness=s`` above 0 nobody waits for a rank that is at most s steps behind, and
@@ -193,6 +194,27 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         if isinstance(state, _StaleState):
             state.settle()
 
+    def apply_pending_gradients(self) -> int:
+        """Update with the gradients that ``delay`` has left under way. Collective.
+
+        Afterwards a checkpoint fits every optimizer with the same rule, as after `settle` with
+        ``allow_staleness``. Training that goes on updates nothing in its first s steps again.
+
+        Returns
+        -------
+        int
+            Number of updates made: at most s.
+
+        Raises
+        ------
+        ShardingError
+            On every rank, if some have dropped gradients after an error of their own.
+        NonFiniteLossError
+            On every rank, if a gradient is not finite.
+        """
+        state = self._state
+        return state.apply_pending() if isinstance(state, _DelayedState) else 0
+
     def sum_over_reports(self, sums: Array) -> Array:
         """Return the sum of what each rank's own reports add up to. Collective, if they differ."""
         return self.backend.all_reduce(sums.copy()) if self.allow_staleness else sums
@@ -244,6 +266,24 @@ class _DelayedState(ModelState):
             weight = self._weights[0]
             self.norm = report.gradient_norm * report.weight / weight
             super().update(updates, replace(report, weight=weight, gradient_norm=self.norm))
+
+    def apply_pending(self) -> int:
+        """Make an update of each gradient under way, oldest first; return how many. Collective."""
+        engine, pieces = self.model.engine, self.model.engine.pieces.updated
+        found = differences(self.model.backend, {n: str(v) for n, v in self.settings().items()})
+        if found:
+            raise ShardingError(f"the ranks have other gradients under way; by rank, {found}")
+        pending = self._store.parts(pieces)
+        weights = self._weights[len(self._weights) - len(pending) :]
+        for parts, weight in zip(pending, weights, strict=True):
+            mean = engine.layout.device.namespace.zeros(
+                engine.placement.length, engine.layout.dtype
+            )
+            for piece, part in zip(pieces, parts, strict=True):
+                mean[piece.start : piece.stop] = part / weight
+            engine.apply(mean, super().update)
+        self._store.expect(0)
+        return len(pending)
 
     # ------------------------------------------------------------------------------- checkpoints
 

@@ -16,6 +16,7 @@ from mpishard.optimizers.sharded.local_state import CODES, LocalSettings, LocalS
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.optimizers.sharded.strategies import data_model_class
 from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding.configuration import by_node
 
 __all__ = ["LocalSGDOptimizer"]
 
@@ -23,8 +24,11 @@ __all__ = ["LocalSGDOptimizer"]
 class LocalSGDOptimizer(ShardedOptimizerBase):
     """Updates each replica of a model alone; every H steps they agree on their parameters.
 
-    A replica is one rank; or a group of ranks, a node for one, if ``config.replica_size`` says so.
-    Inside a group the strategy goes on as ever, in shared memory on a node.
+    A replica is what the ``replica_size`` of the model's configuration says: a group of ranks, in
+    which the strategy goes on as ever, or with None one rank. A plain model that ``optimize`` wraps
+    has a node for a replica by default, if there are several nodes with as many consecutive ranks
+    each; then `sharding_configuration` says so, with which a model can be wrapped before. On one
+    node each rank is a replica.
 
     Without ``outer`` they take the mean of their parameters, weighted by the samples that each has
     used (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1). With
@@ -64,7 +68,7 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     outer : Optimizer, optional
         The outer rule: `SGD(0.7, momentum=0.9, nesterov=True)`, for one.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
-        Inside each replica; others than "ddp" need ``config.replica_size``.
+        Inside each replica; others than "ddp" need replicas of several ranks.
     exchange : {"float32", "bfloat16", "int8"}, optional
         Form of what travels. Default: the model's dtype.
     fragments : int
@@ -93,7 +97,8 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     ) -> None:
         super().__init__(wrapped_optimizer, config)
         self.model_class = data_model_class(strategy)
-        if strategy != "ddp" and config.replica_size is None:
+        self._config = by_node(self._config)
+        if strategy != "ddp" and self._config.replica_size is None:
             raise ValueError(
                 f"strategy={strategy!r} shards a replica over its ranks, and here each rank is a "
                 'replica: give ShardingConfiguration(replica_size=), a number of ranks or "node"'
