@@ -99,7 +99,8 @@ def test_names_of_samples_are_those_that_jobs_give():
     rows = importlib.import_module("rows").ROWS
     assert len({row.text for row in rows}) == len(rows)
     kinds = {row.ours.split()[0] for row in rows} | {row.other.split()[0] for row in rows}
-    assert kinds == {"mlp", "gpt", "plain", "shared", "all_reduce", "reduce_scatter"}
+    expected = {"mlp", "gpt", "plain", "shared", "all_reduce", "reduce_scatter", "loop", "jax"}
+    assert kinds == expected
 
 
 def compare(*arguments):
