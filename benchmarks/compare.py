@@ -20,11 +20,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jobs import IMPORTS_ADAPTER, IMPORTS_OURS, IMPORTS_PEER, Runner, can, idle_memory
+from jobs import (
+    IMPORTS_ADAPTER,
+    IMPORTS_JAX,
+    IMPORTS_LOOP,
+    IMPORTS_OURS,
+    IMPORTS_PEER,
+    Runner,
+    can,
+    idle_memory,
+)
 from report import markdown, replace_section
 from rich.console import Console
 from rich.table import Table
-from rows import ROWS
+from rows import LOOPS, ROWS
 
 from mpishard import onednn
 from mpishard.cli.wording import bytes_text
@@ -124,6 +133,26 @@ def compare_memory(runner: Runner, peers: bool, samples: Samples) -> None:
         samples["mlp memory fsdp2"].append(peer["peak_bytes"] - idle)
 
 
+def compare_loops(runner: Runner, samples: Samples) -> None:
+    """Loops of PyTorch with `mpishard.torch`, FSDP2 and DDP: time, processor time, memory."""
+    pythons = {"fsdp2": runner.peer_python, "mst-fsdp": runner.adapter_python}
+    idle = {name: idle_memory(pythons[name], code, 2) for name, code in IMPORTS_LOOP.items()}
+    for model in LOOPS:
+        for strategy in ("fsdp2", "mst-fsdp", "ddp", "mst-ddp"):
+            row = runner.loop_step(model, strategy)
+            name = f"loop {model} {strategy}"
+            samples[name].append(median(row["seconds"]))
+            samples[f"{name} processor"].append(row["processor"])
+            if strategy in idle:
+                samples[f"{name} memory"].append(row["peak_bytes"] - idle[strategy])
+
+
+def compare_jax(runner: Runner, samples: Samples) -> None:
+    """The step of a loss in JAX on ranks, and without mpishard."""
+    for how in ("ranks", "one", "devices"):
+        samples[f"jax {how}"].append(median(runner.jax_step(how)["seconds"]))
+
+
 def show(samples: Samples) -> None:
     """The table on the terminal."""
     table = Table()
@@ -142,7 +171,8 @@ def show(samples: Samples) -> None:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    groups = ["mlp", "gpt", "collectives", "memory", "checks", "products", "speedup"]
+    groups = ["mlp", "gpt", "collectives", "memory", "checks", "products", "speedup", "loops"]
+    groups += ["jax"]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -163,20 +193,8 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def main(arguments: argparse.Namespace) -> None:
-    """Measure what is asked for, and print it."""
-    if arguments.report:
-        result = json.loads(arguments.report.read_text(encoding="utf-8"))
-        print(markdown(result))
-        if arguments.page:
-            replace_section(arguments.page, markdown(result))
-        return
-    runner = Runner(
-        arguments.peer_python,
-        arguments.adapter_python or arguments.peer_python,
-        shlex.split(arguments.prefix),
-        arguments.peer_optimizer,
-    )
+def measures(runner: Runner, repeats: int) -> dict[str, Callable[[Samples], None]]:
+    """What measures each group; a group whose libraries are not there is left out, and said."""
     peers = can(runner.peer_python, IMPORTS_PEER)
     adapter = can(runner.adapter_python, IMPORTS_ADAPTER)
     if not peers:
@@ -191,15 +209,37 @@ def main(arguments: argparse.Namespace) -> None:
             "left out. Give an interpreter that has as --adapter-python",
             file=sys.stderr,
         )
-    measure: dict[str, Callable[[Samples], None]] = {
+    found: dict[str, Callable[[Samples], None]] = {
         "mlp": lambda samples: compare_steps(runner, "mlp", peers, adapter, samples),
         "gpt": lambda samples: compare_steps(runner, "gpt", peers, adapter, samples),
         "checks": lambda samples: compare_checks(runner, samples),
-        "collectives": lambda samples: compare_collectives(runner, arguments.repeats, samples),
+        "collectives": lambda samples: compare_collectives(runner, repeats, samples),
         "products": lambda samples: compare_products(runner, peers, samples),
         "speedup": lambda samples: compare_speedup(runner, samples),
         "memory": lambda samples: compare_memory(runner, peers, samples),
     }
+    if peers and adapter:
+        found["loops"] = lambda samples: compare_loops(runner, samples)
+    if can(runner.adapter_python, IMPORTS_JAX):
+        found["jax"] = lambda samples: compare_jax(runner, samples)
+    return found
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure what is asked for, and print it."""
+    if arguments.report:
+        result = json.loads(arguments.report.read_text(encoding="utf-8"))
+        print(markdown(result))
+        if arguments.page:
+            replace_section(arguments.page, markdown(result))
+        return
+    runner = Runner(
+        arguments.peer_python,
+        arguments.adapter_python or arguments.peer_python,
+        shlex.split(arguments.prefix),
+        arguments.peer_optimizer,
+    )
+    measure = measures(runner, arguments.repeats)
     result: dict[str, Any] = {}
     samples = defaultdict(list)
     if arguments.json and arguments.json.exists():
@@ -207,8 +247,9 @@ def main(arguments: argparse.Namespace) -> None:
         samples.update(before["samples"])
     for repeat in range(arguments.repeats):
         for group in arguments.only:
-            if group == "collectives" and repeat > 0:
-                continue  # its repeats are inside the job
+            # The repeats of collectives are inside the job.
+            if group not in measure or (group == "collectives" and repeat > 0):
+                continue
             print(f"repeat {repeat + 1} of {arguments.repeats}: {group}", file=sys.stderr)
             fresh: Samples = defaultdict(list)
             measure[group](fresh)

@@ -16,14 +16,22 @@ from mpishard.observe import proportional_memory
 
 PEER_STEP = Path(__file__).parent / "peers" / "step.py"
 ADAPTER_STEP = Path(__file__).with_name("adapter_step.py")
+JAX_STEP = Path(__file__).with_name("jax_step.py")
 PRODUCTS = Path(__file__).with_name("products.py")
 
-STEPS = {"mlp": (20, 4), "gpt": (7, 2)}
+STEPS = {"mlp": (20, 4), "gpt": (7, 2), "conv": (15, 3), "encoder": (15, 3)}
 """Steps that count and steps before them, per job: about two seconds."""
 
 IMPORTS_OURS = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI, mpishard.cli"
 IMPORTS_ADAPTER = "import torch, mpi4py; from mpishard.adapters import TorchModel"
 IMPORTS_PEER = "import torch; from torch.distributed.fsdp import fully_shard"
+# PyTorch's optimizers import its compiler, which is 60 MiB: no way of sharding changes that.
+IMPORTS_LOOP = {
+    "fsdp2": f"import torch._dynamo; {IMPORTS_PEER}",
+    "mst-fsdp": "import mpi4py.rc; mpi4py.rc.initialize = False; import mpi4py.MPI; "
+    "import torch._dynamo, mpishard.torch",
+}
+IMPORTS_JAX = "import jax, optax, mpi4py, mpishard"
 
 
 class JobError(RuntimeError):
@@ -97,6 +105,27 @@ class Runner:
         found: dict[str, Any] = self.ours(
             *words, ranks=2, python=self.adapter_python, MPISHARD_NUMBA="off"
         )
+        return found
+
+    def loop_step(self, model: str, strategy: str) -> dict[str, Any]:
+        """The result of a loop of PyTorch on two ranks: time, processor time, memory."""
+        if not strategy.startswith("mst"):
+            return self.peer_step(model, strategy, "--memory", ranks=2)
+        steps, warmup = STEPS[model]
+        command = [self.adapter_python, "-m", "mpishard", "run", "-n", "2", str(PEER_STEP)]
+        command += ["--model", model, "--strategy", strategy, "--memory"]
+        command += ["--steps", str(steps), "--warmup", str(warmup)]
+        printed = self._run([*command, "--optimizer", self.peer_optimizer], {})
+        found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+        return found
+
+    def jax_step(self, how: str) -> dict[str, Any]:
+        """The times of a step in JAX: on two ranks, in one process, or over two devices."""
+        words = ["run", "-n", str(JAX_STEP), "--how", how]
+        ranks = 2 if how == "ranks" else 1
+        variables = {"NPROC": "1"} if how == "one" else {}
+        python = self.adapter_python
+        found: dict[str, Any] = self.ours(*words, ranks=ranks, python=python, **variables)
         return found
 
     def products(self, library: str) -> dict[str, float]:

@@ -55,6 +55,28 @@ class Row:
 
 MLP, GPT = {"least": "mlp products numpy"}, {"least": "gpt products numpy"}
 
+LOOPS = {"mlp": ("MLP", 0.30), "gpt": ("GPT", 0.80), "conv": ("convolutions", 0.75)}
+LOOPS["encoder"] = ("encoder", 0.75)
+"""Models of the loops of PyTorch: name in a row, and target of a step next to FSDP2's."""
+
+
+def _loop_rows() -> list[Row]:
+    rows = []
+    for model, (name, target) in LOOPS.items():
+        ours, theirs = f"loop {model} mst-fsdp", f"loop {model} fsdp2"
+        kinds = [("step", "", target), ("processor time", " processor", target)]
+        rows += [
+            Row(f"{name}, loop: {text}, fsdp / FSDP2", ours + kind, theirs + kind, least)
+            for text, kind, least in [*kinds, ("memory", " memory", 0.35)]
+        ]
+        ours, theirs = f"loop {model} mst-ddp", f"loop {model} ddp"
+        rows += [
+            Row(f"{name}, loop: {text}, ddp / gloo DDP", ours + kind, theirs + kind, 1.0)
+            for text, kind, _ in kinds
+        ]
+    return rows
+
+
 ROWS = [
     Row("MLP step, FSDP / PyTorch FSDP2", "mlp ours 2", "mlp fsdp2", 0.20, **MLP),
     Row("MLP step, FSDP / PyTorch DDP", "mlp ours 2", "mlp ddp", 0.32, **MLP),
@@ -131,6 +153,9 @@ ROWS = [
         for way in ("tensor", "1f1b", "zb-h1")
     ),
     Row("MLP, memory of the node / FSDP2", "mlp memory ours", "mlp memory fsdp2", 0.25),
+    *_loop_rows(),
+    Row("JAX MLP, 2 ranks / jit, one process", "jax ranks", "jax one", 1.1),
+    Row("JAX MLP, 2 ranks / shard_map, 2 devices", "jax ranks", "jax devices", 0.6),
     Row("MLP, 4 ranks / (2 x 2-rank step)", "mlp ours 4", "mlp ours 2", 1.05, factor=2.0),
     Row("GPT, 4 ranks / (2 x 2-rank step)", "gpt ours 4", "gpt ours 2", 1.05, factor=2.0),
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -24,7 +24,7 @@ from mpishard.communication.init import init
 from mpishard.communication.threads.run import current_backend
 from mpishard.distributed import as_distributed, launch
 from mpishard.nn import MLP, MSE, BinaryCrossEntropy, CrossEntropy, Loss
-from mpishard.optimizers import AdamW, OptimizationInputData
+from mpishard.optimizers import AdamW, OptimizationInputData, Optimizer
 
 __all__ = ["ShardedClassifier", "ShardedRegressor"]
 
@@ -61,15 +61,27 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         model.set_parameters(self.parameters_)
         return model
 
-    def _made(self, seed: int) -> Any:
+    def _design_for(self, outputs: int) -> None:
+        """Note what the model is made from; settings that change later are for the next fit."""
         if self.model is not None and not callable(self.model):
             raise TypeError(
                 "model must be a function (features, outputs, seed) that returns a model, got a "
                 f"{type(self.model).__name__}"
             )
-        if self.model is not None:
-            return self.model(self.n_features_in_, self.n_outputs_, seed)
-        sizes = [self.n_features_in_, *self.hidden, self.n_outputs_]
+        if not isinstance(self.hidden, Iterable):
+            raise TypeError(f"hidden must be a sequence of sizes, got {self.hidden!r}")
+        if not isinstance(self.optimizer, Optimizer | None):
+            raise TypeError(
+                "optimizer must be an update rule, such as mpishard.optimizers.SGD(0.1), got "
+                f"{self.optimizer!r}"
+            )
+        self.n_outputs_, self._design = outputs, (self.model, tuple(self.hidden))
+
+    def _made(self, seed: int) -> Any:
+        function, hidden = self._design
+        if function is not None:
+            return function(self.n_features_in_, self.n_outputs_, seed)
+        sizes = [self.n_features_in_, *hidden, self.n_outputs_]
         return MLP(sizes, seed=seed, loss=self._loss())
 
     def _loss(self) -> Loss:
@@ -173,14 +185,14 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
 
         Raises
         ------
-        ValueError
+        TypeError, ValueError
             For data that scikit-learn refuses, settings that mpishard refuses, and a model whose
             outputs are not as many as the classes need.
         """
         x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
         check_classification_targets(labels)
         self.classes_, targets = np.unique(labels, return_inverse=True)
-        self.n_outputs_ = len(self.classes_)
+        self._design_for(len(self.classes_))
         model = self._made(0)
         logits = self.n_outputs_
         if isinstance(getattr(model, "default_loss_function", None), BinaryCrossEntropy):
@@ -236,7 +248,7 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
 
         Raises
         ------
-        ValueError
+        TypeError, ValueError
             For data that scikit-learn refuses, and settings that mpishard refuses.
         """
         x, targets = validate_data(
@@ -244,7 +256,7 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
         )
         self._is_flat = targets.ndim == 1
         columns = targets[:, None] if self._is_flat else targets
-        self.n_outputs_ = columns.shape[1]
+        self._design_for(columns.shape[1])
         return self._train(x, columns.astype(x.dtype, copy=False))
 
     def predict(self, X: Any) -> np.ndarray[Any, Any]:

@@ -9,10 +9,10 @@ usage: scripts/benchmarks.sh [options of benchmarks/compare.py]
 
 Makes .venv (the first time only), compares this package's training steps with PyTorch's, writes
 the results to docs/performance.json and into docs/performance.md, and draws docs/images/growth_*.png
-and docs/images/collectives.png. Ten minutes; leave the machine alone meanwhile. PyTorch is taken from
-.venv-peers where that is there:
+and docs/images/collectives.png. Half an hour; leave the machine alone meanwhile. PyTorch and JAX are
+taken from .venv-peers if that is there:
 
-    python3 -m venv .venv-peers && .venv-peers/bin/pip install torch -e '.[mpi]'
+    python3 -m venv .venv-peers && .venv-peers/bin/pip install torch jax optax -e '.[mpi]'
 END
 }
 

@@ -49,6 +49,30 @@ def test_a_grid_search_chooses_a_rate():
     assert search.best_params_ == {"learning_rate": 0.1}
 
 
+def test_settings_that_change_after_fit_are_for_the_next_one():
+    hidden = [8]
+    fitted = classifier(hidden=hidden, epochs=1).fit(X, LABELS)
+    expected = fitted.predict_proba(X)
+    hidden[0] = 9
+    fitted.set_params(model=linear)
+    assert (fitted.predict_proba(X) == expected).all()
+    assert fitted.fit(X, LABELS).parameters_.size == 2 * 3 + 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer": "adam"}, "optimizer must be an update rule, .* got 'adam'"),
+        ({"optimizer": ms.optimizers.SGD}, "optimizer must be an update rule, .* got <class"),
+        ({"hidden": 8}, "hidden must be a sequence of sizes, got 8"),
+        ({"model": ms.nn.MLP([2, 3])}, "model must be a function .* got a MLP"),
+    ],
+)
+def test_settings_of_other_types_are_refused(options, words):
+    with pytest.raises(TypeError, match=words):
+        classifier(**options).fit(X, LABELS)
+
+
 def linear(features, outputs, seed):
     return ms.nn.LogisticRegression(features, outputs, seed=seed)
 

@@ -41,7 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--memory", action="store_true", help="take resident memory too")
     parser.add_argument(
-        "--bfloat16", action="store_true", help="FSDP2's mixed precision; autocast in the others"
+        "--bfloat16", action="store_true", help="mixed precision of FSDP2 and mst; else autocast"
     )
     arguments = parser.parse_args()
     by_model = {
@@ -121,7 +121,8 @@ def build(arguments: argparse.Namespace) -> tuple[Callable[[], Any], int]:
     elif arguments.strategy.startswith("mst"):
         import mpishard.torch as mst
 
-        mst.shard(model, arguments.strategy.removeprefix("mst-"))
+        precision = "bfloat16" if arguments.bfloat16 else None
+        mst.shard(model, arguments.strategy.removeprefix("mst-"), precision=precision)
     choice = {} if arguments.optimizer == "default" else {arguments.optimizer: True}
     choice |= {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
     if arguments.strategy.startswith("mst"):
@@ -129,7 +130,7 @@ def build(arguments: argparse.Namespace) -> tuple[Callable[[], Any], int]:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **choice)
 
-    is_cast = arguments.bfloat16 and arguments.strategy != "fsdp2"
+    is_cast = arguments.bfloat16 and arguments.strategy in ("single", "ddp")
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -216,8 +217,9 @@ def main(arguments: argparse.Namespace) -> None:
             result["resting_bytes"] = sum(resting for resting, _ in memory)
             result["peak_bytes"] = sum(peak for _, peak in memory)
         print(json.dumps(result), flush=True)
-    # Past PyTorch's exit handlers, which now and then end a rank of FSDP2 with std::terminate.
-    os._exit(0)
+    if not arguments.strategy.startswith("mst"):
+        # Past PyTorch's exit handlers, which now and then end a rank of FSDP2 with std::terminate.
+        os._exit(0)
 
 
 if __name__ == "__main__":

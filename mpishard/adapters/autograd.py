@@ -13,6 +13,7 @@ from mpishard.adapters.parameter_tree import ParameterTree
 from mpishard.adapters.tree_model import TreeModel, described, scalar_loss
 from mpishard.arrays import Array
 from mpishard.contracts import ILossFunction
+from mpishard.data import tree_of
 
 __all__ = ["AutogradModel", "Trace"]
 
@@ -147,12 +148,12 @@ class AutogradModel(TreeModel):
         if len(x) == 0:
             return 0.0, 0.0, None
         if loss is None:
-            trace = self._traced(lambda tree: self._loss(tree, x, y), "loss")
+            trace = self._traced(lambda tree: self._loss(tree, tree_of(x), tree_of(y)), "loss")
             mean, samples = scalar_loss(trace.value), float(len(x))
             # A loss of shape (1,) takes a cotangent of that shape.
             return mean * samples, samples, (trace, lambda: samples * np.ones_like(trace.value))
         predict = self._known_predict()
-        trace = self._traced(lambda tree: predict(tree, x), "predict")
+        trace = self._traced(lambda tree: predict(tree, tree_of(x)), "predict")
         total, weight, saved = loss.forward(trace.value, y)
         return total, weight, (trace, lambda: loss.backward(saved))
 

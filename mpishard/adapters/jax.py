@@ -14,6 +14,7 @@ from mpishard.adapters.parameter_tree import flat_leaves
 from mpishard.adapters.tree_model import TreeModel, described
 from mpishard.arrays import Array
 from mpishard.contracts import ILossFunction
+from mpishard.data import Samples, tree_of
 
 __all__ = ["JaxModel", "JaxTree"]
 
@@ -104,7 +105,8 @@ class JaxModel(TreeModel):
     ----------
     loss : callable
         ``loss(parameters, x, y)``, the *mean* over the samples of x, a scalar. It is compiled by
-        ``jax.jit``, once for each shape of x and y; it may be jitted already. x and y are arrays.
+        ``jax.jit``, once for each shape of x and y; it may be jitted already. x and y are arrays,
+        or trees of them, of `mpishard.data.Samples`.
     parameters : pytree
         First values: float32 or float64 arrays and Python floats, of one dtype. They are copied.
     predict : callable, optional
@@ -159,7 +161,7 @@ class JaxModel(TreeModel):
                     "loss(parameters, x, y) must return one float, the mean over samples; got "
                     + (described(mean) if not hasattr(mean, "shape") else str(mean.aval))
                 )
-            return mean * len(x), mean
+            return mean * len(jax.tree_util.tree_leaves(x)[0]), mean
 
         def pull_back(tree: Any, x: Any, cotangent: Any) -> Any:
             assert predict is not None
@@ -177,10 +179,10 @@ class JaxModel(TreeModel):
         _warn_of_threads()
 
     def check_input(self, x: Any) -> None:
-        if not hasattr(x, "shape") or not x.shape:
+        if not isinstance(x, Samples) and not getattr(x, "shape", ()):
             raise TypeError(
-                f"x must be one array of samples, got {type(x).__name__}; put several inputs side "
-                "by side in one array, or pass indices and give the data to the loss by a closure"
+                f"x must be one array of samples, got {type(x).__name__}; give several inputs as "
+                "mpishard.data.Samples(x)"
             )
         super().check_input(x)
 
@@ -190,10 +192,15 @@ class JaxModel(TreeModel):
         if len(x) == 0:
             return 0.0, 0.0, None
         if loss is None:
-            (_, mean), gradients = self._differentiated(self._parameters, x, y)
+            given = self._parameters, tree_of(x), tree_of(y)
+            (_, mean), gradients = self._differentiated(*given)
             return float(mean) * len(x), float(len(x)), lambda: gradients
         total, weight, saved = loss.forward(self.predict(x), y)
-        return total, weight, lambda: self._pulled_back(self._parameters, x, loss.backward(saved))
+        return (
+            total,
+            weight,
+            lambda: self._pulled_back(self._parameters, tree_of(x), loss.backward(saved)),
+        )
 
     def backward_pass(self, saved: Any, receive: Callable[[int, Array], None]) -> None:
         import jax

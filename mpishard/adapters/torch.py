@@ -17,18 +17,38 @@ from mpishard.bfloat16 import is_bfloat16
 from mpishard.communication.contract.status import look_behind
 from mpishard.communication.init import blas_threads
 from mpishard.contracts import ILossFunction
+from mpishard.data import Samples
 from mpishard.errors import ShardingError
 from mpishard.sharding import ParameterEntry
 
 __all__ = [
     "TorchLoss", "TorchModel", "bytes_of", "check_module", "copy_range", "flat_gradient",
-    "prepare_torch", "take_bytes", "trainable_parameters",
+    "parameter_table", "prepare_torch", "take_bytes", "tensor_of",
 ]  # fmt: skip
 
 
-def trainable_parameters(module: Any) -> list[tuple[str, Any]]:
-    """Name and parameter, each once, of those that training changes."""
-    return [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
+def parameter_table(
+    module: Any, *, with_frozen: bool
+) -> tuple[list[tuple[Any, str]], list[ParameterEntry]]:
+    """Return the submodule and name of each parameter that a flat vector holds, and its entry.
+
+    The trained ones, and frozen ones of their dtype if asked for; shared ones once.
+    """
+    dtype = next(p.dtype for p in module.parameters() if p.requires_grad and p.numel())
+    places, entries, seen, start = [], [], set(), 0
+    for prefix, inner in module.named_modules():
+        for name, parameter in inner._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            is_held = parameter.requires_grad or with_frozen
+            if not is_held or parameter.dtype != dtype or not parameter.numel():
+                continue
+            full_name, shape = f"{prefix}.{name}" if prefix else name, tuple(parameter.shape)
+            entries.append(ParameterEntry(full_name, shape, start, parameter.requires_grad))
+            places.append((inner, name))
+            start += parameter.numel()
+    return places, entries
 
 
 def check_module(module: Any) -> None:
@@ -51,7 +71,7 @@ def check_module(module: Any) -> None:
             f"mpishard computes with PyTorch on the CPU, and {_some(odd)}; use module.cpu(), or "
             "for tensors on meta module.to_empty(device='cpu') and reset_parameters()"
         )
-    trainable = trainable_parameters(module)
+    trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
     if not trainable:
         raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient")
     dtypes: dict[str, list[str]] = {}
@@ -132,6 +152,15 @@ def take_bytes(tensor: Any, raw: Array) -> None:
             tensor.copy_(torch.from_numpy(raw.copy()).view(tensor.dtype).view(tensor.shape))
 
 
+def tensor_of(array: Array) -> Any:
+    """Return a tensor on the memory of an array, which may be of bfloat16."""
+    import torch
+
+    if not is_bfloat16(array):
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
 def flat_gradient(gradient: Any) -> Array:
     """Return a gradient as a dense vector; one of bfloat16 in float32."""
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
@@ -156,7 +185,9 @@ class TorchModel(PlacedVectorModel):
     Parameters
     ----------
     module : torch.nn.Module
-        Takes one array of samples, returns one tensor of as many. Each rank makes its own.
+        Returns one tensor of as many samples as it is given: one array; of `mpishard.data.Samples`
+        those of a dict as keyword arguments, those of a tuple as arguments. Each rank makes its
+        own.
     loss : callable or ILossFunction
         ``loss(output, y)``, a scalar tensor: the *mean* over samples, as of
         ``torch.nn.functional.mse_loss``. Or a loss of `mpishard.nn`, which may weigh its targets.
@@ -194,12 +225,8 @@ class TorchModel(PlacedVectorModel):
         self.reclaim_parameters(vector)
 
     def _index_parameters(self) -> None:
-        self._parameters: list[Any] = []
-        entries, start = [], 0
-        for name, parameter in trainable_parameters(self._module):
-            entries.append(ParameterEntry(name, tuple(parameter.shape), start))
-            self._parameters.append(parameter)
-            start += parameter.numel()
+        places, entries = parameter_table(self._module, with_frozen=False)
+        self._parameters = [module._parameters[name] for module, name in places]
         self._entries = tuple(entries)
         frozen = [p for p in self._module.parameters() if not p.requires_grad]
         self._constants = [*frozen, *self._module.buffers()]
@@ -263,13 +290,8 @@ class TorchModel(PlacedVectorModel):
         prepare_torch()
 
     def _place(self, arrays: Sequence[Array]) -> None:
-        import torch
-
         for parameter, array in zip(self._parameters, arrays, strict=True):
-            is_rounded = is_bfloat16(array)
-            tensor = torch.from_numpy(array.view(np.int16) if is_rounded else array)
-            tensor = tensor.view(torch.bfloat16) if is_rounded else tensor
-            parameter.data = tensor.view(parameter.shape)
+            parameter.data = tensor_of(array).view(parameter.shape)
 
     def constants(self) -> Iterator[Array]:
         return map(bytes_of, self._constants)
@@ -300,10 +322,15 @@ class TorchModel(PlacedVectorModel):
         """The module's output; as an array, on the same memory unless it is bfloat16."""
         import torch
 
-        given = _tensor(x, self._dtype)
         dtype = self._parameters[0].dtype  # bfloat16, if a sharded wrapper has placed such
+
+        def given(array: Array) -> Any:
+            tensor = _tensor(array, self._dtype)
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        tree = x.map(given) if isinstance(x, Samples) else [given(x)]
         try:
-            output = self._module(given.to(dtype) if given.is_floating_point() else given)
+            output = self._module(**tree) if isinstance(tree, dict) else self._module(*tree)
         except RuntimeError as error:
             if dtype == torch.bfloat16 and (wide := self._wide_buffers()):
                 error.add_note(
@@ -376,7 +403,9 @@ class TorchLoss(ILossFunction):
         output = torch.from_numpy(prediction)
         with torch.set_grad_enabled(training):
             output.requires_grad_(training)
-            mean = self._function(output, _tensor(target, prediction.dtype))
+            convert = functools.partial(_tensor, dtype=prediction.dtype)
+            given = target.map(convert) if isinstance(target, Samples) else convert(target)
+            mean = self._function(output, given)
         if not isinstance(mean, torch.Tensor) or mean.numel() != 1:
             shape = f"a tensor of shape {tuple(mean.shape)}" if hasattr(mean, "shape") else mean
             raise TypeError(
@@ -413,9 +442,14 @@ def _tensor(array: Array, dtype: np.dtype[Any]) -> Any:
 
 
 def _check_array(name: str, array: Any) -> None:
+    if isinstance(array, Samples):
+        for leaf in array.leaves():
+            _check_array(name, leaf)
+        return
     require_plain(array)
     if not isinstance(array, np.ndarray) or array.ndim == 0 or array.dtype.kind not in "fiub":
         shown = getattr(array, "dtype", type(array).__name__)
         raise TypeError(
-            f"{name} must be a NumPy array of samples: floats, integers or bools; got {shown}"
+            f"{name} must be a NumPy array of samples: floats, integers or bools; got {shown}; "
+            "mpishard.data.Samples holds several"
         )

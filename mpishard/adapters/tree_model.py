@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
 from mpishard.arrays import Array, require_plain
+from mpishard.data import tree_of
 from mpishard.errors import MissingMemberError
 from mpishard.sharding import ParameterEntry
 
@@ -121,6 +122,11 @@ class TreeModel(PlacedVectorModel):
         require_plain(x)
         if not hasattr(x, "__len__"):
             raise TypeError(f"x must be samples with a length, got {type(x).__name__}")
+        if isinstance(x, Mapping | tuple):
+            raise TypeError(
+                f"x must be one array of samples, got {type(x).__name__}; give several inputs as "
+                "mpishard.data.Samples(x)"
+            )
 
     @property
     def _parameters(self) -> Any:
@@ -134,12 +140,13 @@ class TreeModel(PlacedVectorModel):
         MissingMemberError
             If the model was made without it.
         """
-        return self._known_predict()(self._parameters, x)
+        return self._known_predict()(self._parameters, tree_of(x))
 
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
         if len(x) == 0:
             return 0.0, 0.0
-        return scalar_loss(self._loss(self._parameters, x, y)) * len(x), float(len(x))
+        mean = scalar_loss(self._loss(self._parameters, tree_of(x), tree_of(y)))
+        return mean * len(x), float(len(x))
 
     def _known_predict(self) -> Callable[[Any, Any], Any]:
         if self._predict is None:

@@ -71,6 +71,12 @@ class EarlyStopping:
         if score < self.best_score:
             self.best_score, self.best_step = score, step
 
+    def on_start(self, run: Run, record: Record) -> None:
+        """Forget the run before, if this one begins anew."""
+        if record.step == 0:
+            self.best_score = self.reference = math.inf
+            self.best_step, self.waited = None, 0
+
     def on_evaluate(self, run: Run, record: Record) -> None:
         """Observe the score; stop the run if patience is at its end."""
         if record.score is not None:

@@ -186,7 +186,7 @@ class TensorBoard(_Writer):
 
 
 class WandB(_Writer):
-    """A run of Weights & Biases; needs ``pip install wandb``.
+    """A run of Weights & Biases; needs the extra ``wandb``.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ class WandB(_Writer):
         try:
             import wandb
         except ImportError as error:
-            raise ImportError("WandB needs wandb: pip install wandb") from error
+            raise ImportError("WandB needs wandb: pip install 'mpishard[wandb]'") from error
         self._wandb: Any = wandb
         self._options = options
 

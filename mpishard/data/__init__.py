@@ -1,14 +1,15 @@
 """Data sets, and the order in which their samples are seen.
 
 Begin with ``sampler.py``: the global batch of each step and each rank's part of it, a function of
-(seed, epoch) alone. ``dataset.py`` reads samples from arrays, files and windows of tokens;
+(seed, epoch) alone. ``dataset.py`` reads samples from arrays, files, windows of tokens and trees
+of them;
 ``batches.py`` gives a rank its batches, of files read ahead on a thread; ``tables.py`` reads
 columns of Parquet and Arrow files. ``distributed_sampler.py`` has samplers for other libraries'
 data loaders. This room imports layout and arrays.
 """
 
 from mpishard.data.batches import Batch, Batches
-from mpishard.data.dataset import TokenWindows, check_dataset, count_samples, take
+from mpishard.data.dataset import Samples, TokenWindows, check_dataset, count_samples, take, tree_of
 from mpishard.data.distributed_sampler import DistributedSampler, ElasticDistributedSampler
 from mpishard.data.sampler import GlobalBatchSampler, LocalBatchSampler
 from mpishard.data.tables import Column, ParquetColumns
@@ -22,8 +23,10 @@ __all__ = [
     "GlobalBatchSampler",
     "LocalBatchSampler",
     "ParquetColumns",
+    "Samples",
     "TokenWindows",
     "check_dataset",
     "count_samples",
     "take",
+    "tree_of",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,89 @@ class TokenWindows:
         )
 
 
+class Samples:
+    """Several arrays of the same samples, as one data set: nested dicts, lists and tuples of them.
+
+    ``samples[rows]`` are those of all arrays. A loss in JAX or autograd is given the tree itself; a
+    PyTorch module the arrays of a dict as keyword arguments, and those of a tuple one by one.
+
+    Parameters
+    ----------
+    tree : dict, list or tuple
+        Its leaves are what `take` reads: arrays and data sets of files, of equal lengths.
+
+    Attributes
+    ----------
+    tree : dict, list or tuple
+        As given.
+
+    Raises
+    ------
+    TypeError
+        If a leaf is no data set, naming it, or there is none.
+    ValueError
+        If the lengths differ.
+
+    Examples
+    --------
+    >>> batch = Samples({"tokens": np.arange(8).reshape(4, 2), "mask": np.arange(4) > 1})[1:3]
+    >>> batch
+    Samples({'tokens': (2, 2), 'mask': (2,)})
+    >>> batch.tree["mask"].tolist()
+    [False, True]
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        lengths = {name: check_dataset(leaf, name, allow_empty=True) for name, leaf in _named(tree)}
+        if not lengths:
+            raise TypeError(f"Samples need an array, or several in a dict or a tuple; got {tree!r}")
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the arrays of Samples must have equal lengths, got {lengths}")
+        self._length = next(iter(lengths.values()))
+
+    def leaves(self) -> list[Any]:
+        """The arrays, in order."""
+        return [leaf for _, leaf in _named(self.tree)]
+
+    def map(self, function: Callable[[Any], Any]) -> Any:
+        """A tree of the same structure with ``function(leaf)`` in place of each leaf."""
+        return _mapped(function, self.tree)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, rows: Any) -> Samples:
+        return Samples(self.map(lambda leaf: leaf[rows] if isinstance(rows, slice)
+                                else take(leaf, rows)))  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"Samples({self.map(lambda leaf: getattr(leaf, 'shape', len(leaf)))})"
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _mapped(function, value) for key, value in tree.items()}
+    if not isinstance(tree, list | tuple):
+        return function(tree)
+    values = [_mapped(function, value) for value in tree]
+    return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+
+
+def _named(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each leaf, and the path to it."""
+    if not isinstance(tree, Mapping | list | tuple):
+        yield name or "it", tree
+        return
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        yield from _named(value, f"{name}.{key}" if name else str(key))
+
+
+def tree_of(samples: Any) -> Any:
+    """Return what a function is given: the tree of `Samples`, or an array as it is."""
+    return samples.tree if isinstance(samples, Samples) else samples
+
+
 _WANTED = "an array, or an object with len() that can be indexed by an array of integers"
 _RUN = 4  # samples of a run, on average, from which on slices are faster than indices
 _NAMED = 5  # arrays of a file that a message lists
@@ -141,6 +224,8 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
     require_plain(dataset)
     if isinstance(dataset, np.ndarray | TokenWindows):
         return np.asarray(dataset[indices])
+    if isinstance(dataset, Samples):
+        return dataset[indices]
     try:
         xp = array_namespace(dataset)
     except TypeError:
@@ -216,7 +301,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
         listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
         raise TypeError(
             f"{name} must be {_WANTED}, got a {kind}, which holds arrays by name; pass one of "
-            f"them: {listed or 'it is empty'}"
+            f"them: {listed or 'it is empty'}; or all as mpishard.data.Samples({name})"
         )
     if isinstance(dataset, list | tuple | str | bytes | set | frozenset):
         raise TypeError(f"{name} must be {_WANTED}, got a {kind}; pass numpy.asarray({name})")

@@ -75,13 +75,14 @@ class ParquetColumns:
     columns : str or sequence of str
         One name: samples have the column's shape; a column of lists of one length gives vectors.
         Several names: their values side by side, shape (n, number of columns), in one dtype.
+        Files without rows may have other types.
 
     Attributes
     ----------
     shape : tuple of int
         Number of rows, and the shape of a sample.
     dtype : numpy.dtype
-        Dtype of the samples, that of the first row group.
+        Dtype of the samples, that of the first rows.
     row_group_size : int
         Rows of the largest row group: a good ``shuffle_block_size``.
 
@@ -95,19 +96,22 @@ class ParquetColumns:
         If a file has no such column, naming those that it has.
     ValueError
         If no column is named, a file is no Parquet file, columns have samples of different shapes,
-        or a column has missing values, lists of different lengths, or values that are no numbers.
+        a file has values that the dtype of the first rows cannot hold, or a column has missing
+        values, lists of different lengths, or values that are no numbers.
     """
 
     def __init__(self, path: Any, columns: str | Sequence[str]) -> None:
         parquet = _parquet()
-        self.filename = path if isinstance(path, str | Path) else ", ".join(map(str, path))
+        files = _files(path)
+        self.filename = path if isinstance(path, str | Path) else ", ".join(map(str, files))
         self._columns = [columns] if isinstance(columns, str) else list(columns)
         self._is_single = isinstance(columns, str)
         if not self._columns:
             raise ValueError("columns must name a column or more, got none")
         starts: list[int] = [0]
         self._groups: list[tuple[Any, int]] = []
-        for place in _files(path):
+        types: list[Any] = []
+        for place in files:
             try:
                 file = parquet.ParquetFile(place)
             except ValueError as error:  # pyarrow's does not name the file
@@ -116,9 +120,20 @@ class ParquetColumns:
             missing = [name for name in self._columns if name not in names]
             if missing:
                 raise KeyError(f"{self.filename} has no column {missing[0]!r}, but {names}")
+            if not file.metadata.num_rows:  # its schema may be any: pandas writes columns of null
+                continue
+            own = [file.schema_arrow.field(name).type for name in self._columns]
+            types = types or own
+            if own != types and not np.can_cast(_dtype_of(own), _dtype_of(types)):
+                raise ValueError(
+                    f"columns {self._columns} of {place} are {', '.join(map(str, own))}, which "
+                    f"{', '.join(map(str, types))} of the files before it cannot hold: write all "
+                    "files in one dtype"
+                )
             for group in range(file.metadata.num_row_groups):
-                starts.append(starts[-1] + file.metadata.row_group(group).num_rows)
-                self._groups.append((file, group))
+                if rows := file.metadata.row_group(group).num_rows:
+                    starts.append(starts[-1] + rows)
+                    self._groups.append((file, group))
         self._starts = np.array(starts)
         self.row_group_size = int(np.diff(self._starts).max(initial=0))
         self._kept: tuple[int, Array] | None = None
@@ -145,7 +160,13 @@ class ParquetColumns:
         with self._lock:
             for group in np.unique(groups):
                 is_here = groups == group
-                found[is_here] = self._group(group)[wanted[is_here] - self._starts[group]]
+                values = self._group(group)
+                if values.shape[1:] != self.shape[1:]:
+                    raise ValueError(
+                        f"columns {self._columns} of {self.filename} have lists of different "
+                        f"lengths: samples of shapes {self.shape[1:]} and {values.shape[1:]}"
+                    )
+                found[is_here] = values[wanted[is_here] - self._starts[group]]
         return found
 
     def _group(self, number: int) -> Array:
@@ -191,6 +212,12 @@ def _parquet() -> Any:
     except ImportError as error:
         raise ImportError('Parquet files need pyarrow: pip install "mpishard[data]"') from error
     return parquet
+
+
+def _dtype_of(types: Sequence[Any]) -> np.dtype[Any]:
+    """NumPy's dtype for values of Arrow types, or of lists of them, side by side."""
+    elements = (getattr(each, "value_type", each) for each in types)
+    return np.result_type(*(each.to_pandas_dtype() for each in elements))
 
 
 def _files(path: Any) -> list[Path]:

@@ -192,5 +192,7 @@ def _read(path: Path) -> dict[str, Any]:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file: {error}") from error
+    except AttributeError as error:  # of a dtype such as float8, for which NumPy has no name
+        raise ValueError(f"{path} has numbers of a dtype that NumPy lacks: {error}") from error
     plain = ("wte.", "wpe.", "h.", "ln_f.")  # GPT2Model, without a head, has no prefix
     return {f"transformer.{n}" if n.startswith(plain) else n: v for n, v in found.items()}

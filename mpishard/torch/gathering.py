@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from mpishard.adapters.torch import tensor_of
 from mpishard.arrays import Array
 from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
@@ -44,7 +45,7 @@ class GatheredUnits:
 
     def __init__(self, store: ShardedParameters) -> None:
         self._store = store
-        dtype = torch.from_numpy(np.empty(0, store.layout.dtype)).dtype
+        dtype = tensor_of(np.empty(0, store.layout.dtype)).dtype
         self._tensors = [torch.empty(unit.length, dtype=dtype) for unit in store.layout.units]
         self.units = {t.untyped_storage()._cdata: i for i, t in enumerate(self._tensors)}
         self._resident: dict[int, Array] = {}  # the least recently used first
@@ -114,10 +115,6 @@ class _Gathered:
 
 class GatheredParameter(_Gathered, SharedParameter):
     """A parameter of a unit, which is gathered when it is needed."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
-        return copied.__reduce_ex__(protocol)
 
 
 class _GatheredView(_Gathered, torch.Tensor):  # type: ignore[misc]

@@ -14,7 +14,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from mpishard.adapters.torch import check_module, copy_range, flat_gradient
+from mpishard.adapters.torch import (
+    check_module,
+    copy_range,
+    flat_gradient,
+    parameter_table,
+    tensor_of,
+)
 from mpishard.arrays import reuse_freed_memory
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.status import called_as
@@ -27,10 +33,15 @@ from mpishard.models.stores.parameter_store import ShardedParameters
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.models.stores.vector import ModelVector
 from mpishard.models.wrapper.digest import compare_replicas
-from mpishard.models.wrapper.wrapping import make_gradient_store, make_parameter_store
+from mpishard.models.wrapper.wrapping import (
+    make_gradient_store,
+    make_mixed_store,
+    make_parameter_store,
+)
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.observe.trace import span, step_span
-from mpishard.sharding import ParameterEntry, Placement, build_units, owned_pieces
+from mpishard.sharding import Placement, build_units, owned_pieces
+from mpishard.torch.bfloat16 import check_precision, compute_in_bfloat16
 from mpishard.torch.buffers import Buffers
 from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
 from mpishard.torch.parameters import Part, SharedParameter, native_gradient
@@ -67,6 +78,8 @@ class ShardedModule:
         The ranks.
     minimum_unit_size : int
         See `mpishard.sharding.build_units`.
+    precision : str, optional
+        See `shard`.
 
     Attributes
     ----------
@@ -83,7 +96,12 @@ class ShardedModule:
     """
 
     def __init__(
-        self, module: Any, strategy: str, backend: CommunicationBackend, minimum_unit_size: int
+        self,
+        module: Any,
+        strategy: str,
+        backend: CommunicationBackend,
+        minimum_unit_size: int,
+        precision: str | None,
     ) -> None:
         self.module = module
         self.strategy = strategy
@@ -95,7 +113,9 @@ class ShardedModule:
         self._is_reduced = False
         self._arrivals: Arrivals | None = None
         self._views: dict[int, Any] = {}
-        held, places, entries = _placeable(module)
+        check_module(module)
+        places, entries = parameter_table(module, with_frozen=True)
+        held = [inner._parameters[name] for inner, name in places]
         self.placed = held
         self.entries = tuple(entries)
         self.placement = Placement.whole(self.entries)
@@ -108,7 +128,7 @@ class ShardedModule:
             for unit in self.units
             if not any(entry.trainable for entry in entries_of(unit, self.entries))
         )
-        self._require_same_on_all_ranks(held)
+        self._require_same_on_all_ranks(held, precision)
         reuse_freed_memory()
         self.ledger = MemoryLedger()
         dtype = np.dtype(str(held[0].dtype).removeprefix("torch."))
@@ -117,15 +137,18 @@ class ShardedModule:
         )
         # Alone a rank has all parameters. Ranks of several nodes gather them, each for itself.
         gathers = policy.shards_parameters and backend.world_size > 1
-        self.parameters = make_parameter_store(
+        make = make_parameter_store if precision is None else make_mixed_store
+        self.parameters = make(
             replace(self.layout, arena=not gathers or backend.node_count == 1),
             replace(policy, shards_parameters=gathers),
         )
         self.gathered: GatheredUnits | None = None
-        if isinstance(self.parameters, ShardedParameters):
-            self.gathered = GatheredUnits(self.parameters)
+        if isinstance(self.parameters.computed, ShardedParameters):
+            self.gathered = GatheredUnits(self.parameters.computed)
             for inner in module.modules():
                 inner.register_state_dict_post_hook(give_whole_tensors)
+        if precision is not None:
+            compute_in_bfloat16(module)
         if policy.shards_state:
             self.gradients = make_gradient_store(self.layout, policy)
         else:  # a parameter's gradient is one array, which DDP's user may read and change
@@ -154,8 +177,8 @@ class ShardedModule:
     def __reduce__(self) -> Any:
         return type(None), ()
 
-    def _require_same_on_all_ranks(self, held: Sequence[Any]) -> None:
-        structure = f"{self.strategy} {held[0].dtype} {self.units} {self.entries}"
+    def _require_same_on_all_ranks(self, held: Sequence[Any], precision: str | None) -> None:
+        structure = f"{self.strategy} {precision} {held[0].dtype} {self.units} {self.entries}"
         mine = [len(held), self.entries[-1].stop, zlib.crc32(structure.encode())]
         everyone = self.backend.all_gather(np.array([mine]))
         if (everyone != everyone[0]).any():
@@ -163,19 +186,18 @@ class ShardedModule:
                              for r, (n, size, _) in enumerate(everyone))  # fmt: skip
             raise ValueError(
                 f"every rank must shard the same module with the same strategy: {rows} (names, "
-                "shapes, dtype, what requires a gradient, strategy or minimum_unit_size differ)"
+                "shapes, dtype, what requires a gradient, strategy, precision or minimum_unit_size "
+                "differ)"
             )
 
     def _place(self, held: Sequence[Any], places: Sequence[tuple[Any, str]]) -> None:
         """Let the parameters be views of the store, or of what is gathered from it."""
         gathered = self.gathered
         whole = owned_pieces(self.units, 1, 0)
-        vectors = [] if gathered is not None else self.parameters.owned(whole)
+        vectors = [] if gathered is not None else self.parameters.computed.owned(whole)
         numbered = iter(range(len(self.entries)))
         for unit in self.units:
-            full = (
-                gathered.tensor(unit.index) if gathered else torch.from_numpy(vectors[unit.index])
-            )
+            full = gathered.tensor(unit.index) if gathered else tensor_of(vectors[unit.index])
             for entry, index in zip(entries_of(unit, self.entries), numbered, strict=False):
                 parameter = held[index]
                 flat = full[entry.start - unit.start : entry.stop - unit.start]
@@ -352,6 +374,8 @@ class ShardedModule:
         """Let all ranks read what each has updated. Collective."""
         if self.shards_state:
             self.parameters.publish(self._trained_pieces())
+        else:
+            self.parameters.changed()
         self.gradients.finish()
         self.part_of_step.close()
         self._step.close()
@@ -380,34 +404,12 @@ def _forward_ends(module: Any, *_: Any) -> None:
         owner.part_of_step.close()
 
 
-def _placeable(module: Any) -> tuple[list[Any], list[tuple[Any, str]], list[ParameterEntry]]:
-    """The parameters that become one vector, their places in the module, and their table."""
-    check_module(module)
-    trained = next(p for p in module.parameters() if p.requires_grad and p.numel())
-    seen: set[int] = set()
-    held, places, entries = [], [], []
-    start = 0
-    for prefix, inner in module.named_modules():
-        for name, parameter in inner._parameters.items():
-            if parameter is None or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            if parameter.dtype != trained.dtype or not parameter.numel():
-                continue
-            full_name = f"{prefix}.{name}" if prefix else name
-            shape = tuple(parameter.shape)
-            entries.append(ParameterEntry(full_name, shape, start, parameter.requires_grad))
-            held.append(parameter)
-            places.append((inner, name))
-            start += parameter.numel()
-    return held, places, entries
-
-
 def shard(
     module: Any,
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp",
     *,
     minimum_unit_size: int = 1 << 16,
+    precision: Literal["bfloat16"] | None = None,
 ) -> Any:
     """Shard a module in place: the training loop around it stays as it is. Collective.
 
@@ -425,6 +427,11 @@ def shard(
         too. On one node fsdp, as zero1 and zero2, has one copy of the parameters.
     minimum_unit_size : int
         Elements below which no unit is closed: units are reduced as one.
+    precision : {"bfloat16"}, optional
+        Compute with parameters that are rounded to bfloat16, of which a node has one copy (each
+        rank under DDP). Their owners keep float32, which optimizers and `save` see. Gradients are
+        reduced, and floating inputs rounded, as FSDP2's mixed precision does; outputs are
+        bfloat16.
 
     Returns
     -------
@@ -464,7 +471,8 @@ def shard(
             f"parameter {taken[0]!r} is sharded already; shard() a module once, and each part of "
             "two modules by one of them"
         )
-    sharded = ShardedModule(module, strategy, backend, minimum_unit_size)
+    check_precision(module, precision)
+    sharded = ShardedModule(module, strategy, backend, minimum_unit_size, precision)
     module.__dict__[_ATTRIBUTE] = sharded
     _seed(backend)
     return module

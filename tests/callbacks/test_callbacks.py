@@ -282,11 +282,14 @@ def test_their_state_is_resumed(backend, shared_path):
 def test_early_stopping_is_a_callback(backend, caplog):
     caplog.set_level(logging.INFO, logger="mpishard")
     wanted = train(backend, patience=2, tolerance=0.5, epochs=9)
-    found = train(backend, EarlyStopping(2, 0.5), epochs=9)
+    stopping = EarlyStopping(2, 0.5)
+    found = train(backend, stopping, epochs=9)
     assert found.iterations == wanted.iterations < 36
     if backend.rank == 0:  # who logs
         assert caplog.text.count(": EarlyStopping: 2 evaluations without improvement") == 1
     assert found.stopped_early
+    again = train(backend, stopping, epochs=9)  # which knows nothing of the run before
+    assert again.iterations == wanted.iterations
 
 
 # -------------------------------------------------------------------------------------- writers

@@ -319,6 +319,32 @@ def test_parquet_columns_are_numbers_or_lists_of_numbers(tmp_path):
             read(path, name)
 
 
+def test_parquet_files_of_other_types(tmp_path):
+    """Files without rows, of any type; wider and narrower numbers; longer lists."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def write(number, values, kind):
+        table = pyarrow.table({"v": pyarrow.array(values, kind)})
+        parquet.write_table(table, tmp_path / f"{number}.parquet")
+
+    pairs = pyarrow.list_(pyarrow.float64())
+    read = ms.data.ParquetColumns
+    write(0, [], pyarrow.null())
+    write(1, [[1, 2]], pairs)
+    write(2, [], pairs)
+    write(3, [[3, 4]], pyarrow.large_list(pyarrow.float32()))
+    assert read(tmp_path, "v")[:].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    write(4, [[5, 6, 7]], pairs)
+    with pytest.raises(ValueError, match=r"lists of different lengths: .* \(2,\) and \(3,\)"):
+        read(tmp_path, "v")[:]
+    paths = iter([tmp_path / "5.parquet", tmp_path / "6.parquet"])
+    write(5, [1, 2], pyarrow.int64())
+    write(6, [0.5], pyarrow.float64())  # would be 0 as an integer
+    with pytest.raises(ValueError, match=r"6.parquet are double, which int64 of the files before"):
+        read(paths, "v")
+
+
 def test_a_column_that_is_not_there_is_refused():
     with pytest.raises(KeyError, match="no column 'z'; there are x"):
         Column(Rows(), "z")

@@ -13,7 +13,6 @@ NEEDS = {
     "fit_autograd": "autograd",
     "train_digits": "sklearn",
     "train_torch": "torch",
-    "train_torch_loop": "torch",
 }
 
 
@@ -27,7 +26,6 @@ NEEDS = {
         ("custom_loop", "-n 0", "argument -n: needs an integer >= 1, got 0"),
         ("train_digits", "--epochs 0", "argument --epochs: needs an integer >= 1, got 0"),
         ("train_torch", "--steps 1.5", "argument --steps: needs an integer >= 1, got 1.5"),
-        ("train_torch_loop", "--strategy 3d", "argument --strategy: invalid choice: '3d'"),
         ("train_gpt", "--steps 0", "argument --steps: needs a number > 0, got 0"),
         ("train_gpt", "--warm-up -1", "argument --warm-up: needs a number >= 0, got -1"),
         ("train_gpt", "--learning-rate nan", "--learning-rate: needs a number > 0, got nan"),

@@ -111,6 +111,10 @@ def test_files_that_do_not_fit_are_refused_and_change_nothing(tmp_path):
     old = {name.removeprefix("transformer."): array for name, array in good.items()}
     save_file(old | {"h.0.attn.bias": np.ones((1, 1, 6, 6), np.float32)}, path)
     ms.load_gpt2(gpt(), path)
+    header = b'{"wte.weight":{"dtype":"F8_E4M3","shape":[1],"data_offsets":[0,1]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"0")
+    with pytest.raises(ValueError, match=r"m.safetensors has numbers of a dtype that NumPy lacks"):
+        ms.load_gpt2(model, path)
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="is no safetensors file"):
         ms.load_gpt2(model, path)

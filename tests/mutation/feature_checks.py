@@ -70,6 +70,20 @@ def late_gradients(problems: Any) -> None:
         as_in_one_process(body)
 
 
+@check
+def late_gradients_that_one_rank_has_dropped(problems: Any) -> None:
+    def body(backend: Any) -> None:
+        config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+        model = ms.DDPModel(nn.MLP([5, 7, 2], seed=1), config)
+        optimizer = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.SGD(0.05), config, delay=1)
+        optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
+        if backend.rank == 1:
+            model.engine.gradients.abandon()
+        refused(ShardingError, "other gradients under way", optimizer.apply_pending_gradients)
+
+    run(body)
+
+
 class Linear:
     """A loss whose gradient is the same everywhere: updates in any order end alike."""
 

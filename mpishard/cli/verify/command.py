@@ -50,6 +50,28 @@ _WRAPPERS = (
     "for descent, without staleness, with any number of ranks."
 )
 
+BackendOption = Annotated[
+    Backend, typer.Option(help="mpi: processes; memory: threads; auto: mpi if it can start.")
+]
+ToleranceOption = Annotated[
+    float | None,
+    _flag("Largest relative error; default 1e-10, for float32 1e-4, for bfloat16 by depth."),
+]
+DtypeOption = Annotated[
+    Literal["float32", "float64"] | None, _flag("Dtype of the model; default its own.")
+]
+PrecisionOption = Annotated[
+    Literal["bfloat16"] | None,
+    _flag("Mixed precision of the ranks, against float64 alone; the factory must take dtype."),
+]
+RecomputeOption = Annotated[
+    Literal["full", "selective"] | None,
+    _flag("For tensor, pipeline and hybrid: compute activations again in backward."),
+]
+DelayOption = Annotated[
+    int, _flag("For ddp: AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
+]
+
 
 def verify(
     target: Annotated[str, typer.Argument(metavar="TARGET", help=_TARGET)],
@@ -57,24 +79,14 @@ def verify(
     ranks: Annotated[
         int, typer.Option("-n", "-np", min=1, metavar="N", help="Number of ranks.")
     ] = 2,
-    backend: Annotated[
-        Backend, typer.Option(help="mpi: processes; memory: threads; auto: mpi if it can start.")
-    ] = "auto",
+    backend: BackendOption = "auto",
     optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = "sgd",
     learning_rate: Annotated[float, typer.Option(help="Learning rate of the optimizer.")] = 1e-3,
     steps: Annotated[int, typer.Option(min=1, help="Number of updates.")] = 5,
     batch_size: Annotated[int, _flag("Samples of the global batch; default 8 N.", 0)] = 0,
-    tolerance: Annotated[
-        float | None,
-        _flag("Largest relative error; default 1e-10, for float32 1e-4, for bfloat16 by depth."),
-    ] = None,
-    dtype: Annotated[
-        Literal["float32", "float64"] | None, _flag("Dtype of the model; default its own.")
-    ] = None,
-    precision: Annotated[
-        Literal["bfloat16"] | None,
-        _flag("Mixed precision of the ranks, against float64 alone; the factory must take dtype."),
-    ] = None,
+    tolerance: ToleranceOption = None,
+    dtype: DtypeOption = None,
+    precision: PrecisionOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Argument of the factory.")] = 0,
     pipeline_parallel_size: Annotated[int | None, _SIZE] = None,
     tensor_parallel_size: Annotated[int | None, _SIZE] = None,
@@ -86,14 +98,9 @@ def verify(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="For tensor and hybrid.")
     ] = False,
-    recompute: Annotated[
-        Literal["full", "selective"] | None,
-        _flag("For tensor, pipeline and hybrid: compute activations again in backward."),
-    ] = None,
+    recompute: RecomputeOption = None,
     data_parallel_strategy: Annotated[str | None, _flag(_DATA)] = None,
-    delay: Annotated[
-        int, _flag("For ddp: AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
-    ] = 0,
+    delay: DelayOption = 0,
     wrapper: Annotated[str | None, _flag(_WRAPPERS)] = None,
 ) -> None:
     """Compare sharded training of TARGET's model with training it in one process.

@@ -56,6 +56,7 @@ __all__ = [
     "give_up_ownership",
     "is_owned_by",
     "make_gradient_store",
+    "make_mixed_store",
     "make_parameter_store",
     "program_of",
     "require_bfloat16",
@@ -142,6 +143,7 @@ def say_what_is_slow(config: ShardingConfiguration, program: Program) -> None:
     backend, is_ours = config.communication_backend, isinstance(program, LayeredProgram)
     if config.precision is None or not is_ours or backend.rank != 0 or library() is not None:
         return
+    # Measured here and now, because what is lost depends on the processor.
     speeds = [products_per_second(dtype) / 1e9 for dtype in (np.float32, BFLOAT16)]
     _log.warning(
         'precision="bfloat16": products are computed in float32 of rounded operands, because %s: '
@@ -284,7 +286,7 @@ def build_engine(
 
     parameters: ParameterStore
     if config.precision is not None:
-        parameters = _mixed_store(layout, policy)
+        parameters = make_mixed_store(layout, policy)
     elif offload.parameters:
         parameters = OffloadedParameters(make_parameter_store(layout.on_host, policy), layout)
     else:
@@ -316,7 +318,8 @@ def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
     return ShardedParameters(layout) if policy.shards_parameters else ReplicatedParameters(layout)
 
 
-def _mixed_store(layout: StoreLayout, policy: Policy) -> MixedParameters:
+def make_mixed_store(layout: StoreLayout, policy: Policy) -> MixedParameters:
+    """Float32 parameters with their owners, and bfloat16 copies as ``policy`` says. Collective."""
     copies = make_parameter_store(replace(layout, dtype=BFLOAT16), policy)
     if not policy.shards_state:
         return MixedParameters(layout, ReplicatedParameters(layout), copies)

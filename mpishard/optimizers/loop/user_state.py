@@ -72,12 +72,16 @@ class UserState:
         if not self._parts:
             return {"names": [], "ranks": []}
         with together(self._backend):
-            states = {
-                name: _without_arrays(part.bit_generator.state)
-                if isinstance(part, np.random.Generator)
-                else part.state_dict()
-                for name, part in self._parts.items()
-            }
+            states = {}
+            for name, part in self._parts.items():
+                if isinstance(part, np.random.Generator):
+                    states[name] = _without_arrays(part.bit_generator.state)
+                else:
+                    states[name] = part.state_dict()
+                try:
+                    json.dumps(states[name])
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"the state of the user_state {name!r}: {error}") from error
             text = json.dumps(states)
             check_keys("user_state", states)
         texts = gather_texts(self._backend, text)
@@ -97,7 +101,7 @@ class UserState:
         if names != list(self._parts):
             raise ValueError(
                 f"the run was saved with the user_state {_listed(names)}, and has "
-                f"{_listed(list(self._parts))} now: give it the same names"
+                f"{_listed(list(self._parts))} now: give it the same user_state and callbacks"
             )
         if len(states) > 1 and len(states) != self._backend.world_size:
             raise ValueError(
@@ -152,4 +156,4 @@ def _with_arrays(state: Any) -> Any:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names)) or "of no name"
+    return ", ".join(map(repr, names)) or "none"

@@ -41,8 +41,7 @@ from mpishard.optimizers.loop.loop import TrainingRun
 from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.rules.search import SearchRule
-from mpishard.optimizers.sharded.searching import refuse_unfit, search_step
-from mpishard.optimizers.sharded.state import STATE_FORM, ModelState
+from mpishard.optimizers.sharded.state import STATE_FORM, ModelState, refuse_unfit, search_step
 from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ShardingConfiguration
 

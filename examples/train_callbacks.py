@@ -1,0 +1,38 @@
+"""Callbacks: a metrics file, early stopping, and an object of one's own that ends the run."""
+
+import mpishard as ms
+import numpy as np
+
+
+class LowEnough:
+    """Smooth the loss, log it beside the other figures, and stop below a limit."""
+
+    def __init__(self, limit):
+        self.limit, self.smoothed = limit, None
+
+    def on_step(self, run, record):
+        before = record.loss if self.smoothed is None else self.smoothed
+        self.smoothed = 0.9 * before + 0.1 * record.loss
+        run.log(smoothed=self.smoothed)
+        if self.smoothed < self.limit:
+            run.stop(f"the smoothed loss is below {self.limit}")
+
+
+def main(backend):
+    generator = np.random.default_rng(0)
+    x = generator.standard_normal((1000, 8))
+    y = np.sin(x @ generator.standard_normal((8, 1)))
+    optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-2), backend, "fsdp")
+    result = optimizer.optimize(
+        ms.OptimizationInputData(
+            model=ms.nn.MLP([8, 64, 1], seed=0), x_train=x[:800], y_train=y[:800],
+            x_validation=x[800:], y_validation=y[800:], batch_size=100, epochs=50, progress=False,
+            callbacks=[LowEnough(0.4), ms.callbacks.EarlyStopping(patience=10),
+                       ms.callbacks.CSVFile("runs/callbacks.csv")],
+        )
+    )  # fmt: skip
+    backend.print("stopped early:", result.stopped_early)
+
+
+if __name__ == "__main__":
+    ms.launch(main, world_size=2)
