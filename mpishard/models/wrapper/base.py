@@ -130,7 +130,7 @@ class ShardedModelBase(IShardedModel):
         say_what_is_ignored(self._config, program.device)
         say_what_is_slow(self._config, program)
         if self.gradient_leaves is not None:
-            say_what_may_differ(self._config)
+            say_what_may_differ(self._config, program.dtype)
         self.engine.deal(program.fill)
         program.deal_constants(self.backend)
         store = self.engine.parameters
