@@ -58,7 +58,7 @@ SPREAD = {
     "sequence_parallel": ["tensor", "hybrid"],
     "recompute": ["tensor", "pipeline", "hybrid"],
 }
-CHOICES = {"dtype": ["float32", "float64"], "precision": ["bfloat16"]}
+CHOICES = {"dtype": ["float32", "float64"], "precision": ["float32", "bfloat16"]}
 AT_LEAST = {"warm_up": 0, "weight_decay": 0, "seed": 0}  # the others must be positive
 PROMPT = "The "
 LAST_FILE = "sample.txt"  # its presence marks a finished run
@@ -116,6 +116,8 @@ def parse_arguments() -> argparse.Namespace:
             parser.error("--resume goes on with a run, and --new begins one")
         if not (arguments.resume / "settings.json").is_file():
             parser.error(f"--resume: there is no run in {arguments.resume}")
+    if arguments.precision == (arguments.dtype or DEFAULTS["dtype"]):
+        arguments.precision = None
     arguments.goes_on = arguments.resume is None and not arguments.new
     if arguments.goes_on:
         arguments.resume = interrupted_run(arguments)

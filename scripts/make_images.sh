@@ -45,11 +45,9 @@ for image in "${images[@]}"; do
         made=()
         for seed in 0 1 2; do
             for precision in float32 bfloat16; do
-                option=()
-                [ "$precision" = float32 ] || option=(--precision "$precision")
                 made+=("$run/$precision-$seed")
                 scripts/train.sh --new --name "${made[-1]#runs/}" --seed "$seed" \
-                    ${option[@]+"${option[@]}"}
+                    --precision "$precision"
             done
         done
         "$python" -m mpishard plot --unit 'nats per byte' -o docs/images/precisions.png "${made[@]}"

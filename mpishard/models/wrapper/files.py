@@ -163,7 +163,8 @@ class ModelFiles:
         if leaves is None:
             changed = [f"gradient_leaves was {before.get('gradient_leaves')} and is None"]
         else:
-            changed = numerics_differences(before, leaves.numerics())
+            now = leaves.numerics()
+            changed = numerics_differences({n: before[n] for n in before if n in now}, now)
         if changed:
             _log.warning(
                 "the checkpoint is of a run with gradient_leaves, whose bits do not depend on the "

@@ -412,7 +412,7 @@ class TrainingRun:
         self.step = int(position["step"])
         self.epoch_sums[:] = position["epoch_sums"]
         self.result.fitness_history = list(position["fitness_history"])
-        self.result.validation_history = [(int(s), float(v)) for s, v in
+        self.result.validation_history = [(s, float(v)) for s, v in
                                           position["validation_history"]]  # fmt: skip
         # A best score is of no use without its parameters: then the search begins anew.
         if self.best is None or holds_best:

@@ -324,7 +324,7 @@ _FORM = {
     "step": COUNT,
     "epoch_sums": (NUMBER, NUMBER),
     "fitness_history": [NUMBER],
-    "validation_history": [(NUMBER, NUMBER)],
+    "validation_history": [(COUNT, NUMBER)],
     "stopping": {"best_score": NUMBER, "best_step": _STEP, "reference": NUMBER, "waited": COUNT},
     "order": OBJECT,
     "user_state": {"names": [TEXT], "ranks": [OBJECT]},
