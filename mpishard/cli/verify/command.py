@@ -115,23 +115,7 @@ def verify(
     for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
         if number is not None and not 0 < number < float("inf"):
             refuse("verify", f"{flag} must be above 0, got {number}")
-    if delay and strategy != "ddp":
-        refuse("verify", f"--delay is for --strategy ddp, and it is {strategy}")
-    if delay >= steps:
-        refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
-    if wrapper is not None:
-        check_choice("verify", "--wrapper", wrapper, WRAPPERS)
-        if strategy not in WRAPPERS[wrapper]:
-            takes = ", ".join(WRAPPERS[wrapper])
-            refuse("verify", f"--wrapper {wrapper} is for --strategy {takes}; got {strategy}")
-        if wrapper == "local-sgd" and optimizer != "descent":
-            refuse(
-                "verify",
-                f"--wrapper local-sgd is for --optimizer descent; got {optimizer}, of which each "
-                "replica has a state of its own",
-            )
-        if delay and wrapper != "async":
-            refuse("verify", f"--delay {delay} is for --wrapper async; got {wrapper}")
+    _check_wrapper(strategy, optimizer, steps, delay, wrapper)
     launcher = settings.launcher_variable()
     if launcher is not None:
         text = f"this process is a rank already ({launcher} is set): start verify without mpirun"
@@ -152,6 +136,29 @@ def verify(
         )  # fmt: skip
         is_equal = _are_equal(job, is_mpi, tolerance)
     raise typer.Exit(0 if is_equal else 1)
+
+
+def _check_wrapper(
+    strategy: str, optimizer: str, steps: int, delay: int, wrapper: str | None
+) -> None:
+    """Refuse a delay, or an optimizer around the rule, that the other flags do not go with."""
+    if delay and strategy != "ddp":
+        refuse("verify", f"--delay is for --strategy ddp, and it is {strategy}")
+    if delay >= steps:
+        refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
+    if wrapper is not None:
+        check_choice("verify", "--wrapper", wrapper, WRAPPERS)
+        if strategy not in WRAPPERS[wrapper]:
+            takes = ", ".join(WRAPPERS[wrapper])
+            refuse("verify", f"--wrapper {wrapper} is for --strategy {takes}; got {strategy}")
+        if wrapper == "local-sgd" and optimizer != "descent":
+            refuse(
+                "verify",
+                f"--wrapper local-sgd is for --optimizer descent; got {optimizer}, of which each "
+                "replica has a state of its own",
+            )
+        if delay and wrapper != "async":
+            refuse("verify", f"--delay {delay} is for --wrapper async; got {wrapper}")
 
 
 def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:

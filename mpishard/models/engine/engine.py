@@ -448,6 +448,8 @@ class Engine:
     def zeros_for_state(self) -> Array:
         """A vector of an optimizer's state, as long as what this rank updates."""
         length = sum(piece.length for piece in self.pieces.updated)
+        # In the layout of the state: with offloading it lies in host memory, and the parameters on
+        # a GPU.
         vector = self.state_layout.allocate(MemoryCategory.OPTIMIZER_STATE, length)
         vector.fill(0)
         return vector
