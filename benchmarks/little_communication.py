@@ -1,12 +1,17 @@
-"""Loss and bytes of a byte-level GPT whose ranks send little, or do not wait for one another.
+"""Loss against bytes of the GPT of examples/train_gpt.py, whose ranks send little.
 
-    python benchmarks/little_communication.py                 # two thread-ranks, 200 steps
-    python benchmarks/little_communication.py -n 4 --steps 400
+    python benchmarks/little_communication.py                 # all ways, two thread-ranks
+    mpishard run -n 4 benchmarks/little_communication.py --ways DDP int8
+    python benchmarks/little_communication.py --steps 300     # shorter, with the same schedule
     python benchmarks/little_communication.py --slow          # one rank at a third of the speed
 
-All train on the text of this project's documentation, with the same samples and AdamW. Each line
-gives the mean loss of the last 20 steps in nats per byte, and after a last agreement that of 256
-other samples, and the bytes that the ranks sent, relative to DDP's.
+Text, model, rule, schedule, samples and validation are those of the example. Each line gives the
+validation loss at the end in nats per byte, and the bytes that the ranks sent, relative to DDP's.
+With ``--output FILE`` both are appended to that file of JSON lines, for each validation. A training
+of the ranks behind a slow link, and the picture of such a file with the time that each takes there:
+
+    benchmarks/slow_link.sh 4 100 .venv/bin/python benchmarks/little_communication.py --ways DDP
+    python benchmarks/little_communication.py --draw docs/little-communication.jsonl PICTURE
 
 With ``--slow`` the last rank sleeps after each step, so that it takes three times as long, and
 whoever is free takes the next samples. The lines give seconds for a thousand samples, and the loss
@@ -16,6 +21,9 @@ after as many samples, of DDP and of `AsyncSGDOptimizer` with ``allow_staleness`
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,136 +33,254 @@ import numpy as np
 
 import mpishard as ms
 
-DOCS = Path(__file__).parents[1] / "docs"
-CONTEXT, BATCH, LAST = 64, 8, 20
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import train_gpt
+
 PAUSE = 0.2  # seconds
+SLOW_BATCH = 8
+LINK = 100e6 / 8  # bytes a second in each direction, of each rank
+GOAL = 1.4  # nats per byte
+FSDP_SHARE = 1.5  # of DDP's bytes, at most: the last unit is not gathered twice
+TIMED = 24  # steps: two periods of 12
 
-Ways = dict[str, Callable[[Any, Any], Any]]
+Way = Callable[[Any, Any], Any]
 
 
-def compressed(method: str, ratio: float = 0.1) -> Callable[[Any, Any], Any]:
+def compressed(method: str, ratio: float = 0.1, **options: Any) -> Way:
     """Return a maker of an optimizer that compresses."""
     return lambda rule, config: ms.optimizers.GradientCompressionOptimizer(
-        rule, config, ratio, method=method, rank=4
+        rule, config, ratio, method=method, **options
     )
 
 
-def local(period: int, outer: Any = None) -> Callable[[Any, Any], Any]:
+def local(period: int, outer: Any = None, **options: Any) -> Way:
     """Return a maker of an optimizer whose ranks train alone for ``period`` steps."""
-    return lambda rule, config: ms.optimizers.LocalSGDOptimizer(rule, config, period, outer)
+    return lambda rule, config: ms.optimizers.LocalSGDOptimizer(
+        rule, config, period, outer, **options
+    )
 
 
-def late(delay: int) -> Callable[[Any, Any], Any]:
+def late(delay: int) -> Way:
     """Return a maker of an optimizer that applies gradients ``delay`` steps later."""
     return lambda rule, config: ms.optimizers.AsyncSGDOptimizer(rule, config, delay=delay)
 
 
-WAYS: Ways = {
+def nesterov(rate: float, momentum: float) -> Any:
+    """Return an outer rule."""
+    return ms.optimizers.SGD(rate, momentum, nesterov=True)
+
+
+WAYS: dict[str, Way] = {
     "DDP": ms.optimizers.DDPOptimizer,
     "int8": compressed("int8"),
     "quantization, ratio 0.1": compressed("quantization"),
     "top-k, 1 %": compressed("top-k", 0.01),
     "random-k, 1 %": compressed("random-k", 0.01),
-    "PowerSGD, rank 4": compressed("powersgd"),
+    "PowerSGD, rank 4": compressed("powersgd", rank=4),
     "local steps, H = 10": local(10),
     "local steps, H = 50": local(50),
-    "outer Nesterov, H = 10": local(10, ms.optimizers.SGD(0.7, 0.9, nesterov=True)),
-    "outer Nesterov, H = 50": local(50, ms.optimizers.SGD(0.7, 0.9, nesterov=True)),
+    "outer Nesterov 1.0, 0.5, H = 50": local(50, nesterov(1.0, 0.5)),
+    "outer Nesterov 0.7, 0.8, H = 50": local(50, nesterov(0.7, 0.8)),
+    "local steps, H = 12, int8": local(12, exchange="int8"),
     "late gradients, delay = 1": late(1),
     "late gradients, delay = 4": late(4),
 }
 
 
-def wrapped(backend: Any) -> tuple[Any, Any, Any]:
-    """Return the GPT, and the inputs and targets of all samples."""
-    text = "".join(p.read_text() for p in sorted(DOCS.glob("*.md"))).encode()
-    tokens = np.frombuffer(text, np.uint8).astype(np.int64)
-    x = ms.data.TokenWindows(tokens, CONTEXT)
-    y = ms.data.TokenWindows(tokens, CONTEXT, offset=1)
-    plain = ms.nn.GPT(
-        vocabulary_size=256, context_length=CONTEXT, width=64, heads=4, layers=2, seed=0,
-        dtype=np.float32,
-    )  # fmt: skip
-    return ms.DDPModel(plain, ms.ShardingConfiguration(backend)), x, y
+class Curve:
+    """Notes validation losses, and the bytes that all ranks have sent until then.
+
+    Attributes
+    ----------
+    rows : list of tuple
+        Step, loss, bytes of all ranks, seconds without validation.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, float, int, float]] = []
+        self._seconds = 0.0
+
+    def on_start(self, run: Any, record: Any) -> None:
+        """Begin to count."""
+        run.backend.traffic.reset()
+
+    def on_step(self, run: Any, record: Any) -> None:
+        """Add the step's seconds."""
+        self._seconds += record.step_seconds
+
+    def on_evaluate(self, run: Any, record: Any) -> None:
+        """Note a row."""
+        sent = int(run.backend.all_reduce(np.array([run.backend.traffic.total_bytes]))[0])
+        self.rows.append((record.step, record.score, sent, round(self._seconds, 2)))
+        run.backend.print("   ", *self.rows[-1])
 
 
-def loss_of_others(model: Any, x: Any, y: Any) -> float:
-    """Return the mean loss of 256 samples."""
-    rows = np.random.default_rng(2).integers(0, len(x), 256)
-    total, weight = model.engine.evaluate(x[rows], y[rows])
-    return float(total / weight)
-
-
-def with_a_slow_rank(backend: Any, staleness: int, steps: int) -> tuple[float, float]:
-    """Return seconds for a thousand samples, and the loss of other samples at the end."""
-    model, x, y = wrapped(backend)
-    optimizer = ms.optimizers.AsyncSGDOptimizer(
-        ms.optimizers.AdamW(1e-3), model.sharding_configuration, staleness
+def train(backend: Any, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what a way's training gives, the same on all ranks."""
+    config = ms.ShardingConfiguration(backend, precision=settings["precision"])
+    model = ms.DDPModel(train_gpt.gpt(settings), config)
+    optimizer = WAYS[name](train_gpt.update_rule(settings), config)
+    curve = Curve()
+    optimizer.optimize(
+        ms.OptimizationInputData(
+            model=model, **train_gpt.training(settings), progress=False, callbacks=[curve]
+        )
     )
+    # DDP by messages; in the memory of one node it reads, and sends nothing.
+    per_step = 2 * (backend.world_size - 1) * model.parameter_count * model.dtype.itemsize
+    return {
+        "way": name, "ranks": backend.world_size, "settings": settings, "bytes": per_step,
+        "step_seconds": {str(size): step_seconds(WAYS[name], size, settings) for size in (2, 4)},
+        "rows": curve.rows,
+    }  # fmt: skip
+
+
+def step_seconds(way: Way, ranks: int, settings: dict[str, Any]) -> float:
+    """Return a processor's seconds for a step of one of ``ranks`` ranks, without the link."""
+
+    def steps(backend: Any) -> float:
+        config = ms.ShardingConfiguration(backend, precision=settings["precision"])
+        model = ms.DDPModel(train_gpt.gpt(settings), config)
+        optimizer = way(train_gpt.update_rule(settings), config)
+        optimizer.bind(model)
+        data = train_gpt.training(settings)
+        rows = np.arange(max(1, settings["batch"] // ranks))
+        x, y = data["x_train"][rows], data["y_train"][rows]
+        optimizer.step(model, x, y)  # compiles
+        began = time.thread_time()
+        for _ in range(TIMED):
+            optimizer.step(model, x, y)
+        return (time.thread_time() - began) / TIMED
+
+    return float(ms.run_in_threads(1, steps)[0])
+
+
+def same_training(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the runs, and DDP and FSDP on as many ranks, which have the losses of the DDP run."""
+    ddp = next(run for run in runs if run["way"] == "DDP")
+    others = [run for run in runs if run is not ddp]
+    found = []
+    for ranks in sorted({run["ranks"] for run in runs}):
+        each = ddp["bytes"] / (ddp["ranks"] - 1) * (ranks - 1)
+        for way, share in (("DDP", 1.0), ("FSDP", FSDP_SHARE)):
+            rows = [(step, loss, step * each * share, 0) for step, loss, _, _ in ddp["rows"]]
+            found.append(ddp | {"way": way, "ranks": ranks, "bytes": each, "rows": rows})
+    return [*found, *others]
+
+
+def seconds_at(found: dict[str, Any], steps: float, sent: float) -> float:
+    """Return the time of so many steps and bytes, if each rank has a processor and a link."""
+    return steps * found["step_seconds"][str(found["ranks"])] + sent / found["ranks"] / LINK
+
+
+def at_goal(found: dict[str, Any]) -> tuple[float, float] | None:
+    """Return steps and bytes at which the loss, between validations a line, is `GOAL`."""
+    for (step, loss, sent, _), (later, lower, more, _) in itertools.pairwise(found["rows"]):
+        if lower <= GOAL < loss:
+            share = (loss - GOAL) / (loss - lower)
+            return step + share * (later - step), sent + share * (more - sent)
+    return None
+
+
+def draw(source: Path, picture: Path) -> None:
+    """Draw the losses over seconds and bytes, and print a line for each run."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = same_training([json.loads(line) for line in source.read_text().splitlines()])
+    sizes = sorted({run["ranks"] for run in runs})
+    ways = list(dict.fromkeys(run["way"] for run in runs))
+    figure, axes = plt.subplots(
+        len(sizes), 2, figsize=(10, 3.6 * len(sizes)), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for found in runs:
+        steps, losses, sent, _ = (list(column) for column in zip(*found["rows"], strict=True))
+        seconds = [seconds_at(found, *pair) for pair in zip(steps, sent, strict=True)]
+        goal = at_goal(found)
+        left, right = axes[sizes.index(found["ranks"])]
+        style = {"marker": ".", "color": f"C{ways.index(found['way'])}", "label": found["way"]}
+        left.plot(seconds, losses, **style)
+        right.plot([each / 1e6 for each in sent], losses, **style)
+        print(
+            f"{found['way']:24} {found['ranks']} ranks, loss {losses[-1]:.3f} after {steps[-1]} "
+            f"steps, {sent[-1] / steps[-1] / found['bytes']:7.2%} of DDP's bytes, "
+            f"{seconds[-1]:4.0f} s; {GOAL} after "
+            + (f"{goal[0]:.0f} steps, {seconds_at(found, *goal):.0f} s" if goal else "more")
+        )
+    for (left, right), ranks in zip(axes, sizes, strict=True):
+        left.set(xscale="log", ylabel="validation loss, nats per byte",
+                 xlabel="seconds, with links of 100 Mbit/s", title=f"{ranks} ranks")  # fmt: skip
+        right.set(xscale="log", xlabel="MB sent by all ranks", title=f"{ranks} ranks")
+        left.legend(fontsize="x-small")
+        for each in (left, right):
+            each.axhline(GOAL, color="grey", linewidth=0.5)
+    figure.savefig(picture, dpi=90)
+
+
+def with_a_slow_rank(backend: Any, staleness: int, settings: dict) -> tuple[float, float]:
+    """Return seconds for a thousand samples, and the validation loss at the end."""
+    config = ms.ShardingConfiguration(backend)
+    model = ms.DDPModel(train_gpt.gpt(settings), config)
+    data = train_gpt.training(settings)
+    x, y, steps = data["x_train"], data["y_train"], settings["steps"]
+    optimizer = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.AdamW(1e-3), config, staleness)
     optimizer.bind(model)
     is_slow = backend.rank == backend.world_size - 1 > 0
     generator = np.random.default_rng(backend.rank)
-    model.compute_gradients(x[:BATCH], y[:BATCH])  # compiles
+    model.compute_gradients(x[:SLOW_BATCH], y[:SLOW_BATCH])  # compiles
     backend.barrier()
     began, made = time.perf_counter(), 0
     while (sum(optimizer.clocks) if staleness else made) < steps * backend.world_size:
-        rows = generator.integers(0, len(x), BATCH)
+        rows = generator.integers(0, len(x), SLOW_BATCH)
         # All sleep, so that cores that are shared do not count as speed.
         time.sleep(3 * PAUSE if is_slow else PAUSE)
         optimizer.step(model, x[rows], y[rows])
         made += backend.world_size
     optimizer.settle()
     seconds = float(backend.all_reduce(np.array([time.perf_counter() - began]))[0])
-    samples = steps * backend.world_size * BATCH
-    return seconds / backend.world_size / samples * 1000, loss_of_others(model, x, y)
+    samples = steps * backend.world_size * SLOW_BATCH
+    total, weight = model.engine.evaluate(data["x_validation"][:], data["y_validation"][:])
+    return seconds / backend.world_size / samples * 1000, float(total / weight)
 
 
-def train(backend: Any, name: str, steps: int) -> tuple[float, float, float]:
-    """Return both losses, and the bytes that all ranks sent relative to DDP's."""
-    model, x, y = wrapped(backend)
-    config = model.sharding_configuration
-    optimizer = WAYS[name](ms.optimizers.AdamW(3e-3), config)
-    optimizer.bind(model)
-    generator = np.random.default_rng(1)
-    layout = ms.ShardLayout(BATCH * 4, backend.world_size)
-    backend.traffic.reset()
-    losses = []
-    for _ in range(steps):
-        rows = generator.integers(0, len(x), BATCH * 4)[layout.slice(backend.rank)]
-        losses.append(optimizer.step(model, x[rows], y[rows]))
-    optimizer.settle()
-    sent = np.array([backend.traffic.total_bytes])
-    share = float(backend.all_reduce(sent)[0])
-    # By messages; in the memory of one node DDP reads, and sends nothing.
-    share /= steps * 2 * max(1, backend.world_size - 1) * model.parameter_count * 4
-    if name == "DDP":
-        share = 1.0
-    return float(np.mean(losses[-LAST:])), loss_of_others(model, x, y), share
-
-
-def main() -> None:
-    """Print one line for each way."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-n", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--ways", nargs="+", default=[""], help="words of the ways to run")
-    parser.add_argument("--slow", action="store_true", help="one rank at a third of the speed")
-    given = parser.parse_args()
+def run(backend: Any, given: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Train in each way that was asked for, and print a line for it."""
     if given.slow:
         for staleness in (0, given.steps):
-            seconds, loss = ms.run_in_threads(given.n, with_a_slow_rank, staleness, given.steps)[0]
-            print(
+            seconds, loss = with_a_slow_rank(backend, staleness, settings)
+            backend.print(
                 f"allow_staleness {staleness:4}: {seconds:.2f} s for 1000 samples, loss {loss:.3f}"
             )
         return
-    first: tuple[float, float, float] | None = None
-    for name in [n for n in WAYS if n == "DDP" or any(word in n for word in given.ways)]:
-        found = ms.run_in_threads(given.n, train, name, given.steps)[0]
-        first = first or found
-        print(
-            f"{name:26} loss {found[0]:.3f} ({found[0] - first[0]:+.3f}), of other samples "
-            f"{found[1]:.3f} ({found[1] - first[1]:+.3f}), {found[2]:7.2%} of DDP's bytes"
-        )
+    for name in [name for name in WAYS if any(word in name for word in given.ways)]:
+        found = train(backend, name, settings)
+        step, loss, sent, seconds = found["rows"][-1]
+        backend.print(f"{name:28} {loss:.4f}  {sent / step / found['bytes']:7.2%}  {seconds:.0f} s")
+        if given.output and backend.rank == 0:
+            with given.output.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+
+
+def main() -> None:
+    """Read the options, and start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-n", type=int, default=2, help="thread-ranks without a launcher")
+    parser.add_argument("--steps", type=int, default=train_gpt.DEFAULTS["steps"])
+    parser.add_argument("--ways", nargs="+", default=[""], help="words of the ways to run")
+    parser.add_argument("--output", type=Path, help="file of JSON lines to add the figures to")
+    parser.add_argument("--slow", action="store_true", help="one rank at a third of the speed")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=JSON", help="settings")
+    parser.add_argument("--draw", nargs=2, type=Path, metavar=("FILE", "PICTURE"))
+    given = parser.parse_args()
+    if given.draw:
+        draw(*given.draw)
+        return
+    settings = train_gpt.DEFAULTS | {"steps": given.steps}
+    settings |= {k: json.loads(v) for k, v in (each.split("=", 1) for each in given.set)}
+    ms.launch(run, given, settings, world_size=given.n)
 
 
 if __name__ == "__main__":

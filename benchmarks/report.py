@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rows import ROWS, Row
+from rows import LOOPS, ROWS, Row
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -38,7 +38,7 @@ def markdown(result: Result) -> str:
     """Machine, ratios beside their targets, and the medians behind them."""
     samples = result["samples"]
     parts = [machine(result), ratios(samples), times(samples), *memory(samples)]
-    parts += products(samples)
+    parts += [*loops(samples), *products(samples)]
     return "\n\n".join(parts)
 
 
@@ -105,6 +105,32 @@ def memory(samples: Mapping[str, Sequence[float]]) -> list[str]:
             f"Step of the small MLP: {shared:.1f} ms in shared memory, {sent:.1f} ms by messages."
         )
     return texts
+
+
+def loops(samples: Mapping[str, Sequence[float]]) -> list[str]:
+    """The medians of PyTorch loops: step, processor time, memory above idle; and of JAX."""
+    ways = {"fsdp2": "FSDP2", "mst-fsdp": "mst fsdp", "ddp": "gloo DDP", "mst-ddp": "mst ddp"}
+    kinds = [("", 1e-3, "ms"), (" processor", 1e-3, "ms"), (" memory", 1e6, "MB")]
+    lines = []
+    for model, (name, _) in LOOPS.items():
+        cells = []
+        for way in ways:
+            found = [(samples.get(f"loop {model} {way}{kind}"), *unit) for kind, *unit in kinds]
+            cells.append(", ".join(f"{median(v) / by:.0f} {unit}" for v, by, unit in found if v))
+        if any(cells):
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    head = [
+        "| loop: step, processor time, memory | " + " | ".join(ways.values()) + " |",
+        "|---" * 5 + "|",
+    ]
+    parts = ["\n".join([*head, *lines])] if lines else []
+    names = {"ranks": "2 ranks", "one": "jit, one process", "devices": "shard_map, 2 devices"}
+    if all(f"jax {how}" in samples for how in names):
+        found = (
+            f"{text} {median(samples[f'jax {how}']) * 1e3:.0f} ms" for how, text in names.items()
+        )
+        parts.append(f"Step of the MLP in JAX: {'; '.join(found)}.")
+    return parts
 
 
 def products(samples: Mapping[str, Sequence[float]]) -> list[str]:

@@ -250,19 +250,16 @@ class PipeBackend(CommunicationBackend):
         self._reducer.reduce(contributions, call.operation, mine)  # in the one tree
         reduced = yield from self._exchange(call, [mine] * self.world_size)
         np.concatenate(reduced, out=out.reshape(-1))
-        self.traffic.count_all_reduce(call, layout.sizes)
         return out
 
     def _steps_reduce_scatter(self, call, array, counts, out):
         contributions = yield from self._exchange(call, _pieces(array, counts))
         flat = [piece.reshape(-1) for piece in contributions]
         self._reducer.reduce(flat, call.operation, out.reshape(-1))
-        self.traffic.count_reduce_scatter(call, counts)
         return out
 
     def _steps_all_gather(self, call, array, out):
         arrays = yield from self._exchange(call, self._to_all(array))
-        self.traffic.count_all_gather(array)
         return np.concatenate(arrays, out=out)
 
     def _steps_broadcast(self, call, array, root):
@@ -271,26 +268,22 @@ class PipeBackend(CommunicationBackend):
             array = arrays[root]
         elif self.rank != root:
             array[...] = arrays[root]
-        self.traffic.count_broadcast(array, root)
         return array
 
     def _steps_scatter(self, call, array, counts, root):
         is_root = self.rank == root
         parts = _pieces(array, counts) if is_root else self._to_all(None)
         arrays = yield from self._exchange(call, parts)
-        self.traffic.count_scatter(array if is_root else None, arrays[root])
         return arrays[root]
 
     def _steps_gather(self, call, array, root):
         parts = self._to_all(None)
         parts[root] = np.array(array)
         arrays = yield from self._exchange(call, parts)
-        self.traffic.count_gather(array, root)
         return np.concatenate(arrays) if self.rank == root else None
 
     def _steps_all_to_all(self, call, parts):
         received = yield from self._exchange(call, [np.array(part) for part in parts])
-        self.traffic.count_all_to_all(parts)
         return received
 
     def _steps_barrier(self, call):

@@ -58,7 +58,7 @@ SPREAD = {
     "sequence_parallel": ["tensor", "hybrid"],
     "recompute": ["tensor", "pipeline", "hybrid"],
 }
-CHOICES = {"dtype": ["float32", "float64"], "precision": ["bfloat16"]}
+CHOICES = {"dtype": ["float32", "float64"], "precision": ["float32", "bfloat16"]}
 AT_LEAST = {"warm_up": 0, "weight_decay": 0, "seed": 0}  # the others must be positive
 PROMPT = "The "
 LAST_FILE = "sample.txt"  # its presence marks a finished run
@@ -116,6 +116,8 @@ def parse_arguments() -> argparse.Namespace:
             parser.error("--resume goes on with a run, and --new begins one")
         if not (arguments.resume / "settings.json").is_file():
             parser.error(f"--resume: there is no run in {arguments.resume}")
+    if arguments.precision == (arguments.dtype or DEFAULTS["dtype"]):
+        arguments.precision = None
     arguments.goes_on = arguments.resume is None and not arguments.new
     if arguments.goes_on:
         arguments.resume = interrupted_run(arguments)
@@ -292,11 +294,9 @@ def place_of(model: ms.ShardedModelBase, rank: int) -> str:
     return f" (pipeline {stage}, tensor {part}, data {replica})"
 
 
-def build(
-    backend: ms.CommunicationBackend, spread: dict, settings: dict
-) -> tuple[ms.ShardedModelBase, ms.ShardedOptimizerBase]:
-    """Return the wrapped model and optimizer. Collective."""
-    model = ms.nn.GPT(
+def gpt(settings: dict) -> ms.nn.GPT:
+    """Return the model, without parameters yet."""
+    return ms.nn.GPT(
         vocabulary_size=256,
         context_length=settings["context"],
         width=settings["width"],
@@ -305,10 +305,13 @@ def build(
         seed=settings["seed"],
         dtype=settings["dtype"],
     )
-    options = options_of(backend, spread, settings)
+
+
+def update_rule(settings: dict) -> ms.optimizers.AdamW:
+    """Return AdamW with the schedule."""
     rate = settings["learning_rate"]
     decay_steps = max(1, settings["steps"] - settings["warm_up"])
-    optimizer = ms.optimizers.AdamW(
+    return ms.optimizers.AdamW(
         ms.optimizers.WarmUp(
             settings["warm_up"], ms.optimizers.Cosine(rate, decay_steps, minimum=rate / 20)
         ),
@@ -317,11 +320,37 @@ def build(
         clip_global_norm=settings["clip"],
         parameter_options={"*norm*": {"weight_decay": 0}, "*.bias": {"weight_decay": 0}},
     )
+
+
+def build(
+    backend: ms.CommunicationBackend, spread: dict, settings: dict
+) -> tuple[ms.ShardedModelBase, ms.ShardedOptimizerBase]:
+    """Return the wrapped model and optimizer. Collective."""
+    options = options_of(backend, spread, settings)
     options["precision"] = settings["precision"]
+    strategy = spread["strategy"]
     return (
-        ms.as_distributed(model, backend, spread["strategy"], **options),
-        ms.as_distributed(optimizer, backend, spread["strategy"], **options),
+        ms.as_distributed(gpt(settings), backend, strategy, **options),
+        ms.as_distributed(update_rule(settings), backend, strategy, **options),
     )
+
+
+def training(settings: dict) -> dict[str, Any]:
+    """Return the data to train on and to validate with, and the order to take them in."""
+    train, validation = load_text()
+    context, windows = settings["context"], ms.data.TokenWindows
+    inputs = windows(train[:-1], context)
+    return {
+        "x_train": inputs,
+        "y_train": windows(train[1:], context),
+        "x_validation": windows(validation[:-1], context, stride=context),
+        "y_validation": windows(validation[1:], context, stride=context),
+        "batch_size": settings["batch"],
+        "epochs": 1 + settings["steps"] * settings["batch"] // len(inputs),
+        "max_steps": settings["steps"],
+        "seed": settings["seed"],
+        "validate_every": settings["validate_every"],
+    }
 
 
 def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> None:
@@ -341,20 +370,10 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
         directory.mkdir(parents=True, exist_ok=True)
         kept = {"settings": settings, "spread": spread}
         (directory / "settings.json").write_text(json.dumps(kept, indent=2) + "\n")
-    context, windows = settings["context"], ms.data.TokenWindows
-    inputs = windows(train[:-1], context)
     result = optimizer.optimize(
         ms.OptimizationInputData(
             model=model,
-            x_train=inputs,
-            y_train=windows(train[1:], context),
-            x_validation=windows(validation[:-1], context, stride=context),
-            y_validation=windows(validation[1:], context, stride=context),
-            batch_size=settings["batch"],
-            epochs=1 + settings["steps"] * settings["batch"] // len(inputs),
-            max_steps=settings["steps"],
-            seed=settings["seed"],
-            validate_every=settings["validate_every"],
+            **training(settings),
             checkpoint=directory / "checkpoint",
             checkpoint_every=settings["checkpoint_every"],
             resume=None if arguments.goes_on or arguments.resume is None else True,

@@ -11,7 +11,15 @@ import sys
 
 def main() -> None:
     """Entry point of the ``mpishard`` script."""
-    _open_closed_streams()
+    # Send what a command prints nowhere if it was started without an open stdout or stderr. The
+    # files that it opens, and those of its ranks, would get their numbers.
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115, PTH123
     early: list[int] = []
     # Whoever started us with the signal ignored wants it ignored.
     is_heard = signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN
@@ -25,20 +33,6 @@ def main() -> None:
     if early:
         notice.is_given = True
     cli.main()
-
-
-def _open_closed_streams() -> None:
-    """Send what a command prints nowhere if it was started without an open stdout or stderr.
-
-    The files that it opens, and those of its ranks, would get their numbers.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
-            os.set_inheritable(number, True)
-            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115, PTH123
 
 
 if __name__ == "__main__":

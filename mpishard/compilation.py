@@ -57,7 +57,11 @@ def compile_loop(
     assert isinstance(loop, FunctionType)
     processor = importlib.import_module("llvmlite.binding").get_host_cpu_name()
     name = "_".join(filter(None, [loop.__name__, variant, processor]))
-    function = _renamed(loop, name, names)
+    # A copy of ``loop`` with an entry of its own in numba's cache. Processes that add to one
+    # entry at the same time, for different dtypes or, if nodes share a folder, processors, may
+    # mix their code up: numba replaces an entry's index and its code one after the other.
+    function = FunctionType(loop.__code__, {**loop.__globals__, **names}, name)
+    function.__module__, function.__qualname__ = loop.__module__, name
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     if sums_in_lanes:
         options["fastmath"] = {"reassoc"}
@@ -91,15 +95,3 @@ def _numba() -> ModuleType | None:
     except ImportError as error:  # it knows which releases of NumPy it can work with
         _log.info("loops run in NumPy, for numba cannot be imported: %s", error)
         return None
-
-
-def _renamed(loop: FunctionType, name: str, names: dict[str, Any]) -> FunctionType:
-    """A copy of ``loop`` with an entry of its own in numba's cache.
-
-    Processes that add to one entry at the same time, for different dtypes or, if nodes share a
-    folder, processors, may mix their code up: numba replaces an entry's index and its code one
-    after the other.
-    """
-    copy = FunctionType(loop.__code__, {**loop.__globals__, **names}, name)
-    copy.__module__, copy.__qualname__ = loop.__module__, name
-    return copy

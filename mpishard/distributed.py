@@ -188,6 +188,7 @@ or DistributedStrategy
     if isinstance(config, CommunicationBackend):
         config = ShardingConfiguration(config)
     if precision is not None:
+        # The given configuration may serve other models, too, and they keep their precision.
         config = copy.copy(config)
         config.precision = precision
     if isinstance(model_or_optimizer, IOptimizer):
@@ -245,6 +246,7 @@ def register_strategy(
         if not issubclass(given, base):
             raise TypeError(f"strategy {name!r} needs a subclass of {base.__name__}, got {given!r}")
     pair, known = (model_class, optimizer_class), _CLASSES.get(name)
+    # The same classes may be registered again: a test's thread-ranks all run the same script.
     if name == DistributedStrategy.NONE or known not in (None, pair):
         raise ValueError(f"there is a strategy {name!r} already; choose another name")
     _CLASSES[name] = pair

@@ -6,12 +6,14 @@ set -euo pipefail
 usage() {
     cat <<'EOT'
 usage: scripts/make_images.sh [loss] [fit_autograd] [custom_loop] [train_digits] [watch] [precisions]
+                              [little_communication]
 
 Makes .venv (the first time only), trains these examples (default: all) as they are when no option is
 given, and copies their pictures to docs/images/. loss is README's: train_gpt, on two MPI ranks,
 minutes; the others take seconds each. watch is the page of `mpishard watch` in docs/watch.md; it is
 drawn only if it is named, because it needs chromium. precisions compares float32 and bfloat16 over
-three seeds, in six runs of train_gpt, about twelve minutes; only if it is named, too.
+three seeds, in six runs of train_gpt, about twelve minutes; only if it is named, too. So is
+little_communication, which draws the figures in docs/little-communication.jsonl.
 EOT
 }
 
@@ -19,7 +21,8 @@ images=()
 for argument in "$@"; do
     case "$argument" in
         -h | --help) usage; exit ;;
-        loss | fit_autograd | custom_loop | train_digits | watch | precisions) images+=("$argument") ;;
+        loss | fit_autograd | custom_loop | train_digits | watch | precisions | little_communication)
+            images+=("$argument") ;;
         *) refuse "there is no picture $argument; --help names them" ;;
     esac
 done
@@ -34,15 +37,17 @@ for image in "${images[@]}"; do
         "$python" tests/cli/draw_watch.py docs/images/watch.png
         echo docs/images/watch.png
         continue
+    elif [ "$image" = little_communication ]; then
+        "$python" benchmarks/little_communication.py \
+            --draw docs/little-communication.jsonl docs/images/little_communication.png
+        continue
     elif [ "$image" = precisions ]; then
         made=()
         for seed in 0 1 2; do
             for precision in float32 bfloat16; do
-                option=()
-                [ "$precision" = float32 ] || option=(--precision "$precision")
                 made+=("$run/$precision-$seed")
                 scripts/train.sh --new --name "${made[-1]#runs/}" --seed "$seed" \
-                    ${option[@]+"${option[@]}"}
+                    --precision "$precision"
             done
         done
         "$python" -m mpishard plot --unit 'nats per byte' -o docs/images/precisions.png "${made[@]}"

@@ -74,10 +74,25 @@ for _number, _handler in (
         signal.signal(_number, _handler)
 
 # scripts/test.sh --full sets the variable. Time limits are pytest's: these machines are noisy.
-hypothesis.settings.register_profile("sample", deadline=None)
-hypothesis.settings.register_profile("full", deadline=None, max_examples=2000)
+_noisy = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("sample", **_noisy)
+hypothesis.settings.register_profile("full", **_noisy, max_examples=2000)
 _is_full = bool(os.environ.get("MPISHARD_TEST_FULL"))
 hypothesis.settings.load_profile("full" if _is_full else "sample")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable():
+    """Escape what is no text, such as "\\ud800" of a forged file: xdist cannot send it."""
+    return _sendable((yield))
+
+
+def _sendable(value):
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_sendable(key): _sendable(item) for key, item in value.items()}
+    return [_sendable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -101,7 +116,7 @@ class Verdicts:
     def exchange(self, verdict: str) -> list[str]:
         """Every rank's verdict; empty where all is well."""
         mine = np.zeros(_VERDICT_BYTES, np.uint8)
-        text = verdict.encode()[-_VERDICT_BYTES:]
+        text = verdict.encode(errors="backslashreplace")[-_VERDICT_BYTES:]
         mine[: len(text)] = np.frombuffer(text, np.uint8)
         all_ranks = np.empty((self.world_size, _VERDICT_BYTES), np.uint8)
         request = self.comm.Iallgather(mine, all_ranks)

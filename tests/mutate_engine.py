@@ -47,6 +47,7 @@ SPARED = {
     ("LayerChain.backward", "parameters.backend.progress()"): _PROGRESS,
     ("LayerChain.backward_input", "parameters.backend.progress()"): _PROGRESS,
     ("DelayedGradients.reduce", "self.backend.progress()"): _PROGRESS,
+    ("LocalState.end_step", "self._across.progress()"): _PROGRESS,
     ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
         "a second wait: copies to the host block, and collectives wait for the GPU themselves",
     ("TrainingRun._hooks", "data.progress"): "a flag of the user's, of the same name",
@@ -55,6 +56,11 @@ SPARED = {
 # What no check reaches is for tests of its own, by function and text.
 _RESUME = "optimizers/test_resume.py"
 TESTED = {
+    ("_DelayedState.apply_pending",
+     "differences(self.model.backend, {n: str(v) for n, v in self.settings().items()})"):
+        "optimizers/test_async_sgd.py::test_ranks_with_other_pending_gradients_are_refused",
+    ("LocalState.settle", "self.model.backend.barrier()"):
+        "optimizers/test_local_sgd_groups.py::test_settle_waits_for_ranks_of_the_node_that_read",
     ("compare_replicas", "world.all_gather(rows.reshape(-1, 3))"):
         "models/test_digest.py::test_names_the_rank_and_the_parameter",
     ("TrainingRun._resume", "together(self.model.backend)"):

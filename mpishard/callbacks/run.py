@@ -14,10 +14,13 @@ from typing import Any
 from mpishard.checkpoint.format.consensus import all_texts
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.contract.matching import who
+from mpishard.errors import ShardingError
 
 __all__ = ["HOOKS", "Record", "Run", "Wishes", "check_callbacks", "names_of"]
 
 _log = logging.getLogger("mpishard")
+
+_users: dict[int, int] = {}  # the rank that uses a callback with a state, by the callback's id
 
 HOOKS = ("on_start", "on_step", "on_evaluate", "on_checkpoint", "on_stop")
 """The methods that a callback may have."""
@@ -240,8 +243,23 @@ class Run:
         return bool(self._methods["on_step"])
 
     def enter(self, stack: ExitStack) -> None:
-        """Enter the callbacks that are context managers; ``stack`` leaves them."""
-        for callback in self._callbacks:
+        """Enter the callbacks that are context managers; ``stack`` leaves them.
+
+        Raises
+        ------
+        ShardingError
+            For a callback with a state that another thread-rank uses at this time.
+        """
+        for name, callback in zip(names_of(self._callbacks), self._callbacks, strict=True):
+            if hasattr(callback, "state_dict"):
+                rank = _users.setdefault(id(callback), self.rank)
+                if rank != self.rank:
+                    raise ShardingError(
+                        f"the callback {name} is one object for the thread-ranks {rank} and "
+                        f"{self.rank}, and its state would count every step on each: make the "
+                        "callbacks inside main(backend), so that each rank has its own"
+                    )
+                stack.callback(_users.pop, id(callback), None)
             if hasattr(callback, "__exit__"):
                 stack.enter_context(callback)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from mpishard.callbacks.run import Record, Run
 from mpishard.contracts import PathLike
-from mpishard.observe.metrics import MetricsWriter
+from mpishard.observe.metrics import MetricsWriter, replace_text
 from mpishard.observe.progress import Progress
 
 __all__ = ["CSVFile", "JSONLines", "ProgressLine", "TensorBoard", "WandB"]
@@ -99,8 +100,10 @@ class JSONLines(_Writer):
 class CSVFile(_Writer):
     """A table with a row for each step and each evaluation.
 
-    A figure that comes later than the first row gets a column of its own, empty above. A run that
-    resumes goes on in the same file; rows after the step that it resumes from are dropped.
+    Rows are appended, and with the system at once. A figure that comes later than the first row
+    gets a column of its own, empty above: the table is then written anew beside the file, which it
+    replaces. A run that resumes goes on in the same file; rows after the step that it resumes from
+    are dropped, and so is a row without its end.
 
     Parameters
     ----------
@@ -114,31 +117,32 @@ class CSVFile(_Writer):
     def _open(self, run: Run, record: Record) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._columns = ["step"]
-        if record.step and self._path.exists():
-            self._rewrite(record.step)
-        else:
-            self._stream = self._begin([])
+        self._begin(record.step)
 
-    def _begin(self, rows: list[dict[str, Any]]) -> TextIO:
-        stream = self._path.open("w", newline="", encoding="utf-8")
-        self._table = csv.DictWriter(stream, self._columns, restval="")
-        self._table.writeheader()
-        self._table.writerows(rows)
-        return stream
-
-    def _rewrite(self, last_step: float) -> None:
-        with self._path.open(newline="", encoding="utf-8") as stream:
-            table = csv.DictReader(stream)
-            rows = [row for row in table if int(row["step"]) <= last_step]
-            self._columns += [n for n in table.fieldnames or () if n not in self._columns]
-        self._stream = self._begin(rows)
+    def _begin(self, last_step: float) -> None:
+        """Keep the rows up to this step, under the columns of now; go on after them."""
+        text = ""
+        if last_step and self._path.exists():
+            with self._path.open(newline="", encoding="utf-8", errors="replace") as stream:
+                text = stream.read()
+        # A row without its end was cut by a full disk or a crash.
+        rows = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+        kept = [row for row in rows if int(row["step"]) <= last_step]
+        self._columns += [n for n in rows.fieldnames or () if n not in self._columns]
+        whole = io.StringIO(newline="")
+        table = csv.DictWriter(whole, self._columns, restval="")
+        table.writeheader()
+        table.writerows(kept)
+        replace_text(self._path, whole.getvalue())
+        self._stream = self._path.open("a", newline="", encoding="utf-8")
+        self._table = csv.DictWriter(self._stream, self._columns, restval="")
 
     def _write(self, step: int, figures: dict[str, Any]) -> None:
         new = [name for name in figures if name not in self._columns]
         if new:
             self._columns += new
             self._stream.close()
-            self._rewrite(math.inf)
+            self._begin(math.inf)
         self._table.writerow({"step": step, **figures})
         self._stream.flush()
 

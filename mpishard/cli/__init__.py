@@ -21,6 +21,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
+from mpishard.cli.machine import installed_version
+
 __all__ = ["app", "main"]
 
 _COMMANDS: dict[str, dict[str, Any]] = {
@@ -88,12 +90,8 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version  # imports a parser of mail
-
-        try:
-            typer.echo(version("mpishard"))
-        except PackageNotFoundError:
-            typer.echo("mpishard runs from its source folder and is not installed")
+        number = installed_version("mpishard")
+        typer.echo(number or "mpishard runs from its source folder and is not installed")
         raise typer.Exit
 
 

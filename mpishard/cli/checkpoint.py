@@ -21,7 +21,6 @@ from mpishard.checkpoint import (
     CheckpointFolder,
     CheckpointForm,
     CheckpointProblem,
-    CheckpointReport,
     describe,
 )
 from mpishard.checkpoint.format.folder import LATEST
@@ -72,7 +71,22 @@ def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
                 "folder": str(Path(path).resolve()), "latest": _latest(path), "checkpoints": listed
             }  # fmt: skip
         else:
-            found = _report_as_dict(describe(path))
+            report = describe(path)
+            model = report.metadata.get("model") or {}
+            form = {"steps?": COUNT, "strategy?": TEXT, "world_size?": COUNT}
+            require_form(model, form, f"{report.path / MANIFEST}: metadata.model")
+            found = {
+                "path": str(report.path),
+                "saved": _time_of(report.path),
+                "step": model.get("steps"),
+                "strategy": model.get("strategy"),
+                "world_size": model.get("world_size"),
+                "elements": report.parameter_count,
+                "kinds": dict(report.kinds),
+                "parameters": {name: list(shape) for name, shape in report.shapes.items()},
+                "files": dict(report.files),
+                "metadata": dict(report.metadata),
+            }
     if as_json:
         typer.echo(json.dumps(spelled(found), indent=1, allow_nan=False))
     elif entries:
@@ -228,24 +242,6 @@ def _says_lost(folder: str, found: list[Path]) -> bool:
 
 def _files_of(directory: Path) -> list[Path]:
     return [*directory.iterdir()] if directory.is_dir() else []
-
-
-def _report_as_dict(report: CheckpointReport) -> dict[str, Any]:
-    model = report.metadata.get("model") or {}
-    form = {"steps?": COUNT, "strategy?": TEXT, "world_size?": COUNT}
-    require_form(model, form, f"{report.path / MANIFEST}: metadata.model")
-    return {
-        "path": str(report.path),
-        "saved": _time_of(report.path),
-        "step": model.get("steps"),
-        "strategy": model.get("strategy"),
-        "world_size": model.get("world_size"),
-        "elements": report.parameter_count,
-        "kinds": dict(report.kinds),
-        "parameters": {name: list(shape) for name, shape in report.shapes.items()},
-        "files": dict(report.files),
-        "metadata": dict(report.metadata),
-    }
 
 
 def _time_of(directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""Cores, memory and processor of this machine, as far as this process may use them."""
+"""Cores, memory, processor and packages of this machine, as far as this process may use them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_memory", "core_quota", "processor_name", "total_memory", "usable_cores"]
+__all__ = [
+    "available_memory",
+    "core_quota",
+    "installed_version",
+    "processor_name",
+    "total_memory",
+    "usable_cores",
+]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -60,6 +67,17 @@ def processor_name() -> str:
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    # Here, because it imports a parser of mail, and `mpishard run` needs none.
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _memory_facts() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The backend of whoever asks, for code that is not handed one."""
+"""The backend of the calling rank, for code that is not handed one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REDUCIBLE = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 class _WithState(type):
-    """What `CommunicationManager` answers without an object."""
+    """The attributes of `CommunicationManager` itself."""
 
     @property
     def is_initialized(cls) -> bool:
@@ -53,9 +53,9 @@ class CommunicationManager(metaclass=_WithState):
         Raises
         ------
         TypeError
-            For None, or what is no `CommunicationBackend`.
+            For anything but a `CommunicationBackend`.
         CommunicationError
-            Where this rank has given one already: a RuntimeError.
+            If this rank has given one already: a RuntimeError.
         """
         if not isinstance(backend, CommunicationBackend):
             raise TypeError(
@@ -134,7 +134,7 @@ class CommunicationManager(metaclass=_WithState):
 
 
 def _given() -> CommunicationBackend | None:
-    """The backend of this rank; None where there is none, or it was shut down by others than us."""
+    """The backend of this rank; None if there is none, or its owner has shut it down."""
     backend = _backend.get()
     return backend if backend is not None and backend.is_initialized else None
 

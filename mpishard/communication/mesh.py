@@ -34,7 +34,7 @@ class ProcessMesh:
         Size of the data axis; -1 takes what is left of the world.
     order : sequence of str
         The three axes, slowest first. ``("pipeline", "data", "tensor")`` puts the ranks of a
-        tensor group, who talk most, next to each other: inside a node (Narayanan et al.,
+        tensor group, which communicate most, next to each other: inside a node (Narayanan et al.,
         "Efficient large-scale language model training on GPU clusters", SC 2021, section 3).
 
     Raises
@@ -42,7 +42,7 @@ class ProcessMesh:
     TypeError
         For a backend, size or order of another type.
     ValueError
-        Where the sizes do not make up the world, or ``order`` does not name each axis once.
+        If the sizes do not make up the world, or ``order`` does not name each axis once.
 
     Attributes
     ----------
@@ -192,9 +192,9 @@ def mesh_order(order: Sequence[str]) -> tuple[str, ...]:
     Raises
     ------
     TypeError
-        For what is no list or tuple.
+        For anything but a list or tuple.
     ValueError
-        Where it does not name each axis once.
+        If it does not name each axis once.
     """
     is_sequence = isinstance(order, list | tuple)
     if not is_sequence or sorted(map(str, order)) != sorted(AXES):
@@ -209,9 +209,9 @@ def mesh_sizes(world_size: int, pipeline: int, tensor: int, data: int) -> tuple[
     Raises
     ------
     TypeError
-        For what is no integer.
+        For anything but integers.
     ValueError
-        Where they do not make up the world.
+        If they do not make up the world.
     """
     for name, size in {"pipeline": pipeline, "tensor": tensor}.items():
         if as_integer(name, size) < 1:

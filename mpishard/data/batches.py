@@ -82,6 +82,7 @@ class Batches:
         self._steps = steps
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: Future[list[Batch]] | None = None
+        # Arrays in memory are indexed faster than a thread hands samples over.
         if ahead and not all(_is_in_memory(dataset) for dataset in (x, y)):
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="mpishard-reading")
 
@@ -120,6 +121,7 @@ class Batches:
         per_epoch, step = self._sampler.batches_per_epoch, self._steps.start
         while step < self._steps.stop:
             epoch, index = divmod(step, per_epoch)
+            # After a resume in the middle of a window the first run is the rest of that window.
             following = min(index - index % self._sampler.window + self._sampler.window, per_epoch)
             stop = min(epoch * per_epoch + following, self._steps.stop)
             yield range(step, stop)
@@ -154,6 +156,7 @@ class Batches:
 def _is_in_memory(dataset: Any) -> bool:
     if dataset is None or isinstance(dataset, TokenWindows):
         return True
+    # It is an array, and its pages are read from the disk when they are touched.
     if isinstance(dataset, np.memmap):
         return False
     if isinstance(dataset, Samples):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -229,8 +230,9 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
     try:
         xp = array_namespace(dataset)
     except TypeError:
-        return _take_sorted(dataset, indices)
-    return dataset[xp.asarray(indices)]
+        xp = None
+    # Not inside the except: a failed read would be told with ours before it.
+    return _take_sorted(dataset, indices) if xp is None else dataset[xp.asarray(indices)]
 
 
 def _take_sorted(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> Array:
@@ -303,7 +305,12 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
             f"{name} must be {_WANTED}, got a {kind}, which holds arrays by name; pass one of "
             f"them: {listed or 'it is empty'}; or all as mpishard.data.Samples({name})"
         )
-    if isinstance(dataset, list | tuple | str | bytes | set | frozenset):
+    if isinstance(dataset, str | PurePath):
+        raise TypeError(
+            f"{name} must be {_WANTED}, got the {kind} {str(dataset)!r}; open the file first, as "
+            'by h5py.File(path)["x"] or numpy.load(path, mmap_mode="r")'
+        )
+    if isinstance(dataset, list | tuple | bytes | set | frozenset):
         raise TypeError(f"{name} must be {_WANTED}, got a {kind}; pass numpy.asarray({name})")
     # Its [...] would select columns, without an error.
     if hasattr(dataset, "iloc"):

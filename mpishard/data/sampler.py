@@ -73,6 +73,7 @@ def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) 
 
 
 def _generator(name: str) -> np.random.Generator:
+    # A hash of the name and no sequence of draws: an epoch's order does not depend on earlier ones.
     key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key))
 

@@ -150,15 +150,6 @@ def _swiglu(graph: _Graph, _: ComputationNode, x: str) -> Any:
     return graph.apply("Mul", _silu(graph, gate), value)
 
 
-def _matmul_transposed(graph: _Graph, _: ComputationNode, x: str, weight: str) -> Any:
-    return graph.apply("MatMul", x, graph.apply("Transpose", weight, perm=[1, 0]))
-
-
-def _first_rows(graph: _Graph, _: ComputationNode, table: str, x: str) -> Any:
-    length = graph.apply("Shape", x, start=1, end=2)
-    return graph.apply("Slice", table, graph.constant([0]), length, graph.constant([0]))
-
-
 def _rms_norm(graph: _Graph, node: ComputationNode, x: str, weight: str) -> Any:
     mean = graph.apply("ReduceMean", graph.apply("Mul", x, x), graph.constant([-1]))
     shifted = graph.apply("Add", mean, graph.number(node.attributes["epsilon"]))
@@ -203,16 +194,6 @@ def _causal_scores(graph: _Graph, node: ComputationNode, q: str, k: str) -> Any:
     return graph.apply("Add", found, graph.apply("Trilu", later, graph.constant(1), upper=1))
 
 
-def _merge_heads(graph: _Graph, _: ComputationNode, y: str) -> Any:
-    turned = graph.apply("Transpose", y, perm=[0, 2, 1, 3])
-    return graph.apply("Reshape", turned, graph.constant([0, 0, -1]))
-
-
-def _convolve(graph: _Graph, node: ComputationNode, x: str, weight: str) -> Any:
-    padding = [*node.attributes["padding"]] * 2
-    return graph.apply("Conv", x, weight, strides=[*node.attributes["stride"]], pads=padding)
-
-
 def _add_by_channel(graph: _Graph, node: ComputationNode, x: str, bias: str) -> Any:
     shape = graph.constant([-1, *(1,) * (len(node.shape) - 2)])
     return graph.apply("Add", x, graph.apply("Reshape", bias, shape))
@@ -223,19 +204,29 @@ _OPERATIONS: Mapping[str, Callable[..., str]] = {
     "add_by_channel": _add_by_channel,
     "cast": lambda graph, node, x: x,  # all numbers are float32
     "causal_scores": _causal_scores,
-    "convolve": _convolve,
-    "first_rows": _first_rows,
+    "convolve": lambda graph, node, x, weight: graph.apply(
+        "Conv", x, weight, strides=[*node.attributes["stride"]],
+        pads=[*node.attributes["padding"]] * 2,
+    ),
+    "first_rows": lambda graph, node, table, x: graph.apply(
+        "Slice", table, graph.constant([0]), graph.apply("Shape", x, start=1, end=2),
+        graph.constant([0]),
+    ),
     "flatten": _simple("Flatten"),
     "gelu": _simple("Gelu", approximate="tanh"),
     "layer_norm": lambda graph, node, *names: graph.apply(
         "LayerNormalization", *names, epsilon=node.attributes["epsilon"]
     ),
-    "matmul_transposed": _matmul_transposed,
+    "matmul_transposed": lambda graph, node, x, weight: graph.apply(
+        "MatMul", x, graph.apply("Transpose", weight, perm=[1, 0])
+    ),
     "max_pool": lambda graph, node, x: graph.apply(
         "MaxPool", x, kernel_shape=[*node.attributes["kernel"]],
         strides=[*node.attributes["stride"]],
     ),
-    "merge_heads": _merge_heads,
+    "merge_heads": lambda graph, node, y: graph.apply(
+        "Reshape", graph.apply("Transpose", y, perm=[0, 2, 1, 3]), graph.constant([0, 0, -1])
+    ),
     "relu": _simple("Relu"),
     "rms_norm": _rms_norm,
     "scores": _scores,

@@ -1,17 +1,23 @@
 """Sharded models: strategies, the surface that users see, and the engine behind it.
 
-To learn how FSDP works, read `strategies/fsdp`, `wrapper/base`, `engine/engine`, `programs/chain`.
-Chapters, each of which imports only those before it: `stores` hold parameters and gradients,
-`programs` compute, the `engine` steps, the `wrapper` is the surface, and `strategies` say what is
-sharded.
+To learn how FSDP works, read `strategies/data_parallel`, `wrapper/base`, `engine/engine` and
+`programs/chain`. Chapters, each of which imports only those before it: `stores` hold parameters
+and gradients, `programs` compute, the `engine` steps, the `wrapper` is the surface, and
+`strategies` say what is sharded.
 """
 
-from mpishard.models.strategies.ddp import DDPModel
-from mpishard.models.strategies.fsdp import FSDPModel
-from mpishard.models.strategies.hybrid import HybridShardedModel
-from mpishard.models.strategies.pipeline import PipelineParallelModel
-from mpishard.models.strategies.tensor import TensorParallelModel
-from mpishard.models.strategies.zero import ZeRO1Model, ZeRO2Model, ZeRO3Model
+from mpishard.models.strategies.data_parallel import (
+    DDPModel,
+    FSDPModel,
+    ZeRO1Model,
+    ZeRO2Model,
+    ZeRO3Model,
+)
+from mpishard.models.strategies.mesh_parallel import (
+    HybridShardedModel,
+    PipelineParallelModel,
+    TensorParallelModel,
+)
 from mpishard.models.wrapper.base import ShardedModelBase
 from mpishard.models.wrapper.paged import PagedModel
 

@@ -108,15 +108,19 @@ def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[dict[str, Any
 def _keep(path: Path, step: float) -> float:
     """Drop lines after ``step``, by writing a new file and renaming it; return the last time."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
-    text = "".join(json.dumps(record) + "\n" for record in kept)
+    replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    times = [time for record in kept if isinstance(time := record.get("time"), int | float)]
+    return float(max(times, default=0.0))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole: a process that is killed leaves the old or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
+    with temporary.open("w", encoding="utf-8", newline="") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)
-    times = [time for record in kept if isinstance(time := record.get("time"), int | float)]
-    return float(max(times, default=0.0))
 
 
 def _plain(value: Any) -> Any:

@@ -14,8 +14,7 @@ joins a rule to its holder in `plain`, because a rule's own `optimize` runs all 
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.evaluation import DatasetResult
 from mpishard.optimizers.loop.result import FitDetectionResult, FitType, OptimizationResult
-from mpishard.optimizers.minimization.minimize import minimize
-from mpishard.optimizers.minimization.result import OptimizeResult
+from mpishard.optimizers.minimization.minimize import OptimizeResult, minimize
 from mpishard.optimizers.plain.training import PlainTraining
 from mpishard.optimizers.rules.algorithm_options import (
     AdamOptimizerOptions,

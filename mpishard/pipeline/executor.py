@@ -188,6 +188,8 @@ class PipelineExecutor:
         self._schedule = schedule
         self._micro_batches = int(micro_batches)
         self._dtype = np.dtype(dtype)
+        # Made at the first run, because checking a schedule takes time that prediction alone need
+        # not spend.
         self._plan: PipelinePlan | None = None
         self._forward_plan: PipelinePlan | None = None
         self.record = PipelineRecord()
@@ -259,6 +261,7 @@ class _Run:
         self._backend = backend
         self._first_tag = first_tag
         self._dtype = dtype
+        # The flows to receive, in the order in which the steps take them.
         self._wanted = deque(
             step.takes
             for step in plan.steps
@@ -298,6 +301,7 @@ class _Run:
                     record.peak_live[virtual] = max(record.peak_live[virtual], self._live[virtual])
                 elif operation.type is not BACKWARD_INPUT:
                     self._live[virtual] -= 1
+        # Until they are received the arrays may not be overwritten, by the next step for one.
         while self._going:
             self._going.pop().wait()
         record.ended = time.perf_counter()
@@ -379,6 +383,7 @@ class _Run:
             )
         taken_by = self._plan.rank_of[flow.stage]
         if taken_by == self._backend.rank:
+            # A V-shaped schedule has neighbouring stages on one rank: nothing travels.
             self._here[flow] = array
             return
         # A stage may return a view, and messages are of contiguous memory.

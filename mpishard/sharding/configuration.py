@@ -58,6 +58,14 @@ def _flag(name: str, doc: str) -> Any:
     return property(operator.attrgetter(f"_{name}"), write, doc=doc)
 
 
+_HINTS = {
+    "float16": "; float16 needs loss scaling, which there is not",
+    "float32": "; leave precision out: a model computes in its own dtype, by default float32",
+    "float64": '; leave precision out, and make the model with dtype="float64"',
+}
+"""More about a precision that is refused."""
+
+
 class ShardingConfiguration:
     """Choices that a sharded model and its sharded optimizer share.
 
@@ -330,7 +338,7 @@ class ShardingConfiguration:
         if value not in (None, "bfloat16"):
             raise ValueError(
                 f'precision must be "bfloat16", or None for the model\'s own dtype; got {value!r}'
-                + ("; float16 needs loss scaling, which there is not" if value == "float16" else "")
+                + _HINTS.get(str(value), "")
             )
         self._precision = value
 

@@ -70,6 +70,8 @@ class _Parts:
         self, name: str, layer: Layer, takes: Extent | None = None, gives: Extent | None = None
     ) -> None:
         """Add a layer that takes and gives these positions: None if any will do, or none."""
+        # Gathering or scattering stands in front of the layer that needs it, so that layers that
+        # take any positions work on slices.
         if takes not in (None, self.extent):
             layer = Framed(layer, before=self._operator(takes))
         self.layers[name] = layer
@@ -165,6 +167,8 @@ class ChainSplit:
             blocks = (shared, 1, 1)
             multiple = max(1, first.outputs // (core.heads + 2 * core.kv_heads))
             run = shared * multiple
+        # The inputs of the last layer are dealt in the same runs as the outputs of the first:
+        # nothing is exchanged between them.
         split = DimSplit(last.inputs, self.backend.world_size, 1, run)
         share = split.local_size(0) / split.size  # the first rank has the most
         column = ColumnParallelLinear(
@@ -199,6 +203,7 @@ class ChainSplit:
         """A layer between a column and a row split, on this rank's features."""
         kind, here = type(layer).__name__, split.local_size(self.backend.rank)
         if isinstance(layer, Attention):
+            # The model's own layer keeps all its heads, for the plain model that is given back.
             own = layer.copy()
             own.kv_heads = here // split.multiple
             own.heads = heads = own.kv_heads * (layer.heads // layer.kv_heads)

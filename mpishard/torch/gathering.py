@@ -116,10 +116,6 @@ class _Gathered:
 class GatheredParameter(_Gathered, SharedParameter):
     """A parameter of a unit, which is gathered when it is needed."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
-        return copied.__reduce_ex__(protocol)
-
 
 class _GatheredView(_Gathered, torch.Tensor):  # type: ignore[misc]
     """A view of a parameter, such as its transpose."""

@@ -60,12 +60,15 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     ShardingError
         For parameters of no sharded model.
     """
+    is_rule = isinstance(kind, Optimizer)
+    if not is_rule:
+        _require_torch(kind)
     parts: dict[int, Part] = {}
     groups = _groups(parameters, parts)
     owners = list(dict.fromkeys(part.owner for part in parts.values()))
     if not owners:
         raise ValueError("the optimizer was given no parameters")
-    if isinstance(kind, Optimizer):
+    if is_rule:
         if options:
             raise TypeError(
                 f"{', '.join(options)}: the settings of {type(kind).__name__} are given when it "
@@ -73,7 +76,6 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
             )
         made: Any = RuleOptimizer(groups, kind, parts)
     else:
-        _require_torch(kind)
         _require_elementwise(kind, options, owners)
         made = kind(groups, **options)
     made.register_step_pre_hook(functools.partial(_before_step, owners))
@@ -109,7 +111,7 @@ def _add_group(
 def _require_torch(kind: Any) -> None:
     is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     if not is_class:
-        shown = kind.__name__ if isinstance(kind, type) else type(kind).__name__
+        shown = f"the class {kind.__name__}" if isinstance(kind, type) else type(kind).__name__
         raise TypeError(
             f"kind must be a class of torch.optim, or a rule such as mpishard.optimizers.AdamW("
             f"1e-3), got {shown}"

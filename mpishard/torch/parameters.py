@@ -110,14 +110,16 @@ class SharedParameter(torch.nn.Parameter):  # type: ignore[misc]
     def grad(self) -> None:
         self._part.tensor.grad = None
 
-    # Copies are PyTorch's own parameters.
+    # Copies are PyTorch's own parameters. The memory of a view would be saved with all that is in
+    # it, which is a unit.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied.__reduce_ex__(protocol)
 
 
 class GradientPiece(torch.Tensor):  # type: ignore[misc]

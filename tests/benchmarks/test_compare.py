@@ -19,6 +19,13 @@ SAMPLES = {
     "mlp products numpy": [0.03],
     "all_reduce 8 B ours, in place": [12e-6],
     "all_reduce 8 B MPI": [2e-6],
+    "loop conv mst-fsdp": [0.03],
+    "loop conv mst-fsdp processor": [0.02],
+    "loop conv mst-fsdp memory": [5e6],
+    "loop conv ddp": [0.04],
+    "jax ranks": [0.01],
+    "jax one": [0.02],
+    "jax devices": [0.03],
 }
 
 
@@ -63,6 +70,8 @@ def test_section_of_a_page(tmp_path):
     assert "| <= 8.00 us | 10.00 us | 10.00 us to 10.00 us | 1 |  | missed by 2.00 us |" in text
     assert "| ours, 2 ranks | 30.0 ms |  |  |\n| ours, 4 ranks | 60.0 ms |  |  |\n" in text
     assert "| PyTorch FSDP2 | 200.0 ms |  |  |" in text
+    assert "| convolutions |  | 30 ms, 20 ms, 5 MB | 40 ms |  |" in text
+    assert "JAX: 2 ranks 10 ms; jit, one process 20 ms; shard_map, 2 devices 30 ms." in text
     assert text.endswith("linear layers alone, one thread: MLP 30.0 ms in NumPy.")
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import signal
+import subprocess
 import sys
 import types
 
@@ -23,7 +24,7 @@ from mpishard.callbacks import (
     WandB,
     running,
 )
-from mpishard.errors import PeerError, Preempted
+from mpishard.errors import PeerError, Preempted, ShardingError
 from mpishard.observe import read_metrics
 from mpishard.testing.worlds import in_worlds
 
@@ -352,6 +353,51 @@ def test_ranks_that_are_threads_may_share_a_writer(tmp_path):
     ms.run_in_threads(3, lambda backend: train(backend, *files, max_steps=5))
     assert len((tmp_path / "a.csv").read_text().splitlines()) == 6
     assert [row["step"] for row in read_metrics(tmp_path / "a.jsonl")] == [1, 2, 3, 4, 5]
+
+
+KILLED = """
+import csv, os, signal, sys
+import mpishard as ms
+
+def main(backend):
+    lines = ms.callbacks.JSONLines(sys.argv[1] + "/k.jsonl")
+    table = ms.callbacks.CSVFile(sys.argv[1] + "/k.csv")
+    with ms.callbacks.running([lines, table], backend) as hooks:
+        for step in range(1, 5):
+            if step == 4:  # a column more: the table is written anew
+                csv.DictWriter.writerows = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            hooks.step(1 / step, **{"more": 1.0} if step == 4 else {})
+
+ms.run_in_threads(1, main)
+"""
+
+
+def test_a_kill_loses_no_row_and_a_row_without_its_end_is_dropped(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert [row["step"] for row in read_metrics(tmp_path / "k.jsonl")] == [1, 2, 3, 4]
+    path = tmp_path / "k.csv"
+    assert [line[:2] for line in path.read_text().splitlines()] == ["st", "1,", "2,", "3,"]
+    with path.open("a") as stream:
+        stream.write("3,,0.3")  # as a full disk may leave it
+
+    def go_on(backend):
+        with running([CSVFile(path)], backend, step=3) as hooks:
+            hooks.step(0.25, more=1.0)
+
+    ms.run_in_threads(1, go_on)
+    with path.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert {row["step"]: row["more"] for row in rows} == {"1": "", "2": "", "3": "", "4": "1.0"}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["k.csv", "k.jsonl"]
+
+
+def test_a_shared_callback_with_a_state_is_refused(tmp_path):
+    shared = EarlyStopping(2)
+    with pytest.raises(ShardingError, match=r"EarlyStopping is one object for the thread-ranks \d"):
+        ms.run_in_threads(2, lambda backend: train(backend, shared, **VALIDATION))
+    for _ in range(2):  # one rank after the other may use it
+        ms.run_in_threads(1, lambda backend: train(backend, shared, **VALIDATION, max_steps=2))
 
 
 def test_weights_and_biases_gets_the_figures_of_rank_0(monkeypatch):

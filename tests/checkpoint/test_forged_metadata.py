@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import re
 import shutil
@@ -90,6 +91,10 @@ def loop_of(content: Any) -> Any:
         (lambda c: loop_of(c).update(epoch_sums=[1]), "epoch_sums must be a list of 2"),
         (lambda c: loop_of(c).update(fitness_history=["a"]), r"fitness_history\[0\] must be a num"),
         (lambda c: loop_of(c).update(validation_history=[1]), r"history\[0\] must be a list"),
+        (
+            lambda c: loop_of(c).update(validation_history=[[-math.inf, 1.0]]),
+            r"history\[0\]\[0\] must be a whole number",
+        ),
         (lambda c: loop_of(c)["user_state"].update(ranks=[{}]), r"ranks\[0\] has no key 'rng'"),
         (
             lambda c: loop_of(c)["user_state"].update(ranks=[{"rng": 1}]),

@@ -12,8 +12,7 @@ import safetensors.numpy
 import mpishard as ms
 from mpishard import checkpoint
 from mpishard.adapters import AutogradModel
-from mpishard.checkpoint.format.tensor_bytes import bytes_of, tensors_of
-from mpishard.checkpoint.format.tensor_file import TensorFile
+from mpishard.checkpoint.format.tensor_file import TensorFile, bytes_of, tensors_of
 from mpishard.errors import CheckpointError
 from mpishard.sharding import ParameterEntry
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mpishard import checkpoint, run_in_threads
 from mpishard.checkpoint import CheckpointReader, Manifest, write_checkpoint
 from mpishard.checkpoint.format.manifest import KindRecord
-from mpishard.checkpoint.format.rank_file import FileRecord, PieceRecord
+from mpishard.checkpoint.format.tensor_file import FileRecord, PieceRecord
 from mpishard.errors import CheckpointError
 from mpishard.sharding import ParameterEntry, Region
 

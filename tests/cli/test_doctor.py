@@ -316,8 +316,7 @@ def test_memory_that_others_cannot_open(monkeypatch, answers):
 
 # ------------------------------------------------------------------------------------------- report
 def test_packages(monkeypatch, answers):
-    monkeypatch.setattr(doctor_host, "version", {"numba": "0.61", "h5py": "3"}.__getitem__)
-    monkeypatch.setattr(doctor_host, "PackageNotFoundError", KeyError)
+    monkeypatch.setattr(doctor_host, "installed_version", {"numba": "0.61", "h5py": "3"}.get)
     answers(doctor_host, Answer(1, "", "ImportError: Numba needs NumPy 2.2\n", 1))
     found = by_name(doctor_host.look_at_packages())
     assert found["packages.h5py"].value == "3"

@@ -75,10 +75,7 @@ def test_mpi_that_is_not_there(monkeypatch, programs):
         assert found["mpi.mpi4py"].verdict is PROBLEM
         assert "no MPI: ImportError: libmpi.so.40" in found["mpi.mpi4py"].text
 
-    def missing(_):
-        raise doctor_mpi.PackageNotFoundError
-
-    monkeypatch.setattr(doctor_mpi, "version", missing)
+    monkeypatch.setattr(doctor_mpi, "installed_version", lambda _: None)
     found = by_name(look_at_mpi(mpi))["mpi.mpi4py"]
     assert (found.verdict, found.mend[-24:]) == (NOTE, "pip install mpi4py mpich")
     monkeypatch.setenv("SLURM_JOB_ID", "17")  # where ranks are wanted, with the site's own MPI

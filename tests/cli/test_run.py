@@ -332,9 +332,11 @@ def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch,
     monkeypatch.setattr(Supervisor, "run", supervise)
     monkeypatch.setenv("MPISHARD_TIMEOUT", "7")
     monkeypatch.setenv("MY_OWN", "here")
-    options = ["--hosts", "a:1,b", "--env", "MINE=x=y", "--log-dir", str(tmp_path / "logs")]
+    more = ["--max-restarts", "1", "--max-ranks", "9"]
+    options = [*more, "--hosts", "a:1,b", "--env", "MINE=x=y", "--log-dir", str(tmp_path / "logs")]
     result = CliRunner().invoke(app, ["run", "-n", "3", *options, script("")])
     assert result.exit_code == 0, result.output
+    assert "--max-ranks 9 is above the 3 slots of --hosts" in result.output
     ((command, environment),) = commands
     names = [after for word, after in pairwise(command) if word == "-x"]
     assert len(names) == len(set(names))

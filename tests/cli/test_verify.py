@@ -435,8 +435,7 @@ def test_a_wrong_rounding_of_one_owner_is_found(monkeypatch: Any, rank: int, str
 
 
 def test_the_reference_knows_nothing_of_our_rules(monkeypatch: Any) -> None:
-    wrong = replace(RULES["sgd"], make=lambda rate: ms.optimizers.SGD(1.001 * rate, 0.9))
-    monkeypatch.setitem(RULES, "sgd", wrong)
+    monkeypatch.setitem(RULES, "sgd", lambda rate: ms.optimizers.SGD(1.001 * rate, 0.9))
     verdicts = ms.run_in_threads(2, verdict_of, RIGHT["mlp"])
     assert "Then the fault is mpishard's" in verdicts[1].lines()[-2]
 

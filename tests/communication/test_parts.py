@@ -2,7 +2,6 @@
 
 import inspect
 import time
-from collections import deque
 
 import numpy as np
 import pytest
@@ -17,27 +16,8 @@ from mpishard.communication.contract.call import DTYPES, Call, Kind
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
 from mpishard.communication.mpi.job import _cores_per_rank
-from mpishard.communication.mpi.messages import ScratchPool, Turn
+from mpishard.communication.mpi.messages import ScratchPool
 from mpishard.testing.reductions import ADVERSARIAL_VALUES, tree_reduce
-
-
-class TestTurn:
-    def test_turns_come_in_the_order_of_issue(self):
-        queue = deque()
-        first, second, third = Turn(queue), Turn(queue), Turn(queue)
-        assert [turn.test() for turn in (first, second, third)] == [True, False, False]
-        with second:  # a collective that was refused
-            pass
-        assert not third.test()
-        with first:
-            pass
-        assert third.test()
-
-    def test_a_turn_ends_with_its_collective(self):
-        queue = deque()
-        with pytest.raises(KeyError), Turn(queue):
-            raise KeyError
-        assert Turn(queue).test()
 
 
 def test_scratch_is_reused_and_never_shared():

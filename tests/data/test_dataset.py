@@ -67,6 +67,8 @@ def test_take_from_h5py(tmp_path: Path) -> None:
     ("dataset", "message"),
     [
         (None, "x_train must be an array.*got None"),
+        ("a.h5", r"got the str 'a.h5'; open the file first, as by h5py"),
+        (Path("a.npy"), r"got the PosixPath 'a.npy'; open the file first"),
         ([1, 2], r"got a list; pass numpy.asarray\(x_train\)"),
         ({"a": 1}, "got a dict"),
         (np.array(3.0), "len.. of this ndarray says"),
@@ -169,3 +171,13 @@ def test_samples_that_are_no_arrays_become_some() -> None:
 def test_a_rank_may_have_no_samples_of_its_own() -> None:
     assert check_dataset(VALUES[:0], "x", allow_empty=True) == 0
     assert take(VALUES[:0], np.zeros(0, np.int64)).shape == (0, 3)
+
+
+def test_a_failed_read_is_told_alone() -> None:
+    class Failing(SortedOnly):
+        def __getitem__(self, indices: Any) -> Any:
+            raise OSError("Input/output error")
+
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        take(Failing(np.zeros((9, 2))), np.array([7, 3, 4]))
+    assert caught.value.__context__ is None

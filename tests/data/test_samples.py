@@ -103,7 +103,7 @@ def of_arrays(kind: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", ["autograd", "jax", "torch"])
-@in_worlds(1, 3)
+@in_worlds(2, 3)
 def test_a_tree_trains_as_one_array(backend: Any, kind: str) -> None:
     found = []
     trees = [X, Samples(TREE), Samples({**TREE, "left": FromAFile(X[:, :3])})]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from mpishard.communication import CommunicationBackend
-from mpishard.communication.contract.call import Traffic
 from mpishard.testing import CommunicationConformance
 
 ROOT = Path(__file__).parents[2]
@@ -53,13 +52,6 @@ def test_what_is_abstract_says_what_it_has_to_do(name):
 
 def test_what_a_subclass_may_give_and_use_is_there():
     assert set(names_of("it may give") + names_of("it uses")) - INHERITED == set()
-
-
-def test_the_counts_of_every_collective_are_named():
-    (row,) = re.findall(r"^\| `traffic` \|.*$", PAGE, re.MULTILINE)
-    counts = {name for name in dir(Traffic) if name.startswith("count_")}
-    of_shared_memory = {"count_read", "count_shared_gather", "count_shared_reduce"}
-    assert set(re.findall(r"`(count_\w+)`", row)) == counts - of_shared_memory
 
 
 def test_the_example_uses_nothing_private_that_the_page_does_not_name():

@@ -263,7 +263,6 @@ CARELESS = {
     "the tree's order": ("reduce(flat, ", "reduce(flat[1:] + flat[:1], ", "check_tree_order"),
     "to compare calls": ("self._verify(", "list(", "check_mismatches"),
     "which collective": (", call.sequence)", ")", "check_async_orders"),
-    "to book bytes": ("        self.traffic.count_all_gather(array)\n", "", "check_traffic"),
     "the others' need": ("backend.progress()", "work.advance()", "check_async_orders"),
     "keys": ("members = sorted(", "members = list(", "check_split"),
     "to look": ("            refuse_other_message(", "            len(", "check_point_to_point"),

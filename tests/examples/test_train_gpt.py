@@ -157,6 +157,16 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path, monkeypatch: Any, capsy
     assert "--micro-batches is for --strategy pipeline or hybrid" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("given", "taken"), [("float32", None), ("bfloat16", "bfloat16")])
+def test_the_dtype_of_the_model_is_no_mixed_precision(
+    tmp_path: Path, given: str, taken: str | None, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--precision", given])
+    example = runpy.run_path(str(SCRIPT))
+    assert example["parse_arguments"]().precision == taken
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -180,7 +180,7 @@ def test_losses_go_through_the_tree() -> None:
         config = ms.ShardingConfiguration(backend, gradient_leaves=8)
         mine = slice(backend.rank, 8, backend.world_size)
         own = list(zip(parts[mine], weights[mine], strict=True))
-        return leaves.GradientLeaves(config, backend).total(own)
+        return leaves.GradientLeaves(config, backend, np.dtype(np.float64)).total(own)
 
     a, b, c, d, e, f, g, h = parts
     expected = ((a + b) + (c + d)) + ((e + f) + (g + h))
@@ -447,6 +447,32 @@ def test_says_what_differs_between_ranks_and_on_loading(
     assert "computed by 3 BLAS threads" in several
     numpy = f"numpy was {np.__version__} and is 1.0"
     assert elsewhere.endswith(f": {numpy}; blas_threads was 1 and is 3")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_compiled_loops_count_in_float32_alone(
+    dtype: str, tmp_path: Any, caplog: Any, monkeypatch: Any
+) -> None:
+    def make(backend: Any, *does: str) -> None:
+        config = ms.ShardingConfiguration(backend, gradient_leaves=2)
+        model = ms.as_distributed(ms.nn.MLP([2, 3, 1], seed=0, dtype=dtype), config)
+        for method in does:
+            getattr(model, method)(tmp_path / "model")
+
+    # One is asked for when a model is wrapped, the other when it is saved or loaded.
+    loops = iter(["NumPy", "NumPy", "numba 1", "numba 1", "numba 1", "NumPy"])
+    fingerprint = leaves.numerics_fingerprint()
+    monkeypatch.setattr(
+        leaves, "numerics_fingerprint", lambda: {**fingerprint, "loops": next(loops)}
+    )
+    with caplog.at_level(logging.WARNING, "mpishard"):
+        run_in_threads(1, make, "save_model")
+        run_in_threads(1, make, "load_model")
+        run_in_threads(2, make)
+    told = [] if dtype == "float64" else ["loops was NumPy and is numba 1", "by rank, loops is "]
+    assert len(caplog.records) == len(told)
+    for record, words in zip(caplog.records, told, strict=True):
+        assert words in record.message
 
 
 def test_says_which_ranks_differ(problems: Any, caplog: Any, monkeypatch: Any) -> None:

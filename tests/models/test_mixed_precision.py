@@ -248,6 +248,8 @@ def test_what_cannot_compute_in_bfloat16_is_refused_by_name(backend: Any) -> Non
     mlp = nn.MLP([2, 2], dtype=np.float32)
     with pytest.raises(ValueError, match="float16 needs loss scaling"):
         ms.as_distributed(mlp, backend, precision="float16")
+    with pytest.raises(ValueError, match="got 'float32'; leave precision out: a model computes"):
+        ms.as_distributed(mlp, backend, precision="float32")
     ms.as_distributed(mlp, backend)  # nothing of it is claimed
 
 

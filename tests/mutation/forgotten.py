@@ -49,14 +49,21 @@ def all_to_all(backend: Any, parts: Any) -> Any:
     return [parts[backend.rank]] * backend.world_size
 
 
+def all_to_all_async(*arguments: Any) -> Done:
+    return Done(all_to_all(*arguments))
+
+
 def reduce_scatter(backend: Any, array: Any) -> Any:
     """This rank's own part."""
     return array[ShardLayout(len(array), backend.world_size).slice(backend.rank)].copy()
 
 
-def reduce_scatter_async(backend: Any, array: Any, *, out: Any) -> Done:
+def reduce_scatter_async(backend: Any, array: Any, *, out: Any = None) -> Done:
     """This rank's own part."""
-    out[...] = array[ShardLayout(len(array), backend.world_size).slice(backend.rank)]
+    mine = reduce_scatter(backend, array)
+    if out is None:
+        return Done(mine)
+    out[...] = mine
     return Done(out)
 
 

@@ -188,6 +188,24 @@ def compression_with_errors(problems: Any) -> None:
 
 
 @check
+def exchanged_codes(problems: Any) -> None:
+    """Rounding to float32 leaves 1e-9."""
+
+    def body(backend: Any) -> Any:
+        config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+        model = ms.DDPModel(nn.MLP([5, 7, 2], seed=1), config)
+        inner = ms.optimizers.SGD(0.05)
+        optimizer = ms.optimizers.LocalSGDOptimizer(inner, config, 1, exchange="float32")
+        for step in range(STEPS):
+            optimizer.step(model, *problems.local_batch(backend, "mlp", step))
+        return model.get_parameters()
+
+    (expected,) = run(body, size=1)
+    for mine in run(body, "messages"):
+        close(mine, expected, 1e-6)
+
+
+@check
 def local_steps(problems: Any) -> None:
     def body(backend: Any) -> Any:
         found = []

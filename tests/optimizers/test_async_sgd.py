@@ -154,6 +154,16 @@ def test_what_is_pending_is_applied_and_any_optimizer_goes_on(backend, shared_pa
     np.testing.assert_allclose(model.get_parameters(), expected, rtol=0, atol=1e-12)
 
 
+@in_worlds(2)
+def test_ranks_with_other_pending_gradients_are_refused(backend):
+    model, optimizer = build(backend, delay=2)
+    train(backend, model, optimizer, 0, 3)
+    if backend.rank == 1:
+        model.engine.abandon()
+    with pytest.raises(ShardingError, match=r"other gradients under way; by rank, .*2, 0"):
+        optimizer.apply_pending_gradients()
+
+
 @in_worlds(1, 2, 3)
 def test_optimize_resumes_to_the_same_bits(backend, shared_path):
     def run(limit, folder):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -142,6 +144,23 @@ def test_several_nodes_are_the_replicas_by_default(monkeypatch, strategy, nodes,
             assert (replica.data.axis, replica.across.axis) == ("data", "replica")
 
     ms.run_in_threads(4, main)
+
+
+def test_settle_waits_for_ranks_of_the_node_that_read():
+    def main(backend):
+        config = ms.ShardingConfiguration(backend, replica_size=2)
+        model = ms.FSDPModel(plain(), config)
+        optimizer = LocalSGDOptimizer(SGD(0.1), config, 2, strategy="fsdp", overlap=2)
+        for step in range(3):  # an exchange is under way
+            optimizer.step(model, *share(step, backend.rank, 2))
+        before = model.predict(X)
+        if backend.rank == 1:
+            time.sleep(0.1)
+        assert (model.predict(X) == before).all()
+        optimizer.settle()
+        assert (model.predict(X) != before).any()
+
+    ms.run_in_threads(2, main)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

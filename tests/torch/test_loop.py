@@ -372,6 +372,10 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_or_has_them(backend):
         mst.optimizer(torch.optim.Adafactor, model, lr=1e-2)
     with pytest.raises(TypeError, match="LBFGS need a closure"):
         mst.optimizer(torch.optim.LBFGS, model)
+    with pytest.raises(TypeError, match=r"kind must be a class .* got the class AdamW"):
+        mst.optimizer(ms.optimizers.AdamW, model)
+    with pytest.raises(TypeError, match=r"kind must be a class .* got Sequential"):
+        mst.optimizer(model, torch.optim.SGD)
     divided, model = model, mst.shard(nets.make(nets.perceptron), "ddp")
     with pytest.raises(TypeError, match="LBFGS need a closure"):
         mst.optimizer(torch.optim.LBFGS, model)

@@ -19,8 +19,7 @@ from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.folder import Target
 from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, assemble
 from mpishard.checkpoint.format.metadata import spelled
-from mpishard.checkpoint.format.rank_file import RankFile
-from mpishard.checkpoint.format.tensor_file import LazyTensor, TensorFile
+from mpishard.checkpoint.format.tensor_file import LazyTensor, RankFile, TensorFile
 from mpishard.checkpoint.saving.pending import require_room
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region

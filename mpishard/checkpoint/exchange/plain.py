@@ -12,7 +12,7 @@ import numpy as np
 from mpishard.arrays import Array, copy_into, to_host
 from mpishard.checkpoint.format.metadata import OBJECT, require_form
 from mpishard.checkpoint.format.protocol import Pieces
-from mpishard.checkpoint.format.tensor_bytes import bytes_of, metadata_of, tensors_of
+from mpishard.checkpoint.format.tensor_file import bytes_of, metadata_of, tensors_of
 from mpishard.checkpoint.loading.restore import load
 from mpishard.checkpoint.saving.snapshot import save
 from mpishard.contracts import ICheckpointableModel, PathLike

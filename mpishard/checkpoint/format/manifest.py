@@ -22,8 +22,7 @@ from mpishard.checkpoint.format.metadata import (
     spelled,
     unspelled,
 )
-from mpishard.checkpoint.format.rank_file import FileRecord, PieceRecord, tensor_key
-from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES
+from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord, tensor_key
 from mpishard.communication.contract.call import DTYPES
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
@@ -112,6 +111,7 @@ class Manifest:
                 raise CheckpointError(f"parameter {entry.name!r} stands twice among the parameters")
             names.add(entry.name)
             _check_shape(entry)
+            # Starts without gaps make the flat vector the same in every layout that reads it.
             if entry.start != position:
                 raise CheckpointError(
                     f"parameter {entry.name!r} starts at element {entry.start}; the one before "
@@ -127,6 +127,7 @@ class Manifest:
                 f"{self.arrays[PARAMETERS].dtype.name}"
             )
         for name, file in self.files.items():
+            # A manifest from elsewhere must not name files outside its directory.
             if not _FILE.fullmatch(name):
                 raise CheckpointError(f"{name!r} is not the name of a file beside the manifest")
             if len(file.checksums) != -(-file.nbytes // BLOCK_BYTES):
@@ -147,6 +148,7 @@ class Manifest:
                 )
         for name, entry in held.items():
             given = pieces.get(name, ())
+            # Checked before a reader allocates or writes: a model is never half loaded.
             check_coverage(kind, name, entry.shape, [(p.file, p.region) for p in given])
             for piece in given:
                 if piece.file not in self.files:

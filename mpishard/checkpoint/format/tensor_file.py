@@ -13,19 +13,38 @@ import math
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
+import safetensors
+import safetensors.numpy
 
 from mpishard.checkpoint.format import disk
 from mpishard.errors import CheckpointError
+from mpishard.sharding.regions import Region
 from mpishard.sharding.table import check_name
 
-__all__ = ["BLOCK_BYTES", "DTYPES_OF_FILES", "ChecksumThread", "LazyTensor", "Tensor", "TensorFile"]
+__all__ = [
+    "BLOCK_BYTES",
+    "DTYPES_OF_FILES",
+    "ChecksumThread",
+    "FileRecord",
+    "LazyTensor",
+    "PieceRecord",
+    "RankFile",
+    "Tensor",
+    "TensorFile",
+    "bytes_of",
+    "file_name",
+    "metadata_of",
+    "tensor_key",
+    "tensors_and_document",
+    "tensors_of",
+]
 
 BLOCK_BYTES = 4 << 20
 """Bytes of a file that share a checksum; the last block may be shorter."""
@@ -228,3 +247,164 @@ class ChecksumThread:
                 rest = rest[len(part) :]
         if filled:
             self.checksums.append(crc)
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank{rank:05d}.safetensors"
+
+
+def tensor_key(kind: str, region: Region) -> str:
+    """Return the name of a piece in the header of its file."""
+    box = ", ".join([f"{low}:{high}" for low, high in region.box])
+    return f"{kind}@{region.name}[{box}][{region.start}:{region.stop}]"
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRecord:
+    """Place of a region's values, 1-D: in ``file`` from byte ``offset`` on."""
+
+    file: str
+    offset: int
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Length of a file in bytes, and the CRC-32 of each block of `BLOCK_BYTES`."""
+
+    nbytes: int
+    checksums: tuple[int, ...]
+
+
+class RankFile:
+    """The file of one rank, laid out before anything is written.
+
+    Parameters
+    ----------
+    rank : int
+        The rank.
+    pieces : mapping of str to sequence of (Region, Tensor)
+        Kind -> regions and their 1-D values, in host memory or lazy.
+
+    Raises
+    ------
+    ValueError
+        For a region that is given twice.
+    CheckpointError
+        For a dtype that a file cannot hold.
+    """
+
+    def __init__(self, rank: int, pieces: Mapping[str, Sequence[tuple[Region, Tensor]]]) -> None:
+        self.name = file_name(rank)
+        self._kinds = {
+            kind: [(tensor_key(kind, region), region) for region, _ in given]
+            for kind, given in pieces.items()
+        }
+        tensors: dict[str, Tensor] = {}
+        for kind, given in pieces.items():
+            for (key, region), (_, array) in zip(self._kinds[kind], given, strict=True):
+                if key in tensors:
+                    raise ValueError(f"{kind}: {region} is given twice")
+                tensors[key] = array
+        self._dtypes = {
+            kind: sorted({array.dtype for _, array in given}, key=str)
+            for kind, given in pieces.items()
+        }
+        self.is_empty = not tensors
+        """Whether the rank has nothing to write."""
+        # Small ones first, side by side: they are what ranks read of each other's files, and then
+        # share the few blocks that each of those ranks must verify.
+        ordered = dict(sorted(tensors.items(), key=lambda item: item[1].nbytes))
+        self._file = TensorFile(ordered, {"format": "np"})
+        self.nbytes = 0 if self.is_empty else self._file.nbytes
+        """Length of the file in bytes; 0 if there is none."""
+
+    def write(self, directory: Path, check: Callable[[], None] | None = None) -> None:
+        """Write the file, if there is anything to write; ``check`` as for `TensorFile.write`.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written.
+        """
+        if not self.is_empty:
+            self._file.write(directory / self.name, check)
+
+    def record(self) -> dict[str, Any]:
+        """Return the JSON that `mpishard.checkpoint.format.manifest.assemble` takes.
+
+        The file must have been written.
+        """
+        offsets = self._file.offsets
+        kinds = {
+            kind: {
+                "dtypes": [dtype.name for dtype in self._dtypes[kind]],
+                "pieces": [
+                    [offsets[key], region.name, region.box, region.start, region.stop]
+                    for key, region in given
+                ],
+            }
+            for kind, given in self._kinds.items()
+        }
+        return {
+            "file": self.name, "bytes": self.nbytes, "crc32": self._file.checksums, "kinds": kinds,
+        }  # fmt: skip
+
+
+def bytes_of(
+    tensors: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str] | None
+) -> bytes:
+    """Return named arrays in safetensors format, with ``metadata`` in the header.
+
+    Raises
+    ------
+    ValueError
+        For a name under which the array could not be read again.
+    """
+    for name in tensors:
+        check_name(name, "tensor")
+    return safetensors.numpy.save(dict(tensors), None if metadata is None else dict(metadata))
+
+
+def tensors_of(data: Any, whose: str = "") -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays in the bytes of ``serialize``; errors name it as ``whose``.
+
+    Raises
+    ------
+    TypeError
+        If they are no bytes.
+    ValueError
+        If they are something else, or torn.
+    """
+    if not isinstance(data, bytes | bytearray):
+        raise TypeError(f"deserialize needs bytes, got {type(data).__name__}")
+    try:
+        return safetensors.numpy.load(bytes(data))
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"these {len(data)} bytes are not what {whose}serialize() gave: {error}"
+        ) from None
+
+
+def metadata_of(data: bytes) -> dict[str, str]:
+    """Return the metadata in the header of bytes that `tensors_of` has read; empty if none.
+
+    The library reads headers of files only; the format begins with the header's length.
+    """
+    length = int.from_bytes(data[:8], "little")
+    return dict(json.loads(data[8 : 8 + length]).get("__metadata__") or {})
+
+
+def tensors_and_document(
+    data: Any, key: str, whose: str
+) -> tuple[dict[str, np.ndarray[Any, Any]], Any]:
+    """Return the arrays, and the JSON under ``key`` of the metadata; raise as `tensors_of`."""
+    tensors = tensors_of(data, whose)
+    text = metadata_of(data).get(key)
+    if text is None:
+        raise ValueError(
+            f"these {len(data)} bytes are not what {whose}serialize() gave: their header has no "
+            f"{key!r}"
+        )
+    return tensors, json.loads(text)

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, Manifest
-from mpishard.checkpoint.format.rank_file import FileRecord
-from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES
+from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord
 from mpishard.checkpoint.loading.mapped_file import checksum_at, header_difference
 from mpishard.checkpoint.loading.reader import CheckpointReader, find_checkpoint
 from mpishard.checkpoint.loading.resume import open_whole

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.checkpoint.format.rank_file import FileRecord, PieceRecord
-from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES
+from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord
 from mpishard.errors import CheckpointError
 
 __all__ = ["MappedFile", "PieceValues", "checksum_at", "header_difference"]

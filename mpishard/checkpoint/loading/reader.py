@@ -205,6 +205,7 @@ class CheckpointReader:
                     f"{name}: {saved[name].shape} in the checkpoint, {entry.shape} in the model"
                 )
         if self.dtype != dtype:
+            # First in the list, because it concerns every parameter.
             differences.insert(
                 0,
                 f"dtype: {self.dtype.name} in the checkpoint, {np.dtype(dtype).name} in the model",
@@ -231,6 +232,8 @@ class CheckpointReader:
         """
         self._check_sizes()
         changed = []
+        # Every file is looked at, although one error would do: the message then names all that is
+        # damaged.
         for name in self._manifest.files:
             file = self._open(name)
             count = file.block_count

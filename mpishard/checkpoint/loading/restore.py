@@ -92,7 +92,21 @@ def load_states(
     backend = model.checkpoint_backend
 
     def verify(reader: CheckpointReader) -> dict[str, Pieces]:
-        wanted = _fitting(reader, model, states)
+        # The pieces that each state needs, if the checkpoint has them all
+        reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
+        if not isinstance(reader.metadata.get("user"), Mapping):
+            raise CheckpointError(f"the checkpoint {reader.path} has no metadata of its user")
+        for state in states.values():
+            # What a rank reads may depend on the number of ranks that wrote.
+            expect = getattr(state, "expect", None)
+            if expect is not None:
+                expect(reader.kinds)
+        wanted = {name: state.arrays_to_read() for name, state in states.items()}
+        for name, pieces in wanted.items():
+            _check_fits(reader, name, pieces)
+        if "model" in states:
+            with _using_metadata(reader, "model"):
+                model.check_metadata(reader.metadata["model"])
         # Before anything is read, so that no model is half loaded if a block is damaged.
         for kind, region, _ in _each(wanted):
             reader.verify_region(kind, region)
@@ -123,27 +137,6 @@ def _agree_on_one(
     for text in statements.everyone:  # rank 0's, if there is one
         return path_from(text)
     return newest_valid(path, backend)
-
-
-def _fitting(
-    reader: CheckpointReader, model: Checkpointable, states: Mapping[str, CheckpointState]
-) -> dict[str, Pieces]:
-    """Return the pieces that each state needs, if the checkpoint has them all."""
-    reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
-    if not isinstance(reader.metadata.get("user"), Mapping):
-        raise CheckpointError(f"the checkpoint {reader.path} has no metadata of its user")
-    for state in states.values():
-        # What a rank reads may depend on the number of ranks that wrote.
-        expect = getattr(state, "expect", None)
-        if expect is not None:
-            expect(reader.kinds)
-    wanted = {name: state.arrays_to_read() for name, state in states.items()}
-    for name, pieces in wanted.items():
-        _check_fits(reader, name, pieces)
-    if "model" in states:
-        with _using_metadata(reader, "model"):
-            model.check_metadata(reader.metadata["model"])
-    return wanted
 
 
 def _each(wanted: Mapping[str, Pieces]) -> Iterator[tuple[str, Region, Array]]:

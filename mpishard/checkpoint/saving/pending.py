@@ -29,7 +29,7 @@ from mpishard.checkpoint.format.folder import Target
 from mpishard.checkpoint.format.manifest import MANIFEST, assemble
 from mpishard.checkpoint.format.metadata import as_json
 from mpishard.checkpoint.format.protocol import Pieces
-from mpishard.checkpoint.format.rank_file import RankFile
+from mpishard.checkpoint.format.tensor_file import RankFile
 from mpishard.checkpoint.saving.staging import StagingBuffer, on_host
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
@@ -140,6 +140,8 @@ class PendingSave:
                     self._content = replace(content, metadata=as_json(content.metadata))
                     self._target = make_target()
                     room = _make_room(self._target)
+                # Sizes and room travel with the verdict on errors: one exchange decides about the
+                # whole save.
                 statements.own = json.dumps([self._file.nbytes, room])
             said = [json.loads(text) for text in statements.everyone]
             self._nbytes = sum(nbytes for nbytes, _ in said)
@@ -148,6 +150,7 @@ class PendingSave:
             made = path_from(room["directory"]) if room is not None else None
             if made is not None:
                 disk.remove_tree(made)
+            # Otherwise no later save could use the buffer.
             if staging is not None and is_staged:
                 staging.give_back()
             raise
@@ -256,12 +259,14 @@ class PendingSave:
 
     def _commit(self, records: Sequence[str]) -> None:
         assert self._target is not None
+        # The directory's random name: by it a reader notices that another save has come in between.
         identity = self._directory.name.rsplit(".", 2)[1]
         content = self._content
         manifest = assemble(
             identity, self._target.sequence, content.parameters, content.dtype, content.metadata,
             map(json.loads, records),
         )  # fmt: skip
+        # Another save to the same place removes directories that look left over.
         if not self._directory.is_dir():
             raise self._gone()
         with _telling_room(self._directory, self._nbytes):
@@ -286,7 +291,11 @@ class PendingSave:
         """Exchange states until no rank works; raise if one has failed. Collective."""
         states = [int(_State.WORKING)]
         while _State.WORKING in states:
-            self._commit_if_all_wrote()
+            # Let rank 0's thread commit as soon as the records of the others have come
+            records = self._records
+            if self._rank == 0 and records is not None and (self._is_awaited or records.done):
+                self._records = None
+                self._thread = self._start(partial(self._commit, records.wait()))
             if self._is_awaited:
                 # The ranks meet now and then: a slow disk is no rank that hangs.
                 self._thread.join(_MEET_SECONDS)
@@ -296,13 +305,6 @@ class PendingSave:
             states = said().tolist()
         if _State.FAILED in states:
             self._fail()
-
-    def _commit_if_all_wrote(self) -> None:
-        """Let rank 0's thread commit as soon as the records of the others have come."""
-        records = self._records
-        if self._rank == 0 and records is not None and (self._is_awaited or records.done):
-            self._records = None
-            self._thread = self._start(partial(self._commit, records.wait()))
 
     def _fail(self) -> None:
         """Raise on every rank the errors of all. Collective."""

@@ -44,6 +44,7 @@ def on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
                 raise ValueError(
                     f"{kind}: the piece {region} has shape ({length},), got {array.shape}"
                 )
+            # Empty pieces need no place in a file.
             if array.size:
                 is_host = isinstance(array, np.ndarray)
                 host = np.ascontiguousarray(array if is_host else to_host(array))

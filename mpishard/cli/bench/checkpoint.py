@@ -17,7 +17,7 @@ from rich.table import Table
 from mpishard import checkpoint, nn
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.consensus import share_path, together
-from mpishard.checkpoint.format.rank_file import file_name
+from mpishard.checkpoint.format.tensor_file import file_name
 from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend

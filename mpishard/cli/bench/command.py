@@ -164,9 +164,9 @@ def step(
     ] = "on",
     memory: Annotated[bool, typer.Option(help="Measure resident memory too.")] = False,
     precision: Annotated[
-        Literal["bfloat16"] | None,
-        typer.Option(help="Mixed precision, instead of float32.", show_default=False),
-    ] = None,
+        Literal["float32", "bfloat16"],
+        typer.Option(help="bfloat16: mixed precision."),
+    ] = "float32",
     json: JSONOption = None,
     plot: PlotOption = None,
     ranks: RanksOption = 0,
@@ -178,8 +178,9 @@ def step(
         check_choice("bench", "--strategy", name, _STRATEGIES)
     usual = _SIZES[model]
     sizes = (width or usual[0], layers or usual[1], batch or usual[2])
+    mixed = None if precision == "float32" else precision
     benchmark = StepBenchmark(
-        model, *sizes, steps, warmup, unit_size, checks, memory, precision, tokens
+        model, *sizes, steps, warmup, unit_size, checks, memory, mixed, tokens
     )
     _check_model(benchmark)
     _Job(context, ranks, world_size, json, plot).measure(

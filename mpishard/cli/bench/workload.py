@@ -7,7 +7,6 @@ import math
 import platform
 import uuid
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import threadpoolctl
 
 from mpishard import nn
-from mpishard.cli.machine import processor_name, total_memory, usable_cores
+from mpishard.cli.machine import installed_version, processor_name, total_memory, usable_cores
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
 from mpishard.distributed import as_distributed
 from mpishard.optimizers import AdamW
@@ -100,14 +99,7 @@ def describe_machine() -> dict[str, Any]:
         "memory_bytes": total_memory(),
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("mpishard", "numpy", "mpi4py")},
+        **{name: installed_version(name) for name in ("mpishard", "numpy", "mpi4py")},
         "blas": [f"{i['internal_api']} {i['version']} {i.get('architecture')}" for i in blas],
         "blas_threads": [i["num_threads"] for i in blas],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -9,7 +9,6 @@ import resource
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,12 @@ import mpishard
 from mpishard import settings
 from mpishard.blas import better_kernel
 from mpishard.cli.doctor.finding import Finding, note, ok, pip_install, problem, shortened
-from mpishard.cli.machine import available_memory, core_quota, usable_cores
+from mpishard.cli.machine import (
+    available_memory,
+    core_quota,
+    installed_version,
+    usable_cores,
+)
 from mpishard.cli.probe import ask, python_command
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.onednn import processor_has_unit
@@ -44,7 +48,10 @@ def look_at_host() -> Iterator[Finding]:
     """Yield versions, cores, memory, the address of this machine, limits of the shell."""
     number, place = platform.python_version(), sys.executable
     yield ok("host.python", f"{number}, {place}", {"version": number, "executable": place})
-    number, place = _version("mpishard") or "not installed", str(Path(mpishard.__file__).parent)
+    number, place = (
+        installed_version("mpishard") or "not installed",
+        str(Path(mpishard.__file__).parent),
+    )
     yield ok("host.mpishard", f"{number}, {place}", {"version": number, "folder": place})
     yield ok("host.system", platform.platform(), platform.platform())
     try:
@@ -63,7 +70,7 @@ def look_at_host() -> Iterator[Finding]:
 def look_at_packages() -> Iterator[Finding]:
     """Yield which optional packages are installed."""
     for package, gives in _PACKAGES.items():
-        name, number = f"packages.{package}", _version(package)
+        name, number = f"packages.{package}", installed_version(package)
         if number is None:
             yield ok(name, f"not installed; gives {gives}", None)
         elif package != "numba":
@@ -78,13 +85,6 @@ def look_at_packages() -> Iterator[Finding]:
             reason = shortened(answer.reason)
             text = f"{number} cannot be imported, so that loops run in NumPy: {reason}"
             yield note(name, text, number, pip_install("--upgrade", "numba"))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _cores() -> Finding:

@@ -9,13 +9,13 @@ import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 from mpishard import settings
 from mpishard.cli.doctor.finding import Finding, note, ok, pip_install, problem, shortened
 from mpishard.cli.doctor.shm import NEEDED_BYTES, free_bytes, larger_folder
+from mpishard.cli.machine import installed_version
 from mpishard.cli.probe import Answer, ask, python_command
 from mpishard.cli.run.launcher import (
     Launcher,
@@ -163,9 +163,8 @@ class MPIInstallation:
 def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
     """Yield mpi4py, its library, its launcher, thread level, and whether it survives faults."""
     has_slurm = settings.is_slurm_allocation()
-    try:
-        bindings = version("mpi4py")
-    except PackageNotFoundError:
+    bindings = installed_version("mpi4py")
+    if bindings is None:
         text = "not installed: ranks can only be threads of one process"
         # Nothing works if ranks are to be processes; elsewhere threads do.
         if has_slurm or settings.launcher_variable() is not None:

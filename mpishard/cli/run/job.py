@@ -245,6 +245,9 @@ def prepare_job(
         added |= variables or {}
         elsewhere = settings.forwarded_variables() if machines else ()
         told = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
+        slots = sum(host.slots for host in machines)
+        if machines and max_ranks and max_ranks > slots:
+            told.append(f"--max-ranks {max_ranks} is above the {slots} slots of --hosts")
         whom = f"{counted(ranks, 'rank')} of {launcher.library}"
         job = Job(
             f"mpishard {name}",

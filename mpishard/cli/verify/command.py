@@ -50,6 +50,28 @@ _WRAPPERS = (
     "for descent, without staleness, with any number of ranks."
 )
 
+BackendOption = Annotated[
+    Backend, typer.Option(help="mpi: processes; memory: threads; auto: mpi if it can start.")
+]
+ToleranceOption = Annotated[
+    float | None,
+    _flag("Largest relative error; default 1e-10, for float32 1e-4, for bfloat16 by depth."),
+]
+DtypeOption = Annotated[
+    Literal["float32", "float64"] | None, _flag("Dtype of the model; default its own.")
+]
+PrecisionOption = Annotated[
+    Literal["bfloat16"] | None,
+    _flag("Mixed precision of the ranks, against float64 alone; the factory must take dtype."),
+]
+RecomputeOption = Annotated[
+    Literal["full", "selective"] | None,
+    _flag("For tensor, pipeline and hybrid: compute activations again in backward."),
+]
+DelayOption = Annotated[
+    int, _flag("For ddp: AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
+]
+
 
 def verify(
     target: Annotated[str, typer.Argument(metavar="TARGET", help=_TARGET)],
@@ -57,24 +79,14 @@ def verify(
     ranks: Annotated[
         int, typer.Option("-n", "-np", min=1, metavar="N", help="Number of ranks.")
     ] = 2,
-    backend: Annotated[
-        Backend, typer.Option(help="mpi: processes; memory: threads; auto: mpi if it can start.")
-    ] = "auto",
+    backend: BackendOption = "auto",
     optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = "sgd",
     learning_rate: Annotated[float, typer.Option(help="Learning rate of the optimizer.")] = 1e-3,
     steps: Annotated[int, typer.Option(min=1, help="Number of updates.")] = 5,
     batch_size: Annotated[int, _flag("Samples of the global batch; default 8 N.", 0)] = 0,
-    tolerance: Annotated[
-        float | None,
-        _flag("Largest relative error; default 1e-10, for float32 1e-4, for bfloat16 by depth."),
-    ] = None,
-    dtype: Annotated[
-        Literal["float32", "float64"] | None, _flag("Dtype of the model; default its own.")
-    ] = None,
-    precision: Annotated[
-        Literal["bfloat16"] | None,
-        _flag("Mixed precision of the ranks, against float64 alone; the factory must take dtype."),
-    ] = None,
+    tolerance: ToleranceOption = None,
+    dtype: DtypeOption = None,
+    precision: PrecisionOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Argument of the factory.")] = 0,
     pipeline_parallel_size: Annotated[int | None, _SIZE] = None,
     tensor_parallel_size: Annotated[int | None, _SIZE] = None,
@@ -86,14 +98,9 @@ def verify(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="For tensor and hybrid.")
     ] = False,
-    recompute: Annotated[
-        Literal["full", "selective"] | None,
-        _flag("For tensor, pipeline and hybrid: compute activations again in backward."),
-    ] = None,
+    recompute: RecomputeOption = None,
     data_parallel_strategy: Annotated[str | None, _flag(_DATA)] = None,
-    delay: Annotated[
-        int, _flag("For ddp: AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
-    ] = 0,
+    delay: DelayOption = 0,
     wrapper: Annotated[str | None, _flag(_WRAPPERS)] = None,
 ) -> None:
     """Compare sharded training of TARGET's model with training it in one process.
@@ -108,23 +115,7 @@ def verify(
     for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
         if number is not None and not 0 < number < float("inf"):
             refuse("verify", f"{flag} must be above 0, got {number}")
-    if delay and strategy != "ddp":
-        refuse("verify", f"--delay is for --strategy ddp, and it is {strategy}")
-    if delay >= steps:
-        refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
-    if wrapper is not None:
-        check_choice("verify", "--wrapper", wrapper, WRAPPERS)
-        if strategy not in WRAPPERS[wrapper]:
-            takes = ", ".join(WRAPPERS[wrapper])
-            refuse("verify", f"--wrapper {wrapper} is for --strategy {takes}; got {strategy}")
-        if wrapper == "local-sgd" and optimizer != "descent":
-            refuse(
-                "verify",
-                f"--wrapper local-sgd is for --optimizer descent; got {optimizer}, of which each "
-                "replica has a state of its own",
-            )
-        if delay and wrapper != "async":
-            refuse("verify", f"--delay {delay} is for --wrapper async; got {wrapper}")
+    _check_wrapper(strategy, optimizer, steps, delay, wrapper)
     launcher = settings.launcher_variable()
     if launcher is not None:
         text = f"this process is a rank already ({launcher} is set): start verify without mpirun"
@@ -145,6 +136,29 @@ def verify(
         )  # fmt: skip
         is_equal = _are_equal(job, is_mpi, tolerance)
     raise typer.Exit(0 if is_equal else 1)
+
+
+def _check_wrapper(
+    strategy: str, optimizer: str, steps: int, delay: int, wrapper: str | None
+) -> None:
+    """Refuse a delay, or an optimizer around the rule, that the other flags do not go with."""
+    if delay and strategy != "ddp":
+        refuse("verify", f"--delay is for --strategy ddp, and it is {strategy}")
+    if delay >= steps:
+        refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
+    if wrapper is not None:
+        check_choice("verify", "--wrapper", wrapper, WRAPPERS)
+        if strategy not in WRAPPERS[wrapper]:
+            takes = ", ".join(WRAPPERS[wrapper])
+            refuse("verify", f"--wrapper {wrapper} is for --strategy {takes}; got {strategy}")
+        if wrapper == "local-sgd" and optimizer != "descent":
+            refuse(
+                "verify",
+                f"--wrapper local-sgd is for --optimizer descent; got {optimizer}, of which each "
+                "replica has a state of its own",
+            )
+        if delay and wrapper != "async":
+            refuse("verify", f"--delay {delay} is for --wrapper async; got {wrapper}")
 
 
 def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:

@@ -115,7 +115,7 @@ def compare(
     model = as_distributed(problem.model, config, job.strategy, **options)
     if problem.loss is not None:
         model.engine.loss = problem.loss
-    rule = RULES[job.optimizer].make(job.learning_rate)
+    rule = RULES[job.optimizer](job.learning_rate)
     optimizer: Any
     if job.wrapper == "local-sgd":
         optimizer = LocalSGDOptimizer(rule, config, synchronization_period=1)

@@ -33,105 +33,74 @@ from mpishard.tensor import check_sequence
 __all__ = ["RULES", "Reference", "require_layers", "settle_schedules", "train_alone"]
 
 _MOMENTUM, _BETA1, _BETA2, _EPSILON, _DECAY = 0.9, 0.9, 0.99, 1e-8, 0.01
+_ADAM = (_BETA1, _BETA2, _EPSILON)
+
+RULES: dict[str, Callable[[float], Optimizer]] = {
+    "sgd": lambda rate: SGD(rate, _MOMENTUM),
+    "adagrad": lambda rate: Adagrad(rate, _EPSILON),
+    "rmsprop": lambda rate: RMSprop(rate, _BETA2, _EPSILON),
+    "adam": lambda rate: Adam(rate, *_ADAM),
+    "adamw": lambda rate: AdamW(rate, *_ADAM, weight_decay=_DECAY),
+    "lion": lambda rate: Lion(rate, _BETA1, _BETA2, weight_decay=_DECAY),
+    "lamb": lambda rate: LAMB(rate, *_ADAM, weight_decay=_DECAY),
+    "descent": SGD,
+}
+"""Choices of ``--optimizer``, and mpishard's rule at a learning rate."""
 
 
-@dataclass
-class TextbookStep:
-    """One step of a rule, on whole vectors.
+def textbook_direction(
+    rule: str,
+    theta: Array,
+    gradient: Array,
+    state: dict[str, Array],
+    number: int,
+    parts: Sequence[slice],
+) -> Array:
+    """Return the vector that one step subtracts from ``theta``, over the learning rate.
 
     Parameters
     ----------
+    rule : str
+        One of `RULES`.
     theta, gradient : Array
         Shape (length,).
     state : dict
-        Values that the rule keeps from step to step.
+        Values that the rule keeps from step to step; changed here.
     number : int
-        Counts from 1.
+        Number of the step, from 1.
     parts : sequence of slice
         The range of each parameter.
     """
 
-    theta: Array
-    gradient: Array
-    state: dict[str, Array]
-    number: int
-    parts: Sequence[slice]
+    def mean(name: str, value: Array, beta: float) -> Array:
+        state[name] = beta * state.get(name, 0) + (1 - beta) * value
+        return state[name]
 
-    def average(self, name: str, value: Array, beta: float) -> Array:
-        """Update the running mean ``name`` with ``value``; it starts at 0."""
-        self.state[name] = beta * self.state.get(name, 0) + (1 - beta) * value
-        return self.state[name]
-
-    def total(self, name: str, value: Array, factor: float = 1.0) -> Array:
-        """Add ``value`` to ``factor`` times the sum ``name``; it starts at 0."""
-        self.state[name] = factor * self.state.get(name, 0) + value
-        return self.state[name]
-
-
-def _rmsprop(step: TextbookStep) -> Array:
-    return step.gradient / (np.sqrt(step.average("v", step.gradient**2, _BETA2)) + _EPSILON)
-
-
-def _adagrad(step: TextbookStep) -> Array:
-    return step.gradient / (np.sqrt(step.total("s", step.gradient**2)) + _EPSILON)
-
-
-def _adam(step: TextbookStep) -> Array:
-    m = step.average("m", step.gradient, _BETA1) / (1 - _BETA1**step.number)
-    v = step.average("v", step.gradient**2, _BETA2) / (1 - _BETA2**step.number)
-    return m / (np.sqrt(v) + _EPSILON)
-
-
-def _adamw(step: TextbookStep) -> Array:
-    return _adam(step) + _DECAY * step.theta
-
-
-def _lion(step: TextbookStep) -> Array:
-    before = step.state.get("m", 0)
-    step.average("m", step.gradient, _BETA2)
-    return np.sign(_BETA1 * before + (1 - _BETA1) * step.gradient) + _DECAY * step.theta
-
-
-def _lamb(step: TextbookStep) -> Array:
-    direction = _adamw(step)
-    for part in step.parts:
-        length, own = np.linalg.norm(step.theta[part]), np.linalg.norm(direction[part])
-        if length > 0 and own > 0:
-            direction[part] *= length / own
+    if rule == "sgd":
+        state["v"] = _MOMENTUM * state.get("v", 0) + gradient
+        return state["v"]
+    if rule == "descent":
+        return gradient
+    if rule == "adagrad":
+        state["s"] = state.get("s", 0) + gradient**2
+        return gradient / (np.sqrt(state["s"]) + _EPSILON)
+    if rule == "rmsprop":
+        return gradient / (np.sqrt(mean("v", gradient**2, _BETA2)) + _EPSILON)
+    if rule == "lion":
+        before = state.get("m", 0)
+        mean("m", gradient, _BETA2)
+        return np.sign(_BETA1 * before + (1 - _BETA1) * gradient) + _DECAY * theta
+    m = mean("m", gradient, _BETA1) / (1 - _BETA1**number)
+    v = mean("v", gradient**2, _BETA2) / (1 - _BETA2**number)
+    direction = m / (np.sqrt(v) + _EPSILON)
+    if rule != "adam":
+        direction = direction + _DECAY * theta
+    if rule == "lamb":
+        for part in parts:
+            length, own = np.linalg.norm(theta[part]), np.linalg.norm(direction[part])
+            if length > 0 and own > 0:
+                direction[part] *= length / own
     return direction
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedRule:
-    """An update rule twice: mpishard's, and as a function that knows nothing of it.
-
-    Parameters
-    ----------
-    make : callable
-        ``make(learning_rate)`` returns the optimizer.
-    direction : callable
-        ``direction(step)`` returns what is subtracted from theta, over the learning rate.
-    """
-
-    make: Callable[[float], Optimizer]
-    direction: Callable[[TextbookStep], Array]
-
-
-_ADAM = (_BETA1, _BETA2, _EPSILON)
-
-RULES = {
-    "sgd": VerifiedRule(
-        lambda rate: SGD(rate, _MOMENTUM), lambda step: step.total("v", step.gradient, _MOMENTUM)
-    ),
-    "descent": VerifiedRule(SGD, lambda step: step.gradient),
-    "adagrad": VerifiedRule(lambda rate: Adagrad(rate, _EPSILON), _adagrad),
-    "rmsprop": VerifiedRule(lambda rate: RMSprop(rate, _BETA2, _EPSILON), _rmsprop),
-    "adam": VerifiedRule(lambda rate: Adam(rate, *_ADAM), _adam),
-    "adamw": VerifiedRule(lambda rate: AdamW(rate, *_ADAM, weight_decay=_DECAY), _adamw),
-    "lion": VerifiedRule(lambda rate: Lion(rate, _BETA1, _BETA2, weight_decay=_DECAY), _lion),
-    "lamb": VerifiedRule(lambda rate: LAMB(rate, *_ADAM, weight_decay=_DECAY), _lamb),
-}
-"""Choices of ``--optimizer``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +169,9 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
             )
         under_way.append(g)
         if step >= job.delay:
-            made = TextbookStep(theta, under_way.pop(0), state, step + 1 - job.delay, parts)
-            direction = RULES[job.optimizer].direction(made)
+            direction = textbook_direction(
+                job.optimizer, theta, under_way.pop(0), state, step + 1 - job.delay, parts
+            )
             theta = (theta - trained * (job.learning_rate * direction)).astype(theta.dtype)
         model.set_parameters(theta.copy())
         parameters.append(theta)

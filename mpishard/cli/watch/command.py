@@ -89,7 +89,7 @@ class _Page(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a browser."""
-        host = self.headers.get("Host", "").rpartition(":")[0]
+        host = self.headers.get("Host", "").partition(":")[0]  # browsers leave port 80 out
         if host not in ("127.0.0.1", "localhost"):  # a page from elsewhere under a name of its own
             self.send_error(HTTPStatus.FORBIDDEN)
         elif self.path == "/":

@@ -6,16 +6,17 @@ import json
 import math
 import socket
 import time
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mpishard.arrays import Array
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start
 from mpishard.communication.contract.records import RankRecord
-from mpishard.communication.contract.status import records_in
+from mpishard.communication.contract.status import pages_beside, records_at, records_in
 from mpishard.communication.diagnostics.stall import verdict
 from mpishard.observe.metrics import parse_metrics
 from mpishard.observe.timing import proportional_memory
@@ -24,6 +25,10 @@ __all__ = ["Curves", "RunState"]
 
 _POINTS = 400
 """Points of a curve on the page, at most: a bucket of steps is shown by its mean."""
+
+_PART_BYTES = 1 << 20
+_OF_STEPS = ("step", "loss", "time", "weight", "memory")
+_OF_TESTS = ("step", "validation_loss")
 
 _STALLED_SECONDS = 3.0
 _WINDOWS = 120
@@ -41,7 +46,6 @@ _MEMORY_SECONDS = 2.0
 _MEMORY_KEPT = 2000
 
 
-@dataclass
 class Curves:
     """The figures of a metrics file that grows, read on from where the last look ended.
 
@@ -51,11 +55,17 @@ class Curves:
         The file; it need not exist yet.
     """
 
-    path: Path
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    _file: tuple[int, int] = (0, 0)
-    _read: int = 0
-    _figures: dict[str, Any] | None = None
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._begin((0, 0))
+
+    def _begin(self, file: tuple[int, int]) -> None:
+        self._file, self._read = file, 0
+        self._last: dict[str, Any] = {}
+        # Numbers in place of rows: a long run has millions, and a page asks each second.
+        self._steps = {name: array("d") for name in _OF_STEPS}
+        self._tests = {name: array("d") for name in _OF_TESTS}
+        self._figures: dict[str, Any] | None = None
 
     def look(self) -> None:
         """Read the lines that are new; all of them, if a resumed run has written another file.
@@ -71,16 +81,28 @@ class Curves:
             about = None
         identity = (0, 0) if about is None else (about.st_dev, about.st_ino)
         if about is None or identity != self._file or about.st_size < self._read:
-            self.rows, self._read, self._file, self._figures = [], 0, identity, None
+            self._begin(identity)
         if about is None or about.st_size == self._read:
             return
         with self.path.open("rb") as stream:
             stream.seek(self._read)
-            new = stream.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self.rows += parse_metrics(whole.decode(errors="replace"), self.path)
-        self._read += len(whole)
+            # A part at a time: the rows of a long run would take a hundred times their bytes.
+            while part := b"".join(stream.readlines(_PART_BYTES)):
+                self._take(part[: part.rfind(b"\n") + 1])
+                if not part.endswith(b"\n"):  # this line is being written
+                    break
         self._figures = None
+
+    def _take(self, lines: bytes) -> None:
+        for row in parse_metrics(lines.decode(errors="replace"), self.path):
+            if "loss" in row:
+                self._last = row
+            for columns, figure in ((self._steps, "loss"), (self._tests, "validation_loss")):
+                if figure in row:
+                    for name, column in columns.items():
+                        value = row.get(name)
+                        column.append(value if isinstance(value, int | float) else math.nan)
+        self._read += len(lines)
 
     @property
     def modified(self) -> float | None:
@@ -92,21 +114,16 @@ class Curves:
 
     def figures(self) -> dict[str, Any]:
         """Return the curves as lists of ``[x, y]``, and the figures of the last step."""
-        if self._figures is not None:  # a page asks each second, also of a run that has ended
-            return self._figures
-        steps = [row for row in self.rows if "loss" in row]
-        tests = [row for row in self.rows if "validation_loss" in row]
-        self._figures = {
-            "last": steps[-1] if steps else {},
-            "loss": _curve([row["step"] for row in steps], [row["loss"] for row in steps]),
-            "validation": _curve(
-                [row["step"] for row in tests], [row["validation_loss"] for row in tests]
-            ),
-            "throughput": _throughput(steps),
-            "memory": _curve(
-                [row.get("time") for row in steps], [row.get("memory") for row in steps]
-            ),
-        }
+        if self._figures is None:
+            steps = {name: np.array(column) for name, column in self._steps.items()}
+            tests = {name: np.array(column) for name, column in self._tests.items()}
+            self._figures = {
+                "last": self._last,
+                "loss": _curve(steps["step"], steps["loss"]),
+                "validation": _curve(tests["step"], tests["validation_loss"]),
+                "throughput": _throughput(steps),
+                "memory": _curve(steps["time"], steps["memory"]),
+            }
         return self._figures
 
 
@@ -139,7 +156,10 @@ class RunState:
         modified = self._curves.modified
         folder = newest_start(self.logs)
         ended = _read_ended(folder / ENDED)
-        records = [] if ended else _newest_worlds(records_in(folder / CALLS))
+        records = [] if ended else records_in(folder / CALLS)
+        if not ended and not records:
+            records = records_at(pages_beside(self._curves.path))
+        records = _newest_worlds(records)
         alive = [r for r in records if r.is_alive and not r.has_left]
         if alive:
             self._measure(alive)
@@ -153,7 +173,7 @@ class RunState:
             "is_running": bool(alive),
             "verdict": _stall(records),
             "ranks": ended["ranks"] if ended else self._ranks(records),
-            "processes": [[seconds, nbytes] for seconds, nbytes in _thinned(self._memory)],
+            "processes": _thinned(np.array(self._memory, np.float64).reshape(-1, 2)),
             **self._curves.figures(),
         }
 
@@ -223,28 +243,30 @@ def _read_ended(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def _curve(x: Sequence[Any], y: Sequence[Any]) -> list[list[float]]:
+def _curve(x: Array, y: Array) -> list[list[float]]:
     """Return points whose x and y are both known, as many as a page shows."""
-    points = [(a, b) for a, b in zip(x, y, strict=True) if a is not None and b is not None]
-    return [list(point) for point in _thinned(points)]
+    is_known = np.isfinite(x) & np.isfinite(y)
+    return _thinned(np.column_stack([x[is_known], y[is_known]]))
 
 
-def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    if len(points) <= _POINTS:
-        return list(points)
-    buckets = np.array_split(np.array(points, np.float64), _POINTS)
-    return [(float(bucket[-1, 0]), float(bucket[:, 1].mean())) for bucket in buckets]
+def _thinned(points: Array) -> list[list[float]]:
+    if len(points) > _POINTS:
+        buckets = np.array_split(points, _POINTS)
+        points = np.array([(bucket[-1, 0], bucket[:, 1].mean()) for bucket in buckets])
+    thinned: list[list[float]] = points.tolist()
+    return thinned
 
 
-def _throughput(steps: Sequence[dict[str, Any]]) -> list[list[float]]:
+def _throughput(steps: dict[str, Array]) -> list[list[float]]:
     """Weight per second over windows of steps, by step."""
-    rows = [row for row in steps if row.get("time") is not None and row.get("weight") is not None]
-    width = max(1, len(rows) // _WINDOWS)
+    is_known = np.isfinite(steps["time"]) & np.isfinite(steps["weight"])
+    step, seconds, weight = (steps[name][is_known] for name in ("step", "time", "weight"))
+    width = max(1, len(step) // _WINDOWS)
     points = []
-    for start in range(0, len(rows) - width, width):
-        window = rows[start : start + width + 1]
-        seconds = window[-1]["time"] - window[0]["time"]
-        if seconds > 0:
-            amount = sum(row["weight"] for row in window[1:])
-            points.append([window[-1]["step"], amount / seconds])
+    for start in range(0, len(step) - width, width):
+        end = start + width
+        passed = seconds[end] - seconds[start]
+        if passed > 0:
+            amount = weight[start + 1 : end + 1].sum()
+            points.append([float(step[end]), float(amount / passed)])
     return points

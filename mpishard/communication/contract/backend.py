@@ -57,6 +57,7 @@ from mpishard.communication.tracing.recorder import (
 )
 from mpishard.communication.tracing.session import stop_recording
 from mpishard.errors import CommunicationError, MpishardError, NotInitializedError
+from mpishard.layout import even_sizes
 from mpishard.logs import set_up_logging
 
 __all__ = ["CommunicationBackend", "refuse_other_message"]
@@ -83,9 +84,9 @@ class CommunicationBackend(ABC):
     for threads.
 
     For its use there are `_verify`, which compares the ranks' calls; ``_reducer``, which combines
-    contributions in the one tree; ``traffic``, which books the bytes sent; ``_sequence``, the
-    number of this rank's last collective; ``_is_root``, false for a world that was split off; and
-    ``group``, the name of this world, the same on its ranks alone.
+    contributions in the one tree; ``_sequence``, the number of this rank's last collective;
+    ``_is_root``, false for a world that was split off; and ``group``, the name of this world, the
+    same on its ranks alone. Bytes are counted here, and by no subclass.
 
     A ``_steps_`` generator yields a `Waitable` whenever it has to wait for other ranks, and
     returns the collective's result, which shares no memory with other ranks' arrays. Its arguments
@@ -306,7 +307,7 @@ class CommunicationBackend(ABC):
         TypeError, ValueError
             For an argument that is wrong on this rank alone.
         CollectiveMismatchError
-            Where operation, dtype or shape differ between ranks.
+            If operation, dtype or shape differ between ranks.
 
         Examples
         --------
@@ -332,8 +333,11 @@ class CommunicationBackend(ABC):
             check_writeable(array, "all_reduce")
         else:
             check_out(out, array.shape, array.dtype, "all_reduce")
+        own = even_sizes(array.size, self.world_size)[self.rank] * array.itemsize
+        sends = {"reduce_scatter": array.nbytes - own, "all_gather": own * (self.world_size - 1)}
+        steps = self._steps_all_reduce
         return self._start(
-            Kind.ALL_REDUCE, array, self._steps_all_reduce, array, out, operation=operation
+            Kind.ALL_REDUCE, array, steps, array, out, operation=operation, sends=sends
         )
 
     def reduce_scatter(
@@ -371,7 +375,7 @@ class CommunicationBackend(ABC):
         TypeError, ValueError
             For an argument that is wrong on this rank alone.
         CollectiveMismatchError
-            Where operation, dtype, shape or counts differ between ranks.
+            If operation, dtype, shape or counts differ between ranks.
 
         Examples
         --------
@@ -408,6 +412,7 @@ class CommunicationBackend(ABC):
         return self._start(
             Kind.REDUCE_SCATTER, array, steps, array, pieces, out,
             operation=operation, counts=pieces,
+            sends={"reduce_scatter": array[pieces[self.rank] :].nbytes},
         )  # fmt: skip
 
     def all_gather(self, array: Array, *, out: Array | None = None) -> Array:
@@ -432,7 +437,7 @@ class CommunicationBackend(ABC):
             For an argument that is wrong on this rank alone, and on every rank where the rows of
             an ``out`` are not the sum of the ranks' rows.
         CollectiveMismatchError
-            Where dtype or trailing dims differ between ranks.
+            If dtype or trailing dims differ between ranks.
 
         Examples
         --------
@@ -450,8 +455,9 @@ class CommunicationBackend(ABC):
             check_array(out, "all_gather", needs_dim=True)
             check_out(out, (out.shape[0], *array.shape[1:]), array.dtype, "all_gather")
         rows = -1 if out is None else out.shape[0]
+        sends = {"all_gather": array.nbytes * (self.world_size - 1)}
         return self._start(
-            Kind.ALL_GATHER, array, self._steps_all_gather, array, out, out_rows=rows
+            Kind.ALL_GATHER, array, self._steps_all_gather, array, out, out_rows=rows, sends=sends
         )
 
     def broadcast(self, array: Array | None, root: int = 0) -> Array:
@@ -475,7 +481,7 @@ class CommunicationBackend(ABC):
         TypeError, ValueError
             For an argument that is wrong on this rank alone.
         CollectiveMismatchError
-            Where roots differ, or an array passed elsewhere has another shape or dtype.
+            If roots differ, or an array passed elsewhere has another shape or dtype.
 
         Examples
         --------
@@ -492,9 +498,16 @@ class CommunicationBackend(ABC):
         check_root(root, self.world_size)
         if array is not None or self.rank == root:
             check_array(array, "broadcast")
-        if array is not None and self.rank != root:
-            check_writeable(array, "broadcast")
-        return self._start(Kind.BROADCAST, array, self._steps_broadcast, array, root, root=root)
+        sent = 0
+        if array is not None:
+            if self.rank == root:
+                sent = array.nbytes * (self.world_size - 1)
+            else:
+                check_writeable(array, "broadcast")
+        steps = self._steps_broadcast
+        return self._start(
+            Kind.BROADCAST, array, steps, array, root, root=root, sends={"broadcast": sent}
+        )
 
     def scatter(
         self,
@@ -527,7 +540,7 @@ class CommunicationBackend(ABC):
         TypeError, ValueError
             For an argument that is wrong on the root.
         CollectiveMismatchError
-            Where roots differ.
+            If roots differ.
 
         Examples
         --------
@@ -549,12 +562,14 @@ class CommunicationBackend(ABC):
         """As `scatter`, issued and not waited for."""
         check_root(root, self.world_size)
         pieces: tuple[int, ...] | None = None
+        sent, sends = None, {"scatter": 0}
         if self.rank == root:
             check_array(array, "scatter", needs_dim=True)
             assert array is not None
             pieces = piece_sizes(array.shape[0], counts, self.world_size, "scatter", strict=strict)
-        sent = array if self.rank == root else None
-        return self._start(Kind.SCATTER, sent, self._steps_scatter, sent, pieces, root, root=root)
+            sent, sends = array, {"scatter": array[pieces[root] :].nbytes}
+        steps = self._steps_scatter
+        return self._start(Kind.SCATTER, sent, steps, sent, pieces, root, root=root, sends=sends)
 
     def gather(self, array: Array, root: int = 0) -> Array | None:
         """Give the root all ranks' arrays, end to end along dim 0 in rank order.
@@ -574,7 +589,7 @@ class CommunicationBackend(ABC):
         Raises
         ------
         CollectiveMismatchError
-            Where roots, dtype or trailing dims differ between ranks.
+            If roots, dtype or trailing dims differ between ranks.
 
         Examples
         --------
@@ -589,7 +604,9 @@ class CommunicationBackend(ABC):
         """As `gather`, issued and not waited for."""
         check_root(root, self.world_size)
         check_array(array, "gather", needs_dim=True)
-        return self._start(Kind.GATHER, array, self._steps_gather, array, root, root=root)
+        sends = {"gather": 0 if self.rank == root else array.nbytes}
+        steps = self._steps_gather
+        return self._start(Kind.GATHER, array, steps, array, root, root=root, sends=sends)
 
     def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
         """Send ``parts[r]`` to rank r.
@@ -607,9 +624,9 @@ class CommunicationBackend(ABC):
         Raises
         ------
         TypeError, ValueError
-            Where there is not one part for each rank, or their dtypes differ.
+            If there is not one part for each rank, or their dtypes differ.
         CollectiveMismatchError
-            Where dtypes differ between ranks.
+            If dtypes differ between ranks.
 
         Examples
         --------
@@ -637,7 +654,9 @@ class CommunicationBackend(ABC):
                     f"all_to_all parts must share a dtype, got {parts[0].dtype.name} "
                     f"and {part.dtype.name}"
                 )
-        return self._start(Kind.ALL_TO_ALL, parts[0], self._steps_all_to_all, parts)
+        sent = sum(part.nbytes for part in parts) - parts[self.rank].nbytes
+        steps = self._steps_all_to_all
+        return self._start(Kind.ALL_TO_ALL, parts[0], steps, parts, sends={"all_to_all": sent})
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -715,10 +734,10 @@ class CommunicationBackend(ABC):
         NotInitializedError
             Before `initialize` and after `shutdown`.
         CommunicationError
-            Of a world that was split off; where a rank's end ends all: under MPI without
+            For a world that was split off, and if a rank's end ends all ranks: under MPI without
             ``init(on_failure="shrink")``.
         CollectiveTimeoutError
-            In memory, where a rank that is left does not come in time.
+            In memory, if a rank that is left does not come in time.
 
         Examples
         --------
@@ -769,7 +788,7 @@ class CommunicationBackend(ABC):
         Returns
         -------
         Array or None
-            Zeros, of shape (length,), beginning on a page; None, on every rank, where a node's
+            Zeros, of shape (length,), beginning on a page; None, on every rank, if a node's
             ranks cannot share memory (``MPISHARD_ARENA=off``, or a system without).
 
         Raises
@@ -777,7 +796,7 @@ class CommunicationBackend(ABC):
         ValueError
             For a length below 1, or a dtype that does not travel.
         CollectiveMismatchError
-            Where length or dtype differ between ranks.
+            If length or dtype differ between ranks.
 
         Examples
         --------
@@ -925,7 +944,7 @@ class CommunicationBackend(ABC):
         ValueError
             For a rank outside the world or this one, a negative tag or count.
         CommunicationError
-            Where the message has another number of elements; it then stays queued.
+            If the message has another number of elements; it then stays queued.
         """
         self._check_receive(source_rank, count, tag)
         transfer = self._begin_receive(source_rank, count, tag, None)
@@ -994,7 +1013,7 @@ class CommunicationBackend(ABC):
     def _record_message(
         self, source: int, destination: int, tag: int, sent: Array | None = None
     ) -> MessageInFlight | None:
-        """What a message is recorded with from now on; None where no trace is."""
+        """Begin the event of a message in the trace; None if no trace is recorded."""
         recorder = current_recorder.get()
         if recorder is None:
             return None
@@ -1004,8 +1023,8 @@ class CommunicationBackend(ABC):
     def begin_round(self) -> int:
         """The number, from 0, of a round of messages that is told from others by its tags.
 
-        Whoever runs rounds of messages that may fail halfway takes one for each, on all ranks
-        alike. What a failed round left behind is then not taken for the next one's.
+        Code that runs rounds of messages takes one number for each round, on all ranks alike. If a
+        round fails halfway, its messages are then not taken for those of the next round.
         """
         self._rounds += 1
         return self._rounds - 1
@@ -1084,7 +1103,7 @@ class CommunicationBackend(ABC):
     def _shrink(self) -> Self:
         """A new, initialised root world of the ranks that are left. This rank's are then retired.
 
-        Here, where no rank outlives another, an error.
+        Here an error: no rank outlives another.
         """
         raise CommunicationError(f"{self.describe()} ends when one of its ranks does")
 
@@ -1189,6 +1208,7 @@ class CommunicationBackend(ABC):
         root: int = -1,
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
+        sends: dict[str, int] | None = None,
     ) -> Work:
         """Number, record and begin a collective: ``steps`` of its `Call` and ``arguments``."""
         if not self._initialized:
@@ -1205,6 +1225,8 @@ class CommunicationBackend(ABC):
                 sequence, kind, array, operation=operation, root=root, counts=counts,
                 out_rows=out_rows,
             )  # fmt: skip
+            if sends is not None:
+                call.sends = sends
             try:
                 (session.status or self.status).record(call, self.label, sys._getframe(1))
                 self._sequence = sequence
@@ -1221,6 +1243,7 @@ class CommunicationBackend(ABC):
         if recorder is not None:
             in_flight = CollectiveInFlight(recorder, call, self.group, self.axis)
         work = CollectiveWork(self, steps, in_flight, call)
+        work.sends = call.sends
         self._pending.append(work)
         work.advance()
         self._forget_done()
@@ -1242,7 +1265,7 @@ class CommunicationBackend(ABC):
         check_calls(calls, self.world_ranks, self.label, self._parting)
 
     def _places(self, array: Array, out: Array | None) -> Places:
-        """Where ``array`` and its result lie in memory that the node's ranks share."""
+        """The places of ``array`` and its result in memory that the node's ranks share."""
         return self._regions.locate(array), PRIVATE if out is None else self._regions.locate(out)
 
     def _ready(self) -> None:

@@ -1,4 +1,4 @@
-"""How an MPI rank waits: spin, let others run, doze, and look round now and then."""
+"""The backoff of an MPI rank that waits: spin, yield, doze, and look round now and then."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Call:
     """One rank's call of one collective.
 
     ``sequence`` is the number of the call on its backend, from 1. ``dtype`` and ``shape`` are
-    None where the rank passed no array; ``counts_hash`` and ``out_rows`` are -1 where not given.
+    None if the rank passed no array; ``counts_hash`` and ``out_rows`` are -1 if not given.
     """
 
     sequence: int
@@ -110,6 +110,8 @@ class Call:
     """All that is compared between ranks, but for the sequence number, as bytes."""
     nbytes: int = field(default=0, compare=False, repr=False)
     """Bytes of the array that was passed."""
+    sends: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """Bytes that this rank sends to others for it, by the name in `Traffic`."""
 
     @classmethod
     def describe(
@@ -140,7 +142,7 @@ class Call:
 
     @property
     def site(self) -> str:
-        """``file:line`` in the user's code, where known."""
+        """``file:line`` in the user's code, if it is known."""
         return f"{self.filename}:{self.line}" if self.filename else "an unknown place"
 
     @property
@@ -150,7 +152,7 @@ class Call:
 
     @property
     def array_text(self) -> str:
-        """Dtype and shape of the array that was passed; ``nothing`` where none was."""
+        """Dtype and shape of the array that was passed; ``nothing`` if none was."""
         return "nothing" if self.dtype is None else f"{self.dtype.name}{list(self.shape or ())}"
 
     def __str__(self) -> str:
@@ -203,9 +205,10 @@ class Call:
 class Traffic:
     """Counts of the bytes that one rank sent to others, by collective.
 
-    A collective is booked by its definition, whatever messages it is made of, so that figures
-    compare between backends; each call once, when it is done. A piece that a rank keeps for
-    itself is not counted, nor are headers. A broadcast is booked on the root: (world size - 1)
+    A collective is counted by its definition, whatever messages it is made of, so that figures
+    compare between backends; each call once, when it is done (`Call.sends`). An all_reduce counts
+    as a reduce_scatter and an all_gather. A piece that a rank keeps for
+    itself is not counted, nor are headers. A broadcast is counted on the root: (world size - 1)
     times the array.
 
     Parameters
@@ -245,58 +248,20 @@ class Traffic:
         """Add ``nbytes`` that a call of ``kind`` read from memory of other ranks."""
         self.bytes_read[kind] += nbytes
 
-    # Each of these books one collective.
-
-    def count_reduce_scatter(self, call: Call, counts: Sequence[int]) -> None:
-        """Book a reduction to pieces of ``counts`` rows."""
-        rows = sum(counts)
-        row_bytes = call.nbytes // rows if rows else 0
-        self.count("reduce_scatter", (rows - counts[self._nodes.rank]) * row_bytes)
-
-    def count_all_reduce(self, call: Call, sizes: Sequence[int]) -> None:
-        """Book a reduction to pieces of ``sizes`` elements, which are then gathered."""
-        total, own = sum(sizes), sizes[self._nodes.rank]
-        itemsize = call.nbytes // total if total else 0
-        self.count("reduce_scatter", (total - own) * itemsize)
-        self.count("all_gather", own * itemsize * (len(self._nodes.numbers) - 1))
-
-    def count_all_gather(self, array: Array) -> None:
-        """Book ``array``, sent to all others."""
-        self.count("all_gather", array.nbytes * (len(self._nodes.numbers) - 1))
-
-    def count_shared_reduce(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
-        """Book a reduction to pieces of ``sizes``, of arrays that each node's ranks share."""
+    def share_reduce(self, call: Call, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
+        """Note that ``call`` reduces to pieces of ``sizes`` arrays that each node's ranks share."""
         nodes, sent = self._nodes, 0
         if nodes.clients:
             sums = len(nodes.subtrees(nodes.own))
             sent = sum(sizes[rank] for rank in nodes.clients) * sums
-        self.count("reduce_scatter", sent * accumulation_dtype(dtype).itemsize)
+        call.sends["reduce_scatter"] = sent * accumulation_dtype(dtype).itemsize
         read = (len(nodes.peers) - 1) * sizes[nodes.rank] * dtype.itemsize
         self.count_read("reduce_scatter", read)
 
-    def count_shared_gather(self, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
-        """Book pieces of ``sizes`` that were gathered once on each node."""
+    def share_gather(self, call: Call, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
+        """Note that ``call`` gathers pieces of ``sizes`` once on each node."""
         nodes = self._nodes
-        self.count("all_gather", sizes[nodes.rank] * (nodes.count - 1) * dtype.itemsize)
-
-    def count_broadcast(self, array: Array, root: int) -> None:
-        """Book the root's ``array``, sent to all others."""
-        is_root = self._nodes.rank == root
-        nbytes = array.nbytes * (len(self._nodes.numbers) - 1) if is_root else 0
-        self.count(Kind.BROADCAST.label, nbytes)
-
-    def count_scatter(self, sent: Array | None, piece: Array) -> None:
-        """Book a scatter; ``sent`` is the root's array, None elsewhere."""
-        self.count(Kind.SCATTER.label, 0 if sent is None else sent.nbytes - piece.nbytes)
-
-    def count_gather(self, array: Array, root: int) -> None:
-        """Book ``array``, sent to the root."""
-        self.count(Kind.GATHER.label, 0 if self._nodes.rank == root else array.nbytes)
-
-    def count_all_to_all(self, parts: Sequence[Array]) -> None:
-        """Book ``parts``, each sent to its rank."""
-        own = parts[self._nodes.rank]
-        self.count(Kind.ALL_TO_ALL.label, sum(part.nbytes for part in parts) - own.nbytes)
+        call.sends["all_gather"] = sizes[nodes.rank] * (nodes.count - 1) * dtype.itemsize
 
 
 def check_array(array: Any, name: str, *, needs_dim: bool = False) -> None:
@@ -369,13 +334,12 @@ def check_peer(rank: int, tag: int, own_rank: int, world_size: int) -> None:
 def piece_sizes(
     rows: int, counts: Sequence[int] | None, world_size: int, name: str, *, strict: bool
 ) -> tuple[int, ...]:
-    """Rows of each rank's piece: ``counts``, or where that is None a `ShardLayout`'s.
+    """Rows of each rank's piece: ``counts``, or a `ShardLayout`'s if that is None.
 
     Raises
     ------
     ValueError
-        Where ``counts`` are not one for each rank, or do not add up; for a remainder where
-        ``strict``.
+        If ``counts`` are not one for each rank, or do not add up; for a remainder if ``strict``.
     """
     if strict and rows % world_size:
         raise ValueError(

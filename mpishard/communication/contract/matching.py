@@ -41,21 +41,21 @@ def check_calls(
     Parameters
     ----------
     calls : sequence of Call
-        What each rank of one world calls.
+        The call of each rank of one world.
     ranks : sequence of int, optional
-        What messages call these ranks: their numbers in the root world. Default: 0, 1, ..
+        The numbers of these ranks in the root world, for messages. Default: 0, 1, ..
     group : str
-        What messages call this world, where it was split off another.
+        The label of this world in messages; empty for a root world.
     parting : callable
-        What is known of where the ranks went different ways, up to the collective of this number.
+        Says where the ranks went different ways, up to the collective of this number, if known.
 
     Raises
     ------
     CollectiveMismatchError
-        Where kinds differ, or what the collective says must match does. The message names the odd
-        ones out, where most ranks agree, and lists each rank's call.
+        If kinds differ, or an argument differs that must be alike in this collective. The message
+        names the odd ones out, if most ranks agree, and lists each rank's call.
     OutMismatchError
-        Where the rows of an ``out`` of all_gather are not the sum of the ranks' rows.
+        If the rows of an ``out`` of all_gather are not the sum of the ranks' rows.
     """
     numbers = range(len(calls)) if ranks is None else ranks
     first = calls[0]
@@ -84,7 +84,7 @@ def check_calls(
 
 
 def advice_on_leaving(waiting: Call, rank: int) -> str:
-    """What to look for where ``rank`` left and others wait for it in ``waiting``."""
+    """Advice to the user if ``rank`` left and others wait for it in ``waiting``."""
     if waiting.method:
         return (
             f"{waiting.method} is collective: look for a loop or a branch in which rank {rank} "
@@ -97,7 +97,7 @@ def advice_on_leaving(waiting: Call, rank: int) -> str:
 
 
 def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = None) -> str:
-    """Which functions of this package ranks called for the same collective, where they differ.
+    """The functions of this package that ranks called for the same collective, if they differ.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = Non
 
 
 def differing_calls(calls: Mapping[int, Call]) -> str:
-    """Whose call is not as most ranks' are; empty where they match, or no majority agrees."""
+    """The ranks whose call is not as most ranks' are; empty if there are none, or no majority."""
     what, values = _difference(list(calls.values()))
     if not what:
         return ""
@@ -179,7 +179,7 @@ _OF_ONE_DTYPE = (
 
 
 def _compared(kind: Kind, calls: Sequence[Call]) -> Iterator[tuple[str, list[Hashable]]]:
-    """What must be the same on all ranks, and what each has."""
+    """Each property that must be the same on all ranks, and its value on each."""
     if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALLOCATE_SHARED):
         yield "operation", [c.operation and c.operation.name for c in calls]
         yield "shape", [c.shape for c in calls]
@@ -236,7 +236,7 @@ def who(ranks: Sequence[int]) -> str:
 
 
 def group_label(name: str, path: str, world_ranks: Sequence[int]) -> str:
-    """What reports call a group that was split off, the same on its ranks and on no other group's.
+    """The label of a group that was split off: the same on its ranks, and no other group's.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """The one order in which contributions are combined, so that every backend gives the same bits.
 
-In round k, slot i absorbs slot i + 2**k, for i a multiple of 2**(k+1), where it exists. Five
+In round k, slot i absorbs slot i + 2**k, for i a multiple of 2**(k+1), if that exists. Five
 ranks: ``((a0 + a1) + (a2 + a3)) + a4``. The tree is a function of the number of contributions
 alone: not of arrival, message size, node or library. Each element is combined independently of
 its neighbours, so cutting an array into pieces or chunks changes no bit. (The sign of a NaN is no
@@ -55,7 +55,7 @@ def check_reducible(dtype: np.dtype[Any], operation: object) -> None:
     Raises
     ------
     TypeError
-        For what is no `ReductionOperation`.
+        For an operation that is no `ReductionOperation`.
     ValueError
         For AVERAGE of integers or booleans, and MIN or MAX of complex numbers.
     """
@@ -92,7 +92,7 @@ def _combiner(xp: Any, operation: ReductionOperation, dtype: np.dtype[Any]) -> C
         return ufunc
 
     def multiply(left: Array, right: Array, *, out: Array) -> None:
-        # NumPy rounds a product of one complex number otherwise where it overwrites a factor.
+        # NumPy rounds a product of one complex number differently if it overwrites a factor.
         out[...] = ufunc(left, right)
 
     return multiply
@@ -105,8 +105,8 @@ Subtree = tuple[int, int]
 def complete_subtrees(slots: Collection[int], count: int) -> tuple[Subtree, ...]:
     """The largest subtrees of the tree over ``count`` slots that lie in ``slots`` alone.
 
-    Whoever has the contributions of ``slots`` can combine each of these, and nothing more,
-    without changing a bit of the whole.
+    A node that has the contributions of ``slots`` can combine each of these, and nothing more,
+    without changing a bit of the result.
 
     Examples
     --------

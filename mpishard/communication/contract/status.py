@@ -22,7 +22,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -40,7 +40,7 @@ from mpishard.communication.contract.records import (
 
 __all__ = [
     "PLACE_BYTES", "StatusPage", "StatusReader", "called_as", "decode_place", "encode_place",
-    "look_behind", "own_page", "records_in", "stopped_siblings",
+    "look_behind", "own_page", "pages_beside", "records_at", "records_in", "stopped_siblings",
 ]  # fmt: skip
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -365,16 +365,52 @@ class StatusReader:
 
 
 def records_in(folder: Path, *, with_calls: bool = True) -> list[RankRecord]:
-    """The pages of a job in ``folder``, without those that cannot be read.
+    """The pages of a job in ``folder``: see `records_at`."""
+    return records_at(folder.glob("rank-*.calls"), with_calls=with_calls)
+
+
+def records_at(paths: Iterable[Path], *, with_calls: bool = True) -> list[RankRecord]:
+    """The pages of a job, without those that cannot be read.
 
     They are sorted by the launcher's number of their process, and then by the order in which the
     process entered its worlds.
     """
     records = []
-    for path in folder.glob("rank-*.calls"):
+    for path in paths:
         with contextlib.suppress(OSError, ValueError):
             records.append(_read(_open(path), None if with_calls else ()))
     return sorted(records, key=lambda record: (record.launched_rank, record.world_number))
+
+
+def pages_beside(file: Path) -> list[Path]:
+    """Return the pages, here, of a job of which a process has ``file`` open.
+
+    For ranks that a plain ``mpiexec`` started, whose pages are in no folder. The processes of a
+    job on one machine have the same parent.
+    """
+    name = str(file.resolve())
+    pages: dict[str, list[Path]] = {}  # by the parent
+    parents = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            for path in (process / "fd").iterdir():
+                link = _link(path)
+                if _PAGE_LINK.match(link):
+                    pages.setdefault(parent, []).append(path)
+                elif link == name:
+                    parents.add(parent)
+    return [page for parent in parents for page in pages.get(parent, ())]
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:  # it was closed meanwhile
+        return ""
+
+
+_PAGE_LINK = re.compile(r"/memfd:rank-\d+-\d+-\d+\.calls ")
 
 
 def own_page() -> StatusPage | None:

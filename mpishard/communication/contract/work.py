@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any, Protocol, Self
 
-from mpishard.communication.contract.call import Call
+from mpishard.communication.contract.call import Call, Traffic
 from mpishard.communication.contract.matching import of_group
 from mpishard.communication.contract.records import MessageWait
 from mpishard.communication.contract.status import StatusPage
@@ -99,6 +99,7 @@ class Driver(Protocol):
     """The backend that issued a collective, and advances it."""
 
     label: str
+    traffic: Traffic
     _session: Session
 
     def _drive(self, work: Work) -> None: ...
@@ -121,12 +122,14 @@ class Work(ABC):
         self._driver = driver
         self._steps = steps
         self.waitable: Waitable | None = None
-        """What it waits for now; None when it is complete."""
+        """The event that it waits for now; None when it is complete."""
         self.done = False
         """Whether `wait` would return at once. Does not drive it."""
         self._result: Any = None
         self._error: BaseException | None = None
         self._in_flight = in_flight  # None unless a trace is recorded
+        self.sends: Mapping[str, int] = {}
+        """Bytes sent to other ranks, by collective, which are counted when it is complete."""
         self.awaited = awaited
         """The entry in the rank's status while the rank waits for it."""
 
@@ -149,6 +152,8 @@ class Work(ABC):
                 self.waitable = next(self._steps)
             except StopIteration as stop:
                 self.done, self._result, self.waitable = True, stop.value, None
+                for kind, nbytes in self.sends.items():
+                    self._driver.traffic.count(kind, nbytes)
                 if self._in_flight is not None:
                     self._in_flight.done(None, stop.value)
             except Exception as error:  # noqa: BLE001 - wait() raises it
@@ -219,7 +224,7 @@ class CollectiveWork(Work):
 
 
 def in_call(call: Call, group: str) -> str:
-    """Where a rank waits that waits in ``call`` on the world that reports call ``group``."""
+    """The place of a rank that waits in ``call``, on the world with the label ``group``."""
     return f"in {_name(call, group)} called at {call.place}"
 
 

@@ -1,4 +1,4 @@
-"""Explain why ranks wait: find the odd one out, and say what it does instead.
+"""Explain why ranks wait: find the odd one out, and report its activity.
 
 All functions take records of ranks and communicate nothing. A rank that waits waits *for* ranks:
 those of its group that have not called the same collective, or the other end of a message.

@@ -1,4 +1,4 @@
-"""How a process that a launcher started ends all of its job: the report, and the exit code."""
+"""The end of a job by one of its processes: the report, and the exit code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _one_thread = threading.Lock()
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """How long a rank waits for others before it ends the job.
+    """The time that a rank waits for others before it ends the job.
 
     Parameters
     ----------
@@ -87,9 +87,9 @@ class Ending:
     world_size : int
         Number of ranks of the job.
     statuses : StatusReader, optional
-        What the ranks do, if this process is in a world of several.
+        The status pages of the ranks, if this process is in a world of several.
     close : callable, optional
-        Writes out what this process has recorded, which ends with the report that it is given.
+        Writes out the trace of this process, which ends with the report that it is given.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Ending:
         return f"{'a rank' if self.rank is None else f'rank {self.rank}'} of {self.world_size}"
 
     def records(self) -> list[RankRecord]:
-        """What is known of the ranks; empty if nothing is."""
+        """One record of each rank; empty if nothing is known."""
         return [] if self.statuses is None else self.statuses.records()
 
     # --------------------------------------------------------------------------- reasons to end
@@ -224,7 +224,7 @@ class Ending:
         Parameters
         ----------
         report : str
-            Why the job ends.
+            The reason why the job ends.
         code : int
             The exit code of the job.
         is_own : bool

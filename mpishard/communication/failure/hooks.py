@@ -1,7 +1,7 @@
 """The end of each process of an MPI job, so that no rank waits for it for ever.
 
 An exception that nobody catches, on the main thread or another, ends the job: from ``import
-mpishard`` on, where a launcher started several processes, because the others may wait inside
+mpishard`` on, if a launcher started several processes, because the others may wait inside
 ``init`` for one that never comes. Every other end (the last line, ``sys.exit``) leaves the worlds
 in good order, and the process keeps its own exit code; the end itself has a time limit,
 ``MPISHARD_EXIT_TIMEOUT``. A process that ends so before it called ``init`` is not missed by
@@ -48,12 +48,12 @@ _LATER_SECONDS = 2.0
 
 _live: list[CommunicationBackend] = []
 _hooked: set[str] = set()
-# A process that a rank forked is no rank: where it ends, no world is left.
+# A process that a rank forked is no rank: when it ends, no world is left.
 os.register_at_fork(after_in_child=_live.clear)
 
 
 def install_before_init() -> None:
-    """Let an exception end the job, where a launcher started several processes, this among them."""
+    """Let an exception end the job if a launcher started several processes, this among them."""
     claim_rank()
     if (settings.launched_world_size() or 1) > 1 and not is_helper():
         _hook_exceptions()
@@ -152,7 +152,7 @@ def _where_it_ends(job: Ending) -> str:
 
 
 def claim_rank() -> None:
-    """Let this process be the rank, where a launcher started several and no rank started it."""
+    """Let this process be the rank, if a launcher started several and no rank started it."""
     if (settings.launched_world_size() or 1) > 1 and not is_helper():
         words = (os.getpid(), launcher_socket(), *settings.launch_identity())
         settings.write_rank_process(" ".join(map(str, words)))

@@ -1,4 +1,4 @@
-"""What a rank says of an exception that nobody caught: the report, and a short traceback."""
+"""The report of a rank on an exception that nobody caught, with a short traceback."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def check_on_failure(on_failure: str) -> None:
 def failure_report(
     error: BaseException, name: str, rank: int | None, where: str, then: str = "the job ends"
 ) -> str:
-    """Why the job ends, by the rank that reports it.
+    """The reason why the job ends, by the rank that reports it.
 
     Parameters
     ----------
     error : BaseException
-        What was raised on this rank.
+        The exception of this rank.
     name : str
-        What reports call this rank, such as ``rank 0 of 4``.
+        The name of this rank in reports, such as ``rank 0 of 4``.
     rank : int or None
-        Its number, where it is known.
+        Its number, if it is known.
     where : str
-        Where it was raised, as ``in or after collective 3, ..``.
+        The place where it was raised, as ``in or after collective 3, ..``.
     then : str
-        What comes of it.
+        The consequence.
 
     Returns
     -------
@@ -116,7 +116,7 @@ _LEFT_OUT = re.compile(r'  File "<left out>", line (\d+), in \n')
 def short_traceback(error: BaseException, *, is_told: bool = False) -> str:
     """The traceback of ``error`` and of what caused it, without the frames inside mpishard.
 
-    The last frame stays, wherever it is. ``MPISHARD_LOG=debug`` keeps all. Where the message of
+    The last frame stays, wherever it is. ``MPISHARD_LOG=debug`` keeps all. If the message of
     ``error`` ``is_told`` above, ``(as above)`` stands in its place; its notes are kept.
     """
     shown = traceback.TracebackException.from_exception(error)

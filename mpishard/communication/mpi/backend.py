@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -57,6 +58,21 @@ _worlds: weakref.WeakSet[MPICommunicationBackend] = weakref.WeakSet()
 
 _cut_off: list[object] = []
 """Tracebacks of exceptions that cut a collective off: MPI may use the arrays of their frames."""
+
+
+def _through(collective: Callable[..., Steps]) -> Callable[..., Steps]:
+    """The steps of ``collective``, whose first argument is an array or several, maybe on a GPU."""
+
+    def steps(self: MPICommunicationBackend, call: Call, given: Any, *arguments: Any) -> Steps:
+        array = given[0] if isinstance(given, list | tuple) else given
+        on_host = array is None or type(array) is np.ndarray or not is_device_array(array)
+        if on_host or not needs_staging(call, array):
+            return collective(self._collectives, call, given, *arguments)
+        if self._gpu is None:
+            self._gpu = Staging(speaks=self._rank == 0 and self._is_root)
+        return self._gpu.run(partial(collective, self._collectives), call, given, *arguments)
+
+    return steps
 
 
 class MPICommunicationBackend(CommunicationBackend):
@@ -239,14 +255,13 @@ class MPICommunicationBackend(CommunicationBackend):
         )
 
     def _joined(self) -> tuple[Job, Group]:
-        if not self._initialized and not self._is_root:
-            raise self._not_ready_error()
         if self._job is None or self._group is None or not self._initialized:
             raise self._not_ready_error()
         return self._job, self._group
 
     def _admit(self, kind: Kind, sequence: int) -> None:
-        self._joined()[1].sequence = sequence
+        assert self._group is not None
+        self._group.sequence = sequence
 
     # ---------------------------------------------------------------------- exceptions in between
 
@@ -345,8 +360,7 @@ class MPICommunicationBackend(CommunicationBackend):
     def _left_error(self, local: int, last: int, awaited: Call | MessageWait) -> PeerError:
         """The error of a rank that waits for one that left after its collective ``last``."""
         rank, me = self.world_ranks[local], self.world_ranks[self._rank]
-        statuses = self._joined()[0].statuses
-        records = [] if statuses is None else statuses.records()
+        records = self._joined()[0].ending.records()
         text = describe_departure(rank, last, self.label, me, awaited, records)
         return PeerError(text, rank)
 
@@ -365,50 +379,20 @@ class MPICommunicationBackend(CommunicationBackend):
                 self.status.wait(before)
 
     def _parting(self, sequence: int) -> str:
-        statuses = self._joined()[0].statuses
-        if statuses is None:
-            return ""
-        return parting(statuses.records(), self.label, upto=sequence)
+        return parting(self._joined()[0].ending.records(), self.label, upto=sequence)
 
     # -------------------------------------------------------------------------------- collectives
 
-    def _run(self, steps: Callable[..., Steps], call: Call, given: Any, *arguments: Any) -> Steps:
-        """Run ``steps``, one of `Collectives`, on an array or several, which may lie on a GPU."""
-        array = given[0] if isinstance(given, list | tuple) else given
-        on_host = array is None or type(array) is np.ndarray or not is_device_array(array)
-        if on_host or not needs_staging(call, array):
-            return steps(call, given, *arguments)
-        if self._gpu is None:
-            self._gpu = Staging(speaks=self._rank == 0 and self._is_root)
-        return self._gpu.run(steps, call, given, *arguments)
-
-    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
-        return self._run(self._collectives.all_reduce, call, array, out)
-
-    def _steps_reduce_scatter(
-        self, call: Call, array: Array, counts: tuple[int, ...], out: Array
-    ) -> Steps:
-        return self._run(self._collectives.reduce_scatter, call, array, counts, out)
-
-    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        return self._run(self._collectives.all_gather, call, array, out)
-
-    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
-        return self._run(self._collectives.broadcast, call, array, root)
-
-    def _steps_scatter(
-        self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
-    ) -> Steps:
-        return self._run(self._collectives.scatter, call, array, counts, root)
-
-    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
-        return self._run(self._collectives.gather, call, array, root)
-
-    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
-        return self._run(self._collectives.all_to_all, call, parts)
+    _steps_all_reduce = _through(Collectives.all_reduce)
+    _steps_reduce_scatter = _through(Collectives.reduce_scatter)
+    _steps_all_gather = _through(Collectives.all_gather)
+    _steps_broadcast = _through(Collectives.broadcast)
+    _steps_scatter = _through(Collectives.scatter)
+    _steps_gather = _through(Collectives.gather)
+    _steps_all_to_all = _through(Collectives.all_to_all)
 
     def _steps_barrier(self, call: Call) -> Steps:
-        return self._collectives.barrier(call)
+        yield from self._collectives.open(call)  # the headers say that every rank has called it
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         job, group = self._joined()

@@ -48,7 +48,7 @@ class Collectives:
     backend : CommunicationBackend
         The backend that they belong to: its ranks, checks, regions and counts.
     group : Group
-        What the ranks communicate through.
+        The communicators and channels of its ranks.
     """
 
     def __init__(self, backend: CommunicationBackend, group: Group) -> None:
@@ -60,6 +60,7 @@ class Collectives:
         self._nodes = backend.topology
         self._regions = backend._regions
         self._traffic = backend.traffic
+        self._by_pointer = settings.cuda_aware()
 
     # ------------------------------------------------------------------------------------ headers
 
@@ -123,7 +124,7 @@ class Collectives:
             return None, None, self._group.channel
         places = self._backend._places(array, out) if self._regions.count else NOWHERE
         headers = yield from self.open(call, array, places, on_device=device)
-        if headers.all_inline:
+        if headers.all_inline or not (self._regions.count or self._by_pointer):
             return headers, None, self._group.channel
         all_places, any_on_device = headers.places()
         channel = self._group.messages if any_on_device else self._group.channel
@@ -167,7 +168,7 @@ class Collectives:
                 if results_are_shared or all(own == into for own, into in places):
                     arrays = self._peer_arrays(places, flat)
                     yield from self._all_reduce_in_place(
-                        arrays, call.operation, result, is_shared=results_are_shared
+                        call, arrays, result, is_shared=results_are_shared
                     )
                     return out
             if array is not out and _overlap(array, out):
@@ -175,7 +176,6 @@ class Collectives:
             start = starts_of(sizes)[self._rank]
             piece = result[start : start + sizes[self._rank]]
             yield from self._reduce_by(channel, flat, sizes, call.operation, piece, result)
-        self._traffic.count_all_reduce(call, sizes)
         return out
 
     def reduce_scatter(
@@ -194,19 +194,17 @@ class Collectives:
             piece = array_namespace(out).empty(result.shape, result.dtype)
         if headers is not None and headers.all_inline:
             self._reduce_inline(headers, call.operation, piece, mine)
-            self._traffic.count_reduce_scatter(call, counts)
         else:
             yield from self.turn(call)
             if places is not None:
                 offsets = [start * array.itemsize for start in starts]
                 self._refuse_overlaps(places, array, out, offsets)
                 arrays = self._peer_arrays(places, flat)
-                yield from self._reduce_in_place(arrays, sizes, call.operation, piece)
+                yield from self._reduce_in_place(call, arrays, sizes, piece)
                 # Others read this rank's array until then; afterwards its owner may change it.
                 yield self._group.exchange.fence()
             else:
                 yield from self._reduce_by(channel, flat, sizes, call.operation, piece)
-                self._traffic.count_reduce_scatter(call, counts)
         if piece is not result:
             result[...] = piece
         return out
@@ -268,7 +266,7 @@ class Collectives:
             if self._nodes.results_are_shared(places):
                 if self._nodes.count > 1:
                     yield from self._exchange_pieces(pieces)
-                self._traffic.count_shared_gather(sizes, array.dtype)
+                self._traffic.share_gather(call, sizes, array.dtype)
                 # The other ranks' pieces are complete, and may be read, when all have come here.
                 yield self._group.exchange.fence()
                 return out
@@ -276,7 +274,6 @@ class Collectives:
             step = channel.bytes_all // array.itemsize
             for low in range(0, max(sizes), step):
                 yield from channel.spread([piece[low : low + step] for piece in pieces])
-        self._traffic.count_all_gather(array)
         return out
 
     def broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
@@ -293,11 +290,10 @@ class Collectives:
         else:
             yield from self.turn(call)
             flat = array.reshape(-1)
-            channel = self._group.messages if settings.cuda_aware() else self._group.channel
+            channel = self._group.messages if self._by_pointer else self._group.channel
             step = channel.bytes_all // flat.itemsize
             for low in range(0, flat.size, step):
                 yield from channel.broadcast(flat[low : low + step], root)
-        self._traffic.count_broadcast(array, root)
         return array
 
     def scatter(
@@ -309,7 +305,6 @@ class Collectives:
             starts = starts_of(counts)
             parts = [array[low : low + n] for low, n in zip(starts, counts, strict=True)]
         received = yield from self._exchange(call, parts, [root])
-        self._traffic.count_scatter(array, received[root])
         return received[root]
 
     def gather(self, call: Call, array: Array, root: int) -> Steps:
@@ -334,13 +329,11 @@ class Collectives:
                 incoming = split_up(result.reshape(-1), sizes)
                 incoming[root][...] = outgoing[root]
             yield from self._move(outgoing, incoming, max(sizes))
-        self._traffic.count_gather(array, root)
         return result
 
     def all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
         """A list of new arrays, one from each rank."""
         received = yield from self._exchange(call, parts, range(self._world_size))
-        self._traffic.count_all_to_all(parts)
         return [received[rank] for rank in range(self._world_size)]
 
     def _exchange(self, call: Call, parts: Sequence[Array], senders: Sequence[int]) -> Steps:
@@ -388,10 +381,6 @@ class Collectives:
                 [part[low : low + step] for part in incoming],
             )
 
-    def barrier(self, call: Call) -> Steps:
-        """End when every rank has called it: the headers say so."""
-        yield from self.open(call)
-
     # --------------------------------------------------------------- arrays that the ranks share
 
     def _refuse_overlaps(
@@ -423,16 +412,11 @@ class Collectives:
                     )
 
     def _peer_arrays(self, places: Sequence[Places], like: Array) -> dict[int, Array]:
-        """The flat arrays of this node's ranks, where they lie."""
+        """The flat arrays of this node's ranks, in shared memory."""
         return {rank: self._regions.view(places[rank][0], like) for rank in self._nodes.peers}
 
     def _all_reduce_in_place(
-        self,
-        arrays: Mapping[int, Array],
-        operation: ReductionOperation,
-        out: Array,
-        *,
-        is_shared: bool,
+        self, call: Call, arrays: Mapping[int, Array], out: Array, *, is_shared: bool
     ) -> Steps:
         """Combine ``arrays`` into flat ``out``: shared, or each rank's own array.
 
@@ -441,7 +425,7 @@ class Collectives:
         """
         layout = ShardLayout(int(out.size), self._world_size)
         pieces = [out[layout.slice(rank)] for rank in range(self._world_size)]
-        yield from self._reduce_in_place(arrays, layout.sizes, operation, pieces[self._rank])
+        yield from self._reduce_in_place(call, arrays, layout.sizes, pieces[self._rank])
         if self._nodes.count > 1:
             yield from self._exchange_pieces(pieces)
         if not is_shared:
@@ -451,21 +435,18 @@ class Collectives:
                 if source != self._rank:
                     piece[...] = arrays[source][layout.slice(rank)]
                     self._traffic.count_read("all_gather", piece.nbytes)
-        self._traffic.count_shared_gather(layout.sizes, out.dtype)
+        self._traffic.share_gather(call, layout.sizes, out.dtype)
         yield self._group.exchange.fence()
 
     def _reduce_in_place(
-        self,
-        arrays: Mapping[int, Array],
-        sizes: tuple[int, ...],
-        operation: ReductionOperation,
-        piece: Array,
+        self, call: Call, arrays: Mapping[int, Array], sizes: tuple[int, ...], piece: Array
     ) -> Steps:
         """Combine this rank's part of all ranks' arrays into ``piece``, which may be that part."""
-        starts = starts_of(sizes)
+        operation, starts = call.operation, starts_of(sizes)
+        assert operation is not None
         mine = slice(starts[self._rank], starts[self._rank] + sizes[self._rank])
         own = [array[mine] for array in arrays.values()]
-        self._traffic.count_shared_reduce(sizes, own[0].dtype)
+        self._traffic.share_reduce(call, sizes, own[0].dtype)
         if self._nodes.count == 1:
             self._reducer.reduce(own, operation, piece)
             return

@@ -30,7 +30,7 @@ from mpishard.communication.mpi.ulfm import is_loss
 __all__ = ["CUT_OFF", "Channel", "Group", "share_group_memory"]
 
 Channel = MessageChannel | RowChannel
-"""How the data of collectives travel; `MessageChannel` says what both have."""
+"""The channel of the data of collectives; `MessageChannel` describes the methods of both."""
 
 _ABANDON_SECONDS = 1.0
 _abandoned: list[Group] = []
@@ -55,7 +55,7 @@ def share_group_memory(mpi: Any, comm: Any, nodes: Sequence[int]) -> Requests:
 
 
 class Group:
-    """What the ranks of one world communicate through.
+    """The communicators and channels of the ranks of one world.
 
     MPI asks that all ranks post the collectives of one communicator in one order. Data can only be
     posted when the headers have come, and that time differs from rank to rank. So data have a

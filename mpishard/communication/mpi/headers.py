@@ -16,7 +16,7 @@ import platform
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -106,7 +106,7 @@ class Headers:
         return np.frombuffer(self._rows[rank], call.dtype, count, HEADER_BYTES)
 
     def places(self) -> tuple[list[Places], bool]:
-        """Where each rank's array and result lie, and whether any array lies on a GPU."""
+        """The places of each rank's array and result, and whether any array lies on a GPU."""
         places: list[Places] = []
         any_on_device = False
         for rank, call in enumerate(self.calls):
@@ -125,12 +125,12 @@ class Headers:
 
 @dataclass(slots=True, eq=False)
 class Posted(Waitable):
-    """One exchange of rows under way; ``rows`` is there when it is complete."""
+    """One exchange of rows under way; ``rows`` is complete when it is."""
 
     exchange: RingExchange
     number: int
     row: bytes
-    rows: Sequence[bytes] = ()
+    rows: list[bytes] = field(default_factory=list)
     done: bool = False
 
     def test(self) -> bool:
@@ -274,10 +274,10 @@ class RingExchange:
             for mark in self._marks[number % SLOTS]:
                 if numbers[mark] < number:
                     return
-            starts = self._rows[number % SLOTS]
-            rows = [memory[start : start + ROW_BYTES].tobytes() for start in starts]
-            rows[self._rank] = posted.row  # its slot may hold a later row already
-            posted.rows, posted.done = rows, True
+            for start in self._rows[number % SLOTS]:
+                posted.rows.append(memory[start : start + ROW_BYTES].tobytes())
+            posted.rows[self._rank] = posted.row  # its slot may hold a later row already
+            posted.done = True
             self._posted.popleft()
             numbers[self._read] = number
 

@@ -1,4 +1,4 @@
-"""What all worlds of one MPI process share: how the job ends, in good order or not."""
+"""The job of one MPI process: the state that its worlds share, and its end, in order or not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Job:
     comm : mpi4py.MPI.Intracomm
         The root world. `meet` is collective over it.
     survives : bool
-        Whether its ranks go on where another is gone.
+        Whether its ranks go on if another is gone.
     """
 
     def __init__(self, mpi: Any, comm: Any, *, survives: bool = False) -> None:
@@ -114,7 +114,7 @@ class Job:
         Raises
         ------
         CommunicationError
-            Saying how many groups there are, where it makes none.
+            With the number of groups that there are, if MPI makes no more.
         """
         try:
             yield
@@ -153,8 +153,8 @@ class Job:
 
         Another rank may have work of its own to finish: this rank says once whom it waits for,
         after ``MPISHARD_WARN_AFTER``, and ends the job after ``MPISHARD_EXIT_TIMEOUT``. Meanwhile
-        collectives of the others that this rank takes part in go on. Where ranks outlive each
-        other and one is gone, those that go on do so without this one.
+        collectives of the others that this rank takes part in go on. If ranks outlive each other
+        and one is gone, those that go on do so without this one.
         """
         if self.statuses is not None:
             self.statuses.page.end(RankState.LEAVING)
@@ -210,7 +210,7 @@ class Job:
     # ------------------------------------------------------------------------ where a rank is gone
 
     def look(self, where: str) -> None:
-        """Raise `PeerError` where ranks outlive each other, and one is gone."""
+        """Raise `PeerError` if ranks outlive each other and one is gone."""
         if self.ulfm is not None:
             try:
                 self.ulfm.look(where)

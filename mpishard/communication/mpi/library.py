@@ -30,7 +30,7 @@ __all__ = [
 _POLL_SECONDS = 0.1
 _STARTS = "in init() for MPI to start, which needs all processes of the job"
 START_SECONDS = 10.0
-"""What MPI may take to start, on a busy machine, before the wait for other ranks counts."""
+"""Time that MPI may take to start on a busy machine, before the wait for other ranks counts."""
 
 _HOW_TO_LAUNCH = "mpishard run -n 4 script.py (or: mpiexec -n 4 python script.py)"
 
@@ -41,7 +41,7 @@ _LEAST_SHARED = 20 * 2**20
 _DESCRIPTORS = 13
 
 _finalizes: list[bool] = []
-"""Whether MPI is to end with this process; empty where that is not this module's business."""
+"""Whether MPI is to end with this process; empty if this module did not start it."""
 
 
 def leave_mpi_running() -> None:
@@ -50,7 +50,7 @@ def leave_mpi_running() -> None:
     Raises
     ------
     MPIUnavailableError
-        Where mpi4py itself will end it.
+        If mpi4py itself will end it.
     """
     import mpi4py
 
@@ -70,7 +70,7 @@ def load_mpi() -> ModuleType:
     Raises
     ------
     MPIUnavailableError
-        Where mpi4py or the MPI library that it needs is not installed.
+        If mpi4py or the MPI library that it needs is not installed.
     """
     try:
         launched = settings.pmix_launcher() or (settings.launched_world_size() or 1) > 1
@@ -91,9 +91,9 @@ def load_mpi() -> ModuleType:
 def _start_under_watch() -> ModuleType:
     """Start MPI, which waits for all processes of the job, so that the watchdog sees it wait.
 
-    mpi4py would do it on import, and would hold Python's lock for as long: no other thread could
-    run, no signal be heard, and a process whose fellow died before it came would be stuck for
-    ever. Called through ctypes the library leaves the lock alone.
+    mpi4py would start it on import, and would hold Python's lock meanwhile: no other thread could
+    run, no signal be received, and a process whose peer died before it came would be stuck for
+    ever. A call through ctypes releases the lock.
     """
     import mpi4py
 
@@ -296,7 +296,7 @@ def check_launched_world(world_size: int, library: str) -> None:
     Parameters
     ----------
     world_size : int
-        What the MPI library says.
+        The world size that the MPI library reports.
     library : str
         The library's version string.
 

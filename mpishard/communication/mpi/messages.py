@@ -12,7 +12,7 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,7 +31,6 @@ __all__ = [
     "Messages",
     "Pending",
     "ScratchPool",
-    "Turn",
     "post_bytes",
 ]
 
@@ -115,28 +114,6 @@ class PendingAll(Pending):
                 self._in_flight.discard(self)
                 return True
         return False
-
-
-class Turn(Waitable):
-    """A place in a queue: true when all that came before have given theirs up.
-
-    Used as a context manager, which gives the place up at the end.
-    """
-
-    __slots__ = ("_queue",)
-
-    def __init__(self, queue: deque[Turn]) -> None:
-        self._queue = queue
-        queue.append(self)
-
-    def test(self) -> bool:
-        return self._queue[0] is self
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._queue.remove(self)
 
 
 class ScratchPool:
@@ -295,7 +272,7 @@ class Stream:
     __slots__ = ("arrived", "turns")
 
     def __init__(self) -> None:
-        self.turns: deque[Turn] = deque()  # receives that want a message, oldest first
+        self.turns: deque[object] = deque()  # receives that want a message, oldest first
         self.arrived: Incoming | None = None  # read, and taken by nobody yet
 
 
@@ -367,27 +344,29 @@ class Messages:
     def receive(self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None) -> Steps:
         """Take the next message that no earlier receive takes: its array, and its `on_device`."""
         stream = self._streams.setdefault((source, tag), Stream())
+        turn = object()
+        stream.turns.append(turn)
         try:
-            with Turn(stream.turns) as turn:
-                yield turn
-                if stream.arrived is None:
-                    head = _Probe(self._group, source, tag)
-                    yield head
-                    stream.arrived = Incoming(head.read())
-                incoming = stream.arrived
-                # What is refused, or given up, stays in the stream for the next receive.
-                refuse_other_message(
-                    incoming.size, incoming.dtype, count, dtype, self._world_ranks[source], tag
-                )
-                if incoming.data is None:
-                    data = _Probe(self._group, source, _DATA_TAGS + tag)
-                    yield data
-                    incoming.data = np.empty(incoming.nbytes, np.uint8)
-                    incoming.pending = data.read_into(incoming.data)
-                if incoming.pending is not None:
-                    yield incoming.pending
-                stream.arrived = None
+            yield Condition(lambda: stream.turns[0] is turn)
+            if stream.arrived is None:
+                head = _Probe(self._group, source, tag)
+                yield head
+                stream.arrived = Incoming(head.read())
+            incoming = stream.arrived
+            # What is refused, or given up, stays in the stream for the next receive.
+            refuse_other_message(
+                incoming.size, incoming.dtype, count, dtype, self._world_ranks[source], tag
+            )
+            if incoming.data is None:
+                data = _Probe(self._group, source, _DATA_TAGS + tag)
+                yield data
+                incoming.data = np.empty(incoming.nbytes, np.uint8)
+                incoming.pending = data.read_into(incoming.data)
+            if incoming.pending is not None:
+                yield incoming.pending
+            stream.arrived = None
         finally:
+            stream.turns.remove(turn)
             if not stream.turns and stream.arrived is None:
                 self._streams.pop((source, tag), None)
         return incoming.data.view(incoming.dtype).reshape(incoming.shape), incoming.on_device

@@ -80,18 +80,19 @@ class RowChannel:
 
     def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
         """See `MessageChannel`."""
-        own, rank = parts[self._rank], self._rank
-        slot, length = self.bytes_each // own.itemsize, own.size
-        rows = self._rows(own.dtype)
-        contributions: list[Array] = []
-        for other, part in enumerate(parts):
-            if other == rank:
-                contributions.append(own)
-            else:
-                rows[rank][other * slot : other * slot + part.size] = part
-                contributions.append(rows[other][rank * slot : rank * slot + length])
+        own = parts[self._rank]
+        contributions = self._deal_out(parts, [own.size] * len(parts))
+        contributions[self._rank] = own
         yield self._fence()
         self._reducer.reduce(contributions, operation, piece)
+
+    def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
+        """See `MessageChannel`."""
+        sent = self._deal_out(outgoing, [part.size for part in incoming])
+        yield self._fence()
+        for other, part in enumerate(incoming):
+            if other != self._rank:
+                part[...] = sent[other]
 
     def spread(self, parts: Sequence[Array]) -> Steps:
         """See `MessageChannel`."""
@@ -103,27 +104,25 @@ class RowChannel:
             if other != rank:
                 part[...] = rows[other][: part.size]
 
-    def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
-        """See `MessageChannel`."""
-        dtype, rank = outgoing[0].dtype, self._rank
-        slot = self.bytes_each // dtype.itemsize
-        rows = self._rows(dtype)
-        for other, part in enumerate(outgoing):
-            if other != rank:
-                rows[rank][other * slot : other * slot + part.size] = part
-        yield self._fence()
-        for other, part in enumerate(incoming):
-            if other != rank:
-                part[...] = rows[other][rank * slot : rank * slot + part.size]
-
     def broadcast(self, array: Array, root: int) -> Steps:
         """See `MessageChannel`."""
-        rows = self._rows(array.dtype)
-        if self._rank == root:
-            rows[root][: array.size] = array
-        yield self._fence()
-        if self._rank != root:
-            array[...] = rows[root][: array.size]
+        ranks = range(self._sets.shape[1])
+        yield from self.spread([array if rank == root else array[:0] for rank in ranks])
+
+    def _deal_out(self, parts: Sequence[Array], lengths: Sequence[int]) -> list[Array]:
+        """Copy ``parts[r]`` to the slot of rank r in this rank's row.
+
+        Returns this rank's slots in the rows of the others, of these ``lengths``. They may be read
+        after a fence.
+        """
+        dtype, rank = parts[0].dtype, self._rank
+        rows, slot = self._rows(dtype), self.bytes_each // dtype.itemsize
+        sent = []
+        for other, part in enumerate(parts):
+            if other != rank:
+                rows[rank][other * slot : other * slot + part.size] = part
+            sent.append(rows[other][rank * slot : rank * slot + lengths[other]])
+        return sent
 
     def _rows(self, dtype: np.dtype[Any]) -> list[Array]:
         """The ranks' rows of the set whose turn it is, as arrays of ``dtype``."""

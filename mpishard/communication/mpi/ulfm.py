@@ -9,7 +9,7 @@ about it, seen in Open MPI 5.0.11:
 * Its launcher tells the others, within some 10 ms, of a process that a signal has ended; of one
   that exits with a code other than 0 it never does. So a rank that leaves alone ends by SIGKILL.
 * A rank learns of it while it calls MPI, and not by asking for the failed ranks alone.
-* ``MPI_Finalize`` may wait for ever where two ranks are gone. It is not called in such a job.
+* ``MPI_Finalize`` may wait for ever if two ranks are gone. It is not called in such a job.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Ulfm:
         Parameters
         ----------
         where : str
-            Where this rank waits, as ``in collective 3, ..``.
+            The place where this rank waits, as ``in collective 3, ..``.
         """
         if self.error is None:
             self._learn()

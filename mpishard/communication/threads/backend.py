@@ -320,10 +320,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             if not out_is_shared or self.topology.agent(rank) == self._rank:
                 copy_into(result[starts[rank] : starts[rank + 1]], other)
         if out_is_shared and self.topology.arrays_are_shared(places):
-            self.traffic.count_shared_reduce(sizes, array.dtype)
-            self.traffic.count_shared_gather(sizes, array.dtype)
-        else:
-            self.traffic.count_all_reduce(call, sizes)
+            self.traffic.share_reduce(call, sizes, array.dtype)
+            self.traffic.share_gather(call, sizes, array.dtype)
         # A piece in GPU memory would be used for something else as soon as its rank lets it go.
         if out_is_shared or any(is_device_array(other) for other, _ in given):
             yield from self._meet(call, 2, None, result)
@@ -347,9 +345,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             out[...] = piece
         if self.topology.arrays_are_shared([where for _, where in given]):
             row = math.prod(array.shape[1:])
-            self.traffic.count_shared_reduce([count * row for count in counts], array.dtype)
-        else:
-            self.traffic.count_reduce_scatter(call, counts)
+            self.traffic.share_reduce(call, [count * row for count in counts], array.dtype)
         return out
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
@@ -372,9 +368,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         if overlaps:
             out[...] = target
         if out_is_shared:
-            self.traffic.count_shared_gather([other.size for other, _ in given], array.dtype)
-        else:
-            self.traffic.count_all_gather(array)
+            self.traffic.share_gather(call, [other.size for other, _ in given], array.dtype)
         return out
 
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
@@ -386,7 +380,6 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             copy_into(array, sent)
         assert array is not None
         yield from self._meet(call, 1, None, array)
-        self.traffic.count_broadcast(array, root)
         return array
 
     def _steps_scatter(
@@ -398,7 +391,6 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         start = sum(pieces[: self._rank])
         piece = sent[start : start + pieces[self._rank]].copy()
         yield from self._meet(call, 1, None, piece)
-        self.traffic.count_scatter(sent if self._rank == root else None, piece)
         return piece
 
     def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
@@ -408,14 +400,12 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             near = [beside(other, array) for other in arrays]
             result = array_namespace(array).concatenate(near, axis=0)
         yield from self._meet(call, 1, None, array)
-        self.traffic.count_gather(array, root)
         return result
 
     def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
         values = yield from self._open(call, parts, *parts)
         received = [sent[self._rank].copy() for sent in values]
         yield from self._meet(call, 1, None, *received)
-        self.traffic.count_all_to_all(parts)
         return received
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:

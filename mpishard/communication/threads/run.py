@@ -113,7 +113,7 @@ class _ThreadRanks:
         self.survives = survives
         self.results: list[Any] = [None] * world_size
         self.failures: list[tuple[str, BaseException]] = []
-        """Where each exception was raised, and the exception."""
+        """The place where each exception was raised, and the exception."""
         self.threads: list[threading.Thread] = []
 
     def run(self, body: Callable[[InMemoryCommunicationBackend], Any]) -> BaseException | None:

@@ -240,7 +240,7 @@ class World:
             self.changed.notify_all()
 
     def channel(self, sender: int, receiver: int, tag: int) -> Channel:
-        """Where messages of ``sender`` to ``receiver`` wait. Needs the lock."""
+        """The messages of ``sender`` to ``receiver`` that wait. Needs the lock."""
         return self.channels.setdefault((sender, receiver, tag), Channel())
 
     def absent(self) -> set[int]:

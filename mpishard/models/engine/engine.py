@@ -125,8 +125,11 @@ class Engine:
             parameters, policy, is_on_mesh=program.replica.is_on_mesh, are_apart=across is not None
         )
         self.round = Round(config, program.replica.dealt, program.replica.members)
-        in_leaves = config.gradient_leaves is not None
-        self.leaves = GradientLeaves(config, parameters.backend) if in_leaves else None
+        self.leaves = (
+            None
+            if config.gradient_leaves is None
+            else GradientLeaves(config, parameters.backend, program.dtype)
+        )
         self.freeze(program.frozen)
 
     def freeze(self, names: frozenset[str]) -> None:
@@ -445,6 +448,8 @@ class Engine:
     def zeros_for_state(self) -> Array:
         """A vector of an optimizer's state, as long as what this rank updates."""
         length = sum(piece.length for piece in self.pieces.updated)
+        # In the layout of the state: with offloading it lies in host memory, and the parameters on
+        # a GPU.
         vector = self.state_layout.allocate(MemoryCategory.OPTIMIZER_STATE, length)
         vector.fill(0)
         return vector

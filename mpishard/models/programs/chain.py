@@ -163,6 +163,8 @@ class LayerChain:
         self._uses = {i: held.units_of(i) for i in self._range}
         self._names_in = {u.index: [e.name for e in held.entries_of(u)] for u in held.units}
         self._groups = self._laid_out(recomputed)
+        # Only the units that this chain's layers use: with pipelines the rank may hold other
+        # chunks, too.
         own = {unit for uses in self._uses.values() for unit in uses}
         self.units = tuple(unit for unit in held.units if unit in own)
         self._forward_plan = self._plan()
@@ -205,6 +207,7 @@ class LayerChain:
         # From the last group to the first: a unit is let go after the last group that uses it.
         for group in reversed(self._groups):
             upcoming = range(group.layers.stop, self._range.stop)
+            # Kept units stay unsharded until backward, which needs them first.
             done = [u for u in group.units if u not in later and u.index not in self._kept]
             later.update(group.units)
             plan.append(_Visit(group, self._following(group, upcoming), tuple(done)))
@@ -235,6 +238,8 @@ class LayerChain:
             # Prediction saves nothing, and the second forward saves what the first did not.
             segment = group.segment if context.training and not again else None
             if segment is not None and segment.start == group.layers.start:
+                # Backward needs no more than the segment's input; the context makes the same
+                # dropout masks again.
                 activations.append(_Forgotten(segment, x, context))
             views = self._open(group, parameters, following)
             for index in group.layers:
@@ -346,6 +351,8 @@ class LayerChain:
             for index in reversed(group.layers):
                 if not waiting:
                     break
+                # Popped and not indexed, so that each layer's arrays are freed as soon as they are
+                # used.
                 own = waiting.pop()
                 if index not in self._frozen_layers:
                     self._layers[index].layer.backward_weight(own, targets[index])
@@ -359,6 +366,7 @@ class LayerChain:
         """Run the last segment's forward again, and save in its place what its layers save."""
         forgotten: _Forgotten = activations.pop()
         layers = forgotten.layers
+        # A segment consists of whole groups, because its range is part of their key.
         groups = [group for group in self._groups if group.segment == layers]
         # Units that layers behind the segment use too are here: backward is not through with them.
         behind = set[Unit]().union(*(self._uses[i] for i in range(layers.stop, self._range.stop)))

@@ -105,6 +105,8 @@ class MeshProgram(LayeredProgram):
         self.stages_here = choices.stages_of(self.mesh.pipeline_rank)
         self.stage_count = len(choices.stages)
         super().__init__(model, minimum_unit_size, self.mesh.world, mixed=mixed)
+        # One rank tells the loss of a replica: the last stage has it, and all its tensor ranks the
+        # same.
         self.replica = MeshReplica(
             self.mesh, speaks=self._has_output and self.mesh.tensor_rank == 0
         )
@@ -214,6 +216,8 @@ class MeshProgram(LayeredProgram):
             shape = layer.output_shape(shape)
         ranks = self.mesh.tensor_size
         if self.choices.sequence_parallel and not whole_sequence and 0 < first < len(layers):
+            # Between layers each tensor rank has its slice of the sequence; input and output are
+            # whole.
             shape = (ShardLayout(shape[0], ranks).size(self.mesh.tensor_rank), *shape[1:])
         if self._splits_output and first == len(layers):
             shape = (*shape[:-1], ShardLayout(shape[-1], ranks).size(self.mesh.tensor_rank))
@@ -245,7 +249,15 @@ class MeshProgram(LayeredProgram):
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
         run = StageRun(self, parameters, batch.x, batch.context, gradients, batch.y, loss)
         self.last_record = self._executor(self.micro_batch_count).run(run)
-        self._add_ties(gradients)
+        # Add up the copies' gradients of shared parameters, and reduce those over the replicas
+        for unit in self.units:
+            if unit.index not in self.shared_units or unit.index in self.frozen_units:
+                continue
+            name = self.shared_units[unit.index]
+            # Accumulated gradients are added up in the round's last pass, as those of replicas are.
+            if gradients.sends_now and name in self._tie_groups:
+                self._tie_groups[name].all_reduce(gradients.gradient(unit))
+            gradients.reduce(unit)
         # One rank of a replica tells the loss, so that the sum over all ranks counts it once.
         return (run.total, run.weight) if self.replica.speaks else (0.0, 0.0)
 
@@ -267,6 +279,7 @@ class MeshProgram(LayeredProgram):
         context = Context(training=False, cache=cache)
         run = StageRun(self, parameters, x, context, chains=chains, micro_batches=1)
         self._executor(1).run_forward(run)
+        # Sampling needs the last position alone, so no more than that is sent to the other ranks.
         run.outputs = [y[:, -1] for y in run.outputs]
         return self._output_of(run)
 
@@ -284,6 +297,7 @@ class MeshProgram(LayeredProgram):
             assert y is not None
             return self.leaving(y)
         ranks = range(self.mesh.pipeline_size)
+        # In a V-shaped schedule the last stage is on the first rank.
         last = next(r for r in ranks if self.stage_count - 1 in self.choices.stages_of(r))
         return self.leaving(self.mesh.pipeline.broadcast(y, root=last))
 
@@ -302,17 +316,6 @@ class MeshProgram(LayeredProgram):
             if group is not None and pipeline.rank in ranks:
                 groups[name] = group
         return groups
-
-    def _add_ties(self, gradients: GradientStore) -> None:
-        """Add up the copies' gradients of shared parameters, and reduce those over the replicas."""
-        for unit in self.units:
-            if unit.index not in self.shared_units or unit.index in self.frozen_units:
-                continue
-            name = self.shared_units[unit.index]
-            # Accumulated gradients are added up in the round's last pass, as those of replicas are.
-            if gradients.sends_now and name in self._tie_groups:
-                self._tie_groups[name].all_reduce(gradients.gradient(unit))
-            gradients.reduce(unit)
 
     def finish_local(self, gradients: GradientStore) -> None:
         """Add up the copies of shared parameters in a gradient that is not reduced."""

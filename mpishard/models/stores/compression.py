@@ -16,7 +16,7 @@ Key = tuple[int, ...]
 """Seed, step, unit, owner and sender: random numbers are a function of them."""
 
 _LEAST_RANGE = 1e-12  # below it all elements are the least one
-_BLOCK = 1024  # elements that share a scale of int8
+_BLOCK = 128  # elements that share a scale of int8
 
 
 class Code(ABC):
@@ -67,7 +67,7 @@ class Quantization(Code):
 
 @dataclass(frozen=True)
 class Int8(Code):
-    """A signed byte each, with one scale for 1024 elements, rounded up or down at random.
+    """A signed byte each, with one scale for 128 elements, rounded up or down at random.
 
     The expected value is the element (Alistarh et al., "QSGD", NeurIPS 2017, section 3.1, with the
     largest element for the norm).

@@ -153,6 +153,7 @@ class ReplicatedGradients(GradientStore):
         self._slot = slot
         self._is_booked = slot is None
         self._touched: set[int] = set()
+        # After an error: reductions that nobody waits for any more, and that still use the buffers.
         self._stale: list[Work] = []
         self._compressed: Arena | None = None
         self._shifts: dict[int, int] = {}
@@ -205,6 +206,8 @@ class ReplicatedGradients(GradientStore):
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
         is_empty = unit.index not in self._touched
+        # The first writer of a round overwrites: zeroing the vector would be one more pass over
+        # memory.
         self._touched.add(unit.index)
         return self.vector[self._place(unit, unit.start, unit.stop)], is_empty
 
@@ -218,6 +221,7 @@ class ReplicatedGradients(GradientStore):
             assert self._compressed is not None
             carrier = self._compressed
             encode(full, carrier.mine[part])
+        # It travels while backward computes the gradients of earlier layers.
         self.in_flight.append(self._reduce(unit, full, carrier, part))
 
     def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
@@ -260,6 +264,7 @@ class ScatteredGradients(ReplicatedGradients):
 
     def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
         piece = self._pieces[unit.index]
+        # The sum replaces this rank's own part, which no later reduction reads.
         mine = full[piece.start - unit.start : piece.stop - unit.start]
         # A sum of bfloat16 is made in float32: in its place, if that has the dtype.
         is_direct = carrier is self._slot or (

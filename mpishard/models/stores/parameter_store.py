@@ -296,6 +296,7 @@ class ShardedParameters(ParameterStore):
         self.in_flight[unit.index] = self.backend.all_gather_async(piece, out=buffer[: unit.length])
 
     def unshard(self, unit: Unit) -> Array:
+        # A unit that was prefetched is under way already: then this begins nothing.
         self.prefetch(unit)
         work = self.in_flight.pop(unit.index, None)
         if work is not None:
@@ -307,6 +308,7 @@ class ShardedParameters(ParameterStore):
         work = self.in_flight.pop(unit.index, None)
         if work is not None:
             work.wait()
+        # A kept unit's buffer is its own, and waits for the next step.
         if buffer is not None and unit.index not in self.kept:
             self._free.append(buffer)
 
@@ -332,6 +334,7 @@ class ShardedParameters(ParameterStore):
 
     def publish(self, pieces: Sequence[Piece]) -> None:
         """Nothing to tell: the next `unshard` gathers what the owners hold."""
+        # A gathered copy would show the parameters of before the update.
         assert not self._buffers, "a unit is still unsharded at the update"
 
     def _take_buffer(self, unit: Unit) -> Array:

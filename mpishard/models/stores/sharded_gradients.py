@@ -100,6 +100,7 @@ class ShardedGradients(GradientStore):
             self._let_go(self._stale[0])
             del self._stale[0]
         self._defers = defer
+        # The round's last pass reduces all that earlier ones have added.
         self._is_deferring = defer and not is_last
         if is_first:
             self._reduced.clear()
@@ -134,9 +135,11 @@ class ShardedGradients(GradientStore):
             if slot is not None:
                 self._free.append(slot)
                 slot = None
+        # Later micro-batches add to the sum; the first one of a round replaces the last round's.
         adds = unit.index in self._reduced
         self._reduced.add(unit.index)
         target = self._view(self._pieces[unit.index])
+        # A sum that is added to another lands in a buffer of its own first.
         is_direct = not adds
         if compressed is not None:
             is_direct &= isinstance(target, np.ndarray) and target.dtype == ACCUMULATION

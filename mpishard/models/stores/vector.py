@@ -140,6 +140,7 @@ class RangeVector(ModelVector):
         world.broadcast(full, root=0)
         for unit in parameters.layout.units:  # one, or none
             own = full[self.start : self.stop]
+            # The ranks of the store are those with the same range: its first one has data rank 0.
             parameters.fill(unit, own if self._mesh.data_rank == 0 else None)
         self.dealt = full
 
@@ -205,6 +206,7 @@ class MeshVector(ModelVector):
         super().__init__(placement)
         self._mesh = mesh
         self._of_replica = _exchange(mesh.replica, placement)
+        # Layer by layer, so that no rank ever holds more than one layer beside its own part.
         layers = groupby(placement.entries, key=lambda e: e.name.partition(".")[0])
         self._layers = [tuple(entries) for _, entries in layers]
 

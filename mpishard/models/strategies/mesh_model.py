@@ -18,7 +18,7 @@ from mpishard.models.programs.divided_program import DividedProgram
 from mpishard.models.programs.leaves import check_leaves
 from mpishard.models.programs.mesh_program import MeshChoices, MeshProgram
 from mpishard.models.programs.program import Program, WholeProgram
-from mpishard.models.strategies.ddp import DDPModel
+from mpishard.models.strategies.data_parallel import DDPModel
 from mpishard.models.strategies.mesh_options import (
     DATA_POLICIES,
     MeshOptions,

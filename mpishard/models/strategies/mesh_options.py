@@ -13,9 +13,7 @@ from mpishard.communication.mesh import AXES, mesh_order, mesh_sizes
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.mesh_program import MeshChoices
-from mpishard.models.strategies.ddp import DDPModel
-from mpishard.models.strategies.fsdp import FSDPModel
-from mpishard.models.strategies.zero import ZeRO1Model, ZeRO2Model
+from mpishard.models.strategies.data_parallel import DDPModel, FSDPModel, ZeRO1Model, ZeRO2Model
 from mpishard.pipeline import (
     ActivationCheckpointConfig,
     GPipeSchedule,

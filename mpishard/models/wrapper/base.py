@@ -130,7 +130,7 @@ class ShardedModelBase(IShardedModel):
         say_what_is_ignored(self._config, program.device)
         say_what_is_slow(self._config, program)
         if self.gradient_leaves is not None:
-            say_what_may_differ(self._config)
+            say_what_may_differ(self._config, program.dtype)
         self.engine.deal(program.fill)
         program.deal_constants(self.backend)
         store = self.engine.parameters
@@ -605,6 +605,7 @@ class ShardedModelBase(IShardedModel):
 
     @_cached_full_parameters.setter
     def _cached_full_parameters(self, full: Array | None) -> None:
+        # Weak, because a cache that kept the full vector alive would undo the sharding.
         self._remembered = None if full is None else (weakref.ref(full), self.engine.version)
 
     def _invalidate_cache(self) -> None:
@@ -628,6 +629,7 @@ class ShardedModelBase(IShardedModel):
         held = ((piece.start, piece.stop) for piece in self._held_pieces)
         found: list[tuple[int, int]] = []
         for start, stop in (r for own in held for r in placement.ranges(*own)):
+            # Slices that follow each other are one range: callers see as few as it takes.
             if found and found[-1][1] == start:
                 found[-1] = found[-1][0], stop
             else:
@@ -711,6 +713,7 @@ class ShardedModelBase(IShardedModel):
 
         Gather or save before what you want to keep; the wrapped model stays structure only.
         """
+        # A shallow copy shares the parameters, and must not free those of the original.
         if self._engine is not None and is_owned_by(self._wrapped_model, self):
             self.engine.abandon()
             give_up_ownership(self._wrapped_model, self)

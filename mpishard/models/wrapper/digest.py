@@ -67,12 +67,15 @@ def compare_replicas(
     if is_shared_by_all and not is_on_mesh:
         return 0
     checksums = _checksums(parameters, placement)
+    # Ranks hold different regions, some of them alone: a number names a region in an array of one
+    # length for all.
     own = {_key(region): (region, crc) for region, crc in checksums}
     rows = np.array([(world.rank, key, crc) for key, (_, crc) in own.items()], np.int64)
     everyone = world.all_gather(rows.reshape(-1, 3))
     copies: dict[int, dict[int, int]] = {}
     for rank, key, crc in everyone.tolist():
         copies.setdefault(key, {})[rank] = crc
+    # A region that one rank alone holds has nothing to be compared with.
     several = {key: found for key, found in copies.items() if len(found) > 1}
     differing = {key: found for key, found in several.items() if len(set(found.values())) > 1}
     if differing:
@@ -110,6 +113,7 @@ def _refuse(
     parameters: ParameterStore,
 ) -> None:
     """Raise with the names that the first rank of each knows. Collective."""
+    # One rank names each region, so that an error of many parameters stays short to send.
     mine = {key: own[key] for key, found in differing.items() if min(found) == world.rank}
     names: dict[str, str] = {}
     for text in all_texts(world, json.dumps(mine) if mine else ""):
@@ -128,6 +132,7 @@ def _refuse(
 
 def _line(name: str, found: Mapping[int, int]) -> str:
     ((common, _),) = Counter(found.values()).most_common(1)
+    # The majority is taken for right: most likely one rank has gone wrong.
     odd = [rank for rank, crc in found.items() if crc != common]
     rest = [rank for rank, crc in found.items() if crc == common]
     return f"parameter {name!r} of {who(odd)} differs from that of {who(rest)}"
@@ -161,6 +166,7 @@ def agreed_vector(engine: Engine, vector: Array, name: str, rate: float = 0.0) -
         raise ValueError(f"{name}: expected a vector of shape ({length},), got {vector.shape}")
     if not np.can_cast(vector.dtype, dtype, "same_kind"):
         raise TypeError(f"{name}: expected real numbers, got a vector of {vector.dtype}")
+    # Checksums are of the bytes, so that layout and dtype must be the same on all ranks first.
     vector = np.ascontiguousarray(to_host(vector), dtype=dtype)
     own = np.array([[zlib.crc32(vector), rate]])  # float64 holds both
     marks, rates = engine.world.all_gather(own).T

@@ -23,7 +23,7 @@ from mpishard.checkpoint.exchange.plain import (
 )
 from mpishard.checkpoint.format.consensus import together
 from mpishard.checkpoint.format.metadata import COUNT, NUMBER, TEXT, Form, Kind, require_form
-from mpishard.checkpoint.format.tensor_bytes import tensors_of
+from mpishard.checkpoint.format.tensor_file import tensors_of
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import TrainingRecord
@@ -69,6 +69,7 @@ class ModelFiles:
         vector = packed_vector(arrays, self.parameters(), self.engine.layout.dtype)
         self._check_choices(choices)
         text = json.dumps(choices, sort_keys=True).encode()
+        # Different choices would make different models of equal vectors, and no rank would notice.
         marks = self.engine.world.all_gather(np.array([zlib.crc32(text)]))
         if (marks != marks[0]).any():
             raise ValueError(
@@ -121,6 +122,7 @@ class ModelFiles:
 
     def _own_bytes(self) -> dict[str, str]:
         """Bytes by a black box's own ``serialize``: it may hold more than its vector."""
+        # The object is the same on every rank: one copy in the file is enough.
         if not self._is_black_box or self.engine.world.rank != 0:
             return {}
         if hasattr(self.plain, "serialize") and hasattr(self.plain, "deserialize"):
@@ -161,7 +163,8 @@ class ModelFiles:
         if leaves is None:
             changed = [f"gradient_leaves was {before.get('gradient_leaves')} and is None"]
         else:
-            changed = numerics_differences(before, leaves.numerics())
+            now = leaves.numerics()
+            changed = numerics_differences({n: before[n] for n in before if n in now}, now)
         if changed:
             _log.warning(
                 "the checkpoint is of a run with gradient_leaves, whose bits do not depend on the "

@@ -144,6 +144,7 @@ def say_what_is_slow(config: ShardingConfiguration, program: Program) -> None:
     backend, is_ours = config.communication_backend, isinstance(program, LayeredProgram)
     if config.precision is None or not is_ours or backend.rank != 0 or library() is not None:
         return
+    # Measured here and now, because what is lost depends on the processor.
     speeds = [products_per_second(dtype) / 1e9 for dtype in (np.float32, BFLOAT16)]
     _log.warning(
         'precision="bfloat16": products are computed in float32 of rounded operands, because %s: '

@@ -104,12 +104,15 @@ class TrainingRun:
         self.has_found_no_replicas = False
         self.batches: Batches
         self.started = 0.0
+        # Before anything is written or resumed: ranks that want different training must all refuse
+        # it.
         require_agreement(optimizer, model, data, self.order)
         states = {
             f"callback {name}": callback
             for name, callback in zip(names_of(data.callbacks), data.callbacks, strict=True)
             if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
         }
+        # Callbacks with a state are saved and resumed as the user's own objects are.
         self.user_state = UserState({**(data.user_state or {}), **states}, model.backend)
         self.checkpoints = None
         if data.checkpoint is not None:
@@ -122,6 +125,7 @@ class TrainingRun:
         self.hooks = self._hooks()
         if self.step < self.total:
             with together(model.backend):  # a schedule may be a table, and too short
+                # The last step is asked too, so that a run of days does not fail at its end.
                 last = optimizer.steps + self.total - self.step - 1
                 for step in (optimizer.steps, last):
                     optimizer.wrapped_optimizer.checked_rate(step)
@@ -156,11 +160,13 @@ class TrainingRun:
                 type(self.model.wrapped_model).__name__,
             )
         self.started = time.perf_counter()
+        # A run that is resumed after it had stopped early makes no further step.
         ends = self.stopping.is_exhausted
         if self.checkpoints is not None and self.step < self.total and not ends:
             self.checkpoints.reserve(self.model, self.optimizer, keeps_best=self.best is not None)
         hooks, data = self.hooks, self.data
         if data.epochs is not None and data.max_steps is not None:
+            # Given both, users mistake one for the other: the log tells which one ends the run.
             hooks.announcement = self._length_in_words(data.epochs, data.max_steps)
         with ExitStack() as stack:
             hooks.enter(stack)
@@ -172,6 +178,8 @@ class TrainingRun:
                 Batches(
                     data.x_train, data.y_train, self.sampler, self.model.data_rank,
                     self.model.data_size, steps=range(self.step, self.total),
+                    # A batch read ahead would draw from the user's generators before the step that
+                    # is saved.
                     ahead=not data.user_state,
                 )
             )  # fmt: skip
@@ -224,6 +232,7 @@ class TrainingRun:
             self.has_found_no_replicas = not compared
         score = None
         if index + 1 == self.sampler.batches_per_epoch:
+            # Without validation data the training loss of each epoch is what early stopping judges.
             score = self._finish_epoch()
             self.epoch_sums[:] = 0
         if data.x_validation is not None:
@@ -247,6 +256,7 @@ class TrainingRun:
         return ends
 
     def _save_where_due(self, checkpoints: RunCheckpoints, is_asked: bool) -> None:
+        # Ranks that step alone meet only where they synchronise, and leave together there.
         is_preempted = self.optimizer.should_sync(self.step) and checkpoints.is_preempted()
         if is_preempted or checkpoints.is_due(self.step, is_last=is_asked):
             self.optimizer.settle()
@@ -254,6 +264,8 @@ class TrainingRun:
                 self.step, self.model, self.optimizer, self.best, {LOOP: self._position()}
             )
         else:
+            # A save in the background needs the ranks to meet now and then, or it would never be
+            # committed.
             checkpoints.poll()
         if is_preempted:
             checkpoints.finish()
@@ -330,6 +342,7 @@ class TrainingRun:
         result.best_fitness_score = stopping.best_score
         result.best_iteration = stopping.best_step
         solution_step = self.step
+        # The present parameters are the best ones if the last step is.
         if self.best is not None and stopping.best_step not in (None, self.step):
             self.best.put_back()
             solution_step = stopping.best_step
@@ -337,6 +350,7 @@ class TrainingRun:
         if data.training_statistics:
             result.training_result = self._evaluate("train", at_end=True)
         if data.x_validation is not None:
+            # An evaluation of the same parameters is not made twice.
             if data.predictions or self.latest is None or self.latest[0] != solution_step:
                 result.validation_result = self._evaluate("validation", at_end=True)
             else:
@@ -398,7 +412,7 @@ class TrainingRun:
         self.step = int(position["step"])
         self.epoch_sums[:] = position["epoch_sums"]
         self.result.fitness_history = list(position["fitness_history"])
-        self.result.validation_history = [(int(s), float(v)) for s, v in
+        self.result.validation_history = [(s, float(v)) for s, v in
                                           position["validation_history"]]  # fmt: skip
         # A best score is of no use without its parameters: then the search begins anew.
         if self.best is None or holds_best:

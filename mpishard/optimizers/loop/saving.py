@@ -82,6 +82,7 @@ def checkpoint_to_resume(
     found = share_path(backend, found)
     if found is not None:
         return found
+    # The run's own folder object keeps the manifests that it has read.
     own = folder if data.resume in (None, True) else None
     newest = newest_valid(own or place, backend)
     if newest is None and is_asked_for:
@@ -216,6 +217,7 @@ class RunCheckpoints:
             lambda: self.folder.target(step), model, optimizer,
             training=training, metadata=metadata, staging=self._staging,
         )  # fmt: skip
+        # Without memory for a copy the arrays must not change before they are written.
         if self._staging is None:
             self.finish()
 
@@ -322,7 +324,7 @@ _FORM = {
     "step": COUNT,
     "epoch_sums": (NUMBER, NUMBER),
     "fitness_history": [NUMBER],
-    "validation_history": [(NUMBER, NUMBER)],
+    "validation_history": [(COUNT, NUMBER)],
     "stopping": {"best_score": NUMBER, "best_step": _STEP, "reference": NUMBER, "waited": COUNT},
     "order": OBJECT,
     "user_state": {"names": [TEXT], "ranks": [OBJECT]},

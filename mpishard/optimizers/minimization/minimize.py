@@ -22,12 +22,11 @@ from mpishard.models import ZeRO2Model
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.saving import RunCheckpoints, checkpoint_to_resume
 from mpishard.optimizers.minimization.objective import Objective, Samples
-from mpishard.optimizers.minimization.result import OptimizeResult
 from mpishard.optimizers.rules.search import LBFGS, NewtonCG, NonlinearCG, SearchRule
 from mpishard.optimizers.sharded.strategies import ZeRO2Optimizer
 from mpishard.sharding import ShardingConfiguration
 
-__all__ = ["minimize"]
+__all__ = ["OptimizeResult", "minimize"]
 
 _RULES: dict[str, type[SearchRule]] = {
     "l-bfgs": LBFGS, "l-bfgs-b": LBFGS, "cg": NonlinearCG, "newton-cg": NewtonCG,
@@ -146,6 +145,7 @@ def minimize(
     ).checked()  # fmt: skip
     backend = init() if backend is None else backend
     backend.initialize()
+    # The optimizer takes a batch; here every batch is all of this rank's samples.
     samples = Samples.of(args, backend.rank, backend.world_size, local_data=local_data)
     _require_same(backend, rule, {
         **limits, "parameters": theta.size, "dtype": theta.dtype.name,
@@ -210,6 +210,7 @@ class _Run:
                 before = report.loss if before is None else before
                 status, message = self._reason(before)
                 if status < 0 and self.callback is not None and self._asks_to_stop():
+                    # SciPy's code for it.
                     status, message = 99, "the callback raised StopIteration"
                 if own is None:
                     continue
@@ -244,6 +245,7 @@ class _Run:
         base, gradient = vectors["base"], vectors["base_gradient"]
         xp = array_namespace(gradient)
         if self.rule.is_bounded:
+            # A gradient that points out of the box is 0 there: nothing can be gained along it.
             gradient = base - xp.clip(base - gradient, vectors["lower"], vectors["upper"])
         largest = float(abs(gradient).max()) if gradient.size else 0.0
         return float(self.backend.all_reduce(np.array([largest]), ReductionOperation.MAX)[0])
@@ -261,12 +263,14 @@ class _Run:
                 self.callback(theta)
         except StopIteration:
             stops = 1
+        # If it stops on one rank it stops on all: the others would wait for it in the next step.
         return bool(self.backend.all_reduce(np.array([stops]), ReductionOperation.MAX)[0])
 
     def _result(self, status: int, message: str) -> OptimizeResult:
         numbers, products = self.numbers, self.numbers.get("products", 0)
         # A last step that found nothing lower is no iteration.
         iterations = self.optimizer.steps - ("stuck" in numbers)
+        # Without hessp each product of the Hessian was a difference of two gradients.
         evaluations = numbers["evaluations"] + (0 if self.objective.has_product else products)
         result = OptimizeResult(
             x=self.model.gather_full_parameters(),
@@ -281,6 +285,7 @@ class _Run:
         )
         if isinstance(self.rule, NewtonCG):
             result["nhev"] = products
+        # The function is the user's object, and can be minimized again.
         self.model.release()
         return result
 
@@ -398,3 +403,51 @@ def _require_same(
     differing = differences(backend, {**rule.fingerprint(), **choices})
     if differing:
         raise ValueError(f"every rank must minimize the same function; by rank, {differing}")
+
+
+class OptimizeResult(dict[str, Any]):
+    """The fields of ``scipy.optimize.OptimizeResult``, by key and by attribute.
+
+    It is a class of its own because SciPy is no dependency of this package.
+
+    Attributes
+    ----------
+    x : Array
+        The solution, shape (n,), whole on every rank.
+    fun : float
+        The mean loss there.
+    jac : Array
+        Its gradient, shape (n,).
+    nit, nfev, njev : int
+        Iterations; evaluations of loss and gradient, of this run and those it went on from.
+    nhev : int
+        Products of the Hessian with a vector, or differences of gradients in their place.
+    success : bool
+        Whether a tolerance was reached.
+    status : int
+        0 for success, 1 if a limit was reached, 2 if no lower value was found, 99 if the callback
+        raised StopIteration.
+    message : str
+        The reason in words.
+
+    Examples
+    --------
+    >>> OptimizeResult(fun=0.5, nit=3).fun
+    0.5
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the result has no {name!r}, but {', '.join(self)}") from None
+
+    __setattr__ = dict.__setitem__
+    __delattr__ = dict.__delitem__
+
+    def __dir__(self) -> list[str]:
+        return list(self)
+
+    def __repr__(self) -> str:
+        width = max(map(len, self), default=0)
+        return "\n".join(f"{name:>{width}}: {value!r}" for name, value in self.items())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace, to_host
-from mpishard.checkpoint.format.tensor_bytes import bytes_of, tensors_and_document
+from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
 from mpishard.models.stores.gradient_store import squared_norm
 from mpishard.optimizers.rules import schedules
 from mpishard.optimizers.rules.algorithm_options import (

@@ -94,6 +94,7 @@ class SearchRule(Optimizer):
         if not (slope < 0 and math.isfinite(square)):
             self.give_up(ranges, context)
             return
+        # A direction within bounds ends at the box with a step of 1.
         longest = 1.0 if self.is_bounded else _LONGEST
         step = min(self.first_step(slope, math.sqrt(square), context), longest)
         search = StrongWolfe(numbers["value"], slope, step, longest, self.c1, self.c2)
@@ -116,6 +117,7 @@ class SearchRule(Optimizer):
             self.begin(ranges, context)
             return
         scale = context.gradient_scale
+        # A trial is judged by its value and by its slope along the direction.
         (slope,) = self._sums(
             ranges, context, ["direction"],
             lambda views: [scale * _dot(views["gradient"], views["direction"])],
@@ -125,6 +127,7 @@ class SearchRule(Optimizer):
     def reject(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
         """Judge an evaluation whose loss or gradient is not finite. Collective."""
         context.numbers["evaluations"] += 1
+        # To the search an infinite loss is a step too long: it goes back.
         self._judge(ranges, context, math.inf, math.nan)
 
     def restore(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
@@ -152,6 +155,7 @@ class SearchRule(Optimizer):
     def give_up(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
         """Go back, and begin again along the gradient; if that was tried, say that it is stuck."""
         self.restore(ranges, context)
+        # A bad direction may come of old curvature; the gradient alone depends on none.
         if self.forget(context.numbers):
             self.begin(ranges, context)
         else:
@@ -322,6 +326,7 @@ class LBFGS(SearchRule):
         is_kept = product > _EPSILON * scale  # otherwise the matrix would not stay positive
         slot = 0
         if is_kept:
+            # The oldest pair's vectors are overwritten: no memory is allocated in a step.
             slot = len(pairs) if len(pairs) < self.memory else pairs.pop(0)
             pairs.append(slot)
         for owned in ranges:
@@ -348,15 +353,20 @@ class LBFGS(SearchRule):
         coefficients[-1] = -1.0
         if pairs:
             gram = np.zeros((size, size))
+            # All dot products in one reduction: both loops then run on these numbers alone.
             gram[upper] = self._sums(ranges, context, vectors, products, len(upper[0]))
             gram.T[upper] = gram[upper]
             coefficients = _two_loops(gram, len(pairs))
         for owned in ranges:
             for views in _blocks(owned, ["direction", *vectors], 0, len(owned.parameters)):
                 rows = self._free_rows(views, names)
-                found = array_namespace(rows).asarray(coefficients) @ rows
+                xp = array_namespace(rows)
+                found = xp.asarray(coefficients) @ rows
                 if self.is_bounded:
-                    self._project(views, found)
+                    # Cut off where a step of 1 would leave the box.
+                    found += views["base"]
+                    xp.clip(found, views["lower"], views["upper"], out=found)
+                    found -= views["base"]
                 views["direction"][...] = found
         if self.is_bounded and pairs and not self._slope(ranges, context)[0] < 0:
             self.forget(context.numbers)  # projecting has made another direction of it
@@ -374,13 +384,6 @@ class LBFGS(SearchRule):
                       | ((base >= views["upper"]) & (gradient < 0)))  # fmt: skip
         return rows
 
-    @staticmethod
-    def _project(views: Mapping[str, Array], direction: Array) -> None:
-        """Cut a direction off where a step of 1 would leave the box."""
-        direction += views["base"]
-        array_namespace(direction).clip(direction, views["lower"], views["upper"], out=direction)
-        direction -= views["base"]
-
 
 def _two_loops(gram: Array, count: int) -> Array:
     """Return the coefficients of steps, changes and gradient in the direction.
@@ -390,6 +393,7 @@ def _two_loops(gram: Array, count: int) -> Array:
     """
     found = np.zeros(2 * count + 1)
     found[-1] = -1.0
+    # Among the parameters that are free of bounds a pair may have no curvature left to divide by.
     usable = [k for k in range(count)
               if gram[k, count + k] > _EPSILON * gram[count + k, count + k]]  # fmt: skip
     alphas = {}

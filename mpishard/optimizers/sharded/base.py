@@ -41,8 +41,7 @@ from mpishard.optimizers.loop.loop import TrainingRun
 from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.rules.search import SearchRule
-from mpishard.optimizers.sharded.searching import refuse_unfit, search_step
-from mpishard.optimizers.sharded.state import STATE_FORM, ModelState
+from mpishard.optimizers.sharded.state import STATE_FORM, ModelState, refuse_unfit, search_step
 from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ShardingConfiguration
 
@@ -448,6 +447,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             )
         for vector in self.state.values():
             self.backend.broadcast(vector, root=0)
+        # The bias corrections of Adam depend on it, as much as on the vectors.
         steps = int(self.backend.broadcast(np.array([self.steps]), root=0)[0])
         if self._state is not None:
             self._state.steps = steps
@@ -594,6 +594,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         `optimize` asks at every evaluation.
         """
         is_stuck = self._state is not None and "stuck" in self._state.numbers
+        # Asked on every rank, because a user's rule may answer by what its rank alone knows.
         mine = np.array([int(is_stuck or bool(self._rule.should_early_stop()))])
         return bool(self.backend.all_reduce(mine, ReductionOperation.MAX)[0])
 
@@ -618,6 +619,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """
         data = self._checked(input_data)
         bound = self.model
+        # The plain model gave its parameters to the wrapper in an earlier call: training goes on
+        # there.
         if bound is not None and data.model is bound.wrapped_model:
             data = replace(data, model=bound)
         model = data.model

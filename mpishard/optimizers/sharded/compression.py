@@ -54,7 +54,7 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
     ================  =========================================================================
     ``quantization``  n + 2 b: the nearest of max(2, int(256 ratio)) values between the least
                       and the greatest element
-    ``int8``          n + b ceil(n / 1024): stochastic rounding, a scale for 1024 elements
+    ``int8``          n + b ceil(n / 128): stochastic rounding, a scale for 128 elements
     ``top-k``         k (4 + b): the k = max(1, int(ratio n)) largest elements and their places
     ``random-k``      k b: places drawn anew in each step, the same on all ranks
     ``powersgd``      b r (rows + columns) for each matrix, b n for other parameters, over whole

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.checkpoint import CheckpointState, Pieces
 from mpishard.checkpoint.format.metadata import COUNT, OBJECT, require_form
+from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport, Update
 from mpishard.optimizers.rules.ranges import (
@@ -20,10 +23,11 @@ from mpishard.optimizers.rules.ranges import (
     segments_of,
 )
 from mpishard.optimizers.rules.rule import Optimizer
+from mpishard.optimizers.rules.search import SearchRule
 from mpishard.optimizers.sharded.state_bytes import StateBytes, gather_state
 from mpishard.sharding import Piece
 
-__all__ = ["STATE_FORM", "ModelState"]
+__all__ = ["STATE_FORM", "ModelState", "refuse_unfit", "search_step"]
 
 STATE_FORM: dict[str, Any] = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
 """The form of an optimizer's metadata in a checkpoint."""
@@ -69,6 +73,7 @@ class ModelState(CheckpointState):
         self._options = rule.parameter_options
         self._described = rule.checked_options.description  # the options of `frozen`
         engine = model.engine
+        # Before the vectors are made: frozen parameters get no memory in them.
         if engine.program.frozen != frozen:
             engine.freeze(frozen)
         pieces = engine.pieces.updated
@@ -163,7 +168,10 @@ class ModelState(CheckpointState):
         rule = self.rule
         context = UpdateContext(
             step=self.steps + 1,
+            # A schedule is asked for the number of updates so far, which counts from 0.
             learning_rate=rule.checked_rate(self.steps),
+            # Gradients are sums over samples: the rule multiplies once, by the mean's and
+            # clipping's factor together.
             gradient_scale=rule.clip_factor(report.gradient_norm) / report.weight,
             loss=report.loss,
             numbers=self.numbers,
@@ -245,3 +253,68 @@ class ModelState(CheckpointState):
         self.steps, self.numbers = steps, dict(numbers)
         # Another optimizer may have made some of the model's steps.
         self.model.engine.step_number = max(self.model.engine.step_number, steps)
+
+
+def refuse_unfit(model: ShardedModelBase, rule: str) -> None:
+    """Refuse a model whose loss is no function of its parameters alone. Communicates nothing.
+
+    Raises
+    ------
+    ValueError
+        For a black box that tells no loss, a model with dropout, and replicas that drift apart.
+    """
+    engine = model.engine
+    if not engine.program.knows_loss(engine.loss):
+        raise ValueError(
+            f"{rule} compares losses, and {type(model.wrapped_model).__name__} tells none: give it "
+            "compute_loss_and_gradients, or a default_loss_function"
+        )
+    if engine.program.is_random:
+        raise ValueError(
+            f"{rule} evaluates one function at several points, and dropout makes another one of it "
+            "each time: leave dropout out"
+        )
+    if not model.sharding_configuration.auto_sync_gradients:
+        raise ValueError(
+            f"{rule} searches along one line on all ranks; it needs auto_sync_gradients=True"
+        )
+
+
+def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None) -> StepReport:
+    """Make one update: evaluate the model until the line search ends. Collective.
+
+    If the loss or the gradient at a trial is not finite, the next trial is shorter. If it is not
+    finite at the initial parameters, or not at any trial, the error is raised on every rank, with
+    the parameters of before the step.
+    """
+    engine, rule = state.model.engine, state.rule
+    assert isinstance(rule, SearchRule)
+    if engine.round.accumulates:
+        raise ShardingError(
+            f"{type(rule).__name__} evaluates the whole batch at several points, and accumulate() "
+            "keeps no batch: give step the whole batch, outside of accumulate()"
+        )
+    before: float = state.numbers.get("value", math.nan)
+    engine.move(lambda updates, report: state.run(rule.begin, updates, report))
+    found: StepReport | None = None
+    while state.is_searching:
+        is_first = "value" not in state.numbers
+        try:
+            report = engine.step(
+                x, y, state.update, sample_start=sample_start, settings=state.settings()
+            )
+        except NonFiniteLossError:
+            if is_first:
+                state.numbers.clear()
+                raise
+            engine.move(lambda updates, report: state.run(rule.reject, updates, report))
+            if "stuck" in state.numbers:
+                raise
+            continue
+        if is_first:
+            before = report.loss
+        found = report
+    if found is None:  # stuck before an evaluation: nothing has changed
+        state.steps += 1
+        return StepReport(before, 1.0, 0.0)
+    return replace(found, loss=before)

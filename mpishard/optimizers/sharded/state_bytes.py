@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, to_host
-from mpishard.checkpoint.format.tensor_bytes import bytes_of, tensors_and_document
+from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
 from mpishard.communication import CommunicationBackend
 from mpishard.models import ShardedModelBase
 from mpishard.sharding import ParameterEntry, Piece, Placement, Region

@@ -1,4 +1,4 @@
-"""Pipeline, tensor and data parallelism at once."""
+"""Strategies on a mesh: tensor and pipeline parallelism, and both with data parallelism."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpishard.models.strategies.mesh_model import MeshModel
 from mpishard.pipeline import ActivationCheckpointConfig, IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
 
-__all__ = ["HybridShardedModel"]
+__all__ = ["HybridShardedModel", "PipelineParallelModel", "TensorParallelModel"]
 
 
 class HybridShardedModel(MeshModel):
@@ -101,3 +101,95 @@ class HybridShardedModel(MeshModel):
         metadata = super().get_model_metadata()
         metadata.properties |= self._pipeline_metadata() | self._tensor_metadata()
         return metadata
+
+
+class PipelineParallelModel(MeshModel):
+    """Each rank holds some consecutive layers, and works on one micro-batch after the other.
+
+    Huang et al., "GPipe", 2019 (arXiv:1811.06965), and the schedules that came after it. Outputs
+    travel to the next stage and gradients back; nothing else does, but the copies of a tied
+    parameter's gradient. All ranks must be given the same batch. It is the mesh (W, 1, 1) of
+    `HybridShardedModel`.
+
+    Parameters
+    ----------
+    wrapped_model : object
+        A layered model, or a black box; see `HybridShardedModel`.
+    config : ShardingConfiguration
+        Backend and choices.
+    micro_batch_count : int
+        M, into how many parts along the batch dim the batch is cut.
+    partition_strategy, schedule, checkpoint_config
+        See `HybridShardedModel`.
+    """
+
+    strategy: ClassVar[str] = "PipelineParallel"
+
+    def __init__(
+        self,
+        wrapped_model: Any,
+        config: ShardingConfiguration,
+        micro_batch_count: int = 1,
+        *,
+        partition_strategy: Any = None,
+        schedule: IPipelineSchedule | str | None = None,
+        checkpoint_config: ActivationCheckpointConfig | None = None,
+    ) -> None:
+        super().__init__(
+            wrapped_model, config, pipeline=world_size_of(config), tensor=1, data=1,
+            micro_batch_count=micro_batch_count, schedule=schedule,
+            partition_strategy=partition_strategy, checkpoint_config=checkpoint_config,
+        )  # fmt: skip
+
+    def get_model_metadata(self) -> ModelMetadata:
+        metadata = super().get_model_metadata()
+        metadata.properties |= self._pipeline_metadata()
+        return metadata
+
+
+class TensorParallelModel(MeshModel):
+    """Each rank computes its slice of every layer that splits, and all compute one batch.
+
+    Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), section 3: linear layers in pairs, the
+    first split by outputs and the second by inputs, attention by heads, embedding and
+    cross-entropy by vocabulary. For each pair one all-reduce of the output in forward, one of the
+    input's gradient in backward.
+
+    All ranks must be given the same batch. It is the mesh (1, W, 1) of `HybridShardedModel`.
+
+    Parameters
+    ----------
+    wrapped_model : object
+        A layered model, or a black box; see `HybridShardedModel`.
+    config : ShardingConfiguration
+        Backend and choices.
+    sequence_parallel, checkpoint_config
+        See `HybridShardedModel`.
+    """
+
+    strategy: ClassVar[str] = "TensorParallel"
+
+    def __init__(
+        self,
+        wrapped_model: Any,
+        config: ShardingConfiguration,
+        *,
+        sequence_parallel: bool = False,
+        checkpoint_config: ActivationCheckpointConfig | None = None,
+    ) -> None:
+        super().__init__(
+            wrapped_model, config, pipeline=1, tensor=world_size_of(config), data=1,
+            sequence_parallel=sequence_parallel, checkpoint_config=checkpoint_config,
+        )  # fmt: skip
+
+    def get_model_metadata(self) -> ModelMetadata:
+        metadata = super().get_model_metadata()
+        metadata.properties |= self._tensor_metadata()
+        return metadata
+
+
+def world_size_of(config: Any) -> int:
+    """The number of ranks; 1 if ``config`` is none, which the base class refuses."""
+    return (
+        config.communication_backend.world_size if isinstance(config, ShardingConfiguration) else 1
+    )
