@@ -59,8 +59,6 @@ TESTED = {
     ("_DelayedState.apply_pending",
      "differences(self.model.backend, {n: str(v) for n, v in self.settings().items()})"):
         "optimizers/test_async_sgd.py::test_ranks_with_other_pending_gradients_are_refused",
-    ("LocalState.settle", "self.model.backend.barrier()"):
-        "optimizers/test_local_sgd_groups.py::test_settle_waits_for_ranks_of_the_node_that_read",
     ("compare_replicas", "world.all_gather(rows.reshape(-1, 3))"):
         "models/test_digest.py::test_names_the_rank_and_the_parameter",
     ("TrainingRun._resume", "together(self.model.backend)"):

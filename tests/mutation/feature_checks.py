@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from registry import PATHS, STEPS, as_in_one_process, check, is_late, of
+from registry import PATHS, SECONDS, STEPS, as_in_one_process, check, is_late, of
 from worlds import agree, close, refused, run
 
 import mpishard as ms
@@ -189,6 +190,30 @@ def replicas_of_two_ranks(problems: Any) -> None:
             for manner in (nullcontext, is_late):
                 with manner():
                     run(functools.partial(body, strategy=strategy), path, 4)
+
+
+@check
+def a_late_rank_when_replicas_settle(problems: Any) -> None:
+    """With an exchange under way: it still reads what its replica is about to change."""
+    x = problems.batch("mlp", 0)[0]
+
+    def body(backend: Any) -> None:
+        config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1, replica_size=2)
+        model = ms.as_distributed(nn.MLP([5, 7, 2], seed=1), config, "zero1")
+        optimizer = ms.optimizers.LocalSGDOptimizer(
+            ms.optimizers.SGD(0.05), config, 4, strategy="zero1", overlap=2
+        )
+        for step in range(4):
+            optimizer.step(model, *problems.local_batch(backend, "mlp", step))
+        if backend.rank == 1:
+            time.sleep(10 * SECONDS["late"])
+        predicted = model.predict(x)
+        optimizer.settle()
+        everyone = backend.all_gather(predicted[None])
+        close(everyone[0], everyone[1])
+        close(everyone[2], everyone[3])
+
+    run(body, "arena", 4)
 
 
 @check
