@@ -92,7 +92,9 @@ def _sendable(value):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
         return {_sendable(key): _sendable(item) for key, item in value.items()}
-    return [_sendable(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):  # a skipped module's longrepr is a tuple, and must stay one
+        return type(value)(_sendable(item) for item in value)
+    return value
 
 
 @pytest.hookimpl(optionalhook=True)
