@@ -26,14 +26,14 @@ def main():
     model = mst.shard(model, strategy="fsdp")  # line 1
     optimizer = mst.optimizer(torch.optim.AdamW, model, lr=5e-3)  # line 2
     data = mst.DataLoader(spirals(1200), batch_size=120, shuffle=True)
-    for _ in range(30):
+    for _ in range(40):
         for points, arms in data:
             loss = nn.functional.cross_entropy(model(points), arms)
             optimizer.zero_grad()
             loss.backward()
             mst.clip_grad_norm_(model, 1.0)
             optimizer.step()
-    mst.save("runs/torch_loop", model, optimizer, step=300)
+    mst.save("runs/torch_loop", model, optimizer, step=400)
     with torch.no_grad():
         points, arms = spirals(1200).tensors
         right = (model(points).argmax(1) == arms).float().mean()

@@ -44,6 +44,7 @@ import importlib.metadata
 import io
 import os
 import signal
+import sys
 import time
 import traceback
 import zlib
@@ -529,6 +530,8 @@ def path(request, monkeypatch) -> str:
     """How data goes from rank to rank; a parameter, indirect: memory, messages, or both."""
     for name, value in _PATHS[request.param].items():
         monkeypatch.setenv(name, value)
+    # init() then makes a world of this path, and not one that later tests would get.
+    monkeypatch.setattr(sys.modules["mpishard.communication.init"], "_process_backend", None)
     return request.param
 
 

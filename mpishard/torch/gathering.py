@@ -36,6 +36,8 @@ class GatheredUnits:
     ----------
     store : ShardedParameters
         This rank's pieces.
+    names : sequence of str
+        The first parameter of each unit, for errors.
 
     Attributes
     ----------
@@ -43,8 +45,9 @@ class GatheredUnits:
         The number of the unit to which a storage, by its address, belongs.
     """
 
-    def __init__(self, store: ShardedParameters) -> None:
+    def __init__(self, store: ShardedParameters, names: Sequence[str]) -> None:
         self._store = store
+        self._names = names
         dtype = tensor_of(np.empty(0, store.layout.dtype)).dtype
         self._tensors = [torch.empty(unit.length, dtype=dtype) for unit in store.layout.units]
         self.units = {t.untyped_storage()._cdata: i for i, t in enumerate(self._tensors)}
@@ -67,6 +70,15 @@ class GatheredUnits:
         self._let_go(others[: max(0, excess)])
         layout = self._store.layout
         for unit in missing:
+            # Units of the same size would be mixed without an error if ranks took other branches.
+            wanted = layout.backend.all_gather(np.array([unit]))
+            if (wanted != unit).any():
+                each = ", ".join(f"rank {r} {self._names[u]!r}" for r, u in enumerate(wanted))
+                raise ShardingError(
+                    f"ranks use different parameters at the same time: {each}. While they are "
+                    "gathered, every rank must use the same ones in the same order; strategies "
+                    '"ddp", "zero1" and "zero2" let ranks take branches of their own'
+                )
             storage = self._tensors[unit].untyped_storage()
             storage.resize_(layout.units[unit].length * layout.dtype.itemsize)
             # Not by numpy(), after which PyTorch would not resize the storage any more.

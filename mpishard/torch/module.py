@@ -144,7 +144,8 @@ class ShardedModule:
         )
         self.gathered: GatheredUnits | None = None
         if isinstance(self.parameters.computed, ShardedParameters):
-            self.gathered = GatheredUnits(self.parameters.computed)
+            names = [entries_of(unit, self.entries)[0].name for unit in self.units]
+            self.gathered = GatheredUnits(self.parameters.computed, names)
             for inner in module.modules():
                 inner.register_state_dict_post_hook(give_whole_tensors)
         if precision is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mpishard import run_in_threads
-from mpishard.errors import CollectiveMismatchError, PeerError
+from mpishard.errors import CollectiveMismatchError, PeerError, ShardingError
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.testing.worlds import in_worlds
 
@@ -82,7 +82,7 @@ def test_a_rank_holds_its_shard_and_two_units(backend, path):
     # In this order a step gathers each unit twice, but for the two that backward begins with.
     sent = backend._sequence
     model(torch.ones(2, SIDE, dtype=torch.float64)).sum().backward()
-    gathers, reductions, flags = 2 * DEPTH - 2, DEPTH, 1
+    gathers, reductions, flags = 2 * (2 * DEPTH - 2), DEPTH, 1  # a gather asks for which unit first
     assert backend._sequence - sent == gathers + reductions + flags
 
 
@@ -187,3 +187,15 @@ def test_a_rank_that_uses_parameters_alone_is_named(path):
 
     with pytest.raises((CollectiveMismatchError, PeerError), match="an operation on a parameter"):
         run_in_threads(2, body)
+
+
+@messages
+@in_worlds(2, 3)
+def test_branches_of_the_same_size_are_not_mixed(backend, path):
+    mst.init()
+    model = mst.shard(nets.make(nets.Branches), "fsdp", minimum_unit_size=1)
+    x, _ = nets.batch("mlp")
+    with pytest.raises(
+        (ShardingError, PeerError), match=r"rank 0 'left\.weight', rank 1 'right\.weight'"
+    ):
+        model(x, left=backend.rank == 0)
