@@ -25,25 +25,32 @@ from mpishard.cli.machine import installed_version
 
 __all__ = ["app", "main"]
 
-_COMMANDS: dict[str, dict[str, Any]] = {
-    "run": {"allow_extra_args": True, "allow_interspersed_args": False},
-    "doctor": {},
-    "verify": {},
-    "plan": {},
-    "bench": {},
-    "checkpoint": {},
-    "trace": {},
-    "plot": {},
-    "watch": {},
-}
-"""The commands, in the order of the help, and how each takes its arguments."""
-
-_FOLDERS = {"run", "doctor", "verify", "bench", "watch"}
-"""Commands that are folders; the others are modules."""
+_COMMANDS = {
+    "run": ("run.command", "Run SCRIPT on N MPI ranks."),
+    "doctor": ("doctor.command", "Examine this environment, and name commands that fix it."),
+    "verify": (
+        "verify.command",
+        "Compare sharded training of TARGET's model with training it in one process.",
+    ),
+    "plan": ("plan", "Simulate pipeline schedules: what a run will cost, before it runs."),
+    "bench": (
+        "bench.command", "Measure collectives, training steps and checkpoints on this machine."
+    ),
+    "checkpoint": (
+        "checkpoint", "Look into checkpoints, verify them, exchange them with other programs."
+    ),
+    "trace": ("trace", "Record what each rank does and when; merge it for Perfetto, add it up."),
+    "plot": ("plot", "Draw the losses of one run, or of several."),
+    "watch": (
+        "watch.command",
+        "Show a run on a local page, live: losses, throughput, memory, and the state of each rank.",
+    ),
+}  # fmt: skip
+"""The module and the summary of each command, in the order of the help."""
 
 
 class _Commands(TyperGroup):
-    """Imports a command when it is called."""
+    """Imports a command when it is called; the list of all needs none of them."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -51,25 +58,25 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _COMMANDS and self.commands[cmd_name] is None:
-            module = f"mpishard.cli.{cmd_name}"
-            if cmd_name in _FOLDERS:
-                module += ".command"
-            found = getattr(importlib.import_module(module), cmd_name)
+            module = importlib.import_module(f"mpishard.cli.{_COMMANDS[cmd_name][0]}")
+            found = getattr(module, cmd_name)
             holder = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
             if isinstance(found, typer.Typer):
                 holder.add_typer(found, name=cmd_name)
             else:
-                holder.command(cmd_name, context_settings=_COMMANDS[cmd_name])(found)
+                # The words after SCRIPT are its own, also those that look like options.
+                is_run = cmd_name == "run"
+                settings = {"allow_extra_args": is_run, "allow_interspersed_args": not is_run}
+                holder.command(cmd_name, context_settings=settings)(found)
             self.commands[cmd_name] = get_group(holder).commands[cmd_name]
-            _keep_summaries_whole(self.commands[cmd_name])
+            # A list of commands would cut a summary that is not given to one line.
+            for each in getattr(self.commands[cmd_name], "commands", {}).values():
+                each.short_help = (each.help or "").partition("\n\n")[0].replace("\n", " ")
         return super().get_command(ctx, cmd_name)
 
-
-def _keep_summaries_whole(command: Any) -> None:
-    """Let lists of commands fold a summary: one that is not given would be cut to a line."""
-    command.short_help = (command.help or "").partition("\n\n")[0].replace("\n", " ")
-    for each in getattr(command, "commands", {}).values():
-        _keep_summaries_whole(each)
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
 
 
 app = typer.Typer(

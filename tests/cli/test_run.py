@@ -368,9 +368,29 @@ def test_version_and_help():
     assert names == [
         "run", "doctor", "verify", "plan", "bench", "checkpoint", "trace", "plot", "watch"
     ]  # fmt: skip
+    for name in names:  # the list imports no command, so it has the summaries a second time
+        summary = CliRunner().invoke(app, [name, "--help"]).stdout.split("\n\n")[1]
+        listed = commands.partition(f"  {name} ")[2].partition(".\n")[0] + "."
+        assert listed.split() == summary.split()
     other = CliRunner().invoke(app, ["rum"])
     assert other.exit_code == 2
     assert "No such command 'rum'" in other.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])
+def test_help_waits_for_no_arrays(words):
+    program = f"""
+import sys
+from mpishard.cli import app
+try:
+    app({words!r})
+except SystemExit:
+    print("numpy" in sys.modules)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.endswith("False\n")
 
 
 def test_run_waits_for_no_models():

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from mpishard import settings
-from mpishard.cli.run.job import prepare_job
 
 __all__ = [
     "HostsOption",
@@ -108,6 +107,9 @@ def run(
     (usage). The exit code is that of the last start; the first failure is reported again as the
     root cause.
     """
+    # Here, because it imports NumPy and the communication room, and --help needs neither.
+    from mpishard.cli.run.job import prepare_job
+
     try:
         job = prepare_job(
             "run",

@@ -125,11 +125,9 @@ class Engine:
             parameters, policy, is_on_mesh=program.replica.is_on_mesh, are_apart=across is not None
         )
         self.round = Round(config, program.replica.dealt, program.replica.members)
-        self.leaves = (
-            None
-            if config.gradient_leaves is None
-            else GradientLeaves(config, parameters.backend, program.dtype)
-        )
+        self.leaves: GradientLeaves | None = None
+        if config.gradient_leaves is not None:
+            self.leaves = GradientLeaves(config, parameters.backend, program.dtype)
         self.freeze(program.frozen)
 
     def freeze(self, names: frozenset[str]) -> None:
@@ -653,13 +651,13 @@ class Engine:
         self.layout.device.use()
         placement = self.placement
         self.parameters.take(lambda start, out: placement.take(full, start, out))
-        self.replicas.are_equal()
+        self.replicas.mark_equal()
         self.changed()
 
     def read(self) -> None:
         """Go on with the values that every rank has written, as from a file. Collective."""
         self.parameters.refresh()
-        self.replicas.are_equal()
+        self.replicas.mark_equal()
         self.changed()
 
     def continue_as(self, other: Engine) -> None:
