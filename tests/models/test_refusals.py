@@ -228,7 +228,7 @@ def test_bad_batches_are_refused_before_anything_is_sent(
     backend.barrier()
     backend.traffic.reset()
     sequence = backend._sequence
-    for call in (optimizer.step, model.compute_gradients, model.engine.evaluate):
+    for call in (optimizer.step, model.compute_gradients, model.evaluate):
         bound = (model,) if call == optimizer.step else ()
         with pytest.raises((TypeError, ValueError), match=message):
             call(*bound, x, y)
