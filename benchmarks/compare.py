@@ -64,7 +64,7 @@ class Steps:
     name : str
         One of `WORKLOADS`, with which the names of its samples begin.
     samples : dict
-        What was measured is added here.
+        Measurements by name; those of these jobs are added.
     """
 
     def __init__(self, runner: Runner, name: str, samples: Samples) -> None:
@@ -174,26 +174,21 @@ def compare_collectives(runner: Runner, repeats: int, samples: Samples) -> None:
     """One job on shared memory and one by plain messages; each has its repeats inside."""
     for variables, prefix in (({}, ""), ({"MPISHARD_ARENA": "off"}, "plain ")):
         found = runner.ours(
-            *(
-                "bench",
-                "collectives",
-                "-n",
-                "--collective",
-                "all_reduce",
-                "--collective",
-                "reduce_scatter",
-            ),
-            *("--sizes", "8B,1MiB,8MiB,64MiB", "--repeats", str(max(9, repeats))),
-            ranks=2,
-            **variables,
-        )
+            "bench", "collectives", "-n", "--collective", "all_reduce", "--collective",
+            "reduce_scatter", "--sizes", "8B,1MiB,8MiB,64MiB", "--repeats", str(max(9, repeats)),
+            ranks=2, **variables,
+        )  # fmt: skip
         for row in found["collectives"]:
             name = f"{prefix}{row['collective']} {bytes_text(row['nbytes'])} {row['way']}"
             samples[name] = row["seconds"]
 
 
 def compare_memory(runner: Runner, peers: bool, samples: Samples) -> None:
-    """Resident memory of two ranks, at its greatest in the MLP's steps, above idle imports."""
+    """Resident memory of two ranks at its greatest: of the MLP, and of a GPT in both precisions."""
+    for precision in ("float32", "bfloat16"):
+        found = runner.precision_memory(precision)
+        samples[f"large activations {precision}"].append(found["activations"])
+        samples[f"large memory {precision}"].append(found["bytes"])
     (row,) = runner.our_step("mlp", "--memory", ranks=2)
     idle = idle_memory(sys.executable, IMPORTS_OURS, 2)
     samples["mlp memory ours"].append(row["peak_bytes"] - idle)
@@ -224,7 +219,7 @@ def compare_jax(runner: Runner, samples: Samples) -> None:
 
 
 def find_peers(runner: Runner) -> Found:
-    """Which peers can be measured; tells what is left out."""
+    """Return the peers that can be measured; print which rows are left out."""
     found = Found(
         can(runner.peer_python, IMPORTS_PEER),
         can(runner.adapter_python, IMPORTS_ADAPTER),
@@ -293,7 +288,7 @@ def parse() -> argparse.Namespace:
 
 
 def measures(runner: Runner, repeats: int) -> dict[str, Callable[[Samples], None]]:
-    """What measures each group; a group whose libraries are not there is left out, and said."""
+    """Return the function of each group; groups whose libraries are missing are left out."""
     peers = find_peers(runner)
     found: dict[str, Callable[[Samples], None]] = {
         "mlp": lambda samples: compare_steps(runner, "mlp", peers, samples),

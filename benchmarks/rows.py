@@ -15,14 +15,14 @@ class Row:
     Parameters
     ----------
     text : str
-        What is compared.
+        Name of the row.
     ours, other : str
         Names of the measurements; the row is ours / other. ``other`` may name several, separated
         by ``|``: the fastest of each repeat counts, and those that were not measured do not.
     target : float
-        What the row must not exceed.
+        Largest value that is good.
     factor : float
-        What ``other`` is multiplied by.
+        Factor of ``other``.
     unit : str
         Of a row that is ours - other, as ``"us"``; empty for a ratio.
     least : str
@@ -94,19 +94,15 @@ ROWS = [
     Row("GPT, 2 ranks / PyTorch, 2 threads", "gpt ours 2", "gpt threads", 0.72, **GPT),
     Row("MLP step with numba / PyTorch FSDP2", "mlp ours 2 numba", "mlp fsdp2", 0.20, **MLP),
     Row("GPT step with numba / PyTorch FSDP2", "gpt ours 2 numba", "gpt fsdp2", 0.62, **GPT),
-    Row(
-        "MLP in PyTorch, adapter / FSDP2",
-        "mlp adapter",
-        "mlp fsdp2",
-        0.30,
-        least="mlp products torch",
-    ),
-    Row(
-        "GPT in PyTorch, adapter / FSDP2",
-        "gpt adapter",
-        "gpt fsdp2",
-        0.80,
-        least="gpt products torch",
+    *(
+        Row(
+            f"{model.upper()} in PyTorch, adapter / FSDP2",
+            f"{model} adapter",
+            f"{model} fsdp2",
+            target,
+            least=f"{model} products torch",
+        )
+        for model, target in (("mlp", 0.30), ("gpt", 0.80))
     ),
     Row("MLP, 2-rank step / 1-rank step", "mlp ours 2", "mlp ours 1", 0.90),
     Row("GPT, 2-rank step / 1-rank step", "gpt ours 2", "gpt ours 1", 1.03),
@@ -120,16 +116,8 @@ ROWS = [
         for name, kind in (("Reduce-scatter", "reduce_scatter"), ("All-reduce", "all_reduce"))
     ),
     *(
-        Row(f"All-reduce {size} / MPI", f"all_reduce {size} ours", f"all_reduce {size} MPI", 1.1)
-        for size in ("1 MiB", "8 MiB", "64 MiB")
-    ),
-    *(
-        Row(
-            f"All-reduce {size} by messages / MPI",
-            f"plain all_reduce {size} ours",
-            f"plain all_reduce {size} MPI",
-            1.1,
-        )
+        Row(f"All-reduce {size}{how} / MPI", f"{kind} {size} ours", f"{kind} {size} MPI", 1.1)
+        for how, kind in (("", "all_reduce"), (" by messages", "plain all_reduce"))
         for size in ("1 MiB", "8 MiB", "64 MiB")
     ),
     Row(
@@ -174,6 +162,18 @@ ROWS = [
         for way in ("tensor", "1f1b", "zb-h1")
     ),
     Row("MLP, memory of the node / FSDP2", "mlp memory ours", "mlp memory fsdp2", 0.25),
+    *(
+        Row(
+            f"GPT 8 x 768, {text}, bfloat16 / float32",
+            f"large {kind} bfloat16",
+            f"large {kind} float32",
+            target,
+        )
+        for text, kind, target in (
+            ("saved activations", "activations", 0.55),
+            ("memory of the node", "memory", 0.85),
+        )
+    ),
     *_loop_rows(),
     Row("JAX MLP, 2 ranks / jit, one process", "jax ranks", "jax one", 1.1),
     Row("JAX MLP, 2 ranks / shard_map, 2 devices", "jax ranks", "jax devices", 0.6),

@@ -11,8 +11,8 @@ import sys
 
 def main() -> None:
     """Entry point of the ``mpishard`` script."""
-    # Send what a command prints nowhere if it was started without an open stdout or stderr. The
-    # files that it opens, and those of its ranks, would get their numbers.
+    # Streams that are closed at the start become /dev/null: a file that the command or a rank opens
+    # would get the number, and all output with it.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -2,10 +2,9 @@
 
 Begin with ``sampler.py``: the global batch of each step and each rank's part of it, a function of
 (seed, epoch) alone. ``dataset.py`` reads samples from arrays, files, windows of tokens and trees
-of them;
-``batches.py`` gives a rank its batches, of files read ahead on a thread; ``tables.py`` reads
-columns of Parquet and Arrow files. ``distributed_sampler.py`` has samplers for other libraries'
-data loaders. This room imports layout and arrays.
+of them; ``batches.py`` gives a rank its batches, of files read ahead on a thread; ``tables.py``
+reads columns of Parquet and Arrow files. ``distributed_sampler.py`` has samplers for other
+libraries' data loaders. This room imports layout and arrays.
 """
 
 from mpishard.data.batches import Batch, Batches

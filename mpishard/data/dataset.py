@@ -146,19 +146,19 @@ class Samples:
         self._length = next(iter(lengths.values()))
 
     def leaves(self) -> list[Any]:
-        """The arrays, in order."""
+        """Return the arrays, in order."""
         return [leaf for _, leaf in _named(self.tree)]
 
     def map(self, function: Callable[[Any], Any]) -> Any:
-        """A tree of the same structure with ``function(leaf)`` in place of each leaf."""
+        """Return a tree of the same structure, with ``function(leaf)`` for each leaf."""
         return _mapped(function, self.tree)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, rows: Any) -> Samples:
-        return Samples(self.map(lambda leaf: leaf[rows] if isinstance(rows, slice)
-                                else take(leaf, rows)))  # fmt: skip
+        is_slice = isinstance(rows, slice)
+        return Samples(self.map(lambda leaf: leaf[rows] if is_slice else take(leaf, rows)))
 
     def __repr__(self) -> str:
         return f"Samples({self.map(lambda leaf: getattr(leaf, 'shape', len(leaf)))})"
@@ -174,7 +174,7 @@ def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _named(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Each leaf, and the path to it."""
+    """Yield the path to each leaf, and the leaf."""
     if not isinstance(tree, Mapping | list | tuple):
         yield name or "it", tree
         return
@@ -183,7 +183,7 @@ def _named(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tree_of(samples: Any) -> Any:
-    """Return what a function is given: the tree of `Samples`, or an array as it is."""
+    """Return the tree of `Samples`, which user functions take, or an array as it is."""
     return samples.tree if isinstance(samples, Samples) else samples
 
 

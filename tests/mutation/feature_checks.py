@@ -56,12 +56,17 @@ def withheld() -> Iterator[None]:
         yield
 
 
+def delayed(backend: Any) -> tuple[Any, Any]:
+    """Return a model, and an optimizer whose gradients come one step later."""
+    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+    model = ms.DDPModel(nn.MLP([5, 7, 2], seed=1), config)
+    return model, ms.optimizers.AsyncSGDOptimizer(ms.optimizers.SGD(0.05), config, delay=1)
+
+
 @check
 def late_gradients(problems: Any) -> None:
     def body(backend: Any) -> Any:
-        config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
-        model = ms.DDPModel(nn.MLP([5, 7, 2], seed=1), config)
-        optimizer = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.SGD(0.05), config, delay=1)
+        model, optimizer = delayed(backend)
         for step in range(STEPS):
             optimizer.step(model, *problems.local_batch(backend, "mlp", step))
         return [model.get_parameters()]
@@ -74,9 +79,7 @@ def late_gradients(problems: Any) -> None:
 @check
 def late_gradients_that_one_rank_has_dropped(problems: Any) -> None:
     def body(backend: Any) -> None:
-        config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
-        model = ms.DDPModel(nn.MLP([5, 7, 2], seed=1), config)
-        optimizer = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.SGD(0.05), config, delay=1)
+        model, optimizer = delayed(backend)
         optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
         if backend.rank == 1:
             model.engine.gradients.abandon()

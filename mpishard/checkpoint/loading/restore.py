@@ -92,7 +92,7 @@ def load_states(
     backend = model.checkpoint_backend
 
     def verify(reader: CheckpointReader) -> dict[str, Pieces]:
-        # The pieces that each state needs, if the checkpoint has them all
+        # All of it is compared before anything is read: a refused load changes nothing.
         reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
         if not isinstance(reader.metadata.get("user"), Mapping):
             raise CheckpointError(f"the checkpoint {reader.path} has no metadata of its user")

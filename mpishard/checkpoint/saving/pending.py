@@ -291,7 +291,7 @@ class PendingSave:
         """Exchange states until no rank works; raise if one has failed. Collective."""
         states = [int(_State.WORKING)]
         while _State.WORKING in states:
-            # Let rank 0's thread commit as soon as the records of the others have come
+            # Rank 0 alone commits, on its thread, as soon as all ranks have told their records.
             records = self._records
             if self._rank == 0 and records is not None and (self._is_awaited or records.done):
                 self._records = None

@@ -16,12 +16,7 @@ import mpishard
 from mpishard import settings
 from mpishard.blas import better_kernel
 from mpishard.cli.doctor.finding import Finding, note, ok, pip_install, problem, shortened
-from mpishard.cli.machine import (
-    available_memory,
-    core_quota,
-    installed_version,
-    usable_cores,
-)
+from mpishard.cli.machine import available_memory, core_quota, installed_version, usable_cores
 from mpishard.cli.probe import ask, python_command
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.onednn import processor_has_unit
@@ -48,10 +43,8 @@ def look_at_host() -> Iterator[Finding]:
     """Yield versions, cores, memory, the address of this machine, limits of the shell."""
     number, place = platform.python_version(), sys.executable
     yield ok("host.python", f"{number}, {place}", {"version": number, "executable": place})
-    number, place = (
-        installed_version("mpishard") or "not installed",
-        str(Path(mpishard.__file__).parent),
-    )
+    number = installed_version("mpishard") or "not installed"
+    place = str(Path(mpishard.__file__).parent)
     yield ok("host.mpishard", f"{number}, {place}", {"version": number, "folder": place})
     yield ok("host.system", platform.platform(), platform.platform())
     try:

@@ -34,7 +34,7 @@ class Replicas:
     Attributes
     ----------
     agreements : int
-        Times that all have become equal.
+        Number of times that all replicas have become equal.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class Replicas:
         """Continue as a copy of ``other``."""
         self._weight = other._weight
 
-    def are_equal(self) -> None:
-        """Begin anew: every rank has taken the same parameters from elsewhere."""
+    def mark_equal(self) -> None:
+        """Note that all ranks have the same parameters now."""
         self._weight = 0.0
         self.agreements += 1
 
@@ -142,5 +142,5 @@ class Replicas:
             mine = replica
             mine *= self._weight / total
             backend.all_reduce(mine)
-        self.are_equal()
+        self.mark_equal()
         return True

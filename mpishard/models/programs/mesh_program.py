@@ -249,7 +249,7 @@ class MeshProgram(LayeredProgram):
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
         run = StageRun(self, parameters, batch.x, batch.context, gradients, batch.y, loss)
         self.last_record = self._executor(self.micro_batch_count).run(run)
-        # Add up the copies' gradients of shared parameters, and reduce those over the replicas
+        # Each stage that uses a shared parameter has a copy of it, and a part of its gradient.
         for unit in self.units:
             if unit.index not in self.shared_units or unit.index in self.frozen_units:
                 continue

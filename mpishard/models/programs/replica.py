@@ -98,12 +98,16 @@ class GroupReplica(Replica):
     def __init__(self, world: CommunicationBackend, size: int) -> None:
         super().__init__(world)
         number, place = divmod(world.rank, size)
-        for axis, color in (("data", number), ("replica", place)):
+
+        def split(color: int, axis: str) -> CommunicationBackend:
             group = world.split(color)
             assert group is not None
             group._name_group(axis)
             group.axis = axis
-            setattr(self, "data" if axis == "data" else "across", group)
+            return group
+
+        self.data = split(number, "data")
+        self.across = split(place, "replica")
 
     def owners(self, *, shards_state: bool) -> CommunicationBackend | None:
         return self.data if shards_state else None

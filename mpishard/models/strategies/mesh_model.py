@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -51,6 +51,9 @@ class MeshModel(ShardedModelBase):
     """
 
     policy: Policy = DDPModel.policy
+    # Whether metadata describe the axis: a strategy of one axis says nothing of the other.
+    _tells_of_pipeline: ClassVar[bool] = True
+    _tells_of_tensor_axis: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -313,6 +316,10 @@ class MeshModel(ShardedModelBase):
                 "ParametersSharded": self.is_compute_partitioned,
                 "ParametersReplicated": not self.is_compute_partitioned,
             }
+        if self._tells_of_pipeline:
+            metadata.properties |= self._pipeline_metadata()
+        if self._tells_of_tensor_axis:
+            metadata.properties |= self._tensor_metadata()
         return metadata
 
     def _pipeline_metadata(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from mpishard.communication.mesh import AXES
-from mpishard.contracts import ModelMetadata
 from mpishard.models.strategies.mesh_model import MeshModel
 from mpishard.pipeline import ActivationCheckpointConfig, IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
@@ -97,11 +96,6 @@ class HybridShardedModel(MeshModel):
             order=order,
         )
 
-    def get_model_metadata(self) -> ModelMetadata:
-        metadata = super().get_model_metadata()
-        metadata.properties |= self._pipeline_metadata() | self._tensor_metadata()
-        return metadata
-
 
 class PipelineParallelModel(MeshModel):
     """Each rank holds some consecutive layers, and works on one micro-batch after the other.
@@ -124,6 +118,7 @@ class PipelineParallelModel(MeshModel):
     """
 
     strategy: ClassVar[str] = "PipelineParallel"
+    _tells_of_tensor_axis: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -136,15 +131,10 @@ class PipelineParallelModel(MeshModel):
         checkpoint_config: ActivationCheckpointConfig | None = None,
     ) -> None:
         super().__init__(
-            wrapped_model, config, pipeline=world_size_of(config), tensor=1, data=1,
+            wrapped_model, config, pipeline=_world_size_of(config), tensor=1, data=1,
             micro_batch_count=micro_batch_count, schedule=schedule,
             partition_strategy=partition_strategy, checkpoint_config=checkpoint_config,
         )  # fmt: skip
-
-    def get_model_metadata(self) -> ModelMetadata:
-        metadata = super().get_model_metadata()
-        metadata.properties |= self._pipeline_metadata()
-        return metadata
 
 
 class TensorParallelModel(MeshModel):
@@ -168,6 +158,7 @@ class TensorParallelModel(MeshModel):
     """
 
     strategy: ClassVar[str] = "TensorParallel"
+    _tells_of_pipeline: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -178,18 +169,12 @@ class TensorParallelModel(MeshModel):
         checkpoint_config: ActivationCheckpointConfig | None = None,
     ) -> None:
         super().__init__(
-            wrapped_model, config, pipeline=1, tensor=world_size_of(config), data=1,
+            wrapped_model, config, pipeline=1, tensor=_world_size_of(config), data=1,
             sequence_parallel=sequence_parallel, checkpoint_config=checkpoint_config,
         )  # fmt: skip
 
-    def get_model_metadata(self) -> ModelMetadata:
-        metadata = super().get_model_metadata()
-        metadata.properties |= self._tensor_metadata()
-        return metadata
 
-
-def world_size_of(config: Any) -> int:
-    """The number of ranks; 1 if ``config`` is none, which the base class refuses."""
-    return (
-        config.communication_backend.world_size if isinstance(config, ShardingConfiguration) else 1
-    )
+def _world_size_of(config: Any) -> int:
+    """Return the number of ranks; 1 for another type, which the base class refuses."""
+    is_right = isinstance(config, ShardingConfiguration)
+    return config.communication_backend.world_size if is_right else 1

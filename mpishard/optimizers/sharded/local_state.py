@@ -51,7 +51,7 @@ class _Fragment:
     exchanges : list of Exchange
         One for each unit.
     pieces : list of Piece
-        The trained ones of those that this rank owns of them among the replicas.
+        The trained elements of these units that this rank owns among the replicas.
     """
 
     due: int
@@ -212,7 +212,7 @@ class LocalState(ModelState):
                 self._answer(fragment)
                 self._finish(fragment)
         self.since = 0
-        self.model.engine.replicas.are_equal()
+        self.model.engine.replicas.mark_equal()
 
     def _begin(self, fragment: _Fragment) -> bool:
         """Send this replica's share of the mean, unless no replica has used a sample."""
