@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import mpishard as ms
 from mpishard import settings
 from mpishard.cli import app
+from mpishard.cli.run import resizing as resizing_module
 from mpishard.cli.run import restarts as module
 from mpishard.cli.run.arguments import Host
 from mpishard.cli.run.job_report import Outcome, Verdict
@@ -189,6 +190,48 @@ def test_one_order_at_a_time(ordered):
     assert ordered(resizing, 4)[2] == f"mpishard resize: {message}\n"
     resizing.before, resizing.ranks = 2, 3
     assert ordered(resizing, 2)[2] == f"mpishard resize: {message}\n"
+
+
+def test_a_host_that_answers_again_is_taken_back(monkeypatch, tmp_path):
+    monkeypatch.setattr(resizing_module, "_HOSTS_SECONDS", -1.0)
+    asked, lost = [], iter([["a"], ["a", "b"], []])
+    page = StatusPage(0, 2)
+    page.publish(tmp_path)
+    resizing = Resizing(2, 1, 4, HOSTS, lambda: asked.append(1) or next(lost))
+
+    def looks():
+        """Whether the ranks are to save, once the hosts have answered."""
+        before = set(threading.enumerate())
+        is_taken = resizing.take_back_hosts(lambda: RankLogs.of_job(records_in(tmp_path)))
+        for thread in set(threading.enumerate()) - before:
+            thread.join()
+        return is_taken
+
+    assert not looks()
+    assert asked == []  # no host is missing
+    resizing.wanted = 4
+    page.note_saving(True, (1, 3))
+    assert [looks() for _ in range(3)] == [False] * 3  # a is away; both are
+    page.note_saving(True, (1, 4))
+    monkeypatch.setattr(resizing_module, "_HOSTS_SECONDS", 1e9)
+    resizing._answers = [["a"], []]
+    assert looks()
+    assert (resizing.order.ranks, resizing.order.lost) == (4, [])
+    assert not looks()  # it is being carried out
+    resizing.end("done", 0)
+    assert resizing.order is None
+
+
+def test_ranks_that_a_lost_host_has_taken_are_wanted_back(monkeypatch):
+    lost = iter([["b"], []])
+    ends = ("", ended(9)), ("4", SAVED), ("trains", ended(9)), ("", ended(0))
+    seen = []
+    monkeypatch.setattr(Resizing, "wanted", property(lambda _: 0, lambda _, n: seen.append(n)))
+    job = Job(
+        monkeypatch, *ends, ranks=4, most=9, min_ranks=1, hosts=HOSTS, find_lost=lambda: next(lost)
+    )
+    assert [ranks for ranks, _ in job.starts] == [4, 2, 4, 4]
+    assert seen[1:] == [4, 4, 4, 4]
 
 
 @pytest.mark.parametrize("how", ["fails", "vanishes"])

@@ -173,11 +173,12 @@ class Job:
         with ExitStack() as held:
             if folder is not None:
                 held.enter_context(own_log_folder(self.name, folder))
-            if folder is not None and can_be_watched():
+            if can_be_watched():
                 least, most = self.min_ranks or self.ranks, self.max_ranks or self.ranks
                 resizing = Resizing(self.ranks, least, most, may_lose, find_lost)
-                with suppress(OSError):  # a file system without sockets
-                    held.enter_context(resizing.listens(folder))
+                if folder is not None:
+                    with suppress(OSError):  # a file system without sockets
+                        held.enter_context(resizing.listens(folder))
                 restarts.resizing = resizing
             return restarts.run()
 

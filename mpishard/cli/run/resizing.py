@@ -1,7 +1,8 @@
 """Orders of ``mpishard resize`` to a job that runs: another number of ranks, from the next step on.
 
 The command connects to a socket in the folder of ``--log-dir`` and sends the number. Answers come
-back as lines of JSON; the last one has the exit code of the command.
+back as lines of JSON; the last one has the exit code of the command. A job that a lost host has
+left with fewer ranks gives itself such an order when the host answers again.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 
 from mpishard.cli.run.arguments import Host
 from mpishard.cli.run.logs import RankLogs
@@ -23,6 +26,8 @@ __all__ = ["Order", "Resizing", "orders_socket"]
 _SOCKET = ".orders"
 _WORD_SECONDS = 1.0
 _WORD_BYTES = 32
+_HOSTS_SECONDS = 60.0
+"""Between two looks whether lost hosts answer again."""
 
 
 @contextmanager
@@ -44,15 +49,17 @@ def orders_socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
 
 @dataclass(slots=True)
 class Order:
-    """The number of ranks that a command has ordered, and the connection to it."""
+    """The number of ranks that a command has ordered, and the connection to it, if it was one."""
 
     ranks: int
-    connection: socket.socket
+    connection: socket.socket | None = None
     lost: Sequence[str] = ()
     """Hosts that could not be reached when it came."""
 
     def answer(self, text: str, code: int | None = None) -> None:
         """Tell the command; with an exit code it ends."""
+        if self.connection is None:
+            return
         with suppress(OSError):  # Ctrl-C has ended the command, and the change goes on
             self.connection.sendall(json.dumps([text, code]).encode() + b"\n")
         if code is not None:
@@ -88,7 +95,11 @@ class Resizing:
     """The one that is being carried out."""
     before: int = 0
     """Number of ranks until the order; 0 as long as these have not saved."""
+    wanted: int = 0
+    """Number of ranks, if no host were lost."""
     _listening: list[socket.socket] = field(default_factory=list)
+    _answers: list[Sequence[str]] = field(default_factory=list)
+    _asked_at: float = field(default_factory=time.monotonic)
 
     @contextmanager
     def listens(self, folder: Path) -> Iterator[None]:
@@ -147,6 +158,25 @@ class Resizing:
         self.order = order
         return True
 
+    def take_back_hosts(self, logs: Callable[[], Mapping[int, RankLogs]]) -> bool:
+        """Look whether lost hosts answer again; return whether the ranks are to save for it."""
+        if self.order is not None or self.ranks >= self.wanted:
+            return False
+        now = time.monotonic()
+        if now - self._asked_at > _HOSTS_SECONDS:
+            self._asked_at = now
+            # The supervisor must not wait for hosts that do not answer.
+            Thread(target=lambda: self._answers.append(self.find_lost()), daemon=True).start()
+        if not self._answers:
+            return False
+        order = Order(0, None, self._answers.pop())
+        order.ranks = min(self.wanted, self._slots(order))
+        least, most = _resumable_by(logs())
+        if not (self.ranks < order.ranks and least <= order.ranks <= most):
+            return False
+        self.order = order
+        return True
+
     def end(self, text: str, code: int) -> None:
         """Tell the command the end of the change."""
         if self.order is not None:
@@ -169,21 +199,30 @@ class Resizing:
                 f"{counted(ranks, 'rank')} cannot be had: `mpishard run` was started for "
                 f"{self.least} to {self.most} (--min-ranks, --max-ranks), and {has}"
             )
-        known = [log.resumable_by for log in logs.values() if log.resumable_by[0]]
-        if not known:
+        least, most = _resumable_by(logs)
+        if not least:
             return (
                 "no rank is in an optimize(checkpoint=FOLDER) now, from which another number of "
                 f"ranks could go on; {has}"
             )
-        if not known[0][0] <= ranks <= known[0][1]:
+        if not least <= ranks <= most:
             return (
                 f"{counted(ranks, 'rank')} cannot be had: the script's optimize allows "
-                f"{known[0][0]} to {known[0][1]} (bounds of ElasticOptimizer; with local_data as "
+                f"{least} to {most} (bounds of ElasticOptimizer; with local_data as "
                 f"many as now), and {has}"
             )
         order.lost = self.find_lost()
-        slots = sum(host.slots for host in self.hosts if host.name not in order.lost)
+        slots = self._slots(order)
         if self.hosts and ranks > slots:
             lost = f" without {', '.join(order.lost)}, which cannot be reached" * bool(order.lost)
             return f"{counted(ranks, 'rank')} cannot be had: the hosts take {slots}{lost}; {has}"
         return ""
+
+    def _slots(self, order: Order) -> int:
+        return sum(host.slots for host in self.hosts if host.name not in order.lost)
+
+
+def _resumable_by(logs: Mapping[int, RankLogs]) -> tuple[int, int]:
+    """Return the fewest and the most ranks that can go on; (0, 0) if no rank says so."""
+    said = (log.resumable_by for log in logs.values() if log.resumable_by[0])
+    return next(said, (0, 0))

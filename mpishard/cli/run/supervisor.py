@@ -374,13 +374,20 @@ class Supervisor:
             select.select([launcher], [], [], seconds)
             return
         watched: list[Any] = [launcher, *resizing.sockets]
-        if set(select.select(watched, [], [], seconds)[0]) - {launcher}:
-            is_ending = self._is_ending or notice.is_given or bool(self.received)
-            if resizing.take(self._logs(), is_ending=is_ending):
-                for process in self._savers():
-                    process.send(signal.SIGUSR1)
-                if not self._savers():  # they run on other machines
-                    self._signal_job(signal.SIGUSR1)
+        is_asked = set(select.select(watched, [], [], seconds)[0]) - {launcher}
+        is_ending = self._is_ending or notice.is_given or bool(self.received)
+        if is_asked:
+            are_to_save = resizing.take(self._logs(), is_ending=is_ending)
+        else:
+            are_to_save = not is_ending and resizing.take_back_hosts(self._logs)
+            if are_to_save:
+                self._say("lost hosts answer again: the ranks will save at the next step boundary")
+        if are_to_save:
+            savers = self._savers()
+            for process in savers:
+                process.send(signal.SIGUSR1)
+            if not savers:  # they run on other machines
+                self._signal_job(signal.SIGUSR1)
         elif resizing.before and any(log.is_saving for log in self._logs().values()):
             resizing.end(f"the job goes on with {counted(self.world_size, 'rank')}", 0)
 
