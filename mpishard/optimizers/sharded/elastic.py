@@ -30,10 +30,10 @@ class ElasticOptimizer(ShardedOptimizerBase):
     ranks from the next step on; the bounds are checked before. If a rank is lost under
     ``launch(main, on_failure="shrink")``, the others form a smaller world, in which ``main`` begins
     again; that needs Open MPI, or threads. Elsewhere ``mpishard run --max-restarts K --min-ranks
-    M`` starts the job again on the hosts that are left, and takes the others back when they answer again. Each time
-    ``main`` makes this optimizer anew, which checks the bounds, and ``optimize(checkpoint=FOLDER)``
-    deals parameters, state and the rest of the epoch's samples to the ranks that there are. With
-    ``gradient_leaves`` the result has the same bits.
+    M`` starts the job again on the hosts that are left, and takes the others back when they answer
+    again. Each time ``main`` makes this optimizer anew, which checks the bounds, and
+    ``optimize(checkpoint=FOLDER)`` deals parameters, state and the rest of the epoch's samples to
+    the ranks that there are. With ``gradient_leaves`` the result has the same bits.
 
     Parameters
     ----------
