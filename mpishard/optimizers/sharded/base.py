@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -71,6 +72,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     """
 
     model_class: type[ShardedModelBase]
+    allowed_ranks = 1, sys.maxsize
+    """The fewest and the most ranks that may go on with a run of `optimize`."""
 
     def __init__(self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration) -> None:
         self._rule = checked_rule(wrapped_optimizer, type(self).__name__)
