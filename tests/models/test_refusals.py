@@ -98,18 +98,21 @@ def test_models_that_differ_between_ranks_are_refused_on_all(backend: Any, varia
         FSDPModel(variants(backend.rank), config)
 
 
+_this_thread = threading.local()
+
+
 @pytest.mark.parametrize("make", [FSDPModel, TensorParallelModel])
-def test_numba_on_some_ranks_alone_is_refused_on_all(make: Any, monkeypatch: Any) -> None:
-    here = threading.local()
-    monkeypatch.setattr(wrapping, "numba_module", lambda: None if here.rank else object())
-
-    def body(backend: Any) -> None:
-        here.rank = backend.rank
-        make(nn.MLP([4, 4, 2]), ShardingConfiguration(backend))  # float64: has no loops
+@in_worlds(2)
+def test_numba_on_some_ranks_alone_is_refused_on_all(
+    backend: Any, make: Any, monkeypatch: Any
+) -> None:
+    _this_thread.rank = backend.rank
+    monkeypatch.setattr(wrapping, "numba_module", lambda: None if _this_thread.rank else object())
+    make(nn.MLP([4, 4, 2]), ShardingConfiguration(backend))  # float64: has no loops
+    for precision in (None, "bfloat16"):
+        config = ShardingConfiguration(backend, precision=precision)
         with pytest.raises(ValueError, match="passes of layers is numba, NumPy"):
-            make(nn.MLP([4, 4, 2], dtype="float32"), ShardingConfiguration(backend))
-
-    run_in_threads(2, body)
+            make(nn.MLP([4, 4, 2], dtype="float32"), config)
 
 
 @in_worlds(2)
@@ -225,7 +228,7 @@ def test_bad_batches_are_refused_before_anything_is_sent(
     backend.barrier()
     backend.traffic.reset()
     sequence = backend._sequence
-    for call in (optimizer.step, model.compute_gradients, model.engine.evaluate):
+    for call in (optimizer.step, model.compute_gradients, model.evaluate):
         bound = (model,) if call == optimizer.step else ()
         with pytest.raises((TypeError, ValueError), match=message):
             call(*bound, x, y)
