@@ -501,6 +501,8 @@ class Engine:
         batch = Batch(x, y, loss or self.loss, context)
         total, weight = self.program.train(self.parameters, gradients, batch)
         gradients.settle()
+        if is_last and self.program.settle(self.backend) and self.leaves is not None:
+            self.leaves.refuse_changes()
         return total, weight
 
     def _mean(self, total: float, weight: float) -> float:
@@ -592,6 +594,7 @@ class Engine:
         found = self.synchronize_gradient()
         assert found is not None
         loss, weight, full = found
+        self.program.settle(self.backend)
         if weight == 0:
             raise NoSampleError("no rank has a sample that counts; all weights are 0")
         return loss, full
@@ -638,7 +641,13 @@ class Engine:
     def synchronize_replicas(self) -> None:
         """Give every rank the mean of all replicas; a barrier if nothing drifts. Collective."""
         if self.replicas.synchronize():
+            self.program.settle(self.world)
             self.changed()
+
+    def mark_equal(self) -> None:
+        """Begin anew with replicas that have taken the same parameters. Collective."""
+        self.replicas.mark_equal()
+        self.program.settle(self.world)
 
     def changed(self) -> None:
         """Note a change of the parameters, and tell the program."""
