@@ -6,40 +6,29 @@ import mpishard as ms
 import h5py
 import numpy as np
 
-SAMPLES, CHUNK = 20_000, 256
-
 
 def write(path):
-    """Make the file: `y` is whether the point lies in the unit ball."""
-    generator = np.random.default_rng(0)
+    """Write the file: `y` is whether a point lies in a ball."""
+    points = 0.6 * np.random.default_rng(0).standard_normal((20_000, 8))
     with h5py.File(path, "w") as file:
-        x = file.create_dataset("x", (SAMPLES, 8), "f4", chunks=(CHUNK, 8), compression="gzip")
-        y = file.create_dataset("y", (SAMPLES,), "i8", chunks=(CHUNK,))
-        for start in range(0, SAMPLES, CHUNK):
-            points = 0.6 * generator.standard_normal((min(CHUNK, SAMPLES - start), 8))
-            x[start : start + CHUNK] = points
-            y[start : start + CHUNK] = np.linalg.norm(points, axis=1) < 1.6
+        file.create_dataset("x", data=points, dtype="f4", chunks=(256, 8), compression="gzip")
+        file.create_dataset("y", data=np.linalg.norm(points, axis=1) < 1.6, dtype="i8")
 
 
 def main(backend, path="points.h5"):
     if backend.rank == 0 and not Path(path).exists():
         write(path)
     backend.barrier()
+    model = ms.nn.MLP([8, 64, 2], loss=ms.nn.CrossEntropy())
+    optimizer = ms.as_distributed(ms.optimizers.AdamW(3e-3), backend, "fsdp")
     with h5py.File(path) as file:  # stays open as long as the training reads
-        optimizer = ms.as_distributed(ms.optimizers.AdamW(3e-3), backend, "fsdp")
+        x, y = file["x"], file["y"]
         result = optimizer.optimize(
             ms.OptimizationInputData(
-                model=ms.nn.MLP([8, 64, 2], loss=ms.nn.CrossEntropy()),
-                x_train=file["x"],
-                y_train=file["y"],
-                shuffle_block_size=CHUNK,
-                x_validation=file["x"],
-                y_validation=file["y"],
-                batch_size=128,
-                epochs=2,
-                progress=False,
+                model=model, x_train=x, y_train=y, x_validation=x, y_validation=y,
+                shuffle_block_size=x.chunks[0], batch_size=128, epochs=2, progress=False,
             )
-        )
+        )  # fmt: skip
     accuracy = result.validation_result.stats["accuracy"]
     backend.print(f"{result.iterations} steps, accuracy above 0.9: {accuracy > 0.9}")
 

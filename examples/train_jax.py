@@ -10,39 +10,29 @@ import numpy as np
 
 
 def network(parameters, x):
-    *hidden, head = parameters
-    for layer in hidden:
-        x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
-    return x @ head["kernel"] + head["bias"]
+    hidden = jnp.tanh(x @ parameters["kernel"] + parameters["bias"])
+    return hidden @ parameters["head"]
 
 
 def loss(parameters, x, arms):
-    logs = jax.nn.log_softmax(network(parameters, x))
-    return -jnp.mean(jnp.take_along_axis(logs, arms[:, None], axis=1))
-
-
-def layer(key, inputs, outputs):
-    kernel = jax.random.normal(key, (inputs, outputs)) / inputs**0.5
-    return {"kernel": kernel, "bias": jnp.zeros(outputs)}
+    right = jax.nn.one_hot(arms, 2)
+    return -jnp.mean(jnp.sum(right * jax.nn.log_softmax(network(parameters, x)), axis=1))
 
 
 def main(backend):
     place, arms = np.linspace(0.1, 1, 1200), np.arange(1200) % 2
     angle = np.pi * (3 * place + arms)
     points = (place * [np.cos(angle), np.sin(angle)]).T.astype(np.float32)
-
-    keys, sizes = jax.random.split(jax.random.key(0), 3), [(2, 128), (128, 128), (128, 2)]
-    first_values = [layer(key, *size) for key, size in zip(keys, sizes, strict=True)]
-    plain = ms.adapters.JaxModel(loss, first_values, predict=network)
-    model = ms.as_distributed(plain, backend, "fsdp")
-    rule = ms.optimizers.AdamW(5e-3, clip_global_norm=1.0)
-    ms.as_distributed(rule, backend, "fsdp").optimize(
+    kernel = 4 * jax.random.normal(jax.random.key(0), (2, 512))
+    first_values = {"kernel": kernel, "bias": jnp.zeros(512), "head": jnp.zeros((512, 2))}
+    model = ms.adapters.JaxModel(loss, first_values, predict=network)
+    result = ms.as_distributed(ms.optimizers.AdamW(1e-2), backend, "fsdp").optimize(
         ms.OptimizationInputData(
             model=model, x_train=points, y_train=arms, batch_size=120, epochs=30
         )
     )
-    model.save_model("runs/jax")
-    right = (model.predict(points).argmax(axis=1) == arms).mean()
+    result.model.save_model("runs/jax")
+    right = (result.model.predict(points).argmax(axis=1) == arms).mean()
     backend.print(f"{backend.world_size} rank(s), fsdp: {right:.1%} of the points are right")
 
 

@@ -1,96 +1,41 @@
-"""Train a PyTorch transformer on the English text that ships with CPython.
+"""A PyTorch module trained by `optimize`: a transformer learns the text of Python's own help.
 
-The module is plain PyTorch. mpishard places its parameters in memory that the ranks of a node
-share, and shards gradients and optimizer state:
-
-    python examples/train_torch.py
-    python examples/train_torch.py -n 2            # two ranks, as threads
-    mpishard run -n 2 examples/train_torch.py      # two ranks, as processes
+mpishard run -n 2 examples/train_torch.py         # two ranks; the number of steps may follow
 """
 
-import argparse
-from pathlib import Path
+import sys
 from pydoc_data import topics
 
 import mpishard as ms
 import numpy as np
-import torch  # noqa: TID253
 from torch import nn  # noqa: TID253
 
-CONTEXT = 64
 
-
-class Transformer(nn.Module):
-    """Predict each next byte from the bytes before it."""
-
-    def __init__(self, width: int = 128, heads: int = 4, layers: int = 2) -> None:
+class Transformer(nn.Module):  # noqa: D101
+    def __init__(self, context=64, width=128):
         super().__init__()
-        self.token = nn.Embedding(256, width)
-        self.position = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
-            )
-            for _ in range(layers)
-        )
-        self.head = nn.Linear(width, 256)
-        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
-        self.register_buffer("mask", mask, persistent=False)
+        self.token, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
+        self.blocks, self.head = nn.TransformerEncoder(block, 2), nn.Linear(width, 256)
+        self.mask = nn.Transformer.generate_square_subsequent_mask(context)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         x = self.token(tokens) + self.position.weight
-        for block in self.blocks:
-            x = block(x, self.mask, is_causal=True)
-        return self.head(x)
+        return self.head(self.blocks(x, self.mask, is_causal=True)).transpose(1, 2)
 
 
-def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the loss in nats per byte."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> None:
-    torch.manual_seed(0)
-    text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
-    tokens = np.frombuffer(text.encode(), np.uint8)
-    held_out, windows = tokens[:8193], ms.data.TokenWindows
-    model = ms.as_distributed(ms.adapters.TorchModel(Transformer(), loss), backend, "fsdp")
-    optimizer = ms.as_distributed(
-        ms.optimizers.AdamW(1e-3, weight_decay=0.01, clip_global_norm=1.0), backend, "fsdp"
-    )
-    result = optimizer.optimize(
-        ms.OptimizationInputData(
-            model=model,
-            x_train=windows(tokens[8192:-1], CONTEXT),
-            y_train=windows(tokens[8193:], CONTEXT),
-            x_validation=windows(held_out[:-1], CONTEXT, stride=CONTEXT),
-            y_validation=windows(held_out[1:], CONTEXT, stride=CONTEXT),
-            batch_size=32,
-            max_steps=arguments.steps,
-            validate_every=arguments.steps,
-            checkpoint=arguments.checkpoint,
-            throughput_unit="windows",
-        )
-    )
-    backend.print(
-        f"{model.parameter_count:,} parameters on {backend.world_size} rank(s): validation loss "
-        f"{result.validation_history[-1][1]:.3f} nats per byte; saved in {arguments.checkpoint}"
-    )
-
-
-def positive(text):
-    """Parse an integer >= 1 from the command line."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"needs an integer >= 1, got {text}")
-    return int(text)
+def main(backend, steps=200):
+    text = np.frombuffer("".join(topics.topics.values()).encode(), np.uint8)
+    parts = text[8192:-1], text[8193:], text[:8192], text[1:8193]
+    x, y, x_test, y_test = (ms.data.TokenWindows(part, 64, stride=64) for part in parts)
+    model = ms.adapters.TorchModel(Transformer(), nn.functional.cross_entropy)
+    adam = ms.as_distributed(ms.optimizers.AdamW(1e-3, clip_global_norm=1.0), backend, "fsdp")
+    result = adam.optimize(ms.OptimizationInputData(
+        model=model, x_train=x, y_train=y, x_validation=x_test, y_validation=y_test, batch_size=32,
+        max_steps=steps, validate_every=steps, checkpoint="runs/torch"))  # fmt: skip
+    (_, loss), ranks = result.validation_history[-1], backend.world_size
+    backend.print(f"{ranks} rank(s), fsdp: validation loss {loss:.3f} nats per byte")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "-n", type=positive, default=None, metavar="N", help="number of thread-ranks"
-    )
-    parser.add_argument("--steps", type=positive, default=200)
-    parser.add_argument("--checkpoint", type=Path, default=Path("runs/torch"))
-    arguments = parser.parse_args()
-    ms.launch(main, arguments, world_size=arguments.n)
+    ms.launch(main, *map(int, sys.argv[1:]))

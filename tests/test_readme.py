@@ -24,7 +24,6 @@ PROGRAMS = {
     "train_sklearn": (["docs/scikit-learn.md"], r"accuracy above 0.95: True", 2),
     "train_hdf5": (["docs/data-on-disk.md"], r"314 steps, accuracy above 0.9: True", 2),
     "train_callbacks": ([], r"stopped early: True", 2),
-    "train_watched": ([], r"448 steps are in runs/watched/metrics.jsonl", 2),
 }
 # Programs that run only with --full: name, under MPI, and the test that covers them by default.
 ELSEWHERE = {
@@ -36,7 +35,6 @@ ELSEWHERE = {
     ("train_hdf5", False): "tests/docs/test_pages.py runs it",
     ("train_hdf5", True): "tests/data/test_files.py trains from files under mpiexec",
     ("train_callbacks", True): "tests/callbacks runs callbacks under mpiexec",
-    ("train_watched", False): "under mpiexec it is run as people run it",
     ("train_3d", True): "tests/models/test_mesh_equality.py trains on meshes under mpiexec",
 }
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent))

@@ -12,7 +12,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {
     "fit_autograd": "autograd",
     "train_digits": "sklearn",
-    "train_torch": "torch",
 }
 
 
@@ -25,7 +24,6 @@ NEEDS = {
         ("custom_loop", "--steps 0", "argument --steps: needs an integer >= 1, got 0"),
         ("custom_loop", "-n 0", "argument -n: needs an integer >= 1, got 0"),
         ("train_digits", "--epochs 0", "argument --epochs: needs an integer >= 1, got 0"),
-        ("train_torch", "--steps 1.5", "argument --steps: needs an integer >= 1, got 1.5"),
         ("train_gpt", "--steps 0", "argument --steps: needs a number > 0, got 0"),
         ("train_gpt", "--warm-up -1", "argument --warm-up: needs a number >= 0, got -1"),
         ("train_gpt", "--learning-rate nan", "--learning-rate: needs a number > 0, got nan"),

@@ -223,12 +223,9 @@ def local_steps(problems: Any) -> None:
 
 
 class Shifted(AutogradModel):
-    """A placed model with a number that is rank 0's on all ranks, although each pass changes it."""
-
-    computes_together = True
+    """A placed model with a constant, which is rank 0's on all ranks."""
 
     def __init__(self, seed: int) -> None:
-        self.pace = 0.1 + seed
         self.shift = np.array([1.0 + seed])
         parameters = {"b": np.full(2, 1.0 + seed), "w": np.full((5, 2), 0.1 + seed)}
         super().__init__(
@@ -238,6 +235,16 @@ class Shifted(AutogradModel):
 
     def deal_beside(self, world: Any, ranks: Any) -> None:
         self.shift = world.broadcast(self.shift.copy(), root=0)
+
+
+class Drifting(Shifted):
+    """Its number is rank 0's again after each step, although each pass changes it."""
+
+    computes_together = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.pace = 0.1 + seed
 
     def settle(self, ranks: Any) -> bool:
         self.shift = ranks.broadcast(self.shift.copy(), root=0)
@@ -252,7 +259,7 @@ class Shifted(AutogradModel):
 @check
 def a_placed_model(problems: Any) -> None:
     def body(backend: Any) -> Any:
-        model, optimizer = of(backend, Shifted(backend.rank), "fsdp")
+        model, optimizer = of(backend, Drifting(backend.rank), "fsdp")
         losses = [
             optimizer.step(model, *problems.local_batch(backend, "mlp", step))
             for step in range(STEPS)
@@ -270,11 +277,11 @@ def replicas_of_a_placed_model(problems: Any) -> None:
 
     def body(backend: Any) -> None:
         batch = problems.local_batch(backend, "mlp", 0)
-        model, _ = of(backend, Shifted(backend.rank), "ddp", auto_sync_gradients=False)
+        model, _ = of(backend, Drifting(backend.rank), "ddp", auto_sync_gradients=False)
         model.train(*problems.batch("mlp", 0))
         model.compute_gradients(*batch)
         model.synchronize_gradients()
-        local, _ = of(backend, Shifted(backend.rank), "ddp")
+        local, _ = of(backend, Drifting(backend.rank), "ddp")
         optimizer = ms.optimizers.LocalSGDOptimizer(
             ms.optimizers.SGD(0.05), local.sharding_configuration, 3
         )

@@ -198,9 +198,10 @@ def _initialize(mpi: Any, rc: Any) -> None:
 def check_machine(library: str) -> None:
     """Refuse a launcher or machine on which this MPI library would die in MPI_Init.
 
-    MPICH ends with SIGSEGV, SIGBUS or words of its own if /dev/shm is small, full or read-only,
-    and if the launcher speaks PMIx and the library was not built for it, as the one of Open MPI
-    and MPICH's wheel. Every library dies if it runs out of file descriptors.
+    MPICH ends with SIGSEGV, SIGBUS or words of its own if /dev/shm is absent, small, full or
+    read-only, and if the launcher speaks PMIx and the library was not built for it, as the one of
+    Open MPI and MPICH's wheel. Open MPI 5 goes on without /dev/shm: it says that it does, and
+    uses other transports. Every library dies if it runs out of file descriptors.
 
     Parameters
     ----------
@@ -244,14 +245,15 @@ def _short_descriptors(ranks: int) -> str:
 
 
 def _short_memory(ranks: int) -> str:
-    mend = (
-        f"mount -o remount,rw,size=2g {_SHARED} (as root), docker run --shm-size=2g, or the same "
-        "option of your container or batch system"
-    )
+    options = "docker run --shm-size=2g, or the same option of your container or batch system"
+    mend = f"mount -o remount,rw,size=2g {_SHARED} (as root), {options}"
     try:
         status = os.statvfs(_SHARED)
     except OSError:
-        return f"MPICH needs {_SHARED}, memory that processes share, and there is none: {mend}"
+        return (
+            f"MPICH needs {_SHARED}, memory that processes share, and there is none: mkdir -p "
+            f"{_SHARED} && mount -t tmpfs -o size=2g tmpfs {_SHARED} (as root), {options}"
+        )
     if not os.access(_SHARED, os.W_OK | os.X_OK):
         return f"MPICH writes to {_SHARED}, which is read-only for this process: {mend}"
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
