@@ -5,8 +5,9 @@ gradients from autograd and reduces them. ``gathering.py`` gathers them if ranks
 share no memory. ``optimizer.py`` makes an optimizer of this rank's parts, of PyTorch or with a rule
 of ours (``rule_optimizer.py``), ``state.py`` its state in PyTorch's form; ``parameters.py`` has the
 type of the module's parameters, ``bfloat16.py`` rounds what modules compute with, ``buffers.py``
-holds the tensors that are not divided, ``world.py`` this rank, ``files.py`` checkpoints. The
-room imports PyTorch, adapters, and the rooms before them.
+holds the tensors that are not divided, ``world.py`` this rank, ``files.py`` checkpoints,
+``verification.py`` what ``mpishard verify`` reads. The room imports PyTorch, adapters, and the
+rooms before them.
 """
 
 from mpishard.torch.batch_norm import convert_sync_batchnorm
