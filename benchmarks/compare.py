@@ -184,7 +184,11 @@ def compare_collectives(runner: Runner, repeats: int, samples: Samples) -> None:
 
 
 def compare_memory(runner: Runner, peers: bool, samples: Samples) -> None:
-    """Resident memory of two ranks, at its greatest in the MLP's steps, above idle imports."""
+    """Resident memory of two ranks at its greatest: of the MLP, and of a GPT in both precisions."""
+    for precision in ("float32", "bfloat16"):
+        found = runner.precision_memory(precision)
+        samples[f"large activations {precision}"].append(found["activations"])
+        samples[f"large memory {precision}"].append(found["bytes"])
     (row,) = runner.our_step("mlp", "--memory", ranks=2)
     idle = idle_memory(sys.executable, IMPORTS_OURS, 2)
     samples["mlp memory ours"].append(row["peak_bytes"] - idle)

@@ -19,6 +19,7 @@ JAX_GPT = Path(__file__).parent / "peers" / "jax_gpt.py"
 ADAPTER_STEP = Path(__file__).with_name("adapter_step.py")
 JAX_STEP = Path(__file__).with_name("jax_step.py")
 PRODUCTS = Path(__file__).with_name("products.py")
+PRECISION_MEMORY = Path(__file__).with_name("precision_memory.py")
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,12 @@ class Runner:
         variables = {"NPROC": "1"} if how == "one" else {}
         python = self.adapter_python
         found: dict[str, Any] = self.ours(*words, ranks=ranks, python=python, **variables)
+        return found
+
+    def precision_memory(self, precision: str) -> dict[str, int]:
+        """Bytes of activations, and all bytes, of both ranks in a step of the GPT 8 x 768."""
+        words = ["run", "-n", str(PRECISION_MEMORY), "--precision", precision]
+        found: dict[str, int] = self.ours(*words, ranks=2)
         return found
 
     def products(self, library: str) -> dict[str, float]:

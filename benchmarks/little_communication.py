@@ -242,8 +242,8 @@ def with_a_slow_rank(backend: Any, staleness: int, settings: dict) -> tuple[floa
     optimizer.settle()
     seconds = float(backend.all_reduce(np.array([time.perf_counter() - began]))[0])
     samples = steps * backend.world_size * SLOW_BATCH
-    total, weight = model.engine.evaluate(data["x_validation"][:], data["y_validation"][:])
-    return seconds / backend.world_size / samples * 1000, float(total / weight)
+    loss, _ = model.evaluate(data["x_validation"][:], data["y_validation"][:])
+    return seconds / backend.world_size / samples * 1000, loss
 
 
 def run(backend: Any, given: argparse.Namespace, settings: dict[str, Any]) -> None:

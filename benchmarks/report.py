@@ -94,11 +94,18 @@ def times(samples: Mapping[str, Sequence[float]]) -> str:
 
 
 def memory(samples: Mapping[str, Sequence[float]]) -> list[str]:
-    """The memory behind the memory row, and the times behind that of the small model."""
+    """The memory behind the memory rows, and the times behind that of the small model."""
     texts = []
     if "mlp memory ours" in samples and "mlp memory fsdp2" in samples:
         ours, peer = (median(samples[f"mlp memory {name}"]) / 1e6 for name in ("ours", "fsdp2"))
         texts.append(f"Memory of both ranks, MLP: {ours:.0f} MB, FSDP2 {peer:.0f} MB.")
+    if "large memory bfloat16" in samples:
+        found = []
+        for precision in ("float32", "bfloat16"):
+            both = [samples[f"large {kind} {precision}"] for kind in ("memory", "activations")]
+            all_of, saved = (median(values) / 1e6 for values in both)
+            found.append(f"{all_of:.0f} MB in {precision}, of which {saved:.0f} MB activations")
+        texts.append(f"Memory of both ranks, GPT 8 x 768: {'; '.join(found)}.")
     if "small shared" in samples:
         shared, sent = (median(samples[f"small {name}"]) * 1e3 for name in ("shared", "messages"))
         texts.append(

@@ -162,6 +162,18 @@ ROWS = [
         for way in ("tensor", "1f1b", "zb-h1")
     ),
     Row("MLP, memory of the node / FSDP2", "mlp memory ours", "mlp memory fsdp2", 0.25),
+    *(
+        Row(
+            f"GPT 8 x 768, {text}, bfloat16 / float32",
+            f"large {kind} bfloat16",
+            f"large {kind} float32",
+            target,
+        )
+        for text, kind, target in (
+            ("saved activations", "activations", 0.55),
+            ("memory of the node", "memory", 0.85),
+        )
+    ),
     *_loop_rows(),
     Row("JAX MLP, 2 ranks / jit, one process", "jax ranks", "jax one", 1.1),
     Row("JAX MLP, 2 ranks / shard_map, 2 devices", "jax ranks", "jax devices", 0.6),

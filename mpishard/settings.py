@@ -444,7 +444,7 @@ def job_folder() -> Path | None:
 
 
 def restart_count() -> int:
-    """MPISHARD_RESTART: how many times `mpishard run --max-restarts` has restarted this job.
+    """MPISHARD_RESTART: how many times `mpishard run` has started this job again.
 
     0 in the first start, and if something else started the process.
     """

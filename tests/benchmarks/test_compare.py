@@ -23,6 +23,10 @@ SAMPLES = {
     "loop conv mst-fsdp processor": [0.02],
     "loop conv mst-fsdp memory": [5e6],
     "loop conv ddp": [0.04],
+    "large activations float32": [8e6, 8e6],
+    "large activations bfloat16": [4e6, 4e6],
+    "large memory float32": [20e6, 20e6],
+    "large memory bfloat16": [16e6, 18e6],
     "jax ranks": [0.01],
     "jax one": [0.02],
     "jax devices": [0.03],
@@ -70,6 +74,9 @@ def test_section_of_a_page(tmp_path):
     assert "| <= 8.00 us | 10.00 us | 10.00 us to 10.00 us | 1 |  | missed by 2.00 us |" in text
     assert "| ours, 2 ranks | 30.0 ms |  |  |\n| ours, 4 ranks | 60.0 ms |  |  |\n" in text
     assert "| PyTorch FSDP2 | 200.0 ms |  |  |" in text
+    assert "| GPT 8 x 768, saved activations, bfloat16 / float32 | <= 0.550 | 0.500 |" in text
+    assert "| GPT 8 x 768, memory of the node, bfloat16 / float32 | <= 0.850 | 0.850 |" in text
+    assert "20 MB in float32, of which 8 MB activations; 17 MB in bfloat16, of which 4 MB" in text
     assert "| convolutions |  | 30 ms, 20 ms, 5 MB | 40 ms |  |" in text
     assert "JAX: 2 ranks 10 ms; jit, one process 20 ms; shard_map, 2 devices 30 ms." in text
     assert text.endswith("linear layers alone, one thread: MLP 30.0 ms in NumPy.")

@@ -14,7 +14,7 @@ from mpishard import run_in_threads
 from mpishard.cli import app
 from mpishard.cli.bench.collectives import CollectiveBenchmark, CollectiveResult, collective_table
 from mpishard.cli.bench.step import ChecksBenchmark, StepBenchmark
-from mpishard.cli.bench.workload import write_json
+from mpishard.cli.bench.workload import training_step, write_json
 from mpishard.cli.wording import bytes_text, counted, milliseconds, parse_bytes
 from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.pipeline import SCHEDULE_NAMES
@@ -54,6 +54,20 @@ def test_step(monkeypatch, tmp_path, model, parameters):
         assert rows[strategy]["bytes_sent"] == 2 * (size + totals)
     assert rows["fsdp"]["bytes_sent"] > rows["ddp"]["bytes_sent"]
     assert "ddp" in ended.stdout
+
+
+def test_tokens_are_the_length_of_sequences(monkeypatch):
+    made = []
+
+    def record(config, model, strategy, x, y):
+        made.append((model.context_length, x.shape, y.shape))
+        return training_step(config, model, strategy, x, y)
+
+    monkeypatch.setattr("mpishard.cli.bench.step.training_step", record)
+    for tokens in ([], ["--tokens", 3]):
+        ended = bench("step", "--model", "gpt", *SMALL, *tokens, "--strategy", "alone")
+        assert ended.exit_code == 0, ended.output
+    assert made == [(128, (4, 128), (4, 128)), (3, (4, 3), (4, 3))]
 
 
 def test_busy_processes_run_beside_the_ranks_and_end_with_them(monkeypatch):

@@ -127,13 +127,13 @@ def publish_dropped(patch: Patch) -> None:
 
 def weight_ignored(patch: Patch) -> None:
     """The mean of the ranks' means, as if all batches were alike."""
-    original = Engine._pass
+    original = Engine.run_pass
 
     def mutant(self: Any, x: Any, y: Any, gradients: Any, **options: Any) -> Any:
         total, _ = original(self, x, y, gradients, **options)
         return total, 3.0
 
-    patch.setattr(Engine, "_pass", mutant)
+    patch.setattr(Engine, "run_pass", mutant)
 
 
 def weight_of_this_rank_only(patch: Patch) -> None:

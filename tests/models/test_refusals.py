@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -98,18 +99,32 @@ def test_models_that_differ_between_ranks_are_refused_on_all(backend: Any, varia
         FSDPModel(variants(backend.rank), config)
 
 
+_this_thread = threading.local()
+
+
 @pytest.mark.parametrize("make", [FSDPModel, TensorParallelModel])
-def test_numba_on_some_ranks_alone_is_refused_on_all(make: Any, monkeypatch: Any) -> None:
-    here = threading.local()
-    monkeypatch.setattr(wrapping, "numba_module", lambda: None if here.rank else object())
-
-    def body(backend: Any) -> None:
-        here.rank = backend.rank
-        make(nn.MLP([4, 4, 2]), ShardingConfiguration(backend))  # float64: has no loops
+@in_worlds(2)
+def test_numba_on_some_ranks_alone_is_refused_on_all(
+    backend: Any, make: Any, monkeypatch: Any
+) -> None:
+    _this_thread.rank = backend.rank
+    monkeypatch.setattr(wrapping, "numba_module", lambda: None if _this_thread.rank else object())
+    make(nn.MLP([4, 4, 2]), ShardingConfiguration(backend))  # float64: has no loops
+    for precision in (None, "bfloat16"):
+        config = ShardingConfiguration(backend, precision=precision)
         with pytest.raises(ValueError, match="passes of layers is numba, NumPy"):
-            make(nn.MLP([4, 4, 2], dtype="float32"), ShardingConfiguration(backend))
+            make(nn.MLP([4, 4, 2], dtype="float32"), config)
 
-    run_in_threads(2, body)
+
+@in_worlds(2)
+def test_onednn_on_some_ranks_alone_is_refused_on_all(backend: Any, monkeypatch: Any) -> None:
+    _this_thread.rank = backend.rank
+    found = SimpleNamespace(version="3.2.0")
+    monkeypatch.setattr(wrapping, "library", lambda: None if _this_thread.rank else found)
+    mlp = nn.MLP([4, 4, 2], dtype="float32")
+    with pytest.raises(ValueError, match=r"products of bfloat16 is oneDNN 3\.2\.0, float32$"):
+        FSDPModel(mlp, ShardingConfiguration(backend, precision="bfloat16"))
+    FSDPModel(mlp, ShardingConfiguration(backend))
 
 
 @in_worlds(2)
@@ -225,7 +240,7 @@ def test_bad_batches_are_refused_before_anything_is_sent(
     backend.barrier()
     backend.traffic.reset()
     sequence = backend._sequence
-    for call in (optimizer.step, model.compute_gradients, model.engine.evaluate):
+    for call in (optimizer.step, model.compute_gradients, model.evaluate):
         bound = (model,) if call == optimizer.step else ()
         with pytest.raises((TypeError, ValueError), match=message):
             call(*bound, x, y)

@@ -73,7 +73,8 @@ def run(
         int | None,
         typer.Option(
             metavar="M",
-            help="Restart with fewer ranks, M or more, if hosts are lost. Default: N.",
+            help="Go on with fewer ranks, M or more, if hosts are lost, or if `mpishard resize` "
+            "orders it. Default: N.",
             show_default=False,
         ),
     ] = None,
@@ -81,7 +82,8 @@ def run(
         int | None,
         typer.Option(
             metavar="M",
-            help="Restart with more ranks, M at most, if the hosts have free slots. Default: N.",
+            help="Go on with more ranks, M at most: a restart, if the hosts have free slots, or if "
+            "`mpishard resize` orders it. Default: N.",
             show_default=False,
         ),
     ] = None,
@@ -106,6 +108,8 @@ def run(
     Ctrl-C, SIGTERM or SIGHUP to this command, or exit code 130, 75 (preempted), or 2 before init
     (usage). The exit code is that of the last start; the first failure is reported again as the
     root cause.
+
+    A job with --log-dir takes orders for another number of ranks: see mpishard resize.
     """
     # Here, because it imports NumPy and the communication room, and --help needs neither.
     from mpishard.cli.run.job import prepare_job

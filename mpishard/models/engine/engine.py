@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, beside
+from mpishard.arrays import Array, beside
 from mpishard.contracts import ILossFunction
 from mpishard.errors import NoSampleError
 from mpishard.layout import ShardLayout
@@ -36,7 +35,7 @@ from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.layer import Context
 from mpishard.observe import span, step_span
 from mpishard.observe.ledger import MemoryCategory
-from mpishard.sharding import ShardingConfiguration, pieces_within
+from mpishard.sharding import ShardingConfiguration
 
 __all__ = ["Engine"]
 
@@ -84,6 +83,9 @@ class Engine:
         not cut it themselves.
     observer : callable, optional
         Context manager around each update, for whoever looks at parameters before and after.
+    computed : tuple, optional
+        Gradient, sum and weight of the loss that `evaluation.local_gradient` found last, until the
+        next step.
     """
 
     def __init__(
@@ -106,8 +108,7 @@ class Engine:
         self.record = TrainingRecord()
         self.micro_batches = 1
         self.has_said_what_is_not_saved = False  # of a black box, in its first checkpoint
-        # What local_gradient found last, until the next step: gradient, sum and weight of the loss.
-        self._computed: tuple[Array, float, float] | None = None
+        self.computed: tuple[Array, float, float] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self.layout = parameters.layout
         self.own_pieces = parameters.layout.pieces()
@@ -241,7 +242,7 @@ class Engine:
             On every rank, if the loss or the gradient is not finite.
         """
         self.layout.device.use()  # of the thread that calls
-        self._computed = None
+        self.computed = None
         # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
         inputs, targets = self.program.check_pair(x, y, self.loss)
         is_local = alone or not self._config.auto_sync_gradients
@@ -301,7 +302,7 @@ class Engine:
         ends = not (round_.accumulates or is_local or is_whole)
         loss = weight = 0.0
         for number, (x, y, sample_start) in enumerate(batches, start=1):
-            own_loss, own_weight = self._pass(
+            own_loss, own_weight = self.run_pass(
                 x, y, self.gradients, is_first=not round_.is_open,
                 is_last=ends and number == len(batches), sample_start=sample_start,
             )  # fmt: skip
@@ -312,7 +313,7 @@ class Engine:
         step = self.step_number + 1
         if round_.accumulates:
             total, total_weight, _ = round_.totals([loss, weight, 0.0], loss, settings, step)
-            return StepReport(self._mean(total, total_weight), total_weight, None)
+            return StepReport(self.mean(total, total_weight), total_weight, None)
         if apart:
             return self._step_apart(rule, loss, settings, step)
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
@@ -329,13 +330,12 @@ class Engine:
         if total_weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
         norm = math.sqrt(squared) / total_weight
-        report = StepReport(self._mean(total, total_weight), total_weight, norm)
+        report = StepReport(self.mean(total, total_weight), total_weight, norm)
         try:
             self._change(rule, self.gradients.owned(self.pieces.updated), report)
         finally:  # a rule that failed here may still read gradients elsewhere
             self.gradients.finish()
-        if self.policy.shards_state:
-            self.parameters.publish(self.pieces.published)
+        self._publish()
         self._end_round()
         return report
 
@@ -362,17 +362,16 @@ class Engine:
             if own_weight:
                 norm = math.sqrt(squared) / own_weight
                 self._change(
-                    rule, gradients, StepReport(self._mean(own_loss, own_weight), own_weight, norm)
+                    rule, gradients, StepReport(self.mean(own_loss, own_weight), own_weight, norm)
                 )
                 # Its weight, for the mean of the replicas later.
                 self.replicas.drift(own_weight)
         finally:
             if self.replica.across is not None:
                 self.gradients.finish()
-        if self.policy.shards_state:
-            self.parameters.publish(self.pieces.published)
+        self._publish()
         self._end_round()
-        return StepReport(self._mean(total, weight), weight, norm)
+        return StepReport(self.mean(total, weight), weight, norm)
 
     def apply(self, gradient: Array, rule: Rule) -> None:
         """Update with a given gradient of the mean loss instead of computing one.
@@ -398,8 +397,7 @@ class Engine:
             self.round.refuse_nonfinite("the given gradient is not finite", self.step_number + 1)
         pieces = [placement.part(gradient, p.start, p.stop) for p in self.pieces.updated]
         self._change(rule, pieces, StepReport(math.nan, 1.0, norm))
-        if self.policy.shards_state:
-            self.parameters.publish(self.pieces.published)
+        self._publish()
         self._end_round()
 
     def move(self, rule: Rule) -> None:
@@ -409,27 +407,24 @@ class Engine:
         """
         unused = self.parameters.owned(self.pieces.updated)
         self._change(rule, unused, StepReport(math.nan, 1.0, 0.0))
-        if self.policy.shards_state:
-            self.parameters.publish(self.pieces.published)
+        self._publish()
         self.changed()
 
     def _change(self, rule: Rule, gradients: list[Array], report: StepReport) -> None:
         """Let ``rule`` update; a step's observer may look at what it updates before and after."""
-        parameters = self.parameters.owned(self.pieces.updated)
-        if self._stage is None:
-            self._run_rule(rule, parameters, gradients, report)
-        else:
-            with self._stage.staged(parameters, gradients) as (own, reduced):
-                self._run_rule(rule, own, reduced, report)
+        owned = self.parameters.owned(self.pieces.updated), gradients
+        stage = self._stage
+        with nullcontext(owned) if stage is None else stage.staged(*owned) as (own, reduced):
+            given = zip(self.pieces.updated, own, reduced, strict=True)
+            updates = [Update(*arrays) for arrays in given]
+            watched = nullcontext() if self.observer is None else self.observer(updates)
+            with watched, span("update"):
+                rule(updates, report)
 
-    def _run_rule(
-        self, rule: Rule, parameters: list[Array], gradients: list[Array], report: StepReport
-    ) -> None:
-        given = zip(self.pieces.updated, parameters, gradients, strict=True)
-        updates = [Update(*arrays) for arrays in given]
-        watched = contextlib.nullcontext() if self.observer is None else self.observer(updates)
-        with watched, span("update"):
-            rule(updates, report)
+    def _publish(self) -> None:
+        """Show the owners' new values to the ranks that hold them too. Collective."""
+        if self.policy.shards_state:
+            self.parameters.publish(self.pieces.published)
 
     def descend(self, gradient: Array, rate: float) -> None:
         """Subtract ``rate * gradient``, a full vector, the same on every rank. Collective."""
@@ -439,8 +434,7 @@ class Engine:
             target = owned
             part = self.placement.part(gradient, piece.start, piece.stop)
             target -= rate * beside(part, target)
-        if self.policy.shards_state:
-            self.parameters.publish(self.pieces.published)
+        self._publish()
         self.changed()
 
     def zeros_for_state(self) -> Array:
@@ -463,7 +457,7 @@ class Engine:
         """Update this replica with its own gradient; the others are not asked."""
         assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
         if self.round.accumulates:
-            return StepReport(self._mean(loss, weight), weight, None)
+            return StepReport(self.mean(loss, weight), weight, None)
         total, total_weight = self.round.loss, self.round.weight
         if total_weight == 0 and needs_samples:
             raise ValueError("this rank has no sample that counts in this step; all weights are 0")
@@ -473,14 +467,14 @@ class Engine:
             what = f"the loss or the gradient of rank {self.backend.rank} is not finite"
             self.round.refuse_nonfinite(what, self.step_number + 1)
         norm = math.sqrt(squared) / total_weight if total_weight else 0.0
-        report = StepReport(self._mean(total, total_weight), total_weight, norm)
+        report = StepReport(self.mean(total, total_weight), total_weight, norm)
         self._change(rule, gradients, report)
         # Its weight, for the mean of the replicas that `synchronize_replicas` makes later.
         self.replicas.drift(total_weight)
         self._end_round()
         return report
 
-    def _pass(
+    def run_pass(
         self,
         x: Array,
         y: Array,
@@ -503,7 +497,7 @@ class Engine:
         gradients.settle()
         return total, weight
 
-    def _mean(self, total: float, weight: float) -> float:
+    def mean(self, total: float, weight: float) -> float:
         """The mean loss; NaN if a black box does not tell its loss, or nothing was weighed."""
         known = self.program.knows_loss(self.loss) and weight > 0
         return total / weight if known else math.nan
@@ -524,116 +518,20 @@ class Engine:
         self.gradients.abandon()
         self.parameters.abandon()
 
-    def local_gradient(
-        self, x: Array, y: Array, loss: ILossFunction | None, sample_start: int = 0
-    ) -> Array:
-        """Gradient of the mean loss of this rank's batch, shape (length,), not reduced."""
-        self.layout.device.use()
-        inputs, targets = self.program.check_pair(x, y, loss or self.loss)
-        layout = self.gradients.layout
-        # A store of its own: the gradient of an open round must stay as it is.
-        sink = ReplicatedGradients(layout)
-        # Sharded parameters are gathered, so that every rank must pass its batch at the same time.
-        everywhere = self.policy.shards_parameters
-        self.replica.require_one_batch("compute_gradients", x, y, everywhere=everywhere)
-        with self._leaving_no_unit():
-            total, weight = self._pass(
-                inputs, targets, sink, is_first=True, is_last=False, loss=loss,
-                sample_start=sample_start,
-            )  # fmt: skip
-            self.program.finish_local(sink)
-        full = sink.vector
-        # The store has no place for frozen units, and the result has zeros for them.
-        if self.program.frozen:
-            ranges = [
-                (e.start, e.stop) for e in self.program.entries
-                if e.name not in self.program.frozen
-            ]  # fmt: skip
-            pieces = pieces_within(layout.pieces(sharded=False), ranges)
-            full = array_namespace(full).zeros(self.layout.length, full.dtype)
-            for piece, values in zip(pieces, sink.local(pieces), strict=True):
-                full[piece.start : piece.stop] = values
-        total, weight = self.replica.tell(total, weight)
-        full = self.program.vector.assemble(full, layout)
-        if weight:
-            full /= weight
-        self._computed = full, total, weight
-        return full
-
-    def synchronize_gradient(self) -> tuple[float, float, Array] | None:
-        """Average the last `local_gradient` over the batches of all ranks, in place. Collective.
-
-        Mean loss, weight of all samples, and the gradient; None if there is none: since the last
-        call, or since a step.
-        """
-        if self._computed is None:
-            return None
-        (full, loss, weight), self._computed = self._computed, None
-        data = self.replica.data
-        total, total_weight = map(float, data.all_reduce(np.array([loss, weight])))
-        # The mean over all samples, from means that ranks with other numbers of samples have made.
-        full *= weight
-        data.all_reduce(full)
-        if total_weight:
-            full /= total_weight
-        return self._mean(total, total_weight), total_weight, full
-
-    def global_gradient(self, x: Array, y: Array) -> tuple[float, Array]:
-        """Mean loss of all ranks' batches and its gradient, shape (length,). Collective."""
-        self.replicas.require_equal("loss_and_gradients()")
-        self.round.require_none("loss_and_gradients()")
-        inputs, _ = self.program.check_pair(x, y, self.loss)
-        self.replica.require_one_batch("compute_gradients", x, y, everywhere=True)
-        sample_start = 0
-        if self.program.is_random:
-            sample_start = self.round.sample_start(len(inputs), is_local=False)
-            self.round.end()
-        self.local_gradient(x, y, None, sample_start)
-        found = self.synchronize_gradient()
-        assert found is not None
-        loss, weight, full = found
-        if weight == 0:
-            raise NoSampleError("no rank has a sample that counts; all weights are 0")
-        return loss, full
-
     def predict(self, x: Array) -> Array:
         """Outputs for this rank's inputs. Collective if parameters are sharded."""
         self.layout.device.use()
         inputs = self.program.check(x)
         self.replica.require_one_batch("predict", x, everywhere=self.policy.shards_parameters)
-        with self._leaving_no_unit():
+        with self.leaving_no_unit():
             return self.program.predict(self.parameters, inputs)
 
     def predict_next(self, x: Array, cache: KeyValueCache) -> Array:
         """Outputs for the last position of new tokens: see `Program.predict_next`. Collective."""
         self.layout.device.use()
         x = self.program.check_next(x)
-        with self._leaving_no_unit():
+        with self.leaving_no_unit():
             return self.program.predict_next(self.parameters, x, cache)
-
-    def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
-        """Sum and weight of the loss over this rank's batch.
-
-        Without a gradient, unless a black box tells its loss only together with one.
-        """
-        self.layout.device.use()
-        inputs, targets = self.program.check_pair(x, y, self.loss)
-        # No other rank waits then; sharded parameters must be gathered by all.
-        if not self.policy.shards_parameters and len(x) == 0:
-            return 0.0, 0.0
-        if self.loss is None:
-            batch = Batch(inputs, targets, None, Context(training=False))
-            return self.program.forward(self.parameters, batch)[:2]
-        return self.program.measure(self.loss, self.predict(x), targets)
-
-    def evaluate_all(self, x: Array, y: Array) -> tuple[float, float]:
-        """Mean loss of all ranks' batches and its weight, NaN if it is unknown. Collective."""
-        self.replicas.require_equal("evaluate()")
-        total, weight = self.evaluate(x, y)
-        # All ranks of a replica have computed one batch, which counts once.
-        own = (total, weight) if self.replica.speaks else (0.0, 0.0)
-        total, weight = map(float, self.world.all_reduce(np.array(own)))
-        return self._mean(total, weight), weight
 
     def synchronize_replicas(self) -> None:
         """Give every rank the mean of all replicas; a barrier if nothing drifts. Collective."""
@@ -668,7 +566,7 @@ class Engine:
     def gather(self) -> Array:
         """All parameters in layer order, a new array on every rank. Collective."""
         self.layout.device.use()
-        with self._leaving_no_unit():
+        with self.leaving_no_unit():
             return self.program.vector.gather(self.parameters)
 
     def gather_on(self, root: int) -> Array | None:
@@ -677,7 +575,7 @@ class Engine:
         if self.replica.across is not None:  # each replica is gathered, and one of them is wanted
             full = self.gather()
             return full if self.world.rank == root else None
-        with self._leaving_no_unit():
+        with self.leaving_no_unit():
             return self.program.vector.gather_on(
                 self.parameters, root, is_sharded=self.policy.shards_parameters
             )
@@ -693,7 +591,7 @@ class Engine:
             yield chunk
 
     @contextmanager
-    def _leaving_no_unit(self) -> Iterator[None]:
+    def leaving_no_unit(self) -> Iterator[None]:
         """After an error no unit stays unsharded, to be taken for current later on."""
         try:
             yield

@@ -28,6 +28,12 @@ from mpishard.contracts import (
 from mpishard.errors import MissingMemberError, ShardingError
 from mpishard.layout import LeafLayout
 from mpishard.models.engine.engine import Engine
+from mpishard.models.engine.evaluation import (
+    global_gradient,
+    local_gradient,
+    mean_loss,
+    synchronize_gradient,
+)
 from mpishard.models.engine.update import Policy, descent
 from mpishard.models.programs.leaves import check_leaves, check_leaves_of, say_what_may_differ
 from mpishard.models.programs.program import Program
@@ -384,7 +390,7 @@ class ShardedModelBase(IShardedModel):
         or `synchronize_gradients`, which averages it over the ranks. Collective if parameters are
         sharded.
         """
-        return self.engine.local_gradient(x, y, loss_function)
+        return local_gradient(self.engine, x, y, loss_function)
 
     def loss_and_gradients(self, x: Array, y: Array) -> tuple[float, Array]:
         """Mean loss over the samples of all ranks, and its gradient. Collective.
@@ -413,7 +419,7 @@ class ShardedModelBase(IShardedModel):
         ShardingError
             If replicas have drifted apart; in the middle of a round of `accumulate`.
         """
-        return self.engine.global_gradient(x, y)
+        return global_gradient(self.engine, x, y)
 
     def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
         """Mean loss over the samples of all ranks, as in evaluation: without dropout. Collective.
@@ -435,7 +441,7 @@ class ShardedModelBase(IShardedModel):
         ShardingError
             If replicas have drifted apart.
         """
-        return self.engine.evaluate_all(x, y)
+        return mean_loss(self.engine, x, y)
 
     def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
         """``theta -= learning_rate * gradients`` for a full vector, the same on every rank.
@@ -476,7 +482,7 @@ class ShardedModelBase(IShardedModel):
         ShardingError
             Before any gradient was computed.
         """
-        found = self.engine.synchronize_gradient()
+        found = synchronize_gradient(self.engine)
         averaged = None if found is None else found[2]
         if averaged is None and self.engine.step_number == 0:
             raise ShardingError("synchronize_gradients() before any gradient was computed")

@@ -19,6 +19,7 @@ from mpishard.data import Batches, GlobalBatchSampler, LocalBatchSampler, take
 from mpishard.layout import ShardLayout
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
+from mpishard.models.engine.evaluation import loss_sum
 from mpishard.nn.losses import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber
 
 __all__ = ["DatasetResult", "evaluate"]
@@ -127,7 +128,7 @@ def _measure(
     there are no samples.
     """
     if engine.loss is None:
-        total, weight = engine.evaluate(x, y)
+        total, weight = loss_sum(engine, x, y)
         return engine.predict(x) if predict and len(x) else None, total, weight
     engine.program.check_pair(x, y, engine.loss)
     if not engine.policy.shards_parameters and len(x) == 0:

@@ -1,0 +1,118 @@
+"""Losses and gradients of batches that update nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpishard.arrays import Array, array_namespace
+from mpishard.contracts import ILossFunction
+from mpishard.errors import NoSampleError
+from mpishard.models.engine.engine import Engine
+from mpishard.models.programs.program import Batch
+from mpishard.models.stores.gradient_store import ReplicatedGradients
+from mpishard.nn.layers.layer import Context
+from mpishard.sharding import pieces_within
+
+__all__ = ["global_gradient", "local_gradient", "loss_sum", "mean_loss", "synchronize_gradient"]
+
+
+def local_gradient(
+    engine: Engine, x: Array, y: Array, loss: ILossFunction | None, sample_start: int = 0
+) -> Array:
+    """Return the gradient of the mean loss of this rank's batch, shape (length,), not reduced."""
+    engine.layout.device.use()
+    program, replica = engine.program, engine.replica
+    inputs, targets = program.check_pair(x, y, loss or engine.loss)
+    layout = engine.gradients.layout
+    # A store of its own: the gradient of an open round must stay as it is.
+    sink = ReplicatedGradients(layout)
+    # Sharded parameters are gathered, so that every rank must pass its batch at the same time.
+    everywhere = engine.policy.shards_parameters
+    replica.require_one_batch("compute_gradients", x, y, everywhere=everywhere)
+    with engine.leaving_no_unit():
+        total, weight = engine.run_pass(
+            inputs, targets, sink, is_first=True, is_last=False, loss=loss,
+            sample_start=sample_start,
+        )  # fmt: skip
+        program.finish_local(sink)
+    full = sink.vector
+    # The store has no place for frozen units, and the result has zeros for them.
+    if program.frozen:
+        ranges = [(e.start, e.stop) for e in program.entries if e.name not in program.frozen]
+        pieces = pieces_within(layout.pieces(sharded=False), ranges)
+        full = array_namespace(full).zeros(engine.layout.length, full.dtype)
+        for piece, values in zip(pieces, sink.local(pieces), strict=True):
+            full[piece.start : piece.stop] = values
+    total, weight = replica.tell(total, weight)
+    full = program.vector.assemble(full, layout)
+    if weight:
+        full /= weight
+    engine.computed = full, total, weight
+    return full
+
+
+def synchronize_gradient(engine: Engine) -> tuple[float, float, Array] | None:
+    """Average the last `local_gradient` over the batches of all ranks, in place. Collective.
+
+    Returns
+    -------
+    tuple of (float, float, Array) or None
+        Mean loss, weight of all samples, and the gradient; None if there is none: since the last
+        call, or since a step.
+    """
+    if engine.computed is None:
+        return None
+    (full, loss, weight), engine.computed = engine.computed, None
+    data = engine.replica.data
+    total, total_weight = map(float, data.all_reduce(np.array([loss, weight])))
+    # The mean over all samples, from means that ranks with other numbers of samples have made.
+    full *= weight
+    data.all_reduce(full)
+    if total_weight:
+        full /= total_weight
+    return engine.mean(total, total_weight), total_weight, full
+
+
+def global_gradient(engine: Engine, x: Array, y: Array) -> tuple[float, Array]:
+    """Return the mean loss of all ranks' batches and its gradient, shape (length,). Collective."""
+    engine.replicas.require_equal("loss_and_gradients()")
+    engine.round.require_none("loss_and_gradients()")
+    inputs, _ = engine.program.check_pair(x, y, engine.loss)
+    engine.replica.require_one_batch("compute_gradients", x, y, everywhere=True)
+    sample_start = 0
+    if engine.program.is_random:
+        sample_start = engine.round.sample_start(len(inputs), is_local=False)
+        engine.round.end()
+    local_gradient(engine, x, y, None, sample_start)
+    found = synchronize_gradient(engine)
+    assert found is not None
+    loss, weight, full = found
+    if weight == 0:
+        raise NoSampleError("no rank has a sample that counts; all weights are 0")
+    return loss, full
+
+
+def loss_sum(engine: Engine, x: Array, y: Array) -> tuple[float, float]:
+    """Return the sum and the weight of the loss over this rank's batch.
+
+    Without a gradient, unless a black box tells its loss only together with one.
+    """
+    engine.layout.device.use()
+    inputs, targets = engine.program.check_pair(x, y, engine.loss)
+    # No other rank waits then; sharded parameters must be gathered by all.
+    if not engine.policy.shards_parameters and len(x) == 0:
+        return 0.0, 0.0
+    if engine.loss is None:
+        batch = Batch(inputs, targets, None, Context(training=False))
+        return engine.program.forward(engine.parameters, batch)[:2]
+    return engine.program.measure(engine.loss, engine.predict(x), targets)
+
+
+def mean_loss(engine: Engine, x: Array, y: Array) -> tuple[float, float]:
+    """Return the mean loss of all ranks' batches, NaN if unknown, and its weight. Collective."""
+    engine.replicas.require_equal("evaluate()")
+    total, weight = loss_sum(engine, x, y)
+    # All ranks of a replica have computed one batch, which counts once.
+    own = (total, weight) if engine.replica.speaks else (0.0, 0.0)
+    total, weight = map(float, engine.world.all_reduce(np.array(own)))
+    return engine.mean(total, weight), weight
