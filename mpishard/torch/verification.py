@@ -27,7 +27,7 @@ def record(kind: str, made: Any) -> None:
     owners = list(dict.fromkeys(part.owner for part in parts))
     rank = owners[0].backend.rank
     step = 1 + sum(1 for _ in folder.glob(f"{kind}-*-{rank}.npz"))
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for part in parts:
         tensor = part.tensor if kind == "parameters" else part.tensor.grad
         own = part.in_parameter
