@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpishard import checkpoint
+from mpishard import checkpoint, settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
@@ -40,7 +40,7 @@ def save(
 
     The checkpoint is one of `mpishard.checkpoint`: each rank writes its part, and any number of
     ranks, under any strategy, loads it. Parameters have the module's names. Buffers, and frozen
-    parameters of another dtype, are rank 0's.
+    parameters of another dtype, are rank 0's. Under ``mpishard verify`` nothing is written.
 
     Parameters
     ----------
@@ -77,7 +77,8 @@ def save(
         _STATE: to_text(beside) if owner.backend.rank == 0 else "",
         _USER: dict(metadata or {}),
     }
-    checkpoint.save(path, _ModelView(owner), view, metadata=document)
+    if settings.verification() is None:  # else a check would replace the training's checkpoint
+        checkpoint.save(path, _ModelView(owner), view, metadata=document)
 
 
 def load(

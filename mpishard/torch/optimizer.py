@@ -22,6 +22,7 @@ from mpishard.torch.parameters import Part, SharedParameter
 from mpishard.torch.rule_optimizer import RuleOptimizer
 from mpishard.torch.sharded import ShardedModule
 from mpishard.torch.state import gather_states, slice_states
+from mpishard.torch.verification import record
 
 __all__ = ["optimizer", "parts_of"]
 
@@ -232,6 +233,7 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
             f"by rank: {everyone.tolist()}; here {settings}). Nothing was updated; give every "
             "rank the same"
         )
+    record("gradients", made)
     owners[0].passes.part_of_step.enter_context(span("update"))
 
 
@@ -240,10 +242,11 @@ def _plain(value: Any) -> Any:
 
 
 @called_as("optimizer.step()")
-def _after_step(owners: list[ShardedModule], *_: Any) -> None:
+def _after_step(owners: list[ShardedModule], made: Any, *_: Any) -> None:
     """Hook: let all ranks read what each has updated."""
     for owner in owners:
         owner.publish()
+    record("parameters", made)
 
 
 def _refuse_others(made: Any, *_: Any) -> None:
