@@ -24,7 +24,7 @@ PRECISION_MEMORY = Path(__file__).with_name("precision_memory.py")
 
 @dataclass(frozen=True)
 class Workload:
-    """What a job trains: sizes, sequences or samples of a rank, steps that count and those before.
+    """Training of a job: sizes, sequences or samples of a rank, steps that count and those before.
 
     ``size`` holds the options of a model that is not of the usual width and depth.
     """

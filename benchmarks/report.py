@@ -29,7 +29,7 @@ IMPLEMENTATIONS = {
     "jax": "JAX, one process, both batches",
     "jax bfloat16": "JAX, one process, both batches, bfloat16",
 }
-"""What the table of medians calls each."""
+"""Name of each in the table of medians."""
 
 Result = Mapping[str, Any]
 

@@ -44,7 +44,7 @@ for ((i = 1; i <= ranks; i++)); do
     hosts+=("10.77.0.$i")
 done
 
-# What mpiexec calls instead of ssh: HOST COMMAND...
+# mpiexec calls this program instead of ssh: HOST COMMAND...
 cat >"$folder/launch" <<EOT
 #!/usr/bin/env bash
 while [ "\${1#-}" != "\$1" ]; do shift; done

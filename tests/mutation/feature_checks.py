@@ -1,4 +1,4 @@
-"""What has one use: late and stale gradients, replicas of several ranks, errors of one rank."""
+"""Checks of single features: late and stale gradients, replicas of ranks, errors of one rank."""
 
 from __future__ import annotations
 

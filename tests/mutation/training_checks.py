@@ -273,7 +273,7 @@ def a_placed_model(problems: Any) -> None:
 
 @check
 def replicas_of_a_placed_model(problems: Any) -> None:
-    """What passes change beside parameters is rank 0's again when replicas are equal."""
+    """State that passes change beside parameters is rank 0's again when replicas are equal."""
 
     def body(backend: Any) -> None:
         batch = problems.local_batch(backend, "mlp", 0)

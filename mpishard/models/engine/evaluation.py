@@ -11,7 +11,6 @@ from mpishard.models.engine.engine import Engine
 from mpishard.models.programs.program import Batch
 from mpishard.models.stores.gradient_store import ReplicatedGradients
 from mpishard.nn.layers.layer import Context
-from mpishard.sharding import pieces_within
 
 __all__ = ["global_gradient", "local_gradient", "loss_sum", "mean_loss", "synchronize_gradient"]
 
@@ -38,8 +37,7 @@ def local_gradient(
     full = sink.vector
     # The store has no place for frozen units, and the result has zeros for them.
     if program.frozen:
-        ranges = [(e.start, e.stop) for e in program.entries if e.name not in program.frozen]
-        pieces = pieces_within(layout.pieces(sharded=False), ranges)
+        pieces = program.trained(layout.pieces(sharded=False))
         full = array_namespace(full).zeros(engine.layout.length, full.dtype)
         for piece, values in zip(pieces, sink.local(pieces), strict=True):
             full[piece.start : piece.stop] = values

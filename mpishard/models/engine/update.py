@@ -167,14 +167,7 @@ class UpdatePieces:
         cls, program: Program, layout: StoreLayout, policy: Policy, leaves: GradientLeaves | None
     ) -> UpdatePieces:
         """Those of a program, which says what of it is frozen; ``leaves`` hear of them."""
-        without_gradient = program.frozen_units
-
-        def trained(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-            if not program.frozen:
-                return pieces
-            ranges = [(e.start, e.stop) for e in program.entries if e.name not in program.frozen]
-            return pieces_within(pieces, ranges)
-
+        without_gradient, trained = program.frozen_units, program.trained
         own, every = (
             tuple(piece for piece in pieces if piece.unit.index not in without_gradient)
             for pieces in (layout.pieces(), layout.pieces_of_all())

@@ -21,7 +21,7 @@ from mpishard.models.stores.vector import ModelVector
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.layer import Context
 from mpishard.observe import span
-from mpishard.sharding import ParameterEntry, Unit
+from mpishard.sharding import ParameterEntry, Piece, Unit, pieces_within
 
 __all__ = ["Batch", "Program", "WholeProgram", "parameters_by_name"]
 
@@ -111,6 +111,13 @@ class Program(ABC):
             if unit.start <= entry.start < unit.stop and entry.name not in self.frozen
         }
         return frozenset(unit.index for unit in self.units) - trained
+
+    def trained(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        """Return the parts of ``pieces`` that are not frozen."""
+        if not self.frozen:
+            return tuple(pieces)
+        ranges = [(e.start, e.stop) for e in self.entries if e.name not in self.frozen]
+        return pieces_within(pieces, ranges)
 
     def structure(self) -> dict[str, Any]:
         """Name -> value, for JSON, of what must be the same on all ranks."""

@@ -19,7 +19,7 @@ from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.exchange import CodedExchange, ExactExchange, Exchange
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.sharding import Piece, pieces_within
+from mpishard.sharding import Piece
 
 __all__ = ["CODES", "LocalSettings", "LocalState"]
 
@@ -130,7 +130,7 @@ class LocalState(ModelState):
             piece = Piece(unit, start + exchange.own.start, start + exchange.own.stop, position)
             position += piece.length
             owned.append(piece)
-        for piece in self._trained(owned):
+        for piece in engine.program.trained(owned):
             self._pieces.append(piece)
             for fragment in fragments:
                 if any(part.unit is piece.unit for part in fragment.parts):
@@ -144,18 +144,10 @@ class LocalState(ModelState):
         ledger = self.model.engine.layout.ledger
         return CodedExchange(self._across, part, CODES[name], dtype, ledger)
 
-    def _trained(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """Return the parts of ``pieces`` that are not frozen."""
-        program = self.model.engine.program
-        if not program.frozen:
-            return pieces
-        ranges = [(e.start, e.stop) for e in program.entries if e.name not in program.frozen]
-        return pieces_within(pieces, ranges)
-
     # ---------------------------------------------------------------------------------- exchanges
 
     def begin_step(self) -> None:
-        """Remember the parameters, if all replicas have become equal, whoever made them so."""
+        """Remember the parameters, if all replicas have become equal since the last look."""
         agreements = self.model.engine.replicas.agreements
         if agreements == self._agreements:
             return
@@ -219,7 +211,7 @@ class LocalState(ModelState):
         engine = self.model.engine
         used = engine.replicas.weight
         weight, fragment.used = used - fragment.used, used
-        # Of all ranks: those of a replica may still read, on a node, what is changed below. One
+        # Of all ranks: on a node those of a replica may still read the memory changed below. One
         # rank of each replica tells its weight.
         tells = not self._is_grouped or engine.backend.rank == 0
         total = float(self.model.backend.all_reduce(np.array([weight * tells]))[0])
