@@ -333,8 +333,9 @@ class CommunicationBackend(ABC):
             check_writeable(array, "all_reduce")
         else:
             check_out(out, array.shape, array.dtype, "all_reduce")
-        own = even_sizes(array.size, self.world_size)[self.rank] * array.itemsize
-        sends = {"reduce_scatter": array.nbytes - own, "all_gather": own * (self.world_size - 1)}
+        world_size = self.world_size
+        own = even_sizes(array.size, world_size)[self.rank] * array.itemsize
+        sends = {"reduce_scatter": array.nbytes - own, "all_gather": own * (world_size - 1)}
         steps = self._steps_all_reduce
         return self._start(
             Kind.ALL_REDUCE, array, steps, array, out, operation=operation, sends=sends
@@ -1033,7 +1034,7 @@ class CommunicationBackend(ABC):
         self._ready()
         check_array(array, name)
         check_peer(destination, tag, self.rank, self.world_size)
-        self.traffic.count("send", array.nbytes)
+        self.traffic.add({"send": array.nbytes})
 
     def _check_receive(self, source: int, count: int, tag: int) -> None:
         self._ready()
@@ -1228,7 +1229,7 @@ class CommunicationBackend(ABC):
             if sends is not None:
                 call.sends = sends
             try:
-                (session.status or self.status).record(call, self.label, sys._getframe(1))
+                (session.status or self.status).record(call, self.label, sys._getframe(2))
                 self._sequence = sequence
                 return self._issue(call, steps(call, *arguments))
             except BaseException as error:

@@ -12,8 +12,8 @@ import math
 import struct
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -51,6 +51,7 @@ DTYPES: tuple[np.dtype[Any], ...] = tuple(
 )  # fmt: skip
 """The dtypes that travel. A header names one by its place here."""
 
+_OF_NUMPY = (np.ndarray, np.generic)  # one tuple: a union is made anew in each call
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _NUMBERS = 7 + settings.MAXIMUM_DIMS
 _DESCRIPTION = struct.Struct(f"{_NUMBERS}q")
@@ -219,9 +220,10 @@ class Traffic:
 
     def __init__(self, backend: Any) -> None:
         self._backend = weakref.proxy(backend)  # which holds this
-        self.bytes_sent: Counter[str] = Counter()
-        self.bytes_read: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
+        # Each call adds to these, and a Counter takes four times as long.
+        self.bytes_sent: defaultdict[str, int] = defaultdict(int)
+        self.bytes_read: defaultdict[str, int] = defaultdict(int)
+        self.calls: defaultdict[str, int] = defaultdict(int)
 
     @functools.cached_property
     def _nodes(self) -> Any:
@@ -239,10 +241,11 @@ class Traffic:
         self.bytes_read.clear()
         self.calls.clear()
 
-    def count(self, kind: str, nbytes: int) -> None:
-        """Add one call of ``kind`` that sent ``nbytes`` to other ranks."""
-        self.calls[kind] += 1
-        self.bytes_sent[kind] += nbytes
+    def add(self, sends: Mapping[str, int]) -> None:
+        """Add one call of each kind of ``sends``, with the bytes that it sent to other ranks."""
+        for kind, nbytes in sends.items():
+            self.calls[kind] += 1
+            self.bytes_sent[kind] += nbytes
 
     def count_read(self, kind: str, nbytes: int) -> None:
         """Add ``nbytes`` that a call of ``kind`` read from memory of other ranks."""
@@ -308,7 +311,7 @@ def check_out(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any], name: st
 def check_writeable(array: Array, name: str) -> None:
     """Refuse, with a ValueError, an array that no result can be written into."""
     # CuPy has no read-only arrays.
-    if isinstance(array, np.ndarray | np.generic) and not array.flags.writeable:
+    if isinstance(array, _OF_NUMPY) and not array.flags.writeable:
         raise ValueError(
             f"{name} writes its result into a read-only array of shape {array.shape} and "
             f"dtype {array.dtype.name}; pass a copy, or a writeable out"
