@@ -429,7 +429,7 @@ def trace_folder() -> Path | None:
 
 
 def verification() -> tuple[Path, int] | None:
-    """MPISHARD_VERIFY, ``STEPS:FOLDER`` of `mpishard verify`: its steps, and its folder; None without it."""
+    """MPISHARD_VERIFY, ``STEPS:FOLDER`` of `mpishard verify`: folder and steps; None without it."""
     steps, _, folder = os.environ.get("MPISHARD_VERIFY", "").partition(":")
     return (Path(folder), int(steps)) if steps else None
 
