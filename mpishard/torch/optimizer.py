@@ -17,9 +17,10 @@ from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.observe.trace import span
 from mpishard.optimizers import Optimizer
-from mpishard.torch.module import ShardedModule, module_of, part_of
+from mpishard.torch.module import module_of, part_of
 from mpishard.torch.parameters import Part, SharedParameter
 from mpishard.torch.rule_optimizer import RuleOptimizer
+from mpishard.torch.sharded import ShardedModule
 from mpishard.torch.state import gather_states, slice_states
 from mpishard.torch.verification import record
 
@@ -233,7 +234,7 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
             "rank the same"
         )
     record("gradients", made)
-    owners[0].part_of_step.enter_context(span("update"))
+    owners[0].passes.part_of_step.enter_context(span("update"))
 
 
 def _plain(value: Any) -> Any:
