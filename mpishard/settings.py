@@ -59,6 +59,7 @@ __all__ = [
     "slurm_plugin",
     "terminal_columns",
     "trace_folder",
+    "verification",
     "virtual_nodes",
     "visible_gpus",
     "write",
@@ -427,6 +428,12 @@ def trace_folder() -> Path | None:
     return folder
 
 
+def verification() -> tuple[Path, int] | None:
+    """MPISHARD_VERIFY, ``STEPS:FOLDER`` of `mpishard verify`: what to record; None: nothing."""
+    steps, _, folder = os.environ.get("MPISHARD_VERIFY", "").partition(":")
+    return (Path(folder), int(steps)) if steps else None
+
+
 def job_folder() -> Path | None:
     """MPISHARD_JOB_FOLDER: where each rank writes ``rank-*.calls``, a `StatusPage`; None: nowhere.
 
@@ -437,7 +444,7 @@ def job_folder() -> Path | None:
 
 
 def restart_count() -> int:
-    """MPISHARD_RESTART: how many times `mpishard run --max-restarts` has restarted this job.
+    """MPISHARD_RESTART: how many times `mpishard run` has started this job again.
 
     0 in the first start, and if something else started the process.
     """

@@ -45,7 +45,7 @@ for image in "${images[@]}"; do
         made=()
         for seed in 0 1 2; do
             for precision in float32 bfloat16; do
-                made+=("$run/$precision-$seed")
+                made+=("$run/$seed/$precision") # runs of one name have one colour
                 scripts/train.sh --new --name "${made[-1]#runs/}" --seed "$seed" \
                     --precision "$precision"
             done

@@ -42,10 +42,16 @@ class Preemption:
     ----------
     backend : CommunicationBackend
         The ranks that train together.
+    resumable_by : tuple of int
+        The fewest and the most ranks that can go on from what the run saves; (0, 0) if that is
+        not known. `mpishard resize` changes the ranks of a run within these.
     """
 
-    def __init__(self, backend: CommunicationBackend) -> None:
+    def __init__(
+        self, backend: CommunicationBackend, resumable_by: tuple[int, int] = (0, 0)
+    ) -> None:
         self._backend = backend
+        self._resumable_by = resumable_by
         self._process = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
         self._received: set[signal.Signals] = set()
@@ -66,7 +72,7 @@ class Preemption:
             self._before[number] = signal.signal(number, self._receive)
         self._page = own_page() if received else None
         if self._page is not None:  # `mpishard run` gives ranks that save more time to end
-            self._page.note_saving(True)
+            self._page.note_saving(True, self._resumable_by)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:

@@ -39,7 +39,7 @@ def plot(
 
     The runs wrote them with metrics=FILE; they may still be going on. With one RUN: training
     losses, their moving average, and validation losses. With several: the moving averages in one
-    panel, and the validation losses in another.
+    panel, and the validation losses in another; runs whose folders have one name have one colour.
     """
     first = runs[0] if runs[0].is_dir() else runs[0].parent
     target = first / "loss.png" if output is None else output
@@ -72,6 +72,7 @@ def _panels(runs: list[Path], title: str, unit: str) -> list[Panel]:
             f"loss [{unit}]" if unit else "loss",
             curves,
             logarithmic="",
+            close=True,
         )
         for name, curves in panels
         if curves

@@ -120,9 +120,12 @@ class Panel:
     curves : sequence of Curve
         In the order of the legend.
     logarithmic : {"xy", "x", ""}
-        The logarithmic axes; others begin at 0.
+        The logarithmic axes; y begins at 0 if it is none of them, and not ``close``.
     boundary : (float, str), optional
         An x from which on something holds, and what: shaded.
+    close : bool
+        Whether y shows just the values, as of losses; the first fiftieth of each curve, which may
+        fall steeply, counts for nothing.
     """
 
     title: str
@@ -131,6 +134,7 @@ class Panel:
     curves: Sequence[Curve]
     logarithmic: Literal["xy", "x", ""] = "xy"
     boundary: tuple[float, str] | None = None
+    close: bool = False
 
 
 def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Any:
@@ -141,7 +145,8 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Any:
     path : path
         The file; missing parents are made.
     panels : sequence of Panel
-        Panels from left to right. Curves of one label have one colour in all of them.
+        Panels from left to right. Curves of one label have one colour in all of them, and one
+        line in the legend.
 
     Returns
     -------
@@ -193,12 +198,26 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
         # Numbers as people write them, and some between the powers of ten if there are few.
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    elif panel.close:
+        _fit_y(axes, [y for curve in panel.curves for y in curve.y[len(curve.y) // 50 :]])
     else:
         axes.set_ylim(bottom=0)
     plain_axes(axes, panel.title, grid="both")
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
-    axes.legend(frameon=False, fontsize=8)
+    lines, labels = axes.get_legend_handles_labels()
+    each = dict(zip(labels, lines, strict=True))
+    axes.legend(each.values(), each.keys(), frameon=False, fontsize=8)
+
+
+def _fit_y(axes: Any, values: Sequence[float]) -> None:
+    """Limit the y axis to the finite values, with a margin."""
+    finite = np.array(values, np.float64)
+    finite = finite[np.isfinite(finite)]
+    if finite.size:
+        low, high = float(finite.min()), float(finite.max())
+        margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+        axes.set_ylim(low - margin, high + margin)
 
 
 Points = Sequence[tuple[int, float]]
@@ -334,11 +353,7 @@ def _draw(
         )
     # All but the first steep fall, which would press the rest flat.
     others = [] if baseline is None else [baseline[1]]
-    values = np.array([*losses[losses.size // 50 :], *validation[1], *others])
-    if values.size:
-        low, high = float(values.min()), float(values.max())
-        margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
-        axes.set_ylim(low - margin, high + margin)
+    _fit_y(axes, [*losses[losses.size // 50 :], *validation[1], *others])
 
 
 def _finite(points: Points) -> np.ndarray[Any, Any]:

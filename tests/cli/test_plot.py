@@ -46,3 +46,24 @@ def test_what_cannot_be_drawn_is_named(runs: list[Path], tmp_path: Path) -> None
     (tmp_path / "bad.jsonl").write_text("no JSON\n")
     code, said = plot(runs[0], tmp_path / "bad.jsonl")
     assert (code, "line 1 is not JSON" in said) == (2, True)
+
+
+def test_runs_of_one_name_have_one_colour_and_one_line_in_the_legend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    monkeypatch.setattr("mpishard.observe.plots.save", lambda figure, _: drawn.append(figure))
+    runs = [tmp_path / seed / precision for seed in "01" for precision in ("f4", "bf16")]
+    for number, run in enumerate(runs):
+        with MetricsWriter(run / "metrics.jsonl") as metrics:
+            for step in range(1, 101):
+                metrics.write(step, loss=50.0 if step < 3 else 2 + 0.1 * number)
+    assert plot(*runs, "-o", tmp_path / "all.png")[0] == 0
+    (axes,) = drawn[0].axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["f4", "bf16"]
+    colours = [line.get_color() for line in axes.lines]
+    assert colours[:2] == colours[2:]
+    assert colours[0] != colours[1]
+    low, high = axes.get_ylim()  # all of the losses but the first steps
+    assert 1.5 < low < 2
+    assert 2.3 < high < 50

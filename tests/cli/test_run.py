@@ -366,7 +366,8 @@ def test_version_and_help():
     commands = CliRunner().invoke(app, ["--help"]).stdout.split("Commands:")[1]
     names = [line.split()[0] for line in commands.splitlines() if line[2:3].strip()]
     assert names == [
-        "run", "doctor", "verify", "plan", "bench", "checkpoint", "trace", "plot", "watch"
+        "run", "doctor", "verify", "plan", "bench", "checkpoint", "resize", "trace", "plot",
+        "watch",
     ]  # fmt: skip
     for name in names:  # the list imports no command, so it has the summaries a second time
         summary = CliRunner().invoke(app, [name, "--help"]).stdout.split("\n\n")[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,17 @@ def test_numba_on_some_ranks_alone_is_refused_on_all(
         config = ShardingConfiguration(backend, precision=precision)
         with pytest.raises(ValueError, match="passes of layers is numba, NumPy"):
             make(nn.MLP([4, 4, 2], dtype="float32"), config)
+
+
+@in_worlds(2)
+def test_onednn_on_some_ranks_alone_is_refused_on_all(backend: Any, monkeypatch: Any) -> None:
+    _this_thread.rank = backend.rank
+    found = SimpleNamespace(version="3.2.0")
+    monkeypatch.setattr(wrapping, "library", lambda: None if _this_thread.rank else found)
+    mlp = nn.MLP([4, 4, 2], dtype="float32")
+    with pytest.raises(ValueError, match=r"products of bfloat16 is oneDNN 3\.2\.0, float32$"):
+        FSDPModel(mlp, ShardingConfiguration(backend, precision="bfloat16"))
+    FSDPModel(mlp, ShardingConfiguration(backend))
 
 
 @in_worlds(2)

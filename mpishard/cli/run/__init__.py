@@ -3,10 +3,11 @@
 Begin with ``command.py``. It calls ``job.py``, which checks all that can be refused: the user's
 words (``arguments.py``), the folder of logs (``logs.py``), the ranks' environment. ``launcher.py``
 finds the mpiexec that belongs to the MPI library. ``restarts.py`` decides whether the job starts
-again, and on which machines. ``supervisor.py`` runs one start: it watches the processes and removes
-what they leave in shared memory (``rank_processes.py``), and passes signals on (``notice.py``: the
-order to save and end). ``job_report.py`` explains the end from what ``logs.py`` reads.
-``rank_agent.py`` is the parent of each rank, and imports nothing of mpishard.
+again, and on which machines; ``resizing.py`` takes orders for other ranks. ``supervisor.py`` runs
+one start: it watches the processes and removes what they leave in shared memory
+(``rank_processes.py``), and passes signals on (``notice.py``: the order to save and end).
+``job_report.py`` explains the end from what ``logs.py`` reads. ``rank_agent.py`` is the parent of
+each rank, and imports nothing of mpishard.
 
 It may import the shared modules of ``mpishard.cli``. Other commands may import it.
 """

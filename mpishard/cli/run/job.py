@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from mpishard.cli.run.logs import (
     held_log_folder,
     prepare_log_folder,
 )
+from mpishard.cli.run.rank_processes import can_be_watched
+from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.run.restarts import Restarts, allocated_hosts, find_lost_hosts
 from mpishard.cli.run.supervisor import Supervisor
 from mpishard.cli.wording import counted, refuse
@@ -60,12 +62,18 @@ def _user_variables(entries: Sequence[str]) -> dict[str, str]:
     return chosen
 
 
-def _best_variables(launcher: Launcher, ranks_per_host: int) -> dict[str, str]:
-    """Return variables that the user has not set: BLAS threads and kernels, columns."""
-    added = {}
+def _thread_variables(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> dict[str, str]:
+    """Return the variable of the BLAS threads, unless the user has set one."""
     # Under SLURM only the ranks know their cores: init() sets the threads there.
-    if not settings.blas_threads_are_set() and not launcher.is_slurm:
-        added["OMP_NUM_THREADS"] = str(max(1, usable_cores() // ranks_per_host))
+    if settings.blas_threads_are_set() or launcher.is_slurm:
+        return {}
+    ranks_per_host = max((host.slots for host in hosts), default=ranks)
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_per_host))}
+
+
+def _best_variables() -> dict[str, str]:
+    """Return variables that the user has not set: BLAS kernels, columns."""
+    added = {}
     kernel = better_kernel(loaded_kernel())
     if kernel is not None:
         added["OPENBLAS_CORETYPE"] = kernel
@@ -88,6 +96,8 @@ class Job:
         The command line of each rank.
     environment : mapping of str to str
         The variables of the launcher.
+    user_variables : mapping of str to str
+        Those of ``--env``, which come before all others.
     passed_on : sequence of str
         Those that ranks on other machines need as well.
     ranks : int
@@ -114,6 +124,7 @@ class Job:
     launcher: Launcher
     program: Sequence[str]
     environment: Mapping[str, str]
+    user_variables: Mapping[str, str]
     passed_on: Sequence[str]
     ranks: int
     hosts: Sequence[Host]
@@ -135,29 +146,45 @@ class Job:
         """
         self.say(self.announcement)
         may_lose = self.hosts
+        resizing: Resizing | None = None
         if self.max_restarts and self.launcher.is_slurm and not self.hosts:
             may_lose = allocated_hosts(self.max_ranks or self.ranks)
 
+        def find_lost() -> list[str]:
+            return find_lost_hosts(self.launcher, may_lose, self.received)
+
         def start(restart_count: int, ranks: int, hosts: Sequence[Host]) -> Outcome:
             # On all that SLURM has allocated, the launcher needs no list of them.
-            return self._start(ranks, self.hosts if hosts == may_lose else hosts, restart_count)
+            hosts = self.hosts if hosts == may_lose else hosts
+            return self._start(ranks, hosts, restart_count, resizing)
 
         restarts = Restarts(
             start,
             self.say,
             self.ranks,
             may_lose,
-            lambda: find_lost_hosts(self.launcher, may_lose, self.received),
+            find_lost,
             self.max_restarts,
             self.min_ranks,
             self.max_ranks,
             self.received,
         )
         folder = self.log_folder
-        with nullcontext() if folder is None else own_log_folder(self.name, folder):
+        with ExitStack() as held:
+            if folder is not None:
+                held.enter_context(own_log_folder(self.name, folder))
+            if can_be_watched():
+                least, most = self.min_ranks or self.ranks, self.max_ranks or self.ranks
+                resizing = Resizing(self.ranks, least, most, may_lose, find_lost)
+                if folder is not None:
+                    with suppress(OSError):  # a file system without sockets
+                        held.enter_context(resizing.listens(folder))
+                restarts.resizing = resizing
             return restarts.run()
 
-    def _start(self, ranks: int, hosts: Sequence[Host], restart_count: int) -> Outcome:
+    def _start(
+        self, ranks: int, hosts: Sequence[Host], restart_count: int, resizing: Resizing | None
+    ) -> Outcome:
         logs = self.log_folder and folder_of_start(self.log_folder, restart_count)
         supervisor = Supervisor(
             self.name,
@@ -169,8 +196,11 @@ class Job:
             [host.name for host in hosts],
             self.received,
             self.survives,
+            resizing,
         )
-        return supervisor.run({**self.environment, "MPISHARD_RESTART": f"{restart_count}"})
+        of_start = _thread_variables(self.launcher, ranks, hosts)
+        of_start |= {**self.user_variables, "MPISHARD_RESTART": f"{restart_count}"}
+        return supervisor.run({**self.environment, **of_start})
 
     def command(self, ranks: int, hosts: Sequence[Host], logs: Path | None = None) -> list[str]:
         """Return the command line of a start."""
@@ -228,20 +258,25 @@ def prepare_job(
         check_on_failure(on_failure)
         settings.check()
         machines = parse_hosts(hosts, ranks)
-        _check_restarts(max_restarts, ranks, machines, min_ranks=min_ranks, max_ranks=max_ranks)
+        _check_restarts(
+            max_restarts, ranks, machines, min_ranks=min_ranks, max_ranks=max_ranks,
+            may_be_resized=folder is not None,
+        )  # fmt: skip
         chosen = _user_variables(user_variables)
         if folder is not None:
             check_log_folder(folder)
         launcher = find_launcher(loaded_library())
         is_here = not (machines or launcher.is_slurm)
         cores = usable_cores()
-        if is_here and not may_oversubscribe and ranks > _RANKS_PER_CORE * cores:
+        most = max(ranks, max_ranks or 0)
+        option = "-n" if most == ranks else "--max-ranks"
+        if is_here and not may_oversubscribe and most > _RANKS_PER_CORE * cores:
             refuse(
                 name,
-                f"-n {ranks} is more than {_RANKS_PER_CORE} ranks for each of "
+                f"{option} {most} is more than {_RANKS_PER_CORE} ranks for each of "
                 f"{counted(cores, 'usable core')}: --oversubscribe allows that",
             )
-        added = _best_variables(launcher, max((h.slots for h in machines), default=ranks))
+        added = _thread_variables(launcher, ranks, machines) | _best_variables()
         added |= variables or {}
         elsewhere = settings.forwarded_variables() if machines else ()
         told = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
@@ -253,7 +288,8 @@ def prepare_job(
             f"mpishard {name}",
             launcher,
             [sys.executable, "-u", *program],
-            {**settings.environment(), **added, **chosen},
+            {**settings.environment(), **added},
+            {**(variables or {}), **chosen},
             tuple(dict.fromkeys([*added, *chosen, *_OF_ONE_START, *elsewhere])),
             ranks,
             machines,
@@ -271,23 +307,33 @@ def prepare_job(
 
 
 def _check_restarts(
-    most: int, ranks: int, hosts: Sequence[Host], *, min_ranks: int | None, max_ranks: int | None
+    most: int,
+    ranks: int,
+    hosts: Sequence[Host],
+    *,
+    min_ranks: int | None,
+    max_ranks: int | None,
+    may_be_resized: bool,
 ) -> None:
     if most < 0:
         raise ValueError(f"--max-restarts must be 0 or more; got {most}")
     for option, given in {"--min-ranks": min_ranks, "--max-ranks": max_ranks}.items():
         if given is None:
             continue
-        if not most:
-            raise ValueError(f"{option} {given} is for restarts: give --max-restarts too")
+        if not (most or may_be_resized):
+            raise ValueError(
+                f"{option} {given} is for restarts: give --max-restarts too; or --log-dir, for "
+                "orders of `mpishard resize`"
+            )
         if option == "--min-ranks" and not 1 <= given <= ranks:
             raise ValueError(f"--min-ranks must be 1 to {ranks}, the job's ranks; got {given}")
         if option == "--max-ranks" and given < ranks:
             raise ValueError(f"--max-ranks must be {ranks}, the job's ranks, or more; got {given}")
-        if not hosts and not settings.is_slurm_allocation():
+        if not (hosts or may_be_resized or settings.is_slurm_allocation()):
             raise ValueError(
                 f"{option} {given} is for jobs whose hosts may be lost: give --hosts, or start "
-                "it inside a SLURM allocation. On one machine a job keeps its ranks"
+                "it inside a SLURM allocation; or give --log-dir, for orders of `mpishard resize`. "
+                "On one machine a job keeps its ranks otherwise"
             )
 
 

@@ -187,6 +187,12 @@ class RankLogs:
         return any(record.is_saving for record in self.records)
 
     @property
+    def resumable_by(self) -> tuple[int, int]:
+        """The fewest and the most ranks that can go on from what it saves; (0, 0) if not known."""
+        saving = (record.resumable_by for record in self.records if record.is_saving)
+        return next(saving, (0, 0))
+
+    @property
     def code(self) -> int:
         """Exit code of the job in the rank's report; 0 without a report."""
         return next((r.code for r in self.records if r.state is RankState.REPORTED), 0)

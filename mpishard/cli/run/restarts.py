@@ -25,6 +25,8 @@ from mpishard import settings
 from mpishard.cli.run.arguments import Host
 from mpishard.cli.run.job_report import Outcome
 from mpishard.cli.run.launcher import Launcher
+from mpishard.cli.run.notice import notice
+from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.wording import counted
 
 __all__ = ["Restarts", "allocated_hosts", "find_lost_hosts"]
@@ -37,6 +39,7 @@ _SOON_SECONDS = 60.0
 _GLANCE_SECONDS = 0.1
 
 _USAGE = 2
+_NO_FAILURES = (0, settings.EXIT_PREEMPTED, settings.EXIT_INTERRUPT)
 
 
 @dataclass(slots=True)
@@ -71,6 +74,8 @@ class Restarts:
         Ranks of a restart at most, if the hosts have free slots; None: as in the first start.
     received : list of Signals
         The signals that are to end the job, as they come.
+    resizing : Resizing, optional
+        Takes orders for another number of ranks, which then stands for ``ranks``.
     """
 
     start: Callable[[int, int, Sequence[Host]], Outcome]
@@ -82,22 +87,34 @@ class Restarts:
     min_ranks: int | None = None
     max_ranks: int | None = None
     received: list[signal.Signals] = field(default_factory=list)
+    resizing: Resizing | None = None
 
     def run(self) -> int:
         """Start the job until it ends well or may not start again; return the last exit code."""
         ranks, hosts = self.ranks, self.hosts
         failures: list[Outcome] = []
+        failed_first = 0  # number of the start
         pause = 0.0
         for number in count(1):
+            if self.resizing is not None:
+                slots = sum(host.slots for host in self.hosts) if failures else 0
+                most = min(self.max_ranks or self.ranks, slots)
+                self.resizing.ranks, self.resizing.wanted = ranks, max(ranks, most)
             outcome = self.start(number - 1, ranks, hosts)
             lines = outcome.verdict.lines
+            if (change := self._change(outcome)) is not None:
+                ranks, lost, text = change
+                hosts = [host for host in self.hosts if host.name not in lost][:ranks]
+                self._say_all([*lines[:-1], text])
+                continue
             if not self._is_failure(outcome):
                 self._say_all(lines)
                 if failures and not outcome.verdict.code:
                     self.say(f"the job ended well after {counted(len(failures), 'restart')}")
                 return outcome.verdict.code
             failures.append(outcome)
-            if number > self.most:
+            failed_first = failed_first or number
+            if len(failures) > self.most:
                 self._say_all(lines)
                 break
             self._say_all(lines[:-1])
@@ -115,25 +132,43 @@ class Restarts:
             is_first = not pause or outcome.seconds >= _SOON_SECONDS
             pause = _FIRST_PAUSE_SECONDS if is_first else min(2 * pause, _LONGEST_PAUSE_SECONDS)
             place = f" on {', '.join(h.name for h in hosts)} without {_names(lost)}" if lost else ""
-            self.say(
-                f"{outcome.cause}; restart {number} of {self.most} with {counted(ranks, 'rank')}"
-                f"{place} in {pause:g} s"
-            )
+            which = f"restart {len(failures)} of {self.most} with {counted(ranks, 'rank')}{place}"
+            self.say(f"{outcome.cause}; {which} in {pause:g} s")
             self._wait(pause)
             if self.received:
                 return self._interrupted()
         if len(failures) > 1:
-            first = failures[0]
-            logs = "" if first.logs is None else f" (logs: {first.logs})"
-            self.say(
-                f"the job failed for good, after {counted(len(failures) - 1, 'restart')}; root "
-                f"cause, in the first start: {first.cause}{logs}"
-            )
+            self._say_root_cause(failures[0], failed_first, len(failures) - 1)
         return failures[-1].verdict.code
+
+    def _change(self, outcome: Outcome) -> tuple[int, Sequence[str], str] | None:
+        """Return ranks, lost hosts and a line for the user, if the job goes on with other ranks."""
+        resizing, code = self.resizing, outcome.verdict.code
+        if resizing is None or resizing.order is None:
+            return None
+        order, now, before = resizing.order, resizing.ranks, resizing.before
+        if (
+            not before
+            and code == settings.EXIT_PREEMPTED
+            and not (self.received or notice.is_given)
+        ):
+            resizing.before, self.ranks, self.max_ranks = now, order.ranks, None
+            ranks = counted(order.ranks, "rank")
+            text = f"the ranks have saved; the job goes on with {ranks} instead of {now}"
+            return order.ranks, order.lost, text
+        if before and not (self.received or code in _NO_FAILURES):
+            self.ranks = before
+            ranks = counted(now, "rank")
+            text = f"{outcome.cause}, before it trained with {ranks}; it goes on with {before}"
+            resizing.end(text, 1)
+            return before, order.lost, text
+        has_changed = before and not code
+        resizing.end(f"{'' if has_changed else 'no change: '}{outcome.cause}", int(not has_changed))
+        return None
 
     def _is_failure(self, outcome: Outcome) -> bool:
         code = outcome.verdict.code
-        if self.received or code in (0, settings.EXIT_PREEMPTED, settings.EXIT_INTERRUPT):
+        if self.received or code in _NO_FAILURES:
             return False
         return code != _USAGE or outcome.called_init
 
@@ -156,6 +191,14 @@ class Restarts:
         number = self.received[0]
         self.say(f"{number.name}: no restart")
         return 128 + number.value
+
+    def _say_root_cause(self, first: Outcome, number: int, restarts: int) -> None:
+        which = "the first start" if number == 1 else f"start {number}"
+        logs = "" if first.logs is None else f" (logs: {first.logs})"
+        self.say(
+            f"the job failed for good, after {counted(restarts, 'restart')}; root cause, in "
+            f"{which}: {first.cause}{logs}"
+        )
 
     def _say_all(self, lines: Sequence[str]) -> None:
         for line in lines:

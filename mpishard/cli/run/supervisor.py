@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import typer
 
@@ -30,6 +31,7 @@ from mpishard.cli.run.rank_processes import (
     can_be_watched,
     remove_shared_memory,
 )
+from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.wording import counted
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.records import RankState
@@ -107,6 +109,8 @@ class Supervisor:
         until another one is run.
     survives : bool
         Whether ranks may outlive each other.
+    resizing : Resizing, optional
+        Takes orders for another number of ranks.
     """
 
     name: str
@@ -118,6 +122,7 @@ class Supervisor:
     hosts: Sequence[str] = ()
     received: list[signal.Signals] = field(default_factory=list)
     survives: bool = False
+    resizing: Resizing | None = None
     _folder: Path | None = None
     _job: subprocess.Popen[bytes] | None = None
     _processes: RankProcesses | None = None
@@ -262,7 +267,7 @@ class Supervisor:
             looked_at = now
             if not (processes.all_seen or self.host_count or self._is_ending):
                 self._look_for_ranks(processes, waited)
-            select.select([launcher], [], [], pause)
+            self._wait(launcher, pause)
             has_started = now - started > _START_SECONDS
             pause = min(pause * 1.3, _LAST_LOOK_SECONDS if has_started else _START_LOOK_SECONDS)
         os.close(launcher)
@@ -361,6 +366,30 @@ class Supervisor:
                 "SIGUSR1: no rank is where it could save, in an optimize(checkpoint=FOLDER); the "
                 "job goes on until one is"
             )
+
+    def _wait(self, launcher: int, seconds: float) -> None:
+        """Wait, until the job ends or an order for another number of ranks comes."""
+        resizing = self.resizing
+        if resizing is None:
+            select.select([launcher], [], [], seconds)
+            return
+        watched: list[Any] = [launcher, *resizing.sockets]
+        is_asked = set(select.select(watched, [], [], seconds)[0]) - {launcher}
+        is_ending = self._is_ending or notice.is_given or bool(self.received)
+        if is_asked:
+            are_to_save = resizing.take(self._logs(), is_ending=is_ending)
+        else:
+            are_to_save = not is_ending and resizing.take_back_hosts(self._logs)
+            if are_to_save:
+                self._say("lost hosts answer again: the ranks will save at the next step boundary")
+        if are_to_save:
+            savers = self._savers()
+            for process in savers:
+                process.send(signal.SIGUSR1)
+            if not savers:  # they run on other machines
+                self._signal_job(signal.SIGUSR1)
+        elif resizing.before and any(log.is_saving for log in self._logs().values()):
+            resizing.end(f"the job goes on with {counted(self.world_size, 'rank')}", 0)
 
     def _savers(self) -> list[RankProcess]:
         """Return the ranks of this machine that save if they receive the order now."""

@@ -12,8 +12,8 @@ import math
 import struct
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -25,6 +25,7 @@ from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
+from mpishard.errors import CommunicationError
 from mpishard.layout import even_sizes
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "check_root",
     "check_writeable",
     "piece_sizes",
+    "refuse_other_message",
 ]
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(
@@ -51,6 +53,7 @@ DTYPES: tuple[np.dtype[Any], ...] = tuple(
 )  # fmt: skip
 """The dtypes that travel. A header names one by its place here."""
 
+_OF_NUMPY = (np.ndarray, np.generic)  # one tuple: a union is made anew in each call
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _NUMBERS = 7 + settings.MAXIMUM_DIMS
 _DESCRIPTION = struct.Struct(f"{_NUMBERS}q")
@@ -219,9 +222,10 @@ class Traffic:
 
     def __init__(self, backend: Any) -> None:
         self._backend = weakref.proxy(backend)  # which holds this
-        self.bytes_sent: Counter[str] = Counter()
-        self.bytes_read: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
+        # Each call adds to these, and a Counter takes four times as long.
+        self.bytes_sent: defaultdict[str, int] = defaultdict(int)
+        self.bytes_read: defaultdict[str, int] = defaultdict(int)
+        self.calls: defaultdict[str, int] = defaultdict(int)
 
     @functools.cached_property
     def _nodes(self) -> Any:
@@ -239,10 +243,11 @@ class Traffic:
         self.bytes_read.clear()
         self.calls.clear()
 
-    def count(self, kind: str, nbytes: int) -> None:
-        """Add one call of ``kind`` that sent ``nbytes`` to other ranks."""
-        self.calls[kind] += 1
-        self.bytes_sent[kind] += nbytes
+    def add(self, sends: Mapping[str, int]) -> None:
+        """Add one call of each kind of ``sends``, with the bytes that it sent to other ranks."""
+        for kind, nbytes in sends.items():
+            self.calls[kind] += 1
+            self.bytes_sent[kind] += nbytes
 
     def count_read(self, kind: str, nbytes: int) -> None:
         """Add ``nbytes`` that a call of ``kind`` read from memory of other ranks."""
@@ -308,7 +313,7 @@ def check_out(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any], name: st
 def check_writeable(array: Array, name: str) -> None:
     """Refuse, with a ValueError, an array that no result can be written into."""
     # CuPy has no read-only arrays.
-    if isinstance(array, np.ndarray | np.generic) and not array.flags.writeable:
+    if isinstance(array, _OF_NUMPY) and not array.flags.writeable:
         raise ValueError(
             f"{name} writes its result into a read-only array of shape {array.shape} and "
             f"dtype {array.dtype.name}; pass a copy, or a writeable out"
@@ -355,3 +360,30 @@ def piece_sizes(
             f"that add up to {rows}; they add up to {sum(pieces)}"
         )
     return pieces
+
+
+def refuse_other_message(
+    size: int,
+    dtype: np.dtype[Any],
+    expected_size: int,
+    expected_dtype: np.dtype[Any] | None,
+    source: int,
+    tag: int,
+) -> None:
+    """Refuse a message that is not the one expected.
+
+    ``source`` is what the error calls the sender: its number in the root world.
+
+    Raises
+    ------
+    CommunicationError
+        Naming both.
+    """
+    if size != expected_size or expected_dtype not in (None, dtype):
+        of, expected_of = "", ""
+        if expected_dtype is not None:
+            of, expected_of = f" of {dtype.name}", f" of {expected_dtype.name}"
+        raise CommunicationError(
+            f"the next message with tag {tag} from rank {source} has {size} elements{of}, "
+            f"{expected_size}{expected_of} were expected; it stays queued"
+        )

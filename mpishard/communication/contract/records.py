@@ -104,6 +104,8 @@ class RankRecord:
         Whether it saves, and ends, when it is told to.
     shared_memory : tuple of str
         Files in shared memory that it had mapped.
+    resumable_by : tuple of int
+        The fewest and the most ranks that can go on from what it saves; (0, 0) if not known.
     """
 
     rank: int
@@ -123,6 +125,7 @@ class RankRecord:
     code: int = 0
     is_saving: bool = False
     shared_memory: tuple[str, ...] = ()
+    resumable_by: tuple[int, int] = (0, 0)
 
     @property
     def has_left(self) -> bool:

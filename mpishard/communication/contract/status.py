@@ -46,7 +46,7 @@ __all__ = [
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MAGIC = b"mpishard"
-_FORMAT = 3
+_FORMAT = 4
 _ROWS = settings.CALL_LOG_LENGTH
 # Fields of the first 4096 bytes, as offsets; text is UTF-8, padded with zero bytes.
 # Magic, format, rank, world size, launched rank, world number, process, its start, host.
@@ -55,8 +55,9 @@ _COUNT, _CODE, _STATE, _WAIT_AT = 128, 136, 144, 160
 # Time, number of the collective or -1 for a message: its peer, tag, is sent, group. 0: no wait.
 _WAIT = struct.Struct(f"=dqqqq{GROUP_BYTES}s")
 _WAITS = _WAIT_AT + 8
+_SAVES = struct.Struct("=qqq")  # whether the rank saves; fewest and most ranks that may go on
 _SAVES_AT = 504
-_MEMORY_AT, _MEMORY_BYTES = 512, 3584
+_MEMORY_AT, _MEMORY_BYTES = 528, 3568
 _FIRST_ROW = 4096
 _NUMBER = struct.Struct("=q")
 _PLACE = struct.Struct(f"={GROUP_BYTES}s48sq168s")  # group, method, line, file
@@ -218,9 +219,13 @@ class StatusPage:
         _NUMBER.pack_into(self._memory, _CODE, code)
         _NUMBER.pack_into(self._memory, _STATE, state)
 
-    def note_saving(self, saves: bool) -> None:
-        """Write down whether the rank saves, and ends, when it is told to."""
-        _NUMBER.pack_into(self._memory, _SAVES_AT, saves)
+    def note_saving(self, saves: bool, ranks: tuple[int, int] = (0, 0)) -> None:
+        """Write down whether the rank saves, and ends, when it is told to.
+
+        ``ranks`` are the fewest and the most ranks that can go on from what it saves; (0, 0) if
+        that is not known.
+        """
+        _SAVES.pack_into(self._memory, _SAVES_AT, saves, *ranks)
 
     def note_shared_memory(self, paths: Sequence[str]) -> None:
         """Write down which files in shared memory the job must remove after the rank."""
@@ -478,6 +483,7 @@ def _read(page: mmap.mmap, calls: tuple[LoggedCall, ...] | None = None) -> RankR
     waits = next((logged for logged in calls if logged.number == number), None)
     if number < 0:
         waits = MessageWait(peer, tag, bool(is_send), _text(group))
+    saves, *ranks = _SAVES.unpack_from(page, _SAVES_AT)
     is_here = _text(host) == socket.gethostname()
     letter, began = _process(pid) if is_here else (b"R", start)
     is_alive = began == start and letter not in (b"Z", b"X")
@@ -485,8 +491,8 @@ def _read(page: mmap.mmap, calls: tuple[LoggedCall, ...] | None = None) -> RankR
         rank, RankState(_number(page, _STATE)), True, is_alive, is_alive and letter in (b"T", b"t"),
         calls, waits, max(0.0, time.time() - since) if number else 0.0,
         world_size, launched, world_number, pid, _text(host),
-        _number(page, _COUNT), _number(page, _CODE), bool(_number(page, _SAVES_AT)),
-        tuple(_text(page[_MEMORY_AT:_FIRST_ROW]).splitlines()),
+        _number(page, _COUNT), _number(page, _CODE), bool(saves),
+        tuple(_text(page[_MEMORY_AT:_FIRST_ROW]).splitlines()), (ranks[0], ranks[1]),
     )  # fmt: skip
 
 

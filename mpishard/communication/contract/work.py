@@ -57,7 +57,7 @@ class Session:
         self._worlds: list[weakref.ref[Any]] = []
 
     def __enter__(self) -> Self:
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise CommunicationError(
                 f"thread {threading.current_thread().name!r} of rank {self._rank} calls a "
@@ -152,8 +152,8 @@ class Work(ABC):
                 self.waitable = next(self._steps)
             except StopIteration as stop:
                 self.done, self._result, self.waitable = True, stop.value, None
-                for kind, nbytes in self.sends.items():
-                    self._driver.traffic.count(kind, nbytes)
+                if self.sends:
+                    self._driver.traffic.add(self.sends)
                 if self._in_flight is not None:
                     self._in_flight.done(None, stop.value)
             except Exception as error:  # noqa: BLE001 - wait() raises it

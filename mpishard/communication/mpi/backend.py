@@ -64,9 +64,10 @@ def _through(collective: Callable[..., Steps]) -> Callable[..., Steps]:
     """The steps of ``collective``, whose first argument is an array or several, maybe on a GPU."""
 
     def steps(self: MPICommunicationBackend, call: Call, given: Any, *arguments: Any) -> Steps:
+        if type(given) is np.ndarray or given is None:
+            return collective(self._collectives, call, given, *arguments)
         array = given[0] if isinstance(given, list | tuple) else given
-        on_host = array is None or type(array) is np.ndarray or not is_device_array(array)
-        if on_host or not needs_staging(call, array):
+        if not (is_device_array(array) and needs_staging(call, array)):
             return collective(self._collectives, call, given, *arguments)
         if self._gpu is None:
             self._gpu = Staging(speaks=self._rank == 0 and self._is_root)

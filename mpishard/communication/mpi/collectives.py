@@ -67,15 +67,8 @@ class Collectives:
     def turn(self, call: Call) -> Steps:
         """Wait until all collectives that were issued before ``call`` have ended."""
         pending = self._backend._pending
-
-        def has_come() -> bool:
-            for work in pending:
-                if not work.done:
-                    return work.awaited is call
-            raise AssertionError(call)
-
         if pending[0].awaited is not call:
-            yield Condition(has_come)
+            yield Condition(lambda: next(w.awaited for w in pending if not w.done) is call)
 
     def open(
         self,
@@ -120,9 +113,10 @@ class Collectives:
         # Without checks, and as long as no memory was shared, data alone need no header.
         small = array.nbytes <= INLINE_BYTES
         device = type(array) is not np.ndarray and is_device_array(array)
-        if not (self._backend.check_collectives or small or self._regions.count or device):
+        if not (small or self._backend.check_collectives or self._regions.count or device):
             return None, None, self._group.channel
-        places = self._backend._places(array, out) if self._regions.count else NOWHERE
+        seeks_places = self._regions.count and not small
+        places = self._backend._places(array, out) if seeks_places else NOWHERE
         headers = yield from self.open(call, array, places, on_device=device)
         if headers.all_inline or not (self._regions.count or self._by_pointer):
             return headers, None, self._group.channel
@@ -143,8 +137,11 @@ class Collectives:
             arrays = [array[part] for array in arrays]
         # Ranks of a node may share ``out``: each sees results there, never another's sums on the
         # way. Two contributions are combined in one pass, but an average has a second one.
-        in_one_pass = self._world_size == 2 and operation is not ReductionOperation.AVERAGE
-        result = out if in_one_pass or not self._regions.count else np.empty_like(out)
+        result = out
+        if self._regions.count and (
+            self._world_size > 2 or operation is ReductionOperation.AVERAGE
+        ):
+            result = np.empty_like(out)
         self._reducer.reduce(arrays, operation, result)
         if result is not out:
             out[...] = result
@@ -156,8 +153,7 @@ class Collectives:
         assert call.operation is not None
         headers, places, channel = yield from self._open_reduction(call, array, out)
         flat = array if array.ndim == 1 else array.reshape(-1)
-        result = flat if out is array else out.reshape(-1)
-        sizes = even_sizes(result.size, self._world_size)
+        result = flat if out is array else out if out.ndim == 1 else out.reshape(-1)
         if headers is not None and headers.all_inline:
             self._reduce_inline(headers, call.operation, result)
         else:
@@ -173,6 +169,7 @@ class Collectives:
                     return out
             if array is not out and _overlap(array, out):
                 flat = flat.copy()
+            sizes = even_sizes(result.size, self._world_size)
             start = starts_of(sizes)[self._rank]
             piece = result[start : start + sizes[self._rank]]
             yield from self._reduce_by(channel, flat, sizes, call.operation, piece, result)

@@ -16,14 +16,14 @@ import platform
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.contract.arena import PRIVATE, Places
+from mpishard.communication.contract.arena import NOWHERE, PRIVATE, Places
 from mpishard.communication.contract.call import HEADER_BYTES, Call
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.mpi.messages import Pending
@@ -45,12 +45,13 @@ ROW_BYTES = HEADER_BYTES + INLINE_BYTES
 
 _ROW = struct.Struct(f"=q{HEADER_BYTES - 8}s{INLINE_BYTES}s")
 _PLACES = struct.Struct("=4q?")
+_OF_NO_REGION = _PLACES.pack(*PRIVATE, *PRIVATE, False)
 
 
 def make_row(
     call: Call,
     payload: Array | None = None,
-    places: Places = (PRIVATE, PRIVATE),
+    places: Places = NOWHERE,
     *,
     on_device: bool = False,
 ) -> bytes:
@@ -107,11 +108,13 @@ class Headers:
 
     def places(self) -> tuple[list[Places], bool]:
         """The places of each rank's array and result, and whether any array lies on a GPU."""
+        if self._rows[0].startswith(_OF_NO_REGION, HEADER_BYTES) and len(set(self._rows)) == 1:
+            return [NOWHERE] * len(self._rows), False
         places: list[Places] = []
         any_on_device = False
         for rank, call in enumerate(self.calls):
             if call.nbytes <= INLINE_BYTES:
-                places.append((PRIVATE, PRIVATE))
+                places.append(NOWHERE)
                 continue
             *numbers, on_device = _PLACES.unpack_from(self._rows[rank], HEADER_BYTES)
             places.append(((numbers[0], numbers[1]), (numbers[2], numbers[3])))
@@ -130,7 +133,7 @@ class Posted(Waitable):
     exchange: RingExchange
     number: int
     row: bytes
-    rows: list[bytes] = field(default_factory=list)
+    rows: Sequence[bytes] = ()
     done: bool = False
 
     def test(self) -> bool:
@@ -274,10 +277,10 @@ class RingExchange:
             for mark in self._marks[number % SLOTS]:
                 if numbers[mark] < number:
                     return
-            for start in self._rows[number % SLOTS]:
-                posted.rows.append(memory[start : start + ROW_BYTES].tobytes())
-            posted.rows[self._rank] = posted.row  # its slot may hold a later row already
-            posted.done = True
+            starts = self._rows[number % SLOTS]
+            rows = [memory[start : start + ROW_BYTES].tobytes() for start in starts]
+            rows[self._rank] = posted.row  # its slot may hold a later row already
+            posted.rows, posted.done = rows, True
             self._posted.popleft()
             numbers[self._read] = number
 

@@ -234,7 +234,8 @@ def require_same_on_all_ranks(
     ------
     ValueError
         On every rank, with the choices and parts that differ, and their values by rank. Ranks
-        with numba beside ranks without it are refused too, if layers compute in float32.
+        with numba beside ranks without it are refused too, if layers compute in float32; ranks
+        with different libraries for products of bfloat16, if they compute in that.
     """
     mine = {
         "strategy": strategy,
@@ -248,6 +249,9 @@ def require_same_on_all_ranks(
     if isinstance(program, LayeredProgram) and has_loops:
         # They round elsewhere: replicated layers of tensor ranks would drift apart.
         mine["passes of layers"] = "NumPy" if numba_module() is None else "numba"
+        if config.precision is not None:
+            found = library()
+            mine["products of bfloat16"] = f"oneDNN {found.version}" if found else "float32"
     differing = differences(config.communication_backend, mine)
     if differing:
         raise ValueError(

@@ -39,6 +39,9 @@ _SETTINGS = (
 class LoopOptimizer(CheckpointableOptimizer, Protocol):
     """An optimizer that the training loop can run: every sharded optimizer."""
 
+    allowed_ranks: tuple[int, int]
+    """The fewest and the most ranks that may go on with a run."""
+
     @property
     def steps(self) -> int:
         """Number of updates so far."""

@@ -116,7 +116,9 @@ class TrainingRun:
         self.user_state = UserState({**(data.user_state or {}), **states}, model.backend)
         self.checkpoints = None
         if data.checkpoint is not None:
-            self.checkpoints = RunCheckpoints(data, model.backend, self._tell_saved)
+            self.checkpoints = RunCheckpoints(
+                data, model.backend, self._tell_saved, optimizer.allowed_ranks
+            )
         own = None if self.checkpoints is None else self.checkpoints.folder
         resumed = checkpoint_to_resume(data, model.backend, own)
         if resumed is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,6 +105,9 @@ class RunCheckpoints:
         The ranks that train together.
     on_saved : callable
         Called with the folder of each checkpoint that is on the disk, on all ranks.
+    allowed_ranks : tuple of int
+        The fewest and the most ranks that may go on with the run. If each rank has brought data of
+        its own, only as many as now can.
     """
 
     def __init__(
@@ -111,11 +115,14 @@ class RunCheckpoints:
         data: OptimizationInputData,
         backend: CommunicationBackend,
         on_saved: Callable[[Path], object] = str,
+        allowed_ranks: tuple[int, int] = (1, sys.maxsize),
     ) -> None:
         self._on_saved = on_saved
         self.folder = folder_of(data)
         self._rank = backend.rank
-        self._preemption = Preemption(backend)
+        if data.local_data:
+            allowed_ranks = backend.world_size, backend.world_size
+        self._preemption = Preemption(backend, allowed_ranks)
         self._every = data.checkpoint_every
         # Saves in the background copy the state first, so that training may change it meanwhile.
         self._staging = StagingBuffer() if data.checkpoint_async else None

@@ -141,7 +141,7 @@ def minimize(
     # Its checks of these arguments, and its places for checkpoints; the samples have no part in it.
     saving = OptimizationInputData(
         model=fun, x_train=np.zeros(1), y_train=np.zeros(1), checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every, resume=resume,
+        checkpoint_every=checkpoint_every, resume=resume, local_data=local_data,
     ).checked()  # fmt: skip
     backend = init() if backend is None else backend
     backend.initialize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,21 +13,17 @@ import numpy as np
 from mpishard.arguments import check_path
 from mpishard.arrays import Array, array_namespace
 from mpishard.checkpoint.format.consensus import together
-from mpishard.checkpoint.format.metadata import require_form
-from mpishard.checkpoint.loading.reader import CheckpointReader
 from mpishard.checkpoint.loading.restore import load_states
 from mpishard.checkpoint.saving.snapshot import save_states, write_checkpoint
 from mpishard.communication import ReductionOperation
 from mpishard.contracts import (
     ICheckpointableModel,
-    IGradientBasedOptimizer,
     IOptimizer,
     IShardedModel,
     IShardedOptimizer,
     PathLike,
 )
 from mpishard.errors import (
-    CheckpointError,
     CommunicationError,
     NonFiniteLossError,
     NoSampleError,
@@ -41,7 +38,8 @@ from mpishard.optimizers.loop.loop import TrainingRun
 from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.rules.search import SearchRule
-from mpishard.optimizers.sharded.state import STATE_FORM, ModelState, refuse_unfit, search_step
+from mpishard.optimizers.sharded.fitting import checked_rule, refuse_unfit, require_model
+from mpishard.optimizers.sharded.state import ModelState, search_step
 from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ShardingConfiguration
 
@@ -74,9 +72,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     """
 
     model_class: type[ShardedModelBase]
+    allowed_ranks = 1, sys.maxsize
+    """The fewest and the most ranks that may go on with a run of `optimize`."""
 
     def __init__(self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration) -> None:
-        self._rule = _rule(wrapped_optimizer, type(self).__name__)
+        self._rule = checked_rule(wrapped_optimizer, type(self).__name__)
         if not isinstance(config, ShardingConfiguration):
             raise TypeError(f"config must be a ShardingConfiguration, got {type(config).__name__}")
         self._config = config
@@ -377,29 +377,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """Refuse a model that this optimizer cannot train. Communicates nothing."""
         if model is self.model:
             return
-        if not isinstance(model, ShardedModelBase):
-            raise TypeError(
-                f"step needs a sharded model, got {type(model).__name__}; wrap it with "
-                "mpishard.as_distributed(model, backend, strategy)"
-            )
-        if not isinstance(model, self.model_class):
-            raise ShardingError(
-                f"{type(self).__name__} updates {self.model_class.__name__}, and the model is a "
-                f"{type(model).__name__}; use one strategy for both"
-            )
-        if model.backend is not self.backend:
-            names = [backend.describe() for backend in (model.backend, self.backend)]
-            other = ", another object" if names[0] == names[1] else ""
-            raise ShardingError(
-                f"the model's backend, {names[0]}, is not the optimizer's, {names[1]}{other}; use "
-                "one for both"
-            )
+        require_model(model, type(self).__name__, self.model_class, self.backend)
         self._refuse_second_model()
-        if model.engine.gradients_user is not None:
-            raise ShardingError(
-                f"{model.engine.gradients_user} trains this model, and keeps errors or sums of "
-                "its gradients; call its reset() first"
-            )
         self._require_one_replica(model)
         if self._rule.searches:
             refuse_unfit(model, type(self._rule).__name__)
@@ -556,28 +535,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             load_states(path, model, {"optimizer": self._bound(model)})
             return
         check_path("the path of a checkpoint", path)
-        with together(self.backend), CheckpointReader(path) as reader:
-            try:
-                self._awaiting = self._state_in(reader)
-            except ValueError as error:
-                raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
-
-    def _state_in(self, reader: CheckpointReader) -> StateBytes:
-        """Return all of the state that a checkpoint holds of this rule."""
-        found: Any = reader.metadata.get("optimizer")
-        rule = type(self._rule).__name__
-        require_form(found, STATE_FORM, "metadata.optimizer")
-        tensors = {
-            f"{kind.rpartition('/')[2]}/{entry.name}": reader.read_whole(kind, entry)
-            for kind in reader.kinds
-            if kind.startswith(f"optimizer/{rule}/")
-            for entry in reader.held(kind)
-        }
-        saved = StateBytes(
-            rule, found["settings"], found["optimizer_steps"], tensors, found.get("numbers", {})
-        )
-        saved.require_rule(found["settings"].get("rule", rule), self._rule.needed_state())
-        return saved
+        with together(self.backend):
+            self._awaiting = StateBytes.from_checkpoint(path, self._rule)
 
     # ------------------------------------------------------------------------------------ training
 
@@ -693,20 +652,3 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                     "plain model has them back"
                 )
             raise
-
-
-def _rule(candidate: object, wrapper: str) -> Optimizer:
-    """Return ``candidate`` if a sharded optimizer can run it."""
-    kind = type(candidate).__name__
-    if isinstance(candidate, IShardedOptimizer):
-        raise TypeError(f"wrapped_optimizer is sharded already, as {kind}")
-    if isinstance(candidate, IOptimizer) and not isinstance(candidate, IGradientBasedOptimizer):
-        raise ValueError(  # noqa: TRY004 - the mirrored hierarchy's
-            f"{wrapper} updates by reduced gradients, and {kind} is not gradient based "
-            "(IGradientBasedOptimizer): wrap one of mpishard.optimizers"
-        )
-    if not isinstance(candidate, Optimizer):
-        raise TypeError(
-            f"wrapped_optimizer must be an optimizer of mpishard.optimizers, got {kind}"
-        )
-    return candidate

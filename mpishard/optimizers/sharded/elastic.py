@@ -26,13 +26,14 @@ _log = logging.getLogger("mpishard")
 class ElasticOptimizer(ShardedOptimizerBase):
     """Updates a model on a number of ranks that may change from start to start, within bounds.
 
-    The number changes in two ways. If a rank is lost under ``launch(main, on_failure="shrink")``,
-    the others form a smaller world, in which ``main`` begins again; that needs Open MPI, or
-    threads. Elsewhere ``mpishard run --max-restarts K --min-ranks M`` starts the job again on the
-    hosts that are left, and on more when they are back. Each time ``main`` makes this optimizer
-    anew, which checks the bounds, and ``optimize(checkpoint=FOLDER)`` deals parameters, state and
-    the rest of the epoch's samples to the ranks that there are. With ``gradient_leaves`` the result
-    has the same bits.
+    The number changes in three ways. ``mpishard resize`` orders a running job to go on with other
+    ranks from the next step on; the bounds are checked before. If a rank is lost under
+    ``launch(main, on_failure="shrink")``, the others form a smaller world, in which ``main`` begins
+    again; that needs Open MPI, or threads. Elsewhere ``mpishard run --max-restarts K --min-ranks
+    M`` starts the job again on the hosts that are left, and takes the others back when they answer
+    again. Each time ``main`` makes this optimizer anew, which checks the bounds, and
+    ``optimize(checkpoint=FOLDER)`` deals parameters, state and the rest of the epoch's samples to
+    the ranks that there are. With ``gradient_leaves`` the result has the same bits.
 
     Parameters
     ----------
@@ -72,6 +73,7 @@ class ElasticOptimizer(ShardedOptimizerBase):
             )
         self.model_class = data_model_class(strategy)
         self.min_workers, self.max_workers = int(min_workers), int(max_workers)
+        self.allowed_ranks = self.min_workers, self.max_workers
         self._require_bounds()
 
     @property

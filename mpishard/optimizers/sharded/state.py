@@ -12,7 +12,7 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.checkpoint import CheckpointState, Pieces
-from mpishard.checkpoint.format.metadata import COUNT, OBJECT, require_form
+from mpishard.checkpoint.format.metadata import require_form
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport, Update
@@ -24,13 +24,10 @@ from mpishard.optimizers.rules.ranges import (
 )
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.rules.search import SearchRule
-from mpishard.optimizers.sharded.state_bytes import StateBytes, gather_state
+from mpishard.optimizers.sharded.state_bytes import STATE_FORM, StateBytes, gather_state
 from mpishard.sharding import Piece
 
-__all__ = ["STATE_FORM", "ModelState", "refuse_unfit", "search_step"]
-
-STATE_FORM: dict[str, Any] = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
-"""The form of an optimizer's metadata in a checkpoint."""
+__all__ = ["ModelState", "search_step"]
 
 _log = logging.getLogger("mpishard")
 
@@ -253,31 +250,6 @@ class ModelState(CheckpointState):
         self.steps, self.numbers = steps, dict(numbers)
         # Another optimizer may have made some of the model's steps.
         self.model.engine.step_number = max(self.model.engine.step_number, steps)
-
-
-def refuse_unfit(model: ShardedModelBase, rule: str) -> None:
-    """Refuse a model whose loss is no function of its parameters alone. Communicates nothing.
-
-    Raises
-    ------
-    ValueError
-        For a black box that tells no loss, a model with dropout, and replicas that drift apart.
-    """
-    engine = model.engine
-    if not engine.program.knows_loss(engine.loss):
-        raise ValueError(
-            f"{rule} compares losses, and {type(model.wrapped_model).__name__} tells none: give it "
-            "compute_loss_and_gradients, or a default_loss_function"
-        )
-    if engine.program.is_random:
-        raise ValueError(
-            f"{rule} evaluates one function at several points, and dropout makes another one of it "
-            "each time: leave dropout out"
-        )
-    if not model.sharding_configuration.auto_sync_gradients:
-        raise ValueError(
-            f"{rule} searches along one line on all ranks; it needs auto_sync_gradients=True"
-        )
 
 
 def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None) -> StepReport:

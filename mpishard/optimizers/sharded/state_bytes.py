@@ -11,15 +11,23 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, to_host
+from mpishard.checkpoint.format.metadata import COUNT, OBJECT, require_form
 from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
+from mpishard.checkpoint.loading.reader import CheckpointReader
 from mpishard.communication import CommunicationBackend
+from mpishard.contracts import PathLike
+from mpishard.errors import CheckpointError
 from mpishard.models import ShardedModelBase
+from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.sharding import ParameterEntry, Piece, Placement, Region
 from mpishard.sharding.regions import put_region, take_region
 
-__all__ = ["StateBytes", "gather_state"]
+__all__ = ["STATE_FORM", "StateBytes", "gather_state"]
 
 _HEADER = "mpishard.optimizer"
+
+STATE_FORM: dict[str, Any] = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
+"""The form of an optimizer's metadata in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,35 @@ class StateBytes:
         tensors, header = tensors_and_document(data, _HEADER, "an optimizer's ")
         numbers = header.get("numbers", {})
         return cls(header["rule"], header["settings"], int(header["steps"]), tensors, numbers)
+
+    @classmethod
+    def from_checkpoint(cls, path: PathLike, rule: Optimizer) -> StateBytes:
+        """Return all of the state that a checkpoint holds of ``rule``.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no checkpoint.
+        CheckpointError
+            If it is torn, or of another rule.
+        """
+        name = type(rule).__name__
+        with CheckpointReader(path) as reader:
+            try:
+                found: Any = reader.metadata.get("optimizer")
+                require_form(found, STATE_FORM, "metadata.optimizer")
+                tensors = {
+                    f"{kind.rpartition('/')[2]}/{entry.name}": reader.read_whole(kind, entry)
+                    for kind in reader.kinds
+                    if kind.startswith(f"optimizer/{name}/")
+                    for entry in reader.held(kind)
+                }
+                numbers = found.get("numbers", {})
+                saved = cls(name, found["settings"], found["optimizer_steps"], tensors, numbers)
+                saved.require_rule(found["settings"].get("rule", name), rule.needed_state())
+            except ValueError as error:
+                raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
+        return saved
 
     @property
     def is_fresh(self) -> bool:

@@ -1,0 +1,90 @@
+"""Refusals of rules and models that do not fit an optimizer; nothing is communicated."""
+
+from __future__ import annotations
+
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import IGradientBasedOptimizer, IOptimizer, IShardedOptimizer
+from mpishard.errors import ShardingError
+from mpishard.models import ShardedModelBase
+from mpishard.optimizers.rules.rule import Optimizer
+
+__all__ = ["checked_rule", "refuse_unfit", "require_model"]
+
+
+def checked_rule(candidate: object, wrapper: str) -> Optimizer:
+    """Return ``candidate`` if a sharded optimizer can run it."""
+    kind = type(candidate).__name__
+    if isinstance(candidate, IShardedOptimizer):
+        raise TypeError(f"wrapped_optimizer is sharded already, as {kind}")
+    if isinstance(candidate, IOptimizer) and not isinstance(candidate, IGradientBasedOptimizer):
+        raise ValueError(  # noqa: TRY004 - the mirrored hierarchy's
+            f"{wrapper} updates by reduced gradients, and {kind} is not gradient based "
+            "(IGradientBasedOptimizer): wrap one of mpishard.optimizers"
+        )
+    if not isinstance(candidate, Optimizer):
+        raise TypeError(
+            f"wrapped_optimizer must be an optimizer of mpishard.optimizers, got {kind}"
+        )
+    return candidate
+
+
+def require_model(
+    model: object, optimizer: str, model_class: type[ShardedModelBase],
+    backend: CommunicationBackend,
+) -> None:  # fmt: skip
+    """Refuse a model that an optimizer for ``model_class`` on ``backend`` cannot train.
+
+    Raises
+    ------
+    TypeError
+        For a model that is not sharded.
+    ShardingError
+        For another strategy or backend, and a model whose gradients another optimizer keeps.
+    """
+    if not isinstance(model, ShardedModelBase):
+        raise TypeError(
+            f"step needs a sharded model, got {type(model).__name__}; wrap it with "
+            "mpishard.as_distributed(model, backend, strategy)"
+        )
+    if not isinstance(model, model_class):
+        raise ShardingError(
+            f"{optimizer} updates {model_class.__name__}, and the model is a "
+            f"{type(model).__name__}; use one strategy for both"
+        )
+    if model.backend is not backend:
+        names = [each.describe() for each in (model.backend, backend)]
+        other = ", another object" if names[0] == names[1] else ""
+        raise ShardingError(
+            f"the model's backend, {names[0]}, is not the optimizer's, {names[1]}{other}; use "
+            "one for both"
+        )
+    if model.engine.gradients_user is not None:
+        raise ShardingError(
+            f"{model.engine.gradients_user} trains this model, and keeps errors or sums of "
+            "its gradients; call its reset() first"
+        )
+
+
+def refuse_unfit(model: ShardedModelBase, rule: str) -> None:
+    """Refuse a model whose loss is no function of its parameters alone. Communicates nothing.
+
+    Raises
+    ------
+    ValueError
+        For a black box that tells no loss, a model with dropout, and replicas that drift apart.
+    """
+    engine = model.engine
+    if not engine.program.knows_loss(engine.loss):
+        raise ValueError(
+            f"{rule} compares losses, and {type(model.wrapped_model).__name__} tells none: give it "
+            "compute_loss_and_gradients, or a default_loss_function"
+        )
+    if engine.program.is_random:
+        raise ValueError(
+            f"{rule} evaluates one function at several points, and dropout makes another one of it "
+            "each time: leave dropout out"
+        )
+    if not model.sharding_configuration.auto_sync_gradients:
+        raise ValueError(
+            f"{rule} searches along one line on all ranks; it needs auto_sync_gradients=True"
+        )
