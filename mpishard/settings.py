@@ -59,6 +59,7 @@ __all__ = [
     "slurm_plugin",
     "terminal_columns",
     "trace_folder",
+    "verification",
     "virtual_nodes",
     "visible_gpus",
     "write",
@@ -425,6 +426,12 @@ def trace_folder() -> Path | None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"MPISHARD_TRACE must be a folder, and {text} is a file")
     return folder
+
+
+def verification() -> tuple[Path, int] | None:
+    """MPISHARD_VERIFY, ``STEPS:FOLDER`` of `mpishard verify`: what to record; None: nothing."""
+    steps, _, folder = os.environ.get("MPISHARD_VERIFY", "").partition(":")
+    return (Path(folder), int(steps)) if steps else None
 
 
 def job_folder() -> Path | None:

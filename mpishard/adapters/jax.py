@@ -13,6 +13,7 @@ from mpishard import settings
 from mpishard.adapters.parameter_tree import flat_leaves
 from mpishard.adapters.tree_model import TreeModel, described
 from mpishard.arrays import Array
+from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples, tree_of
 
@@ -174,8 +175,10 @@ class JaxModel(TreeModel):
         self._loss = _on_host(jax.jit(loss))
         self._predict = None if predict is None else _on_host(jax.jit(predict))
 
-    def place_parameters(self, arrays: Sequence[Array], holder: str) -> None:
-        super().place_parameters(arrays, holder)
+    def place_parameters(
+        self, arrays: Sequence[Array], holder: str, ranks: CommunicationBackend
+    ) -> None:
+        super().place_parameters(arrays, holder, ranks)
         _warn_of_threads()
 
     def check_input(self, x: Any) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpishard.arrays import Array, require_plain
 from mpishard.checkpoint.exchange.plain import PlainModelFiles
+from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
 from mpishard.errors import StructureOnlyError
 from mpishard.models.programs.placed_program import IPlaceableModel
@@ -78,7 +79,9 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
     def fill_parameters(self, start: int, out: Array) -> None:
         out[...] = self._flat_vector()[start : start + out.size]
 
-    def place_parameters(self, arrays: Sequence[Array], holder: str) -> None:
+    def place_parameters(
+        self, arrays: Sequence[Array], holder: str, ranks: CommunicationBackend
+    ) -> None:
         self._place(arrays)
         self._vector, self._holder = None, holder
 

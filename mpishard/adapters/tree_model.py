@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -109,12 +109,6 @@ class TreeModel(PlacedVectorModel):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.with_parameters(self.get_parameters())
-
-    def constants(self) -> Iterator[Array]:
-        return iter(())
-
-    def set_constant(self, index: int, raw: Array) -> None:
-        raise IndexError(f"{self._name} has no constants, got index {index}")
 
     # ---------------------------------------------------------------------------------- computing
 

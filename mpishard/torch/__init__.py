@@ -1,12 +1,14 @@
 """Two lines in a PyTorch loop: ``model = mst.shard(model)``, ``mst.optimizer(AdamW, model)``.
 
-Begin with ``module.py``: `shard` places a module's parameters in memory that ranks share, takes
-gradients from autograd and reduces them. ``gathering.py`` gathers them if ranks
-share no memory. ``optimizer.py`` makes an optimizer of this rank's parts, of PyTorch or with a rule
-of ours (``rule_optimizer.py``), ``state.py`` its state in PyTorch's form; ``parameters.py`` has the
-type of the module's parameters, ``bfloat16.py`` rounds what modules compute with, ``buffers.py``
-holds the tensors that are not divided, ``world.py`` this rank, ``files.py`` checkpoints. The
-room imports PyTorch, adapters, and the rooms before them.
+Begin with ``module.py``: `shard`. ``placed.py`` makes a module's parameters parts of a flat
+vector, ``buffers.py`` and ``batch_norm.py`` are about its other tensors;
+`mpishard.adapters.TorchModel` uses these three, too. ``sharded.py`` has the stores of one module
+and this rank's parts of its parameters, whose type is in ``parameters.py``; ``backward.py`` takes
+gradients from autograd; ``gathering.py`` gathers parameters if ranks share no memory.
+``optimizer.py`` makes an optimizer of the parts, of PyTorch or with a rule of ours
+(``rule_optimizer.py``), ``state.py`` its state in PyTorch's form; ``bfloat16.py`` rounds what
+modules compute with, ``world.py`` is this rank, ``files.py`` checkpoints, ``verification.py`` what
+``mpishard verify`` reads. The room imports PyTorch, optimizers, and the rooms before them.
 """
 
 from mpishard.torch.batch_norm import convert_sync_batchnorm

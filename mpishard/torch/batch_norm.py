@@ -6,9 +6,24 @@ from typing import Any
 
 import torch
 
-from mpishard.torch.world import current_world
+from mpishard.communication import CommunicationBackend
+from mpishard.errors import ShardingError
+from mpishard.torch.parameters import SharedParameter, Uncopied
 
-__all__ = ["convert_sync_batchnorm"]
+__all__ = ["Ranks", "SyncBatchNorm", "convert_sync_batchnorm"]
+
+
+class Ranks(Uncopied):
+    """The ranks over whose samples a sharded module normalises.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        They compute different samples.
+    """
+
+    def __init__(self, backend: CommunicationBackend) -> None:
+        self.backend = backend
 
 
 class _SumOverRanks(torch.autograd.Function):  # type: ignore[misc]
@@ -26,7 +41,15 @@ class _SumOverRanks(torch.autograd.Function):  # type: ignore[misc]
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]
-    """Batch normalisation whose statistics, in training, are those of all ranks' samples."""
+    """Batch normalisation whose statistics, in training, are those of all ranks' samples.
+
+    Attributes
+    ----------
+    ranks : Ranks or None
+        Set while the module is sharded; without it statistics are those of the samples given.
+    """
+
+    ranks: Ranks | None = None
 
     def _check_input_dim(self, x: Any) -> None:
         if x.dim() < 2:
@@ -34,10 +57,10 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
 
     def forward(self, x: Any) -> Any:
         """Normalise x of shape (B, C, ...). Collective in training mode."""
-        if not self.training:
+        if not self.training or self.ranks is None:
             return super().forward(x)
         self._check_input_dim(x)
-        backend = current_world()
+        backend = self.ranks.backend
         others = [0, *range(2, x.dim())]
         shape = [1, -1, *[1] * (x.dim() - 2)]
         # Two passes, so that large means cost no digits.
@@ -46,7 +69,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
         count = float(sums[-1].detach())
         centered = x - (sums[:-1] / count).view(shape)
         squares = _SumOverRanks.apply(backend, (centered * centered).sum(others))
-        if self.track_running_stats:
+        if self.track_running_stats and count:  # a step without samples is refused later
             self._track(sums.detach()[:-1] / count, squares.detach() / max(count - 1, 1))
         y = centered * torch.rsqrt(squares / count + self.eps).view(shape)
         if self.affine:
@@ -65,8 +88,9 @@ def convert_sync_batchnorm(module: Any) -> Any:
     """Let a module's batch normalisation use the samples of all ranks.
 
     As ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``: parameters and buffers stay the same
-    objects. Call it before `shard`. Results are then those of one process on all samples; without
-    it each rank normalises with its own samples, and running means are rank 0's.
+    objects. Call it before `shard`, or before a `mpishard.adapters.TorchModel` is sharded. Results
+    are then those of one process on all samples; without it each rank normalises with its own
+    samples, and running means are rank 0's. A forward pass in train mode is collective then.
 
     Parameters
     ----------
@@ -77,7 +101,17 @@ def convert_sync_batchnorm(module: Any) -> Any:
     -------
     torch.nn.Module
         ``module``, or what replaces it if it is a batch normalisation itself.
+
+    Raises
+    ------
+    ShardingError
+        For a module that `shard` has sharded.
     """
+    if any(isinstance(parameter, SharedParameter) for parameter in module.parameters()):
+        raise ShardingError(
+            f"this {type(module).__name__} is sharded already; call convert_sync_batchnorm() "
+            "before shard()"
+        )
     if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
         converted = SyncBatchNorm.__new__(SyncBatchNorm)
         converted.__dict__ = module.__dict__

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,15 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpishard import checkpoint
+from mpishard import checkpoint, settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.errors import CheckpointError
 from mpishard.sharding import ParameterEntry
-from mpishard.torch.module import ShardedModule, module_of
+from mpishard.torch.buffers import from_text, to_text
+from mpishard.torch.module import module_of
 from mpishard.torch.optimizer import parts_of
 from mpishard.torch.parameters import Part
+from mpishard.torch.sharded import ShardedModule
 from mpishard.torch.state import is_elementwise, numbered_parts
 
 __all__ = ["load", "save"]
@@ -40,7 +40,7 @@ def save(
 
     The checkpoint is one of `mpishard.checkpoint`: each rank writes its part, and any number of
     ranks, under any strategy, loads it. Parameters have the module's names. Buffers, and frozen
-    parameters of another dtype, are rank 0's.
+    parameters of another dtype, are rank 0's. Under ``mpishard verify`` nothing is written.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def save(
         As `mpishard.checkpoint.save`.
     """
     owner = module_of(model)
-    beside: dict[str, Any] = {"buffers": _beside_vector(owner)}
+    beside: dict[str, Any] = {"buffers": owner.placed.buffers.saved(with_parameters=True)}
     view = None
     if optimizer is not None:
         view = _OptimizerView(owner, optimizer)
@@ -74,10 +74,11 @@ def save(
         beside["scheduler"] = scheduler.state_dict()
     document = {
         _STEP: as_integer("step", step),
-        _STATE: _to_text(beside) if owner.backend.rank == 0 else "",
+        _STATE: to_text(beside) if owner.backend.rank == 0 else "",
         _USER: dict(metadata or {}),
     }
-    checkpoint.save(path, _ModelView(owner), view, metadata=document)
+    if settings.verification() is None:  # else a check would replace the training's checkpoint
+        checkpoint.save(path, _ModelView(owner), view, metadata=document)
 
 
 def load(
@@ -117,8 +118,13 @@ def load(
             f"the checkpoint {path} was not saved by mpishard.torch.save: its parameters are "
             "loaded, and it holds neither buffers nor the state of an optimizer of PyTorch"
         )
-    beside = _from_text(document[_STATE])
-    _take_beside(owner, beside["buffers"])
+    beside = from_text(document[_STATE])
+    buffers = owner.placed.buffers
+    try:
+        buffers.check(beside["buffers"])
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    buffers.take(beside["buffers"])
     if view is not None:
         view.finish(beside["optimizer"])
     if scheduler is not None:
@@ -126,36 +132,6 @@ def load(
             raise CheckpointError(f"the checkpoint {path} was saved without a scheduler")
         scheduler.load_state_dict(beside["scheduler"])
     return {**document[_USER], "step": document[_STEP]}
-
-
-def _to_text(beside: Mapping[str, Any]) -> str:
-    buffer = io.BytesIO()
-    torch.save(beside, buffer)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _from_text(text: str) -> dict[str, Any]:
-    raw = io.BytesIO(base64.b64decode(text))
-    return torch.load(raw, weights_only=True)  # type: ignore[no-any-return]
-
-
-def _beside_vector(owner: ShardedModule) -> dict[str, Any]:
-    """What the module's state dict has beside the parameters of the vector, by name."""
-    placed = {id(p) for p in owner.placed}
-    return {
-        name: tensor.detach().clone()
-        for name, tensor in owner.module.state_dict(keep_vars=True).items()
-        if id(tensor) not in placed
-    }
-
-
-def _take_beside(owner: ShardedModule, saved: Mapping[str, Any]) -> None:
-    present = owner.module.state_dict(keep_vars=True)
-    with torch.no_grad():
-        for name, tensor in saved.items():
-            if name not in present:
-                raise CheckpointError(f"the checkpoint has {name!r}, which this module has not")
-            present[name].copy_(tensor)
 
 
 class _ModelView:

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from mpishard.adapters.torch import tensor_of
 from mpishard.arrays import Array
 from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.models.stores.parameter_store import ShardedParameters
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.torch.parameters import SharedParameter
+from mpishard.torch.placed import tensor_of
 
 __all__ = ["GatheredParameter", "GatheredUnits", "give_whole_tensors"]
 

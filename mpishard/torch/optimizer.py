@@ -17,10 +17,12 @@ from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.observe.trace import span
 from mpishard.optimizers import Optimizer
-from mpishard.torch.module import ShardedModule, module_of, part_of
+from mpishard.torch.module import module_of, part_of
 from mpishard.torch.parameters import Part, SharedParameter
 from mpishard.torch.rule_optimizer import RuleOptimizer
+from mpishard.torch.sharded import ShardedModule
 from mpishard.torch.state import gather_states, slice_states
+from mpishard.torch.verification import record
 
 __all__ = ["optimizer", "parts_of"]
 
@@ -231,7 +233,8 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
             f"by rank: {everyone.tolist()}; here {settings}). Nothing was updated; give every "
             "rank the same"
         )
-    owners[0].part_of_step.enter_context(span("update"))
+    record("gradients", made)
+    owners[0].passes.part_of_step.enter_context(span("update"))
 
 
 def _plain(value: Any) -> Any:
@@ -239,10 +242,11 @@ def _plain(value: Any) -> Any:
 
 
 @called_as("optimizer.step()")
-def _after_step(owners: list[ShardedModule], *_: Any) -> None:
+def _after_step(owners: list[ShardedModule], made: Any, *_: Any) -> None:
     """Hook: let all ranks read what each has updated."""
     for owner in owners:
         owner.publish()
+    record("parameters", made)
 
 
 def _refuse_others(made: Any, *_: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,13 +11,20 @@ from mpishard.errors import ShardingError
 from mpishard.layout import ShardLayout
 from mpishard.sharding import ParameterEntry, Piece, Unit
 
-if TYPE_CHECKING:
-    from mpishard.torch.module import ShardedModule
-
-__all__ = ["GradientPiece", "Part", "SharedParameter", "native_gradient"]
+__all__ = ["GradientPiece", "Part", "SharedParameter", "Uncopied", "native_gradient"]
 
 native_gradient = torch.Tensor.grad
 """The attribute in which autograd leaves a gradient."""
+
+
+class Uncopied:
+    """Something that a module refers to, and that its copies, also pickled ones, have not."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 class Part:
@@ -50,7 +57,7 @@ class Part:
     tensor: Any
 
     def __init__(
-        self, owner: ShardedModule, index: int, entry: ParameterEntry, unit: Unit, parameter: Any
+        self, owner: Any, index: int, entry: ParameterEntry, unit: Unit, parameter: Any
     ) -> None:
         self.owner = owner
         self.index = index

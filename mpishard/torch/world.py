@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import builtins
+import logging
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, Literal
 
-from mpishard.adapters.torch import prepare_torch
+import torch
+
 from mpishard.communication import CommunicationBackend
 from mpishard.communication import init as init_backend
+from mpishard.communication.contract.status import look_behind
+from mpishard.communication.init import blas_threads
 from mpishard.errors import NotInitializedError
 
-__all__ = ["barrier", "current_world", "init", "print", "rank", "world_size"]
+__all__ = ["barrier", "current_world", "init", "prepare_torch", "print", "rank", "world_size"]
+
+_log = logging.getLogger("mpishard")
 
 # One for each thread-rank, as a thread has a context of its own.
 _world: ContextVar[CommunicationBackend | None] = ContextVar("torch_world", default=None)
@@ -43,6 +50,19 @@ def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBac
     _world.set(world)
     prepare_torch()
     return world
+
+
+def prepare_torch() -> None:
+    """Give PyTorch this rank's share of the cores, and let reports name the user's lines.
+
+    The share is that of the rank's BLAS, if `mpishard.init` has set one. Idempotent.
+    """
+    # Autograd and optimizers call our hooks.
+    look_behind(str(Path(torch.__file__).parent))
+    threads = blas_threads()
+    if threads is not None and torch.get_num_threads() > threads:
+        torch.set_num_threads(threads)
+        _log.info("%d PyTorch threads for each rank; torch.set_num_threads changes it", threads)
 
 
 def current_world() -> CommunicationBackend:

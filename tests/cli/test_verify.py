@@ -714,3 +714,26 @@ def test_refuses_to_be_a_rank(monkeypatch: Any) -> None:
     ended = CliRunner().invoke(app, ["verify", "file.py:factory"])
     assert ended.exit_code == 2
     assert "PMI_SIZE is set" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.py", "--strategy", "zero1"], "--strategy is for a factory; a script makes its"),
+        (["train.py", "--batch-size", "4"], "--batch-size is for a factory"),
+        (["file.py:factory", "8"], "8: a factory takes no arguments; a script does"),
+        (["nowhere.py"], "nowhere.py"),
+    ],
+)
+def test_refuses_options_of_the_other_kind_of_target(arguments: list[str], message: str) -> None:
+    ended = CliRunner().invoke(app, ["verify", *arguments])
+    assert ended.exit_code == 2
+    assert message in " ".join(ended.stderr.split())
+
+
+@pytest.mark.spawned
+def test_a_script_without_a_loop_of_pytorch_is_told_what_to_give(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('trains')")
+    ended = verify("train.py", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "made no step of an optimizer of mpishard.torch" in ended.stderr

@@ -51,7 +51,7 @@ METHODS: dict[str, set[str] | None] = {
     "reduce": {"gradients", "_gradients", "_inner"},
     "reduce_into": None,
     "refresh": {"parameters", "_inner", "self"},
-    "settle": {"gradients", "_inner"},
+    "settle": {"gradients", "_inner", "program"},
     "sum_over_owners": {"context"},
     "synchronize": {"replicas"},
 }

@@ -233,24 +233,65 @@ class Shifted(AutogradModel):
             parameters,
         )
 
-    def constants(self) -> Any:
-        return iter([self.shift])
+    def deal_beside(self, world: Any, ranks: Any) -> None:
+        self.shift = world.broadcast(self.shift.copy(), root=0)
 
-    def set_constant(self, index: int, raw: Any) -> None:
-        self.shift[...] = raw
+
+class Drifting(Shifted):
+    """Its number is rank 0's again after each step, although each pass changes it."""
+
+    computes_together = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.pace = 0.1 + seed
+
+    def settle(self, ranks: Any) -> bool:
+        self.shift = ranks.broadcast(self.shift.copy(), root=0)
+        return True
+
+    def forward_pass(self, x: Any, y: Any, loss: Any) -> Any:
+        found = super().forward_pass(x, y, loss) if len(x) else (0.0, 0.0, None)
+        self.shift = self.shift + self.pace  # the backward pass reads the array of this pass
+        return found
 
 
 @check
 def a_placed_model(problems: Any) -> None:
     def body(backend: Any) -> Any:
-        model, optimizer = of(backend, Shifted(backend.rank), "fsdp")
+        model, optimizer = of(backend, Drifting(backend.rank), "fsdp")
         losses = [
             optimizer.step(model, *problems.local_batch(backend, "mlp", step))
             for step in range(STEPS)
         ]
-        return losses, model.get_parameters()
+        loss, gradient = model.loss_and_gradients(*problems.local_batch(backend, "mlp", 0))
+        again, _ = model.loss_and_gradients(*problems.local_batch(backend, "mlp", 0))
+        return losses, model.get_parameters(), [loss, again], gradient
 
     as_in_one_process(body, *PATHS)
+
+
+@check
+def replicas_of_a_placed_model(problems: Any) -> None:
+    """What passes change beside parameters is rank 0's again when replicas are equal."""
+
+    def body(backend: Any) -> None:
+        batch = problems.local_batch(backend, "mlp", 0)
+        model, _ = of(backend, Drifting(backend.rank), "ddp", auto_sync_gradients=False)
+        model.train(*problems.batch("mlp", 0))
+        model.compute_gradients(*batch)
+        model.synchronize_gradients()
+        local, _ = of(backend, Drifting(backend.rank), "ddp")
+        optimizer = ms.optimizers.LocalSGDOptimizer(
+            ms.optimizers.SGD(0.05), local.sharding_configuration, 3
+        )
+        for _ in range(3):
+            optimizer.step(local, *problems.batch("mlp", 0))
+        for one in (model, local):
+            shifts = backend.all_gather(one.wrapped_model.shift[None])
+            close(shifts[1:], shifts[:-1])
+
+    run(body, "messages")
 
 
 OFFLOADED = ("optimizer", "gradients", "parameters")

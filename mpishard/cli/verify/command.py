@@ -24,6 +24,7 @@ from mpishard.cli.verify.job import (
     VerifyJob,
 )
 from mpishard.cli.verify.reference import RULES
+from mpishard.cli.verify.script import verify_script
 from mpishard.cli.wording import check_choice, counted, refuse
 from mpishard.errors import MPIUnavailableError
 from mpishard.pipeline import SCHEDULE_NAMES
@@ -41,8 +42,9 @@ def _flag(help_text: str, minimum: int | None = None) -> Any:
 _SIZE = _flag("For hybrid; default 1.", 1)
 _TARGET = (
     "package.module:factory or file.py:factory. factory(seed) returns (model, x, y) or "
-    "(model, x, y, loss); it may take dtype too."
+    "(model, x, y, loss); it may take dtype too. Or script.py, a loop with mpishard.torch."
 )
+_ARGUMENTS = "Of a script, after --; it takes -n, --steps and --tolerance only."
 _SCHEDULES = f"For pipeline and hybrid: {', '.join(SCHEDULE_NAMES)}, or all; default gpipe."
 _DATA = f"For hybrid: {', '.join(DATA_STRATEGIES)}; default zero1."
 _WRAPPERS = (
@@ -74,7 +76,11 @@ DelayOption = Annotated[
 
 
 def verify(
+    context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="TARGET", help=_TARGET)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]", help=_ARGUMENTS)
+    ] = None,
     strategy: Annotated[str, typer.Option(help=f"One of {', '.join(STRATEGIES)}.")] = "fsdp",
     ranks: Annotated[
         int, typer.Option("-n", "-np", min=1, metavar="N", help="Number of ranks.")
@@ -105,10 +111,21 @@ def verify(
 ) -> None:
     """Compare sharded training of TARGET's model with training it in one process.
 
-    Trains on N ranks and alone, and compares every rank's parameters after each step.
+    Trains on N ranks and alone, and compares every rank's parameters after each step. A script with
+    a loop of its own is run on N ranks and on one, up to the last of the steps.
 
     Exit codes: 0, all agree; 1, they differ; 2, nothing can be compared.
     """
+    launcher = settings.launcher_variable()
+    if launcher is not None:
+        text = f"this process is a rank already ({launcher} is set): start verify without mpirun"
+        refuse("verify", text)
+    if target.endswith(".py"):
+        _check_script(context)
+        is_equal = verify_script(target, arguments or (), ranks, steps, tolerance)
+        raise typer.Exit(0 if is_equal else 1)
+    if arguments:
+        refuse("verify", f"{arguments[0]}: a factory takes no arguments; a script does")
     strategy = strategy.lower()
     check_choice("verify", "--strategy", strategy, STRATEGIES)
     check_choice("verify", "--optimizer", optimizer, RULES)
@@ -116,10 +133,6 @@ def verify(
         if number is not None and not 0 < number < float("inf"):
             refuse("verify", f"{flag} must be above 0, got {number}")
     _check_wrapper(strategy, optimizer, steps, delay, wrapper)
-    launcher = settings.launcher_variable()
-    if launcher is not None:
-        text = f"this process is a rank already ({launcher} is set): start verify without mpirun"
-        refuse("verify", text)
     given = (
         pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
         sequence_parallel or None, recompute, data_parallel_strategy,
@@ -136,6 +149,15 @@ def verify(
         )  # fmt: skip
         is_equal = _are_equal(job, is_mpi, tolerance)
     raise typer.Exit(0 if is_equal else 1)
+
+
+def _check_script(context: typer.Context) -> None:
+    """Refuse flags of models that verify trains itself."""
+    for name in context.params.keys() - {"target", "arguments", "ranks", "steps", "tolerance"}:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = "--" + name.replace("_", "-")
+            refuse("verify", f"{flag} is for a factory; a script makes its own model and optimizer")
 
 
 def _check_wrapper(

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import nearest
 from mpishard.arrays import Array, to_host
-from mpishard.cli.wording import counted
+from mpishard.cli.wording import check_choice, counted
 from mpishard.communication.mesh import AXES, mesh_sizes
 from mpishard.contracts import ILossFunction, IShardedModel
 from mpishard.data import check_dataset, take
@@ -98,8 +97,9 @@ class MeshChoice:
         Raises
         ------
         UsageError
-            For a flag that the strategy does not take, sizes that do not make up the ranks, and
-            unknown names.
+            For a flag that the strategy does not take, and sizes that do not make up the ranks.
+        typer.Exit
+            For unknown names, after printing the known ones.
         """
         given = {flag: value for flag, value in flags.items() if value is not None}
         for flag in given:
@@ -107,11 +107,12 @@ class MeshChoice:
             if strategy not in takers:
                 raise UsageError(f"{flag} is for --strategy {' and '.join(takers)}; got {strategy}")
         if "--data-parallel-strategy" in given:
-            _check("--data-parallel-strategy", given["--data-parallel-strategy"], DATA_STRATEGIES)
+            name = given["--data-parallel-strategy"]
+            check_choice("verify", "--data-parallel-strategy", name, DATA_STRATEGIES)
         schedules: tuple[str, ...] = ("",)
         if "schedule" in STRATEGY_OPTIONS.get(strategy, ()):
             name = given.pop("--schedule", "gpipe").lower()
-            _check("--schedule", name, ("all", *SCHEDULE_NAMES))
+            check_choice("verify", "--schedule", name, ("all", *SCHEDULE_NAMES))
             schedules = SCHEDULE_NAMES if name == "all" else (name,)
             given.setdefault("--micro-batches", _MICRO_BATCHES)
         options = {MESH_FLAGS[flag]: value for flag, value in given.items()}
@@ -140,13 +141,6 @@ class MeshChoice:
             if option in self.options:
                 words.append(text.format(self.options[option]))
         return f" ({', '.join(words)})"
-
-
-def _check(flag: str, name: str, names: tuple[str, ...]) -> None:
-    if name not in names:
-        raise UsageError(
-            f"{flag} must be one of {', '.join(names)}; got {name!r}{nearest(name, names)}"
-        )
 
 
 @dataclass(frozen=True, slots=True)

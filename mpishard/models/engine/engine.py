@@ -495,6 +495,8 @@ class Engine:
         batch = Batch(x, y, loss or self.loss, context)
         total, weight = self.program.train(self.parameters, gradients, batch)
         gradients.settle()
+        if is_last and self.program.settle(self.backend) and self.leaves is not None:
+            self.leaves.refuse_changes()
         return total, weight
 
     def mean(self, total: float, weight: float) -> float:
@@ -536,7 +538,13 @@ class Engine:
     def synchronize_replicas(self) -> None:
         """Give every rank the mean of all replicas; a barrier if nothing drifts. Collective."""
         if self.replicas.synchronize():
+            self.program.settle(self.world)
             self.changed()
+
+    def mark_equal(self) -> None:
+        """Begin anew with replicas that have taken the same parameters. Collective."""
+        self.replicas.mark_equal()
+        self.program.settle(self.world)
 
     def changed(self) -> None:
         """Note a change of the parameters, and tell the program."""

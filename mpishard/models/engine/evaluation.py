@@ -87,6 +87,7 @@ def global_gradient(engine: Engine, x: Array, y: Array) -> tuple[float, Array]:
     found = synchronize_gradient(engine)
     assert found is not None
     loss, weight, full = found
+    engine.program.settle(engine.backend)
     if weight == 0:
         raise NoSampleError("no rank has a sample that counts; all weights are 0")
     return loss, full

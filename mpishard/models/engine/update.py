@@ -93,6 +93,17 @@ class TrainingRecord:
             if self.best_loss is None or report.loss < self.best_loss:
                 self.best_loss = report.loss
 
+    def properties(self) -> dict[str, float]:
+        """Return the figures that are known, as the model's metadata name them."""
+        figures = {
+            "Samples": self.samples,
+            "TrainingSeconds": self.seconds,
+            "LastLoss": self.last_loss,
+            "BestLoss": self.best_loss,
+            "ValidationScore": self.validation_score,
+        }
+        return {name: value for name, value in figures.items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Update:

@@ -63,6 +63,7 @@ class DividedProgram(Program):
 
     def _compute_by(self, whole: WholeProgram) -> None:
         self._whole = whole
+        whole.replica = self.replica
         self.device = whole.device
         self._full: Array | None = None  # all parameters, if the model computes with this array
 
@@ -170,6 +171,9 @@ class DividedProgram(Program):
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
         self._whole.deal_constants(backend)
+
+    def settle(self, backend: CommunicationBackend) -> bool:
+        return self._whole.settle(backend)
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         self._holder = holder

@@ -189,6 +189,21 @@ class GradientLeaves:
                 "memory"
             )
 
+    def refuse_changes(self) -> None:
+        """Refuse a model that a pass changes beside its parameters: as do batch statistics.
+
+        Raises
+        ------
+        ShardingError
+            Always.
+        """
+        raise ShardingError(
+            f"gradient_leaves={self.count} computes a batch in parts that do not depend on the "
+            "number of ranks, and a pass of this model changes its buffers, as batch normalisation "
+            "in train mode does: rank 0's parts alone would decide them. Put those modules in "
+            "eval mode, replace them, or give gradient_leaves=None"
+        )
+
     def cut(self, x: Any, y: Any, sample_start: int | None) -> list[tuple[Any, Any, int]]:
         """Inputs, targets and the first sample's place of each of this rank's leaves. Collective.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Self
 
@@ -20,7 +20,14 @@ from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
 from mpishard.sharding import ParameterEntry, Placement, Unit, build_units, owned_pieces
 
-__all__ = ["OWN_DTYPE", "Arrivals", "IPlaceableModel", "PlacedProgram", "entries_of"]
+__all__ = [
+    "OWN_DTYPE",
+    "Arrivals",
+    "IPlaceableModel",
+    "PlacedProgram",
+    "entries_of",
+    "units_of_modules",
+]
 
 OWN_DTYPE = (
     "computes in a dtype of its own, which nobody else can change; build it of the layers of "
@@ -59,10 +66,12 @@ class IPlaceableModel(ABC):
         """Write the parameters of the flat range that begins at ``start`` into ``out``."""
 
     @abstractmethod
-    def place_parameters(self, arrays: Sequence[Array], holder: str) -> None:
+    def place_parameters(
+        self, arrays: Sequence[Array], holder: str, ranks: CommunicationBackend
+    ) -> None:
         """Compute with these arrays, of shape (size,), one per entry, that ``holder`` owns.
 
-        Their values may change between two passes.
+        Their values may change between two passes. ``ranks`` compute other samples.
         """
 
     @abstractmethod
@@ -73,13 +82,26 @@ class IPlaceableModel(ABC):
     def with_parameters(self, parameters: Array) -> Self:
         """A model of the same structure that holds ``parameters`` without a copy."""
 
-    @abstractmethod
-    def constants(self) -> Iterator[Array]:
-        """The bytes of arrays that are no parameters and never change in training, one by one."""
+    def deal_beside(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
+        """Take what rank 0's model holds beside parameters. Collective.
 
-    @abstractmethod
-    def set_constant(self, index: int, raw: Array) -> None:
-        """Take the bytes that `constants` of another rank gave at place ``index``."""
+        ``ranks`` are those that draw different random numbers.
+        """
+
+    def settle(self, ranks: CommunicationBackend) -> bool:
+        """Take what passes of rank 0 have changed beside parameters. Collective.
+
+        Returns
+        -------
+        bool
+            Whether there was anything, on any rank.
+        """
+        return False
+
+    @property
+    def computes_together(self) -> bool:
+        """Whether a rank must make a pass without samples, because others wait for it there."""
+        return False
 
     @abstractmethod
     def check_input(self, x: Any) -> None:
@@ -144,10 +166,7 @@ class PlacedProgram(WholeProgram):
         self.dtype = model.dtype
         self.entries = tuple(model.parameter_entries)
         self.vector = ModelVector(Placement.whole(self.entries))
-        layers = groupby(self.entries, lambda entry: entry.name.rpartition(".")[0])
-        self.units = build_units(
-            [sum(entry.size for entry in layer) for _, layer in layers], minimum_unit_size
-        )
+        self.units = units_of_modules(self.entries, minimum_unit_size)
         self.kept = frozenset()
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
@@ -175,9 +194,12 @@ class PlacedProgram(WholeProgram):
         self._model.fill_parameters(start, out)
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
-        # Buffers of a module, as running statistics: they are no parameters, and no store has them.
-        for index, raw in enumerate(self._model.constants()):
-            self._model.set_constant(index, backend.broadcast(raw, root=0))
+        # Replicas that are trained apart, too, draw different random numbers.
+        together = self.replica.across is None
+        self._model.deal_beside(backend, self.replica.data if together else backend)
+
+    def settle(self, backend: CommunicationBackend) -> bool:
+        return self._model.settle(backend)
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         store = parameters.computed
@@ -187,14 +209,15 @@ class PlacedProgram(WholeProgram):
             for unit, vector in zip(self.units, vectors, strict=True)
             for entry in entries_of(unit, self.entries)
         ]
-        self._model.place_parameters(arrays, holder)
+        self._model.place_parameters(arrays, holder, self.replica.data)
         # The module needs whole tensors at any time: only shared memory holds them once per node.
         if store.once_per_node or store.backend.world_size == 1:
             return None
         return "because the ranks of a node share no memory here"
 
     def compute_with(self, full: Array, holder: str) -> None:
-        self._model.place_parameters([full[e.start : e.stop] for e in self.entries], holder)
+        arrays = [full[entry.start : entry.stop] for entry in self.entries]
+        self._model.place_parameters(arrays, holder, self.replica.data)
 
     def give_back(self, gather: Callable[[], Array]) -> None:
         self._model.reclaim_parameters(gather())
@@ -208,7 +231,8 @@ class PlacedProgram(WholeProgram):
         return self._model.predict(x)
 
     def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
-        if len(batch.x) == 0:
+        is_alone = not (batch.context.training and self._model.computes_together)
+        if len(batch.x) == 0 and is_alone:
             return 0.0, 0.0, None
         if batch.loss is None and not batch.context.training:
             return *self._model.own_loss(batch.x, batch.y), None
@@ -332,6 +356,14 @@ class Arrivals:
     def _place(self, index: int) -> slice:
         entry, unit = self._entries[index], self._units[self._turn]
         return slice(entry.start - unit.start, entry.stop - unit.start)
+
+
+def units_of_modules(entries: Sequence[ParameterEntry], minimum_unit_size: int) -> tuple[Unit, ...]:
+    """The units of named parameters, of which those of one module are a layer."""
+    layers = groupby(entries, lambda entry: entry.name.rpartition(".")[0])
+    return build_units(
+        [sum(entry.size for entry in layer) for _, layer in layers], minimum_unit_size
+    )
 
 
 def entries_of(unit: Unit, entries: tuple[ParameterEntry, ...]) -> list[ParameterEntry]:

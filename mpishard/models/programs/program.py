@@ -127,6 +127,16 @@ class Program(ABC):
     def deal_constants(self, backend: CommunicationBackend) -> None:
         """Give every rank what rank 0's model holds beside parameters. Collective."""
 
+    def settle(self, backend: CommunicationBackend) -> bool:
+        """Give every rank what rank 0's passes have changed beside parameters. Collective.
+
+        Returns
+        -------
+        bool
+            Whether there was anything, on any rank.
+        """
+        return False
+
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         """Take the parameters away from the model: the store has them now, for ``holder``.
 

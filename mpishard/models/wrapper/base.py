@@ -14,8 +14,7 @@ import numpy as np
 
 from mpishard import checkpoint
 from mpishard.arguments import as_number
-from mpishard.arrays import Array, array_namespace, copy_into
-from mpishard.checkpoint.format.consensus import together
+from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import (
     DynamicShapeInfo,
@@ -41,6 +40,7 @@ from mpishard.models.programs.replica import GroupReplica
 from mpishard.models.stores.offload import say_what_is_ignored
 from mpishard.models.wrapper.digest import agreed_vector, compare_replicas
 from mpishard.models.wrapper.files import ModelFiles
+from mpishard.models.wrapper.held import HeldParameters
 from mpishard.models.wrapper.wrapped import feature_member, generate_tokens, holding, use_features
 from mpishard.models.wrapper.wrapping import (
     build_engine,
@@ -53,7 +53,7 @@ from mpishard.models.wrapper.wrapping import (
 )
 from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.ledger import MemoryLedger
-from mpishard.sharding import ParameterEntry, Piece, ShardingConfiguration, Unit
+from mpishard.sharding import ParameterEntry, ShardingConfiguration, Unit
 
 __all__ = ["ShardedModelBase"]
 
@@ -273,7 +273,7 @@ class ShardedModelBase(IShardedModel):
         for a linear model of `mpishard.nn`, whose feature importance needs all coefficients;
         otherwise nothing is communicated.
         """
-        policy, kind = self.engine.policy, type(self._wrapped_model).__name__
+        kind = type(self._wrapped_model).__name__
         own: ModelMetadata | None = self._ask("get_model_metadata", None)
         metadata = own or ModelMetadata(kind, model_type=kind)
         metadata.complexity = self.parameter_count
@@ -282,26 +282,13 @@ class ShardedModelBase(IShardedModel):
             "Strategy": self.strategy,
             "WorldSize": self.world_size,
             "Rank": self.rank,
-            "ShardSize": sum(piece.length for piece in self._held_pieces),
-            "ParametersSharded": policy.shards_parameters,
-            "ParametersReplicated": not policy.shards_parameters,
+            **self._held.properties(),
             "ParametersOncePerNode": self._is_once_per_node,
-            "GradientsSharded": policy.shards_gradients,
-            "GradientsReplicated": not policy.shards_gradients,
-            "OptimizerStateSharded": policy.shards_state,
         }
         record = self.engine.record
         if record.trained_at is not None:
             metadata.training_date = datetime.fromtimestamp(record.trained_at, UTC)
-            figures = {
-                "Steps": self.engine.step_number,
-                "Samples": record.samples,
-                "TrainingSeconds": record.seconds,
-                "LastLoss": record.last_loss,
-                "BestLoss": record.best_loss,
-                "ValidationScore": record.validation_score,
-            }
-            metadata.properties |= {name: v for name, v in figures.items() if v is not None}
+            metadata.properties |= {"Steps": self.engine.step_number, **record.properties()}
         if isinstance(self._wrapped_model, LinearModel):
             metadata.feature_importance = self.get_feature_importance()
         return metadata
@@ -525,16 +512,11 @@ class ShardedModelBase(IShardedModel):
 
         In mixed precision it is what the rank holds in float32: the pieces that it updates.
         """
-        owned = self.engine.parameters.owned(self._held_pieces)
-        if not owned:  # a stage without parameters
-            return self.engine.layout.device.namespace.empty(0, self.engine.layout.dtype)
-        return array_namespace(owned[0]).concatenate(owned)
+        return self._held.values()
 
     @property
-    def _held_pieces(self) -> tuple[Piece, ...]:
-        engine = self.engine
-        sharded = engine.policy.shards_parameters or engine.parameters.owners_only
-        return engine.layout.pieces(sharded=sharded)
+    def _held(self) -> HeldParameters:
+        return HeldParameters(self.engine)
 
     # The names by which subclasses of the mirrored hierarchy know a rank's shard.
 
@@ -554,20 +536,7 @@ class ShardedModelBase(IShardedModel):
 
     @_local_shard.setter
     def _local_shard(self, values: Array) -> None:
-        size = sum(piece.length for piece in self._held_pieces)
-        with together(self.backend):  # and no rank writes what another still reads
-            if getattr(values, "shape", None) != (size,):
-                raise ValueError(
-                    f"_local_shard: expected a vector of shape ({size},), got "
-                    f"{getattr(values, 'shape', type(values).__name__)}"
-                )
-            self.engine.round.require_none("_local_shard is assigned")
-        start = 0
-        for target in self.engine.parameters.owned(self._held_pieces):
-            stop = start + int(target.size)
-            copy_into(target, values[start:stop])
-            start = stop
-        self.engine.read()
+        self._held.write(values)
 
     @property
     def _shard_start_index(self) -> int:
@@ -627,20 +596,7 @@ class ShardedModelBase(IShardedModel):
 
         One per unit. On a mesh columns of a matrix are several ranges: as few as it takes.
         """
-        placement = self.engine.placement
-        if placement.is_whole:
-            if not self.engine.policy.shards_parameters:
-                return ((0, self.parameter_count),)
-            return tuple((piece.start, piece.stop) for piece in self._held_pieces)
-        held = ((piece.start, piece.stop) for piece in self._held_pieces)
-        found: list[tuple[int, int]] = []
-        for start, stop in (r for own in held for r in placement.ranges(*own)):
-            # Slices that follow each other are one range: callers see as few as it takes.
-            if found and found[-1][1] == start:
-                found[-1] = found[-1][0], stop
-            else:
-                found.append((start, stop))
-        return tuple(found)
+        return self._held.ranges()
 
     @contextlib.contextmanager
     def unsharded(self, root: int | None = None) -> Iterator[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpishard.arrays import Array
 from mpishard.checkpoint import CheckpointState, Pieces
+from mpishard.checkpoint.exchange.plain import PlainModelFiles, choices_in
 from mpishard.models import ShardedModelBase
 from mpishard.observe.ledger import MemoryCategory
 
@@ -17,7 +18,8 @@ class BestParameters(CheckpointState):
     """The parameters of the best evaluation: this rank's pieces of them.
 
     Each rank keeps its shard, 1/N of the parameters under every strategy; nothing is gathered.
-    Checkpoints hold it as a state of its own.
+    With them go the choices of the plain model, such as running means. Checkpoints hold both as a
+    state of its own.
 
     Parameters
     ----------
@@ -28,7 +30,8 @@ class BestParameters(CheckpointState):
     KIND = "training/best_parameters"
 
     def __init__(self, model: ShardedModelBase) -> None:
-        self._engine = model.engine
+        self._engine, self._plain = model.engine, model.wrapped_model
+        self._choices: dict[str, Any] = {}
         self._pieces = model.engine.layout.pieces()
         self._kept: Array | None = None
 
@@ -45,10 +48,14 @@ class BestParameters(CheckpointState):
         owned = self._engine.parameters.owned(self._pieces)
         for piece, values in zip(self._pieces, owned, strict=True):
             kept[piece.in_shard] = values
+        if isinstance(self._plain, PlainModelFiles):
+            self._choices = self._plain.choices()
 
     def put_back(self) -> None:
         """Put the kept parameters back into the model. Collective."""
         engine = self._engine
+        if isinstance(self._plain, PlainModelFiles):
+            self._plain.take_choices(self._choices)
         owned = engine.parameters.owned(self._pieces)
         for piece, target in zip(self._pieces, owned, strict=True):
             target[...] = self._vector[piece.in_shard]
@@ -69,8 +76,9 @@ class BestParameters(CheckpointState):
         return {self.KIND: self._engine.placement.cut(parts, written=written)}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """Return nothing: the loop's position has the rest."""
-        return {}
+        """Return the choices; the loop's position has the rest."""
+        return {"choices": self._choices} if self._choices else {}
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Do nothing, because nothing is cached."""
+        """Take the choices; nothing of the parameters is cached."""
+        self._choices = choices_in(metadata)

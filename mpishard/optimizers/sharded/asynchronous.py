@@ -494,7 +494,7 @@ class _StaleState(ModelState):
         for own, values in zip(mine, engine.parameters.owned(whole), strict=True):
             backend.all_gather(own.copy(), out=values)
         self.clocks = [0] * backend.world_size
-        engine.replicas.mark_equal()
+        engine.mark_equal()
         engine.changed()
 
     # ------------------------------------------------------------------------------- checkpoints

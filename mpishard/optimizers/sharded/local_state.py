@@ -212,7 +212,7 @@ class LocalState(ModelState):
                 self._answer(fragment)
                 self._finish(fragment)
         self.since = 0
-        self.model.engine.replicas.mark_equal()
+        self.model.engine.mark_equal()
 
     def _begin(self, fragment: _Fragment) -> bool:
         """Send this replica's share of the mean, unless no replica has used a sample."""

@@ -1,0 +1,164 @@
+"""A module whose parameters are views of memory that somebody else holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpishard.arrays import Array
+from mpishard.bfloat16 import is_bfloat16
+from mpishard.communication import CommunicationBackend
+from mpishard.sharding import ParameterEntry
+from mpishard.torch.batch_norm import Ranks, SyncBatchNorm
+from mpishard.torch.buffers import Buffers
+
+__all__ = ["PlacedModule", "flat_gradient", "some", "tensor_of"]
+
+
+class PlacedModule:
+    """The parameters of a module as parts of a flat vector, and its tensors beside them.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The user's.
+    with_frozen : bool
+        Whether the vector has the frozen parameters of its dtype, too.
+
+    Attributes
+    ----------
+    entries : tuple of ParameterEntry
+        Name, shape and start of each parameter in the vector; of shared ones the first name.
+    parameters : list of torch.nn.Parameter
+        One for each entry.
+    places : list of (torch.nn.Module, str)
+        Submodule and name of each parameter.
+    dtype : numpy.dtype
+        Of the parameters as the user gave them.
+    buffers : Buffers
+        The tensors that no vector holds.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a module that cannot be placed. Nothing has changed then.
+    """
+
+    def __init__(self, module: Any, *, with_frozen: bool) -> None:
+        _check(module)
+        self.module = module
+        first = next(p.dtype for p in module.parameters() if p.requires_grad and p.numel())
+        entries, start = [], 0
+        self.places: list[tuple[Any, str]] = []
+        seen = set()
+        for prefix, inner in module.named_modules():
+            for name, parameter in inner._parameters.items():
+                if parameter is None or id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                is_held = parameter.requires_grad or with_frozen
+                if not is_held or parameter.dtype != first or not parameter.numel():
+                    continue
+                full_name, shape = f"{prefix}.{name}" if prefix else name, tuple(parameter.shape)
+                entries.append(ParameterEntry(full_name, shape, start, parameter.requires_grad))
+                self.places.append((inner, name))
+                start += parameter.numel()
+        self.entries = tuple(entries)
+        self.parameters = [inner._parameters[name] for inner, name in self.places]
+        self.dtype = np.dtype(str(first).removeprefix("torch."))
+        self.buffers = Buffers(module, {id(parameter) for parameter in self.parameters})
+
+    def fill(self, start: int, out: Array) -> None:
+        """Write the range of the flat vector that begins at ``start`` into ``out``."""
+        stop = start + out.size
+        for entry, parameter in zip(self.entries, self.parameters, strict=True):
+            first, last = max(start, entry.start), min(stop, entry.stop)
+            if first < last:
+                values = parameter.detach().reshape(-1).numpy()
+                out[first - start : last - start] = values[first - entry.start : last - entry.start]
+
+    def place(self, index: int, flat: Any) -> None:
+        """Let a parameter be a view of ``flat``, a tensor of shape (size,)."""
+        self.parameters[index].data = flat.view(self.entries[index].shape)
+
+    def deal(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
+        """Take rank 0's buffers, and let ``ranks`` draw different random numbers. Collective.
+
+        The first of them goes on with its own generator. Thread-ranks share one generator, which is
+        left alone.
+        """
+        self.buffers.deal(world)
+        seed = world.broadcast(np.array([torch.initial_seed() & _SEEDS]), root=0)
+        if ranks.rank and world._rank_is_process:
+            torch.manual_seed((int(seed[0]) + 0x9E3779B97F4A7C15 * ranks.rank) & _SEEDS)
+
+    def normalise_over(self, ranks: CommunicationBackend | None) -> None:
+        """Let converted batch normalisation use the samples of ``ranks``, or this rank's own."""
+        for part in self._normalisations():
+            part.ranks = None if ranks is None else Ranks(ranks)
+
+    @property
+    def computes_together(self) -> bool:
+        """Whether ranks communicate in a forward pass, for which each must make one."""
+        return any(part.training and part.ranks is not None for part in self._normalisations())
+
+    def _normalisations(self) -> list[SyncBatchNorm]:
+        return [part for part in self.module.modules() if isinstance(part, SyncBatchNorm)]
+
+
+_SEEDS = (1 << 63) - 1
+
+
+def _check(module: Any) -> None:
+    """Refuse, before anything is changed, a module that cannot be placed."""
+    everything = [*module.named_parameters(), *module.named_buffers()]
+    odd = [n for n, t in everything if isinstance(t, torch.nn.parameter.UninitializedTensorMixin)]
+    if odd:
+        raise TypeError(f"{some(odd)} have no shape yet; call the module once on a sample first")
+    odd = [n for n, t in everything if type(t.data) is not torch.Tensor or t.is_sparse]
+    if odd:
+        raise TypeError(
+            f"{some(odd)} are no plain strided tensors; give mpishard the module as it was "
+            "before another library (FSDP, quantisation) took it over"
+        )
+    odd = [f"{name} on {t.device}" for name, t in everything if t.device.type != "cpu"]
+    if odd:
+        raise ValueError(
+            f"mpishard computes with PyTorch on the CPU, and {some(odd)}; use module.cpu(), or "
+            "for tensors on meta module.to_empty(device='cpu') and reset_parameters()"
+        )
+    trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
+    if not trainable:
+        raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient")
+    dtypes: dict[str, list[str]] = {}
+    for name, parameter in trainable:
+        dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), []).append(name)
+    if len(dtypes) > 1 or not dtypes.keys() <= {"float32", "float64"}:
+        found = ", ".join(f"{some(names)} are {dtype}" for dtype, names in dtypes.items())
+        raise ValueError(
+            f"all parameters must be float32, or all float64; {found}; use module.float() or "
+            "module.double()"
+        )
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]!r}{rest}"
+
+
+def tensor_of(array: Array) -> Any:
+    """Return a tensor on the memory of an array, which may be of bfloat16."""
+    if not is_bfloat16(array):
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
+def flat_gradient(gradient: Any) -> Array:
+    """Return a gradient as a dense vector; one of bfloat16 in float32."""
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    gradient = gradient.float() if gradient.itemsize == 2 else gradient
+    return gradient.detach().reshape(-1).numpy()

@@ -1,0 +1,251 @@
+"""What holds the parameters, gradients and passes of one user's module."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+import zlib
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpishard.arrays import reuse_freed_memory
+from mpishard.communication import CommunicationBackend
+from mpishard.communication.contract.status import called_as
+from mpishard.errors import ShardingError
+from mpishard.models.engine.update import Policy
+from mpishard.models.programs.placed_program import entries_of, units_of_modules
+from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients
+from mpishard.models.stores.parameter_store import ShardedParameters
+from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.models.stores.vector import ModelVector
+from mpishard.models.wrapper.digest import compare_replicas
+from mpishard.models.wrapper.wrapping import (
+    make_gradient_store,
+    make_mixed_store,
+    make_parameter_store,
+)
+from mpishard.observe.ledger import MemoryLedger
+from mpishard.observe.trace import step_span
+from mpishard.sharding import ParameterEntry, Placement, Unit, owned_pieces
+from mpishard.torch.backward import BackwardPasses
+from mpishard.torch.bfloat16 import compute_in_bfloat16
+from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
+from mpishard.torch.parameters import Part, SharedParameter, Uncopied, native_gradient
+from mpishard.torch.placed import PlacedModule, tensor_of
+
+__all__ = ["POLICIES", "ShardedModule"]
+
+POLICIES = {
+    "ddp": Policy(shards_parameters=False, shards_gradients=False, shards_state=False),
+    "zero1": Policy(shards_parameters=False, shards_gradients=False, shards_state=True),
+    "zero2": Policy(shards_parameters=False, shards_gradients=True, shards_state=True),
+    "fsdp": Policy(shards_parameters=True, shards_gradients=True, shards_state=True),
+}
+
+
+class ShardedModule(Uncopied):
+    """What holds the parameters of one user's module: units, stores, and the backward passes.
+
+    The parameters stand in memory that the ranks of a node share, whole, so that the module
+    computes as before; each rank updates its part. If ranks share no memory, `GatheredUnits` makes
+    them whole when they are used. A hook on each parameter gives its gradient to `BackwardPasses`.
+
+    A copy of a sharded module, or its pickle, is a plain module.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The user's.
+    strategy : str
+        A key of `POLICIES`.
+    backend : CommunicationBackend
+        The ranks.
+    minimum_unit_size : int
+        See `mpishard.sharding.build_units`.
+    precision : str, optional
+        See `shard`.
+
+    Attributes
+    ----------
+    placed : PlacedModule
+        The module's parameters and buffers.
+    parts : list of Part
+        The trained parameters, in order.
+    passes : BackwardPasses
+        Of the module.
+    shards_state : bool
+        Whether each rank updates only a part.
+    ledger : MemoryLedger
+        Bytes that this rank holds, its share of shared memory among them.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        strategy: str,
+        backend: CommunicationBackend,
+        minimum_unit_size: int,
+        precision: str | None,
+    ) -> None:
+        self.module = module
+        self.strategy = strategy
+        self.backend = backend
+        policy = POLICIES[strategy]
+        self.shards_state = policy.shards_state
+        self.placed = PlacedModule(module, with_frozen=True)
+        self.entries = self.placed.entries
+        self.placement = Placement.whole(self.entries)
+        self.units = units_of_modules(self.entries, minimum_unit_size)
+        self._require_same_on_all_ranks(precision)
+        reuse_freed_memory()
+        self.ledger = MemoryLedger()
+        frozen = [u.index for u in self.units if not any(e.trainable for e in self._inside(u))]
+        self.layout = StoreLayout(
+            self.units, frozenset(), self.placed.dtype, backend, self.ledger,
+            frozen=frozenset(frozen),
+        )  # fmt: skip
+        self._make_parameters(policy, precision)
+        self.gradients = self._make_gradients(policy)
+        ModelVector(self.placement).deal(self.parameters, backend, self.placed.fill)
+        self.parts: list[Part] = []
+        self._place()
+        self.placed.deal(backend, backend)
+        self.placed.normalise_over(backend)
+        self.passes = BackwardPasses(
+            self.gradients, self.entries, self.parts, self.placed.buffers, self.gathered
+        )
+        self._step, self._updates = ExitStack(), 0
+
+    def _inside(self, unit: Unit) -> list[ParameterEntry]:
+        return entries_of(unit, self.entries)
+
+    def _require_same_on_all_ranks(self, precision: str | None) -> None:
+        structure = f"{self.strategy} {precision} {self.placed.dtype} {self.units} {self.entries}"
+        mine = [len(self.entries), self.entries[-1].stop, zlib.crc32(structure.encode())]
+        everyone = self.backend.all_gather(np.array([mine]))
+        if (everyone != everyone[0]).any():
+            rows = "; ".join(f"rank {r}: {n} parameters of {size} elements"
+                             for r, (n, size, _) in enumerate(everyone))  # fmt: skip
+            raise ValueError(
+                f"every rank must shard the same module with the same strategy: {rows} (names, "
+                "shapes, dtype, what requires a gradient, strategy, precision or minimum_unit_size "
+                "differ)"
+            )
+
+    def _make_parameters(self, policy: Policy, precision: str | None) -> None:
+        backend, module = self.backend, self.module
+        # Alone a rank has all parameters. Ranks of several nodes gather them, each for itself.
+        gathers = policy.shards_parameters and backend.world_size > 1
+        make = make_parameter_store if precision is None else make_mixed_store
+        self.parameters = make(
+            replace(self.layout, arena=not gathers or backend.node_count == 1),
+            replace(policy, shards_parameters=gathers),
+        )
+        self.gathered: GatheredUnits | None = None
+        if isinstance(self.parameters.computed, ShardedParameters):
+            names = [self._inside(unit)[0].name for unit in self.units]
+            self.gathered = GatheredUnits(self.parameters.computed, names)
+            for inner in module.modules():
+                inner.register_state_dict_post_hook(give_whole_tensors)
+        if precision is not None:
+            compute_in_bfloat16(module)
+
+    def _make_gradients(self, policy: Policy) -> GradientStore:
+        if policy.shards_state:
+            return make_gradient_store(self.layout, policy)
+        # A parameter's gradient is one array, which DDP's user may read and change.
+        slots = self.layout.allocate_slots(ReplicatedGradients.length_for(self.layout), 1)
+        return ReplicatedGradients(self.layout, slots[0] if slots else None)
+
+    def _place(self) -> None:
+        """Let the parameters be views of the store, or of what is gathered from it."""
+        gathered, placed = self.gathered, self.placed
+        whole = owned_pieces(self.units, 1, 0)
+        vectors = [] if gathered is not None else self.parameters.computed.owned(whole)
+        numbered = iter(range(len(self.entries)))
+        for unit in self.units:
+            full = gathered.tensor(unit.index) if gathered else tensor_of(vectors[unit.index])
+            for entry, index in zip(self._inside(unit), numbered, strict=False):
+                placed.place(index, full[entry.start - unit.start : entry.stop - unit.start])
+                parameter = placed.parameters[index]
+                if gathered is not None:
+                    parameter.__class__ = GatheredParameter
+                    parameter._units = gathered, unit.index
+                elif entry.trainable:
+                    parameter.__class__ = SharedParameter
+                else:
+                    continue
+                parameter._part = self._make_part(index, unit)
+        if gathered is not None:
+            gathered.forget()
+
+    def _make_part(self, index: int, unit: Unit) -> Part:
+        """The part of a parameter that this rank updates; a trained one receives gradients."""
+        entry, parameter = self.entries[index], self.placed.parameters[index]
+        part = Part(self, index, entry, unit, parameter)
+        (own,) = self.parameters.owned([part.piece])
+        shape = entry.shape if not self.shards_state else own.shape
+        part.tensor = torch.nn.Parameter(torch.from_numpy(own).view(shape), entry.trainable)
+        if entry.trainable:
+            native_gradient.__set__(parameter, None)
+            hook = functools.partial(_receive, weakref.ref(self), len(self.parts))
+            parameter.register_post_accumulate_grad_hook(hook)
+            self.parts.append(part)
+        return part
+
+    def require_reduced(self, purpose: str) -> None:
+        """See `BackwardPasses.require_reduced`."""
+        self.passes.require_reduced(purpose, type(self.module).__name__)
+
+    def require_placed(self) -> None:
+        """Refuse to go on with a module whose parameters are no longer those that were sharded.
+
+        Raises
+        ------
+        ShardingError
+            Naming one.
+        """
+        for part in self.parts:
+            parameter, (module, name) = part.parameter, self.placed.places[part.index]
+            is_here = parameter.untyped_storage()._cdata == part.storage
+            if module._parameters.get(name) is parameter and is_here:
+                continue
+            raise ShardingError(
+                f"parameter {part.entry.name!r} is no longer in the memory where mpishard.torch."
+                "shard() put it: call module.to(), .half(), load_state_dict(assign=True) and the "
+                "like before shard()"
+            )
+
+    def check_replicas(self) -> int:
+        """See `mpishard.torch.check_replicas`. Collective."""
+        self.let_go()
+        return compare_replicas(self.parameters, self.placement, self.backend, self._updates)
+
+    def let_go(self) -> None:
+        """Hold no more than this rank's parts of the parameters, if they are gathered."""
+        if self.gathered is not None:
+            self.gathered.release()
+
+    def publish(self) -> None:
+        """Let all ranks read what each has updated. Collective."""
+        if self.shards_state:
+            self.parameters.publish(self.passes.trained_pieces())
+        else:
+            self.parameters.changed()
+        self.gradients.finish()
+        self.passes.part_of_step.close()
+        self._step.close()
+        self._updates += 1
+        self._step.enter_context(step_span(self._updates))
+
+
+@called_as("backward()")
+def _receive(owner: weakref.ref[ShardedModule], place: int, parameter: Any) -> None:
+    """Hook of a parameter. PyTorch hides it from the garbage collector, so it owns nothing."""
+    sharded = owner()
+    assert sharded is not None
+    sharded.passes.receive(place, parameter)
