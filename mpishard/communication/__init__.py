@@ -8,8 +8,8 @@ docs/architecture.md follows one call, and one failure, through the files.
 """
 
 from mpishard.communication.contract.arena import Arena
-from mpishard.communication.contract.backend import CommunicationBackend, refuse_other_message
-from mpishard.communication.contract.call import Call
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.call import Call, refuse_other_message
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.contract.work import Waitable, Work
 from mpishard.communication.init import init

@@ -10,7 +10,7 @@ import pytest
 import mpishard as ms
 from mpishard import nn
 from mpishard.errors import NonFiniteLossError, ShardingError
-from mpishard.optimizers import SGD, Adam, LocalSGDOptimizer
+from mpishard.optimizers import LAMB, SGD, Adam, LocalSGDOptimizer
 from mpishard.testing.worlds import in_worlds
 
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
@@ -232,8 +232,8 @@ def test_others_than_local_sgd_are_refused(backend):
     ):
         with pytest.raises((ShardingError, RuntimeError), match=r"replica_size|before"):
             call()
-    with pytest.raises(NotImplementedError, match="replica_size groups the ranks of a data axis"):
-        ms.TensorParallelModel(plain(), config)
+    with pytest.raises(NotImplementedError, match="replicas of a mesh lie along its data axis"):
+        ms.HybridShardedModel(plain(), config)
     for size, error in ((3, ValueError), (0, ValueError), ("rack", TypeError)):
         with pytest.raises(error, match="replica_size"):
             ms.ShardingConfiguration(backend, replica_size=size)
@@ -246,3 +246,111 @@ def test_others_than_local_sgd_are_refused(backend):
     data = ms.OptimizationInputData(model=plain(), x_train=X, y_train=Y, digest_every=2)
     with pytest.raises(ValueError, match="digest_every compares replicas"):
         LocalSGDOptimizer(SGD(), alone).optimize(data)
+
+
+# ---------------------------------------------------------------------------------- on a mesh
+
+NESTEROV = SGD(0.7, momentum=0.9, nesterov=True)
+on_meshes = pytest.mark.parametrize(
+    ("world_size", "mesh"), [(2, (1, 2)), (4, (1, 2)), (4, (2, 1)), (4, (2, 2)), (6, (1, 2))]
+)
+
+
+def build_mesh(backend, mesh, rule, period=4, *, outer=None, **options):
+    """A model and its optimizer, whose replicas have the ranks of ``mesh``."""
+    pipeline, tensor = mesh
+    size = pipeline * tensor
+    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1, replica_size=size)
+    model = ms.HybridShardedModel(
+        plain(2), config, pipeline_parallel_size=pipeline, tensor_parallel_size=tensor
+    )
+    return model, LocalSGDOptimizer(rule, config, period, outer, strategy="hybrid", **options)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        optimizer.step(model, *share(step, model.data_rank, model.data_size))
+    return model.get_parameters()
+
+
+@pytest.mark.parametrize("outer", [None, NESTEROV])
+@on_meshes
+@in_worlds()
+def test_fifty_steps_of_meshes_are_the_textbooks(backend, mesh, outer):
+    model, optimizer = build_mesh(backend, mesh, SGD(1e-3, momentum=0.9), outer=outer)
+    mine = train(model, optimizer, range(50))
+    expected = textbook(1, model.data_size, 50, 4, outer)
+    np.testing.assert_allclose(mine, expected[model.data_rank], rtol=0, atol=1e-12)
+    optimizer.settle()
+    settled = model.get_parameters()
+    assert (backend.all_gather(settled[None]) == settled).all()
+
+
+@on_meshes
+@in_worlds()
+def test_a_period_of_one_of_meshes_is_ddp(backend, mesh):
+    model, optimizer = build_mesh(backend, mesh, SGD(0.05), 1)
+    alone = ms.ShardingConfiguration(backend.split(model.engine.replica.together.rank))
+    other, exact = ms.DDPModel(plain(), alone), ms.DDPOptimizer(SGD(0.05), alone)
+    found, expected = train(model, optimizer, range(20)), train(other, exact, range(20))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("outer", "mesh"), [(NESTEROV, (1, 2)), (LAMB(0.1), (2, 1)), (None, (2, 1))]
+)
+@in_worlds(2, 4)
+def test_a_checkpoint_goes_on_with_the_same_bits_and_without_a_mesh(
+    backend, shared_path, outer, mesh
+):
+    model, optimizer = build_mesh(backend, mesh, Adam(1e-3), outer=outer, overlap=1)
+    train(model, optimizer, range(8))
+    optimizer.settle()
+    ms.checkpoint.save(shared_path / "run", model, optimizer)
+    expected = train(model, optimizer, range(8, 15))
+    again, other = build_mesh(backend, mesh, Adam(1e-3), outer=outer, overlap=1)
+    ms.checkpoint.load(shared_path / "run", again, other)
+    assert train(again, other, range(8, 15)).tobytes() == expected.tobytes()
+    # As many replicas, each of one rank.
+    config = ms.ShardingConfiguration(backend.split(model.engine.replica.together.rank))
+    alone = ms.DDPModel(plain(), config)
+    third = LocalSGDOptimizer(Adam(1e-3), config, 4, outer, overlap=1)
+    ms.checkpoint.load(shared_path / "run", alone, third)
+    np.testing.assert_allclose(train(alone, third, range(8, 15)), expected, rtol=0, atol=1e-12)
+
+
+@in_worlds(4)
+def test_the_loop_deals_samples_to_replicas(backend):
+    found = []
+    for mesh in ((1, 2), (2, 1)):
+        model, optimizer = build_mesh(backend, mesh, SGD(0.05), 2)
+        result = optimizer.optimize(ms.OptimizationInputData(
+            model=model, x_train=X, y_train=Y, batch_size=8, epochs=2, progress=False
+        ))  # fmt: skip
+        found.append((result.loss_history, model.get_parameters()))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-12)
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=0, atol=1e-12)
+
+
+@in_worlds(4)
+def test_a_loss_that_is_not_finite_stops_all_replicas(backend):
+    model, optimizer = build_mesh(backend, (1, 2), SGD(0.05))
+    x = X * np.nan if model.data_rank == 1 else X
+    with pytest.raises(NonFiniteLossError):
+        optimizer.step(model, x, Y)
+
+
+@in_worlds(2, 4)
+def test_what_a_mesh_cannot_do_is_refused(backend):
+    size = backend.world_size
+    for sizes in ((1, 1), (1, 2)):
+        config = ms.ShardingConfiguration(backend, replica_size=1)
+        with pytest.raises(NotImplementedError, match="lie along its data axis, each of pipeline"):
+            ms.HybridShardedModel(plain(), config, *sizes)
+    config = ms.ShardingConfiguration(backend, replica_size=2)
+    for options in ({"fragments": 2}, {"exchange": "int8"}):
+        with pytest.raises(ValueError, match='strategy="hybrid" allows fragments=1'):
+            LocalSGDOptimizer(SGD(), config, strategy="hybrid", **options)
+    model = ms.HybridShardedModel(nn.MLP([6, 8, 3]), config, 1, 2)
+    with pytest.raises((ShardingError, RuntimeError), match="replica_size"):
+        ms.HybridShardedOptimizer(SGD(), config, 1, 2, size // 2).step(model, X, Y)

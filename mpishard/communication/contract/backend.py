@@ -8,7 +8,7 @@ backend in the same order.
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -41,6 +41,7 @@ from mpishard.communication.contract.reduction import (
     check_reducible,
 )
 from mpishard.communication.contract.status import StatusPage
+from mpishard.communication.contract.transport import ITransport
 from mpishard.communication.contract.work import (
     CollectiveWork,
     Session,
@@ -60,12 +61,12 @@ from mpishard.errors import CommunicationError, MpishardError, NotInitializedErr
 from mpishard.layout import even_sizes
 from mpishard.logs import set_up_logging
 
-__all__ = ["CommunicationBackend", "refuse_other_message"]
+__all__ = ["CommunicationBackend"]
 
 _LINE_BYTES = 64
 
 
-class CommunicationBackend(ABC):
+class CommunicationBackend(ITransport):
     """Collectives on NumPy or CuPy arrays, with checks before data is mixed.
 
     Every collective takes any C-contiguous array of any length, 0 and fewer elements than ranks
@@ -78,21 +79,12 @@ class CommunicationBackend(ABC):
 
     Notes
     -----
-    A subclass gives what is abstract here: `rank`, `world_size`, `abort`, the two life-cycle
-    hooks, ``_steps_<collective>`` generators, `_drive`, `_send` and `_steps_receive`. It may give
-    `nodes`, `_steps_send`, `_steps_allocate_shared` and `_break`, and ``_rank_is_process = False``
-    for threads.
-
-    For its use there are `_verify`, which compares the ranks' calls; ``_reducer``, which combines
-    contributions in the one tree; ``_sequence``, the number of this rank's last collective;
-    ``_is_root``, false for a world that was split off; and ``group``, the name of this world, the
-    same on its ranks alone. Bytes are counted here, and by no subclass.
-
-    A ``_steps_`` generator yields a `Waitable` whenever it has to wait for other ranks, and
-    returns the collective's result, which shares no memory with other ranks' arrays. Its arguments
-    have been checked on this rank alone: before it uses what others sent it hands all ranks'
-    calls, in rank order, to `_verify`. It runs for a world of one, too. After it has returned
-    the caller may change ``array``.
+    A subclass gives `rank`, `world_size`, `abort` and the members of `ITransport`. It may give
+    `nodes` and `_break`, and ``_rank_is_process = False`` for threads. For its use there are
+    `_verify`, which compares the ranks' calls; ``_reducer``, which combines contributions in the
+    one tree; ``_sequence``, the number of this rank's last collective; ``_is_root``, false for a
+    world that was split off; and ``group``, the name of this world, the same on its ranks alone.
+    Bytes are counted here, and by no subclass.
     """
 
     _rank_is_process = True  # and not a thread of it
@@ -1042,37 +1034,7 @@ class CommunicationBackend(ABC):
         if as_integer("count", count) < 0:
             raise ValueError(f"count must be 0 or more, got {count}")
 
-    # -------------------------------------------------------------------------- for the subclass
-
-    @abstractmethod
-    def _on_initialize(self) -> None:
-        """Enter the world. Also called for a world that `_steps_split` returns."""
-
-    @abstractmethod
-    def _on_shutdown(self) -> None:
-        """Leave in good order: tell the others, and see that what was sent goes out.
-
-        If this is the root, the worlds that were split from it end with it.
-        """
-
-    @abstractmethod
-    def _drive(self, work: Work) -> None:
-        """Wait until ``work`` is done.
-
-        Meanwhile all of this rank's collectives and messages go on (`progress`), in all worlds
-        that were split from one another, so that ranks may wait in different orders.
-
-        Raises
-        ------
-        PeerError
-            If a rank that ``work`` waits for has failed or left.
-        CollectiveTimeoutError
-            If one has not arrived in time.
-        """
-
-    def _explain(self, error: Exception, where: str) -> Exception:
-        """The exception that a rank raises for ``error`` while it waits ``where``; here, itself."""
-        return error
+    # -------------------------------------------------------------------------- the end of a world
 
     def _break(self, where: str, error: BaseException) -> None:
         """End this world, of which ``error`` cut a collective off ``where`` this rank was.
@@ -1087,19 +1049,6 @@ class CommunicationBackend(ABC):
                 "on from there: this world has ended, and nothing more can be called on it. Let "
                 "such an exception end the job"
             )
-
-    def _tell_of_break(self) -> None:
-        """Tell the other ranks, if `_break` has not: somebody caught the exception."""
-
-    def _admit(self, kind: Kind, sequence: int) -> None:
-        """Refuse a collective before it is recorded, if nothing can be called any more."""
-
-    def _parting(self, sequence: int) -> str:
-        """The collective, up to ``sequence``, at which the ranks went different ways, if known.
-
-        Here empty: no rank knows of the others' earlier collectives.
-        """
-        return ""
 
     def _shrink(self) -> Self:
         """A new, initialised root world of the ranks that are left. This rank's are then retired.
@@ -1124,78 +1073,6 @@ class CommunicationBackend(ABC):
         while newest._heir is not None:
             newest = newest._heir
         return newest
-
-    @abstractmethod
-    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
-        """Combine all ranks' arrays into ``out``, which may be ``array``; return ``out``."""
-
-    @abstractmethod
-    def _steps_reduce_scatter(
-        self, call: Call, array: Array, counts: tuple[int, ...], out: Array
-    ) -> Steps:
-        """Combine into ``out`` this rank's ``counts[rank]`` rows; return ``out``.
-
-        ``out`` may lie in ``array``, whose other rows stay as they are; of 16-bit floats it may be
-        float32.
-        """
-
-    @abstractmethod
-    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        """All ranks' rows in ``out``, in any part of which ``array`` may lie, or a new array."""
-
-    @abstractmethod
-    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
-        """The root's array: itself there, elsewhere in ``array`` or a new one."""
-
-    @abstractmethod
-    def _steps_scatter(
-        self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
-    ) -> Steps:
-        """A new array of this rank's rows; ``counts`` is None on all ranks but the root."""
-
-    @abstractmethod
-    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
-        """All ranks' rows, a new array, on the root; None elsewhere."""
-
-    @abstractmethod
-    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
-        """A list of new arrays, one from each rank, whose shapes this rank does not know."""
-
-    @abstractmethod
-    def _steps_barrier(self, call: Call) -> Steps:
-        """End when every rank has called it."""
-
-    @abstractmethod
-    def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
-        """A backend for the ranks of this color, by (key, rank), not initialised; or None.
-
-        Its ``_world_ranks`` may be set here, to what `world_ranks` will be; otherwise the new
-        group exchanges them, by one all_gather.
-        """
-
-    def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
-        """Zeroed bytes that this rank's node shares; or None, as here: no node shares any."""
-        yield from self._steps_barrier(call)
-        return None
-
-    @abstractmethod
-    def _send(self, array: Array, destination: int, tag: int) -> None:
-        """Send a copy; do not wait, not even if the receiver has left."""
-
-    def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
-        """Send ``array``, which stays as it is until this ends; here, a copy of it."""
-        self._send(array, destination, tag)
-        yield from ()
-
-    @abstractmethod
-    def _steps_receive(
-        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
-    ) -> Steps:
-        """Take the next message that no earlier receive of (source, tag) takes; a new array.
-
-        ``dtype`` is None if the caller takes any. A message that `refuse_other_message` refuses
-        stays for the next receive, and so does the place in line if the generator is closed.
-        """
 
     # ----------------------------------------------------------------------------- calls under way
 
@@ -1289,30 +1166,3 @@ class CommunicationBackend(ABC):
         """Let reports say the purpose of this group, which was split off another."""
         steps = [step.partition(".")[0] for step in self.group.split("/")[1:]]
         self.label = group_label(purpose, ".".join(steps), self.world_ranks)
-
-
-def refuse_other_message(
-    size: int,
-    dtype: np.dtype[Any],
-    expected_size: int,
-    expected_dtype: np.dtype[Any] | None,
-    source: int,
-    tag: int,
-) -> None:
-    """Refuse a message that is not the one expected.
-
-    ``source`` is what the error calls the sender: its number in the root world.
-
-    Raises
-    ------
-    CommunicationError
-        Naming both.
-    """
-    if size != expected_size or expected_dtype not in (None, dtype):
-        of, expected_of = "", ""
-        if expected_dtype is not None:
-            of, expected_of = f" of {dtype.name}", f" of {expected_dtype.name}"
-        raise CommunicationError(
-            f"the next message with tag {tag} from rank {source} has {size} elements{of}, "
-            f"{expected_size}{expected_of} were expected; it stays queued"
-        )

@@ -25,6 +25,7 @@ from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
+from mpishard.errors import CommunicationError
 from mpishard.layout import even_sizes
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "check_root",
     "check_writeable",
     "piece_sizes",
+    "refuse_other_message",
 ]
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(
@@ -358,3 +360,30 @@ def piece_sizes(
             f"that add up to {rows}; they add up to {sum(pieces)}"
         )
     return pieces
+
+
+def refuse_other_message(
+    size: int,
+    dtype: np.dtype[Any],
+    expected_size: int,
+    expected_dtype: np.dtype[Any] | None,
+    source: int,
+    tag: int,
+) -> None:
+    """Refuse a message that is not the one expected.
+
+    ``source`` is what the error calls the sender: its number in the root world.
+
+    Raises
+    ------
+    CommunicationError
+        Naming both.
+    """
+    if size != expected_size or expected_dtype not in (None, dtype):
+        of, expected_of = "", ""
+        if expected_dtype is not None:
+            of, expected_of = f" of {dtype.name}", f" of {expected_dtype.name}"
+        raise CommunicationError(
+            f"the next message with tag {tag} from rank {source} has {size} elements{of}, "
+            f"{expected_size}{expected_of} were expected; it stays queued"
+        )

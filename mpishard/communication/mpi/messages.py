@@ -18,8 +18,7 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array, array_namespace, is_device_array, synchronize, to_host
-from mpishard.communication.contract.backend import refuse_other_message
-from mpishard.communication.contract.call import DTYPES
+from mpishard.communication.contract.call import DTYPES, refuse_other_message
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
 

@@ -22,8 +22,8 @@ from mpishard.arrays import (
     synchronize,
 )
 from mpishard.communication.contract.arena import anonymous_memory
-from mpishard.communication.contract.backend import CommunicationBackend, refuse_other_message
-from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.call import Call, Kind, refuse_other_message
 from mpishard.communication.contract.records import RankState
 from mpishard.communication.contract.work import CollectiveWork, Steps, Work
 from mpishard.communication.diagnostics.stall import describe_departure, describe_stall, parting

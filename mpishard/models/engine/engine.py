@@ -158,7 +158,9 @@ class Engine:
     def deal(self, fill: Callable[[int, Array], None]) -> None:
         """Give every rank rank 0's values, which ``fill(start, out)`` writes there. Collective."""
         across = self.replica.across
-        root = self.world if across is None else self.backend  # each replica begins with its own
+        # Of groups of ranks each begins with its own values, before it takes those of the first.
+        is_grouped = across is not None and not self.replica.is_on_mesh
+        root = self.backend if is_grouped else self.world
         self.program.vector.deal(self.parameters, root, fill)
         if across is not None:
             for values in self.parameters.owned(self.own_pieces):
@@ -179,11 +181,12 @@ class Engine:
         self.gradients_user = user
         self.freeze(self.program.frozen)
 
-    def sum_over_owners(self, vector: Array) -> Array:
+    def sum_over_owners(self, vector: Array, *, of_all_replicas: bool = False) -> Array:
         """Sum of a vector, or rows, with a place for each of the model's parameters. Collective.
 
         Over all ranks, of which each brings what it has of the parameters that it updates; what
-        several hold alike counts once.
+        several hold alike counts once. With ``of_all_replicas`` these are the ranks of the world,
+        of which each updates something of its own.
         """
         placement = self.placement
         # Ranks of a tensor axis hold copies of some parameters; one of them counts each.
@@ -193,6 +196,7 @@ class Engine:
                 if entry.name not in counted:
                     vector[place] = 0
         owners = self.replica.owners(shards_state=self.policy.shards_state)
+        owners = self.world if of_all_replicas else owners
         return vector if owners is None else owners.all_reduce(vector)
 
     def step(
@@ -352,7 +356,7 @@ class Engine:
         else:
             gradients = self.gradients.owned(self.pieces.updated)
             own[2] = squared_norm(self.gradients.owned(self.pieces.counted))
-            replica = self.backend.all_reduce(own.copy())
+            replica = self.replica.together.all_reduce(own.copy())
         total, weight, _ = self.round.totals(own, loss, settings, step)
         if weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")

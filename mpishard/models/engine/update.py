@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mpishard.arrays import Array, chunk_length
 from mpishard.models.programs.leaves import GradientLeaves
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.sharding import Piece, pieces_within
+from mpishard.sharding import Piece, Placement, pieces_within
 
 __all__ = ["Policy", "Rule", "StepReport", "TrainingRecord", "Update", "UpdatePieces", "descent"]
 
@@ -193,10 +193,15 @@ class UpdatePieces:
         """
         owned = {(piece.start, piece.stop) for piece in self.owned}
         mine = tuple(piece for piece in self.updated if (piece.start, piece.stop) in owned)
-        if program.vector.placement.is_whole:
-            return mine
-        return tuple(
-            Piece(piece.unit, part.start, part.stop, piece.offset + part.start - piece.start)
-            for piece in mine
-            for part in pieces_within([piece], program.vector.placement.written_ranges)
-        )
+        return written_here(mine, program.vector.placement)
+
+
+def written_here(pieces: Sequence[Piece], placement: Placement) -> tuple[Piece, ...]:
+    """Return the parts of ``pieces`` that this rank writes: of copies on a mesh one rank's."""
+    if placement.is_whole:
+        return tuple(pieces)
+    return tuple(
+        Piece(piece.unit, part.start, part.stop, piece.offset + part.start - piece.start)
+        for piece in pieces
+        for part in pieces_within([piece], placement.written_ranges)
+    )

@@ -35,6 +35,8 @@ class Replica:
         The ranks among which samples are dealt: ``data``, unless replicas are trained apart.
     across : CommunicationBackend or None
         The ranks that hold the same part of the other replicas, if these are trained apart.
+    together : CommunicationBackend
+        The ranks of one replica, if these are trained apart.
     speaks : bool
         Whether this rank's loss counts, of all ranks of the replica.
     is_on_mesh : bool
@@ -44,7 +46,7 @@ class Replica:
     is_on_mesh = False
 
     def __init__(self, world: CommunicationBackend) -> None:
-        self.world = self.data = self.dealt = world
+        self.world = self.data = self.dealt = self.together = world
         self.across: CommunicationBackend | None = None
         self.members: Sequence[Sequence[int]] = [[rank] for rank in range(world.world_size)]
         self.speaks = True
@@ -106,7 +108,7 @@ class GroupReplica(Replica):
             group.axis = axis
             return group
 
-        self.data = split(number, "data")
+        self.data = self.together = split(number, "data")
         self.across = split(place, "replica")
 
     def owners(self, *, shards_state: bool) -> CommunicationBackend | None:
@@ -131,10 +133,17 @@ class MeshReplica(Replica):
     def __init__(self, mesh: ProcessMesh, *, speaks: bool, predicts_together: bool = True) -> None:
         super().__init__(mesh.world)
         self.data = self.dealt = mesh.data
+        self.together = mesh.replica
         self.members = mesh.replicas
         self.speaks = speaks
         self._mesh = mesh
         self._predicts_together = predicts_together
+
+    def train_apart(self) -> None:
+        """Let each replica be trained apart: the data axis lies between them. Collective."""
+        alone = self.world.split(self.world.rank)
+        assert alone is not None
+        self.data, self.across = alone, self._mesh.data
 
     def owners(self, *, shards_state: bool) -> CommunicationBackend | None:
         return self.world if shards_state else self._mesh.replica

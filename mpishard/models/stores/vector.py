@@ -140,8 +140,8 @@ class RangeVector(ModelVector):
         world.broadcast(full, root=0)
         for unit in parameters.layout.units:  # one, or none
             own = full[self.start : self.stop]
-            # The ranks of the store are those with the same range: its first one has data rank 0.
-            parameters.fill(unit, own if self._mesh.data_rank == 0 else None)
+            # The ranks of the store are those with the same range.
+            parameters.fill(unit, own if parameters.backend.rank == 0 else None)
         self.dealt = full
 
     def gather(self, parameters: ParameterStore, out: Array | None = None) -> Array:
@@ -213,7 +213,7 @@ class MeshVector(ModelVector):
     def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
         layout = parameters.layout
         # The other replicas get their pieces from the first, when a unit is filled.
-        begins = self._mesh.data_rank == 0
+        begins = parameters.backend.rank == 0
         buffers: dict[int, Array] = {}
         # A unit may have parts of several layers: it is filled when the last of them has come.
         missing = {unit.index: unit.length for unit in layout.units}

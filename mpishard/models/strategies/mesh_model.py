@@ -18,6 +18,7 @@ from mpishard.models.programs.divided_program import DividedProgram
 from mpishard.models.programs.leaves import check_leaves
 from mpishard.models.programs.mesh_program import MeshChoices, MeshProgram
 from mpishard.models.programs.program import Program, WholeProgram
+from mpishard.models.programs.replica import MeshReplica
 from mpishard.models.strategies.data_parallel import DDPModel
 from mpishard.models.strategies.mesh_options import (
     DATA_POLICIES,
@@ -105,15 +106,11 @@ class MeshModel(ShardedModelBase):
             )
         if not self._config.auto_sync_gradients:
             raise ValueError(ALONE_ON_A_MESH)
-        if self._config.replica_size is not None:
-            raise NotImplementedError(
-                "replica_size groups the ranks of a data axis, and here ranks are also dealt to "
-                "pipeline stages or tensor slices: use ddp, zero1, zero2 or fsdp"
-            )
+        self._check_replica_size()
         require_free(self._wrapped_model)
         self._require_same_choices()
         self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._options.order)
-        if self.mesh.data_size > 1:
+        if self.mesh.data_size > 1 and self._config.replica_size is None:
             self.policy = DATA_POLICIES[self._options.data_parallel_strategy]
         else:  # there is nobody to share with
             self.policy = DDPModel.policy
@@ -170,7 +167,24 @@ class MeshModel(ShardedModelBase):
         config = self._options.checkpoint_config
         return config is not None and config.strategy is not RecomputeStrategy.NONE
 
+    def _check_replica_size(self) -> None:
+        size = self._config.replica_size
+        pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
+        if size is not None and not size == pipeline * tensor > 1:
+            raise NotImplementedError(
+                f"replica_size={size}: the replicas of a mesh lie along its data axis, each of "
+                f"pipeline {pipeline} x tensor {tensor} = {pipeline * tensor} ranks. Give "
+                "replica_size that number, 2 or more; or use ddp, zero1, zero2 or fsdp"
+            )
+
     def _program(self) -> Program:
+        program = self._whole_program()
+        if self._config.replica_size is not None:
+            assert isinstance(program.replica, MeshReplica)
+            program.replica.train_apart()
+        return program
+
+    def _whole_program(self) -> Program:
         model = self._wrapped_model
         whole = program_of(model, self._config)
         if isinstance(whole, WholeProgram):

@@ -8,7 +8,7 @@ from typing import Any
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array
 from mpishard.contracts import IOptimizer
-from mpishard.models import ShardedModelBase
+from mpishard.models import HybridShardedModel, ShardedModelBase
 from mpishard.models.engine.update import StepReport
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
@@ -67,8 +67,10 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         H: 1 or more. With SGD without momentum, 1 is what DDP does.
     outer : Optimizer, optional
         The outer rule: `SGD(0.7, momentum=0.9, nesterov=True)`, for one.
-    strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
-        Inside each replica; others than "ddp" need replicas of several ranks.
+    strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}
+        Inside each replica; others than "ddp" need replicas of several ranks. "hybrid" takes a
+        wrapped `HybridShardedModel` whose configuration has the ``replica_size`` of its pipeline
+        and tensor axes: the replicas lie along its data axis.
     exchange : {"float32", "bfloat16", "int8"}, optional
         Form of what travels. Default: the model's dtype.
     fragments : int
@@ -96,7 +98,8 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         overlap: int = 0,
     ) -> None:
         super().__init__(wrapped_optimizer, config)
-        self.model_class = data_model_class(strategy)
+        is_on_mesh = strategy == "hybrid"
+        self.model_class = HybridShardedModel if is_on_mesh else data_model_class(strategy)
         self._config = by_node(self._config)
         if strategy != "ddp" and self._config.replica_size is None:
             raise ValueError(
@@ -117,6 +120,11 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
             raise ValueError(
                 f"overlap must be from 0 to synchronization_period // fragments, {longest}, "
                 f"so that one exchange ends before the next begins; got {overlap}"
+            )
+        if is_on_mesh and (fragments != 1 or exchange == "int8"):
+            raise ValueError(
+                'strategy="hybrid" allows fragments=1 and no exchange="int8": what several ranks '
+                "of a replica hold alike would be exchanged at other steps, or rounded otherwise"
             )
         if exchange is not None and exchange not in CODES:
             raise ValueError(f"exchange must be one of {', '.join(CODES)}, got {exchange!r}")

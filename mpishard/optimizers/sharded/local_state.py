@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from mpishard.arrays import Array, array_namespace, beside, copy_into
 from mpishard.bfloat16 import BFLOAT16
 from mpishard.checkpoint import Pieces
 from mpishard.models import ShardedModelBase
+from mpishard.models.engine.update import written_here
 from mpishard.models.stores.compression import Code, Int8, Rounded
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
@@ -221,7 +223,7 @@ class LocalState(ModelState):
         weight, fragment.used = used - fragment.used, used
         # Of all ranks: those of a replica may still read, on a node, what is changed below. One
         # rank of each replica tells its weight.
-        tells = not self._is_grouped or engine.backend.rank == 0
+        tells = not self._is_grouped or engine.replica.together.rank == 0
         total = float(self.model.backend.all_reduce(np.array([weight * tells]))[0])
         if total == 0:
             return False
@@ -279,8 +281,8 @@ class LocalState(ModelState):
         names = [entry.name for entry in self.model.parameter_entries]
         outer.update_all(ranges, UpdateContext(
             step=fragment.count, learning_rate=outer.checked_rate(fragment.count - 1),
-            gradient_scale=1.0, sum_over_owners=self.model.backend.all_reduce,
-            parameter_names=names,
+            gradient_scale=1.0, parameter_names=names,
+            sum_over_owners=partial(engine.sum_over_owners, of_all_replicas=True),
         ))  # fmt: skip
         for owned, target in zip(ranges, targets, strict=True):
             copy_into(target, owned.parameters)
@@ -295,7 +297,7 @@ class LocalState(ModelState):
                              else pieces.updated)  # fmt: skip
         each = {f"{kind}@{r}": regions if r == across.rank else []
                 for kind, regions in mine.items() for r in range(across.world_size)}  # fmt: skip
-        return {**each, **self._outer_regions()}
+        return {**each, **self._outer_regions(written_here(self._pieces, engine.placement))}
 
     def expect(self, kinds: Collection[str]) -> None:
         """Learn from the kinds of a checkpoint how many replicas it has."""
@@ -320,13 +322,13 @@ class LocalState(ModelState):
                 found[f"{self._kind}/{name}@{r}"] = regions
             if mine:
                 self._read.append((r, vectors))
-        return {**found, **self._outer_regions()}
+        return {**found, **self._outer_regions(self._pieces)}
 
-    def _outer_regions(self) -> dict[str, Any]:
+    def _outer_regions(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the outer state but for the anchor, which are the parameters."""
         return {
             f"{self._kind}/outer_{name}": self.model.engine.placement.cut(
-                (p.start, vector[p.in_shard]) for p in self._pieces
+                (p.start, vector[p.in_shard]) for p in pieces
             )
             for name, vector in self._outer_state.items()
             if name != "anchor"
