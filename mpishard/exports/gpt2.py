@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from mpishard.arguments import as_flag, check_path
-from mpishard.arrays import Array, to_host
+from mpishard.arrays import Array
 from mpishard.checkpoint.format.consensus import together
+from mpishard.checkpoint.format.tensor_file import LazyTensor, TensorFile
 from mpishard.contracts import PathLike
 from mpishard.exports.rank_zero import write_model
 from mpishard.models import ShardedModelBase
 from mpishard.nn import GPT
+from mpishard.sharding import ParameterEntry
 
 __all__ = ["load_gpt2", "save_gpt2"]
 
@@ -31,7 +33,7 @@ _BLOCK = {
     "attention.norm": "ln_1", "attention.qkv": "attn.c_attn", "attention.projection": "attn.c_proj",
     "mlp.norm": "ln_2", "mlp.expansion": "mlp.c_fc", "mlp.projection": "mlp.c_proj",
 }  # fmt: skip
-_HEAD = "lm_head.weight"
+_EMBEDDING, _HEAD = "transformer.wte.weight", "lm_head.weight"
 # Masks that programs of that time keep among the parameters.
 _BUFFERS = ("attn.bias", "attn.masked_bias")
 
@@ -42,7 +44,7 @@ def save_gpt2(model: Any, path: PathLike, *, transposed: bool = False) -> None:
     Names are ``transformer.wte.weight``, ``transformer.h.0.attn.c_attn.weight`` and so on, as in
     nanoGPT and in Hugging Face's ``GPT2LMHeadModel``. Their GPT has a bias on queries, keys and
     values, which is written as zeros. It computes the same if its GELU is the one by tanh, as
-    GPT-2's own. Collective if the model is sharded: rank 0 gathers the parameters and writes.
+    GPT-2's own. Collective if the model is sharded: rank 0 writes, unit by unit.
 
     Parameters
     ----------
@@ -65,20 +67,30 @@ def save_gpt2(model: Any, path: PathLike, *, transposed: bool = False) -> None:
     """
     transposed = as_flag("transposed", transposed)
 
-    def content(plain: Any) -> list[bytes]:
-        _require_gpt(plain)
-        arrays, given = {}, dict(_arrays_of(plain, to_host(plain.get_parameters())))
-        for name, value in given.items():
-            other = _name(name)
-            is_block_matrix = name.startswith("block") and value.ndim == 2
-            arrays[other] = np.ascontiguousarray(
-                value.T if transposed and is_block_matrix else value
-            )
-            if other.endswith("attn.c_attn.weight"):
-                bias = other.removesuffix("weight") + "bias"
-                arrays[bias] = np.zeros(value.shape[0], value.dtype)
-        arrays.setdefault(_HEAD, given["embedding.weight"].copy())  # tied
-        return [save(arrays, {"format": "pt"})]
+    def content(model: Any, values: Iterator[Array]) -> Iterator[memoryview]:
+        _require_gpt(model)
+        entries, dtype = model.parameter_table.entries, model.dtype
+        is_tied = not any(entry.name == "head.weight" for entry in entries)
+        value = np.empty(0, dtype)
+
+        def following(entry: ParameterEntry, turns: bool) -> Iterator[Array]:
+            nonlocal value
+            value = next(values)
+            yield value.reshape(entry.shape).T.ravel() if turns else value
+
+        tensors: dict[str, LazyTensor] = {}  # written in this order, which is that of the values
+        for entry in entries:
+            name, shape = _name(entry.name), entry.shape
+            turns = transposed and entry.name.startswith("block") and len(shape) == 2
+            read = functools.partial(following, entry, turns)
+            tensors[name] = LazyTensor(dtype, shape[::-1] if turns else shape, read)
+            if name.endswith("attn.c_attn.weight"):
+                zeros = np.zeros(shape[0], dtype)
+                bias = LazyTensor(dtype, zeros.shape, functools.partial(iter, [zeros]))
+                tensors[name.removesuffix("weight") + "bias"] = bias
+            elif is_tied and name == _EMBEDDING:
+                tensors[_HEAD] = LazyTensor(dtype, shape, lambda: iter([value]))
+        return TensorFile(tensors, {"format": "pt"}).parts()
 
     write_model(path, model, content)
 
@@ -122,18 +134,12 @@ def load_gpt2(model: Any, path: PathLike) -> None:
 def _require_gpt(model: Any) -> None:
     if not isinstance(model, GPT):
         raise TypeError(f"GPT-2's names are those of a GPT, got a {type(model).__name__}")
-
-
-def _arrays_of(model: GPT, vector: Array) -> Iterator[tuple[str, Array]]:
-    """Name and view of each parameter in a flat vector."""
     for entry in model.parameter_table.entries:
-        array = vector[entry.start : entry.stop].reshape(entry.shape)
         if entry.name.endswith("qkv.weight") and entry.shape[0] != 3 * entry.shape[1]:
             raise ValueError(
                 f"{entry.name} has shape {entry.shape}: heads share keys and values, and those of "
                 "GPT-2 do not"
             )
-        yield entry.name, array
 
 
 def _name(name: str) -> str:
@@ -152,7 +158,8 @@ def _vector(model: GPT, path: Path) -> Array:
     transposed = first is not None and first.ndim == 2 and first.shape[1] > first.shape[0]
     vector = np.empty(model.parameter_count, model.dtype)
     wanted = set()
-    for name, view in _arrays_of(model, vector):
+    for entry in model.parameter_table.entries:
+        name, view = entry.name, vector[entry.start : entry.stop].reshape(entry.shape)
         other = _name(name)
         wanted.add(other)
         value = given.get(other)

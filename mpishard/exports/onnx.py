@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from mpishard.arrays import Array
 from mpishard.contracts import PathLike
 from mpishard.exports.rank_zero import write_model
 from mpishard.nn import ComputationNode, Model
+from mpishard.nn.graph.tracing import input_of, trace_chain
 
 __all__ = ["export_onnx"]
 
 _OPSET = 20  # the first with Gelu
 _IR_VERSION = 9  # of the same time; older readers refuse newer files
 _MAXIMUM_BYTES = 2**31 - 1  # of a message of Protocol Buffers
+_GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9  # fields of ModelProto, GraphProto, TensorProto
 
 
 def export_onnx(model: Any, path: PathLike) -> None:
@@ -25,7 +28,7 @@ def export_onnx(model: Any, path: PathLike) -> None:
     ONNX Runtime's results differ from the model's by rounding (about 1e-6). The input is named
     "x", the output "y"; the batch dim is open, as is time for layers that leave it open. Inputs
     are float32, or int64 tokens. Parameters keep the names of the parameter table; dropout is
-    gone. Collective if the model is sharded: rank 0 gathers the parameters and writes.
+    gone. Collective if the model is sharded: rank 0 writes, unit by unit.
 
     Parameters
     ----------
@@ -48,14 +51,14 @@ def export_onnx(model: Any, path: PathLike) -> None:
     write_model(path, model, _content)
 
 
-def _content(model: Any) -> list[bytes]:
+def _content(model: Any, values: Iterator[Array]) -> Iterator[memoryview | bytes]:
     if not isinstance(model, Model):
         raise TypeError(f"ONNX is written of models of mpishard.nn, got a {type(model).__name__}")
     try:
         import onnx
     except ImportError as error:
         raise ImportError('ONNX files need onnx: pip install "mpishard[onnx]"') from error
-    return [_Graph(onnx, model).serialized()]
+    return _Graph(onnx, model).parts(values)
 
 
 class _Graph:
@@ -67,9 +70,12 @@ class _Graph:
         self._constants: dict[str, np.ndarray[Any, Any]] = {}
         self._names: dict[ComputationNode, str] = {}
         self._title = type(model).__name__
-        inputs: list[ComputationNode] = []
-        self._output = model.export_computation_graph(inputs)
-        (self._input,) = inputs
+        self._table = model.parameter_table
+        # The structure alone: `parts` gets the values one by one.
+        nothing = np.broadcast_to(np.zeros((), model.dtype), model.parameter_count)
+        shape = tuple(model.get_input_shape())
+        self._input = input_of([], shape, model.get_dynamic_shape_info())
+        self._output = trace_chain(model.chain, self._table, nothing, self._input, shape)
         order = list(self._output.walk())
         # Models of numbers begin with a cast to the dtype of their parameters.
         self._takes_integers = not any(
@@ -78,17 +84,19 @@ class _Graph:
         for node in order:
             self._names[node] = self._add(node)
 
-    def serialized(self) -> bytes:
-        """The file's bytes."""
+    def parts(self, values: Iterator[Array]) -> Iterator[memoryview | bytes]:
+        """The file's bytes, part by part; ``values`` are the parameters in their table's order."""
         helper, kinds = self._onnx.helper, self._onnx.TensorProto
-        size = sum(value.nbytes for value in self._constants.values())
+        size = 4 * sum(entry.size for entry in self._table.entries)
         if size > _MAXIMUM_BYTES:
             raise ValueError(f"{size} bytes of parameters are more than an ONNX file holds, 2 GiB")
         self._nodes.append(helper.make_node("Identity", [self._names[self._output]], ["y"]))
         kind = kinds.INT64 if self._takes_integers else kinds.FLOAT
         graph = helper.make_graph(
             self._nodes, self._title,
-            [helper.make_tensor_value_info("x", kind, _shape(self._input, "batch"))],
+            [helper.make_tensor_value_info("x", kind, _shape(self._input, "batch")),
+             *(helper.make_tensor_value_info(entry.name, kinds.FLOAT, entry.shape)
+               for entry in self._table.entries)],
             [helper.make_tensor_value_info("y", kinds.FLOAT, _shape(self._output, "batch"))],
             [self._onnx.numpy_helper.from_array(v, name) for name, v in self._constants.items()],
         )  # fmt: skip
@@ -97,15 +105,30 @@ class _Graph:
             producer_name="mpishard",
         )  # fmt: skip
         self._onnx.checker.check_model(model, full_check=True)
-        data: bytes = model.SerializeToString()
-        return data
+        del model.graph.input[1:]  # of the check alone: in the file they are constants
+        return self._stream(model, values)
+
+    def _stream(self, model: Any, values: Iterator[Array]) -> Iterator[memoryview | bytes]:
+        """The bytes of ``model`` with the parameters, which Protocol Buffers would copy thrice."""
+        begin = model.graph.SerializeToString()
+        model.ClearField("graph")
+        heads = []
+        for entry in self._table.entries:
+            head = self._onnx.TensorProto(dims=entry.shape, data_type=1, name=entry.name)
+            data = head.SerializeToString() + _field(_RAW_DATA, 4 * entry.size)
+            heads.append(_field(_INITIALIZER, len(data) + 4 * entry.size) + data)
+        length = len(begin) + sum(map(len, heads)) + 4 * sum(e.size for e in self._table.entries)
+        yield model.SerializeToString() + _field(_GRAPH, length) + begin
+        for head, value in zip(heads, values, strict=True):
+            yield head
+            yield np.ascontiguousarray(value, "<f4").data.cast("B")
 
     def _add(self, node: ComputationNode) -> str:
         """Add the operations of a node; return the name of its result."""
         if node.op == "input":
             return "x"
-        if node.op == "constant":
-            return self.constant(np.asarray(node.attributes["value"], np.float32), node.name)
+        if node.op == "constant":  # a parameter
+            return node.name
         if node.op == "layer":
             layer = type(node.attributes["layer"]).__name__
             raise ValueError(f"ONNX has no operation for {layer}, a layer that is not of mpishard")
@@ -114,11 +137,11 @@ class _Graph:
         names = [self._names[given] for given in node.inputs]
         return _OPERATIONS[node.op](self, node, *names)
 
-    def constant(self, value: Any, name: str | None = None) -> str:
+    def constant(self, value: Any) -> str:
         """Name of a constant; integers are int64."""
         array = np.asarray(value)
         array = array.astype(np.int64) if array.dtype.kind == "i" else array
-        name = name or f"constant{len(self._constants)}"
+        name = f"constant{len(self._constants)}"
         self._constants[name] = np.ascontiguousarray(array).reshape(array.shape)
         return name
 
@@ -131,6 +154,15 @@ class _Graph:
         made = [f"{op}{len(self._nodes)}_{number}" for number in range(outputs)]
         self._nodes.append(self._onnx.helper.make_node(op, names, made, **attributes))
         return made[0] if outputs == 1 else made
+
+
+def _field(number: int, length: int) -> bytes:
+    """The begin of a field of ``length`` bytes: https://protobuf.dev/programming-guides/encoding."""
+    text = bytearray([number << 3 | 2])
+    while length > 0x7F:
+        text.append(length & 0x7F | 0x80)
+        length >>= 7
+    return bytes([*text, length])
 
 
 def _shape(node: ComputationNode, batch: str) -> list[int | str]:

@@ -1,5 +1,7 @@
 """ONNX files compute what the models predict, by another program."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -54,6 +56,7 @@ MODELS = {
     "tanh": (lambda: nn.MLP([5, 7, 2], "tanh", dtype="float32"), features(5)),
     "choice": (linear_with_a_choice, features(5)),
     "logistic": (lambda: nn.LogisticRegression(5, 3), features(5)),
+    "two": (lambda: nn.LogisticRegression(5, 2), features(5)),
     "conv": (conv_net, features(1, 8, 8)),
     "encoder": (encoder, features(5, 12)),
     "gpt": (lambda: nn.GPT(**SIZES), tokens()),
@@ -103,6 +106,23 @@ def test_rank_zero_writes_the_file_of_a_sharded_model(backend, shared_path):
     with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere to write to"):
         ms.export_onnx(model, shared_path / "nowhere" / "model.onnx")
     assert backend.all_reduce(np.ones(1))[0] == backend.world_size  # all ranks go on
+
+
+@pytest.mark.parametrize("write", [ms.export_onnx, ms.save_gpt2])
+@in_worlds(2)
+def test_no_rank_holds_a_copy_of_the_model(backend, shared_path, write):
+    pytest.importorskip("onnx")
+    sizes = {"vocabulary_size": 8, "context_length": 8, "width": 128, "heads": 2, "layers": 6}
+    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+    model = ms.as_distributed(nn.GPT(**sizes), config, "fsdp")
+    write(model, shared_path / "first")  # what is imported and kept is here now
+    backend.barrier()
+    tracemalloc.start()
+    write(model, shared_path / "file")
+    peak = tracemalloc.get_traced_memory()[1]
+    backend.barrier()
+    tracemalloc.stop()
+    assert peak < 0.6 * (shared_path / "file").stat().st_size  # of both ranks if they are threads
 
 
 def test_models_that_onnx_cannot_hold_are_refused(tmp_path):

@@ -63,12 +63,12 @@ def write_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
         os.close(descriptor)
 
 
-def replace_file(file: Path, content: bytes) -> None:
+def replace_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
     """Replace the content of ``file``: at every moment it is the old one or the new one."""
     beside = file.with_name(f".{file.name}.tmp")
     # A killed process may have left it, and `write_file` takes no file that exists.
     beside.unlink(missing_ok=True)
-    write_file(beside, [content])
+    write_file(beside, parts)
     rename(beside, file)
     sync_directory(file.parent)
 

@@ -309,7 +309,7 @@ class _StepTarget(Target):
     def put(self, directory: Path) -> None:
         super().put(directory)
         # Only now, so that `latest` never names a directory that is not complete.
-        disk.replace_file(self._folder.path / LATEST, f"{self.path.name}\n".encode())
+        disk.replace_file(self._folder.path / LATEST, [f"{self.path.name}\n".encode()])
         self._folder.prune()
 
 

@@ -164,7 +164,7 @@ class TensorFile:
         # Arrays are in memory anyway. Lazy tensors are read meanwhile, and few blocks may wait.
         is_lazy = any(isinstance(entry.tensor, LazyTensor) for entry in self._entries)
         with ChecksumThread(BLOCK_BYTES, 2 if is_lazy else 0) as thread:
-            disk.write_file(file, thread.watch(self._parts(check)))
+            disk.write_file(file, thread.watch(self.parts(check)))
         self.checksums = thread.checksums
 
     def _make_header(self, metadata: Mapping[str, str]) -> bytes:
@@ -189,7 +189,7 @@ class TensorFile:
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
-    def _parts(self, check: Callable[[], None] | None) -> Iterator[memoryview]:
+    def parts(self, check: Callable[[], None] | None = None) -> Iterator[memoryview]:
         """Yield the content, a few MiB at a time; call ``check`` before each part."""
         yield memoryview(self._header)
         for entry in self._entries:

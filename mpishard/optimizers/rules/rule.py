@@ -506,7 +506,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             If it cannot be written; an existing file is unchanged then.
         """
         check_path("path", path)
-        replace_file(Path(path), self.serialize())
+        replace_file(Path(path), [self.serialize()])
 
     def load_model(self, path: PathLike) -> None:
         """Take settings, own state and step count from a file of `save_model`.
