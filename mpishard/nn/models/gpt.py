@@ -17,8 +17,8 @@ from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.composites import Residual, Sequential
 from mpishard.nn.layers.dropout import Dropout
 from mpishard.nn.layers.embedding import Embedding, PositionalEmbedding
-from mpishard.nn.layers.initializers import Initializer, normal
-from mpishard.nn.layers.layer import Context, Layer
+from mpishard.nn.layers.initializers import normal
+from mpishard.nn.layers.layer import Context, Initializer, Layer
 from mpishard.nn.layers.linear import Linear
 from mpishard.nn.layers.normalization import LayerNorm
 from mpishard.nn.losses import CrossEntropy
