@@ -81,7 +81,8 @@ WAYS: dict[str, Way] = {
     "local steps, H = 50": local(50),
     "outer Nesterov 1.0, 0.5, H = 50": local(50, nesterov(1.0, 0.5)),
     "outer Nesterov 0.7, 0.8, H = 50": local(50, nesterov(0.7, 0.8)),
-    "local steps, H = 12, int8": local(12, exchange="int8"),
+    "outer Nesterov 1.0, 0.5, H = 13, int8": local(13, nesterov(1.0, 0.5), exchange="int8"),
+    "local steps, H = 13, int8": local(13, exchange="int8"),
     "late gradients, delay = 1": late(1),
     "late gradients, delay = 4": late(4),
 }

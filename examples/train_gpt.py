@@ -36,6 +36,7 @@ DEFAULTS = {
     "width": 128,
     "heads": 4,
     "context": 128,
+    "initial_std": 0.06,
     "batch": 16,
     "steps": 1500,
     "learning_rate": 3e-3,
@@ -302,6 +303,7 @@ def gpt(settings: dict) -> ms.nn.GPT:
         width=settings["width"],
         heads=settings["heads"],
         layers=settings["layers"],
+        initial_std=settings["initial_std"],
         seed=settings["seed"],
         dtype=settings["dtype"],
     )

@@ -14,13 +14,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, chunk_length, chunks
+from mpishard.arrays import Array, chunk_length
 from mpishard.compilation import compile_loop, numba_module
 
 __all__ = [
     "BFLOAT16",
     "UNIT_ROUNDOFF",
-    "added",
     "is_bfloat16",
     "round_into",
     "rounded",
@@ -102,29 +101,6 @@ def store(place: Array, values: Array) -> None:
     """Write ``values`` that were computed in the `scratch` or `wide` array of ``place`` there."""
     if is_bfloat16(place):
         round_into(place, values)
-
-
-def added(a: Array, b: Array, out: Array | None = None) -> Array:
-    """``a + b``; bfloat16 is added in float32, and rounded once.
-
-    Parameters
-    ----------
-    a, b : Array
-        Arrays of one dtype. ``b`` has the shape of ``a``, or of its last dims.
-    out : Array, optional
-        Result; may be ``a``. A new array if not given.
-    """
-    if not is_bfloat16(a):
-        return array_namespace(a).add(a, b, out=out)
-    total = np.empty(a.shape, a.dtype) if out is None else out
-    is_row = b.size != a.size  # added to each row of a
-    shape = (-1, b.size) if is_row else -1
-    flat_a, flat_b, flat_total = a.reshape(shape), b.reshape(-1), total.reshape(shape)
-    for part in chunks(flat_a):
-        values = widened(flat_a[part])
-        values += widened(flat_b if is_row else flat_b[part])
-        round_into(flat_total[part], values)
-    return total
 
 
 def _round(values: Any, out: Any) -> None:

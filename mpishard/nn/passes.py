@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
-from mpishard.bfloat16 import BFLOAT16
+from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.bfloat16 import BFLOAT16, is_bfloat16, round_into, widened
 from mpishard.compilation import compile_loop, numba_module
 
 __all__ = [
+    "add",
+    "added",
     "bits",
     "compiled",
     "gelu",
@@ -128,17 +130,26 @@ def _exp(x: Any) -> Any:
 load, store, exp = _load, _store, _exp  # which `compile_loop` replaces by machine code
 
 _SIGNATURES = {
+    "add": "narrow1= narrow1",
     "gelu": "narrow1 narrow1= narrow1=",
     "scale": "narrow1= narrow1",
     "norm_forward": "narrow2 wide1 wide1 float narrow2= narrow2= wide1=",
     "norm_backward": "narrow2= narrow2 wide1 wide1 wide1= wide1=",
     "softmax_forward": "wide2= narrow2= wide1= float int int",
-    "softmax_backward": "wide2= wide2= narrow2= narrow2= wide1 wide1 float int int",
+    "softmax_backward": "wide2= wide2= narrow2= narrow2= wide1 float int int",
 }
 """The arguments of each loop: see `_type`."""
 
 
 # ------------------------------------------------------------------------------------ the loops
+
+
+def add(d: Any, other: Any) -> None:
+    """Add ``other`` to d, in its place; to each row of d if it is one row."""
+    width = other.size
+    for n in range(d.size // width):  # a range with a step would not become vector operations
+        for i in range(width):
+            store(d, n * width + i, load(d, n * width + i) + load(other, i))
 
 
 def gelu(x: Any, y: Any, slope: Any) -> None:
@@ -230,21 +241,54 @@ def softmax_forward(
 
 
 def softmax_backward(
-    scores: Any, dweights: Any, weights: Any, dscores: Any, logs: Any, sums: Any, factor: Any,
-    first: Any, queries: Any,
+    scores: Any, dweights: Any, weights: Any, dscores: Any, logs: Any, factor: Any, first: Any,
+    queries: Any,
 ) -> None:  # fmt: skip
-    """Write the softmax and its input's gradient, factor * softmax (dweights - sums)."""
+    """Write the softmax and its input's gradient, factor * softmax (dweights - their mean)."""
     rows, keys = scores.shape
     for n in range(rows):
         seen = keys if queries == 0 else first + n % queries + 1
-        log, away = logs[n], sums[n]
+        log, mean = logs[n], _ZERO
         # One array for each loop: LLVM asks at run time whether arrays overlap, and not of many.
         for i in range(seen):
             scores[n, i] = exp(factor * scores[n, i] - log)
         for i in range(seen):
+            mean += scores[n, i] * dweights[n, i]
+        for i in range(seen):
             store(weights, (n, i), scores[n, i])
         for i in range(seen):
-            store(dscores, (n, i), scores[n, i] * (dweights[n, i] - away) * factor)
+            store(dscores, (n, i), scores[n, i] * (dweights[n, i] - mean) * factor)
         for i in range(seen, keys):
             store(weights, (n, i), _ZERO)
             store(dscores, (n, i), _ZERO)
+
+
+# ------------------------------------------------------------------------- sums of activations
+
+
+def added(a: Array, b: Array, out: Array | None = None) -> Array:
+    """``a + b``; bfloat16 is added in float32, and rounded once.
+
+    Parameters
+    ----------
+    a, b : Array
+        Arrays of one dtype. ``b`` has the shape of ``a``, or of its last dims.
+    out : Array, optional
+        Result; may be ``a``. A new array if not given.
+    """
+    if not is_bfloat16(a):
+        return array_namespace(a).add(a, b, out=out)
+    loop = compiled(add, a) if a.size and (out is None or out is a) else None
+    if loop is not None:
+        total = a.copy() if out is None else a
+        loop(bits(total.reshape(-1)), bits(b.reshape(-1)))
+        return total
+    total = np.empty(a.shape, a.dtype) if out is None else out
+    is_row = b.size != a.size  # added to each row of a
+    shape = (-1, b.size) if is_row else -1
+    flat_a, flat_b, flat_total = a.reshape(shape), b.reshape(-1), total.reshape(shape)
+    for part in chunks(flat_a):
+        values = widened(flat_a[part])
+        values += widened(flat_b if is_row else flat_b[part])
+        round_into(flat_total[part], values)
+    return total

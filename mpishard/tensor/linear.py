@@ -17,7 +17,6 @@ import numpy as np
 
 from mpishard.arguments import check_sizes
 from mpishard.arrays import Array, array_namespace, to_host
-from mpishard.bfloat16 import added
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.activations import Softmax
@@ -30,6 +29,7 @@ from mpishard.nn.layers.layer import (
     ParameterSpec,
 )
 from mpishard.nn.layers.linear import Linear
+from mpishard.nn.passes import added
 from mpishard.nn.products import product
 from mpishard.sharding import Box, whole_box
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace
-from mpishard.bfloat16 import added, wide
+from mpishard.bfloat16 import wide
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.dropout import Dropout, MaskStream
 from mpishard.nn.layers.embedding import PositionalEmbedding
 from mpishard.nn.layers.layer import Context, Gradients, Parameters, ParameterSpec
 from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
+from mpishard.nn.passes import added
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 
 __all__ = [

@@ -93,8 +93,8 @@ def test_picture(tmp_path):
     ("arguments", "message"),
     [
         (["-p", 4], "Missing option '-m'"),
-        (["-p", 0, "-m", 2], "greater than or equal to 1"),
-        (["-p", 2, "-m", 0], "greater than or equal to 1"),
+        (["-p", 0, "-m", 2], "'-p' / '--stages'"),
+        (["-p", 2, "-m", 0], "'-m' / '--micro-batches'"),
         (["-p", 2, "-m", 2, "--forward", -1], "--forward must be 0 or more and finite, got -1"),
         (["-p", 2, "-m", 2, "--forward", "nan"], "--forward must be 0 or more and finite, got nan"),
         (["-p", 2, "-m", 2, "--forward", 0, "--backward-input", 0, "--backward-weight", 0],

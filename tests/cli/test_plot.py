@@ -57,7 +57,7 @@ def test_runs_of_one_name_have_one_colour_and_one_line_in_the_legend(
     for number, run in enumerate(runs):
         with MetricsWriter(run / "metrics.jsonl") as metrics:
             for step in range(1, 101):
-                metrics.write(step, loss=50.0 if step < 3 else 2 + 0.1 * number)
+                metrics.write(step, loss=50.0 if step < 2 else 2 + 0.1 * number)
     assert plot(*runs, "-o", tmp_path / "all.png")[0] == 0
     (axes,) = drawn[0].axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["f4", "bf16"]

@@ -294,11 +294,20 @@ def test_the_first_layer_makes_no_input_gradient(monkeypatch):
         ({"heads": 0}, "'heads': 0"),
         ({"vocabulary_size": 0}, "'vocabulary_size': 0"),
         ({"layers": -1}, "layers=-1"),
+        ({"initial_std": 0}, "initial_std must be positive, got 0"),
     ],
 )
 def test_gpt_refuses_sizes(arguments, message):
     with pytest.raises(ValueError, match=message):
         GPT(**{**SIZES, **arguments})
+
+
+def test_gpt_scales_all_first_weights():
+    usual, larger = (
+        GPT(**SIZES, **options).get_parameters() for options in ({}, {"initial_std": 0.06})
+    )
+    np.testing.assert_allclose(larger[usual < 0.5], 3 * usual[usual < 0.5], rtol=1e-5)
+    assert (larger[usual > 0.5] == 1).all()  # the scales of layer norms
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,22 @@ def test_scores_of_any_size_are_exponentiated(dtype: Any) -> None:
     assert np.isfinite(dx.astype("f4")).all()
 
 
+@both
+@pytest.mark.parametrize("shape", [(4, 9), (9,), (), (0, 9)])
+def test_sums_have_the_bits_of_numpy(dtype: Any, shape: tuple[int, ...], monkeypatch: Any) -> None:
+    a, b = values((3, 4, 9), 1, dtype)[:, : 4 if shape != (0, 9) else 0], values(shape, 2, dtype)
+    a, b = np.ascontiguousarray(a), b if b.ndim else values(a.shape, 2, dtype)
+    a.reshape(-1)[:1] = np.nan
+    found, before = passes.added(a, b), a.copy()
+    monkeypatch.setattr(passes, "compiled", lambda loop, like: None)
+    expected = passes.added(a, b)
+    np.testing.assert_array_equal(passes.bits(found), passes.bits(expected))
+    np.testing.assert_array_equal(passes.bits(a), passes.bits(before))
+    monkeypatch.undo()
+    assert passes.added(a, b, out=a) is a
+    np.testing.assert_array_equal(passes.bits(a), passes.bits(expected))
+
+
 def test_float64_and_arrays_with_gaps_are_left_to_numpy() -> None:
     assert passes.compiled(passes.gelu, np.ones(3)) is None
     assert passes.compiled(passes.gelu, np.ones((4, 4), "f4")[:, 0]) is None

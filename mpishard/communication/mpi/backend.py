@@ -22,7 +22,6 @@ from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import LONG_POLL, SHARES_CORE_SECONDS, Backoff
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.records import MessageWait
 from mpishard.communication.contract.work import Steps, Work, in_call
 from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks
@@ -286,7 +285,7 @@ class MPICommunicationBackend(CommunicationBackend):
             # Nothing is issued while this rank waits: what is alone now stays so.
             session = self._session
             advance = work.advance if session.count_pending() == 1 else session.progress
-            polled, took = 0.0, 0.0
+            polled, is_slow = 0.0, False
             for _ in range(1 if job.crowded else _QUICK_ROUNDS):
                 for _ in range(1 if job.crowded else _QUICK_POLLS):
                     advance()
@@ -296,9 +295,9 @@ class MPICommunicationBackend(CommunicationBackend):
                 # Open MPI may yield in each poll, which takes long on a busy machine.
                 now = time.monotonic()
                 polled, took = now, now - (polled or now)
-                if took > _QUICK_POLLS * LONG_POLL:
+                is_slow = took > _QUICK_POLLS * LONG_POLL
+                if is_slow:
                     break
-            is_slow = took > _QUICK_POLLS * LONG_POLL
             dozes = is_slow or time.monotonic() < job.shares_core_until
             backoff = Backoff(job.crowded, lambda: self._look_round(work), dozes=dozes)
             polls = 0
@@ -342,7 +341,10 @@ class MPICommunicationBackend(CommunicationBackend):
                 )
                 raise self._session.broken
             if not work.done and self._needs(work, rank, last):
-                self._ended = self._left_error(rank, last, work.awaited)
+                gone, me = self.world_ranks[rank], self.world_ranks[self._rank]
+                records = self._joined()[0].ending.records()
+                text = describe_departure(gone, last, self.label, me, work.awaited, records)
+                self._ended = PeerError(text, gone)
                 raise self._ended
 
     def _needs(self, work: Work, rank: int, last: int) -> bool:
@@ -357,13 +359,6 @@ class MPICommunicationBackend(CommunicationBackend):
             if other.awaited.peer == awaited.peer and not other.awaited.is_send
         )
         return awaited.peer == self.world_ranks[rank] and not is_coming
-
-    def _left_error(self, local: int, last: int, awaited: Call | MessageWait) -> PeerError:
-        """The error of a rank that waits for one that left after its collective ``last``."""
-        rank, me = self.world_ranks[local], self.world_ranks[self._rank]
-        records = self._joined()[0].ending.records()
-        text = describe_departure(rank, last, self.label, me, awaited, records)
-        return PeerError(text, rank)
 
     @contextmanager
     def _blocked_in(self, call: Call) -> Iterator[None]:

@@ -7,7 +7,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -324,13 +324,10 @@ def library_files() -> list[str]:
     except OSError:
         return []
     mapped = {fields[5] for line in lines if len(fields := line.split(None, 5)) == 6}
-    return sorted(path for path in mapped if path.startswith(_FOLDER) and _is_library_s(Path(path)))
-
-
-def _is_library_s(path: Path) -> bool:
-    if not _NAMES.match(path.name):
-        return False
-    try:
-        return path.stat().st_uid == os.getuid()
-    except OSError:
-        return False  # its name is gone already
+    named = [path for path in mapped if path.startswith(_FOLDER) and _NAMES.match(Path(path).name)]
+    found = []
+    for path in sorted(named):
+        with suppress(OSError):  # its name is gone already
+            if Path(path).stat().st_uid == os.getuid():
+                found.append(path)
+    return found

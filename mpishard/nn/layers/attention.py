@@ -189,11 +189,10 @@ class Attention(Layer):
         scores_BGPS = _scores(q, k, scale if loop is None else 1.0)
         if loop is not None:
             dscores_BGPS = _scores(d, v, 1.0)
-            sums = np.einsum("...rk,...rk->...r", wide(d), wide(y)).reshape(-1)
             weights, gradient = (np.empty(scores_BGPS.shape, x.dtype) for _ in range(2))
             loop(
                 _rows(scores_BGPS), _rows(dscores_BGPS), bits(_rows(weights)),
-                bits(_rows(gradient)), np.ascontiguousarray(logsum).reshape(-1), sums,
+                bits(_rows(gradient)), np.ascontiguousarray(logsum).reshape(-1),
                 np.float32(scale), start, q.shape[-2] if self.causal else 0,
             )  # fmt: skip
             return weights, gradient
@@ -214,8 +213,9 @@ class Attention(Layer):
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """The gradient of x.
 
-        With P the softmax and dP = dy v^T, the scores' gradient is P (dP - sum_K(dy y)):
-        FlashAttention, appendix B.2, eq. 4.
+        With P the softmax and dP = dy v^T, the scores' gradient is P (dP - sum_S(P dP)), and that
+        sum is sum_K(dy y): FlashAttention, appendix B.2, eq. 4. A compiled loop, which has a row of
+        P and dP in the cache, makes the first, and NumPy the second, which is smaller.
         """
         x, y, logsum_BGQT1 = saved
         xp = array_namespace(x)

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from mpishard.arrays import Array
-from mpishard.bfloat16 import added
 from mpishard.contracts import DynamicShapeInfo, LayerCategory, LayerInfo
 from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters
+from mpishard.nn.passes import added
 from mpishard.sharding import ParameterTable
 
 __all__ = ["Residual", "Sequential", "dynamic_shapes", "layer_infos"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from mpishard.arguments import check_sizes
 from mpishard.arrays import Array, array_namespace, is_device_array
-from mpishard.bfloat16 import added, wide
+from mpishard.bfloat16 import wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.initializers import normal
 from mpishard.nn.layers.layer import (
@@ -22,6 +22,7 @@ from mpishard.nn.layers.layer import (
     Parameters,
     ParameterSpec,
 )
+from mpishard.nn.passes import added
 
 __all__ = ["Embedding", "PositionalEmbedding"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import is_size
+from mpishard.arguments import as_number, is_size
 from mpishard.arrays import Array, to_host
 from mpishard.devices import Device
 from mpishard.nn.layers.activations import GELU
@@ -18,7 +18,7 @@ from mpishard.nn.layers.composites import Residual, Sequential
 from mpishard.nn.layers.dropout import Dropout
 from mpishard.nn.layers.embedding import Embedding, PositionalEmbedding
 from mpishard.nn.layers.initializers import normal
-from mpishard.nn.layers.layer import Context, Layer
+from mpishard.nn.layers.layer import Context, Initializer, Layer
 from mpishard.nn.layers.linear import Linear
 from mpishard.nn.layers.normalization import LayerNorm
 from mpishard.nn.losses import CrossEntropy
@@ -27,17 +27,14 @@ from mpishard.nn.models.model import Model
 __all__ = ["GPT", "check_drawing", "checked_prompt", "draw", "generate", "gpt_chain"]
 
 
-_STD = 0.02
-
-
 class GPT(Model):
     """Decoder-only transformer with layer normalisation before each sub-layer.
 
     Radford et al., "Language models are unsupervised multitask learners" (GPT-2), 2019,
-    section 2.3: weights are first normal with standard deviation 0.02, those that end a
-    residual branch with 0.02 / sqrt(2 * layers), biases 0. Unlike GPT-2, the projection to
-    queries, keys and values has no bias (see `CausalAttention`), and the head is tied to the
-    embedding only if asked.
+    section 2.3: weights are first normal with standard deviation ``initial_std``, those that end
+    a residual branch with ``initial_std`` / sqrt(2 * layers), biases 0. Unlike GPT-2, the
+    projection to queries, keys and values has no bias (see `CausalAttention`), and the head is
+    tied to the embedding only if asked.
 
     Inputs are integer tokens of shape (B, T) with T <= context_length, predictions logits of
     shape (B, T, vocabulary_size), targets integers of shape (B, T) of which -1 counts for
@@ -69,12 +66,17 @@ class GPT(Model):
     kv_heads : int, optional
         Number of heads of keys and values, each shared by heads / kv_heads heads of queries: see
         `Attention`. Default: as many as `heads`.
+    initial_std : float
+        Standard deviation of the first weights; 0.02 is GPT-2's, of width 768 and more. A small
+        width learns sooner from larger weights: the scores of attention begin near 0, and grow
+        from what they are.
 
     Raises
     ------
     ValueError
         For a size that is no integer >= 1, a number of layers that is none >= 0, heads that do
-        not divide the width, or a dropout outside [0, 1).
+        not divide the width, a dropout outside [0, 1), or a standard deviation that is not
+        positive.
     """
 
     def __init__(
@@ -91,10 +93,11 @@ class GPT(Model):
         dropout: float = 0.0,
         device: str | Device = "cpu",
         kv_heads: int | None = None,
+        initial_std: float = 0.02,
     ) -> None:
         chain = gpt_chain(
             vocabulary_size, context_length, width, heads, layers, tied_embeddings, dropout,
-            kv_heads,
+            kv_heads, initial_std,
         )  # fmt: skip
         self.vocabulary_size = vocabulary_size
         self.context_length = context_length
@@ -171,6 +174,7 @@ def gpt_chain(
     tied_embeddings: bool = False,
     dropout: float = 0.0,
     kv_heads: int | None = None,
+    initial_std: float = 0.02,
 ) -> Sequential:
     """The layers of a `GPT`.
 
@@ -199,40 +203,45 @@ def gpt_chain(
             f"kv_heads must divide heads, got {heads} = {heads // groups} * {groups} + "
             f"{heads % groups}"
         )
+    if as_number("initial_std", initial_std) <= 0:
+        raise ValueError(f"initial_std must be positive, got {initial_std}")
+    usual = normal(initial_std)
+    ends_branch = normal(initial_std / math.sqrt(2 * layers)) if layers else usual
     chain: dict[str, Layer] = {
-        "embedding": Embedding(vocabulary_size, width, normal(_STD)),
-        "position": PositionalEmbedding(context_length, width, normal(_STD)),
+        "embedding": Embedding(vocabulary_size, width, usual),
+        "position": PositionalEmbedding(context_length, width, usual),
     }
     drop: dict[str, Layer] = {"dropout": Dropout(dropout)} if dropout else {}
     chain |= drop
-    residual_std = _STD / math.sqrt(2 * layers) if layers else _STD
     for i in range(layers):
         chain[f"block{i}_attention"] = Residual(
-            _attention(width, heads, groups, residual_std) | drop
+            _attention(width, heads, groups, usual, ends_branch) | drop
         )
-        chain[f"block{i}_mlp"] = Residual(_mlp(width, residual_std) | drop)
+        chain[f"block{i}_mlp"] = Residual(_mlp(width, usual, ends_branch) | drop)
     chain["norm"] = LayerNorm(width)
     tied_to = "embedding.weight" if tied_embeddings else None
-    chain["head"] = Linear(width, vocabulary_size, False, normal(_STD), tied_to)
+    chain["head"] = Linear(width, vocabulary_size, False, usual, tied_to)
     return Sequential(chain)
 
 
-def _attention(width: int, heads: int, kv_heads: int, residual_std: float) -> dict[str, Layer]:
+def _attention(
+    width: int, heads: int, kv_heads: int, usual: Initializer, ends_branch: Initializer
+) -> dict[str, Layer]:
     keys_and_values = 2 * kv_heads * (width // heads)
     return {
         "norm": LayerNorm(width),
-        "qkv": Linear(width, width + keys_and_values, bias=False, initializer=normal(_STD)),
+        "qkv": Linear(width, width + keys_and_values, bias=False, initializer=usual),
         "core": CausalAttention(heads, kv_heads=kv_heads),
-        "projection": Linear(width, width, initializer=normal(residual_std)),
+        "projection": Linear(width, width, initializer=ends_branch),
     }
 
 
-def _mlp(width: int, residual_std: float) -> dict[str, Layer]:
+def _mlp(width: int, usual: Initializer, ends_branch: Initializer) -> dict[str, Layer]:
     return {
         "norm": LayerNorm(width),
-        "expansion": Linear(width, 4 * width, initializer=normal(_STD)),
+        "expansion": Linear(width, 4 * width, initializer=usual),
         "gelu": GELU(),
-        "projection": Linear(4 * width, width, initializer=normal(residual_std)),
+        "projection": Linear(4 * width, width, initializer=ends_branch),
     }
 
 
