@@ -329,6 +329,7 @@ def _given(context: typer.Context) -> list[str]:
         if isinstance(value, bool):
             words.append((option.opts if value else option.secondary_opts)[0])
         else:
-            for each in value if isinstance(value, list) else [value]:
+            # Versions of Typer differ: an option that is repeated is a list or a tuple.
+            for each in value if isinstance(value, list | tuple) else [value]:
                 words += [option.opts[0], str(each)]
     return words
