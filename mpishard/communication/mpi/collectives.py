@@ -104,7 +104,7 @@ class Collectives:
     def _name_lines(self, calls: Sequence[Call], own: Call) -> Steps:
         """Learn the line of each rank's call. All ranks come here or none."""
         # Lines travel only now, because a header with a path would be several times as long.
-        line = np.frombuffer(encode_place(own, ""), np.uint8)
+        line = np.frombuffer(encode_place(own), np.uint8)
         lines = np.empty((self._world_size, PLACE_BYTES), np.uint8)
         yield self._group.keep(self._group.data.Iallgather(line, lines), line, lines)
         for call, encoded in zip(calls, lines, strict=True):
