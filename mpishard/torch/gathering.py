@@ -115,7 +115,7 @@ class GatheredUnits:
         # Not by numpy(), after which PyTorch would not resize the storage any more.
         memory = (ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr())
         # The model may end before the gather, for instance by an exception in its forward.
-        memory.owner = storage  # type: ignore[attr-defined]
+        memory.owner = storage
         full = np.frombuffer(memory, layout.dtype)
         layout.ledger.book(MemoryCategory.GATHERED, full, full.nbytes)
         (own,) = self._store.owned([self._store.held[unit]])
