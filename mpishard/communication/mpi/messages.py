@@ -175,10 +175,16 @@ class MessageChannel:
         """Bytes kept from one collective to the next."""
         return self._pool.nbytes
 
-    def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
+    def reduce(
+        self,
+        parts: Sequence[Array],
+        operation: ReductionOperation,
+        piece: Array,
+        cuts: Sequence[int] = (),
+    ) -> Steps:
         """Send ``parts[r]`` to rank r; combine what comes, and this rank's own, into ``piece``.
 
-        ``piece`` may be this rank's own part.
+        ``piece`` may be this rank's own part. ``cuts`` are those of `TreeReducer.reduce`.
         """
         own = parts[self._rank]
         nbytes, others = own.nbytes, self._world_size - 1
@@ -193,7 +199,7 @@ class MessageChannel:
         incoming.insert(self._rank, own[:0])
         yield from self.move(parts, incoming)
         incoming[self._rank] = own
-        self._reducer.reduce(incoming, operation, piece)
+        self._reducer.reduce(incoming, operation, piece, cuts)
         if not on_device:
             self._pool.give(buffer)
 
