@@ -259,6 +259,7 @@ class ShardedParameters(ParameterStore):
         shared = layout.allocate_shared(total)
         if shared is None:
             return
+        # Each rank of the node books an equal part, so that their sum is what the node holds.
         layout.book(MemoryCategory.GATHERED, shared, total // len(self.backend.peers))
         position = 0
         for index, length in lengths.items():
@@ -293,6 +294,7 @@ class ShardedParameters(ParameterStore):
         work = self.in_flight.pop(unit.index, None)
         if work is not None:
             work.wait()
+        # Read-only: a rank may change its own pieces, and a write to the copy would be lost.
         return _read_only(self._buffers[unit.index][: unit.length])
 
     def reshard(self, unit: Unit) -> None:
