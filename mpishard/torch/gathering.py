@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from mpishard.arrays import Array
+from mpishard.communication import Work
 from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.models.stores.parameter_store import ShardedParameters
@@ -21,6 +22,7 @@ from mpishard.torch.placed import tensor_of
 
 __all__ = ["GatheredParameter", "GatheredUnits", "give_whole_tensors"]
 
+_Place = tuple[bool, int | None, int | None]
 _RESIDENT = 2  # the unit in use, and the one before it, which modules often use in turn
 
 
@@ -29,8 +31,13 @@ class GatheredUnits:
 
     Each unit has one tensor for good, because autograd keeps views of it from forward to backward.
     Its memory is taken when an operation needs one of its parameters, in forward or backward, and
-    freed when other units are needed: at most `_RESIDENT` are here, unless one operation needs
-    more. PyTorch itself raises RuntimeError for an operation on memory that was freed.
+    freed when other units are needed: at most `_RESIDENT` are here or on their way, unless one
+    operation needs more. PyTorch itself raises RuntimeError for an operation on memory that was
+    freed.
+
+    In training the unit that came next the first time is gathered while this one computes, in place
+    of the one before. If another unit is needed then, it is gathered as without that, and nothing
+    is gathered ahead at this place any more.
 
     Parameters
     ----------
@@ -52,49 +59,96 @@ class GatheredUnits:
         self._tensors = [torch.empty(unit.length, dtype=dtype) for unit in store.layout.units]
         self.units = {t.untyped_storage()._cdata: i for i, t in enumerate(self._tensors)}
         self._resident: dict[int, Array] = {}  # the least recently used first
+        self._coming: tuple[int, Array, Work, Work] | None = None
+        # The last two units that were gathered, and the one that came after such two: None if they
+        # were the last of a step, or another one came later. All ranks gather the same units in the
+        # same order, so that they decide alike.
+        self._place: _Place = (False, None, None)
+        self._next: dict[_Place, int | None] = {}
 
     def tensor(self, unit: int) -> Any:
         """The full parameters of a unit, whose memory comes and goes after the first `forget`."""
         return self._tensors[unit]
 
-    def use(self, units: Sequence[int]) -> None:
+    def use(self, units: Sequence[int], *, is_training: bool) -> None:
         """Make units readable until others are needed. Collective, if one of them is not here."""
         missing = [unit for unit in units if unit not in self._resident]
         for unit in units:
             if unit in self._resident:
                 self._resident[unit] = self._resident.pop(unit)
-        if not missing:
-            return
-        others = [unit for unit in self._resident if unit not in units]
-        excess = len(self._resident) + len(missing) - max(_RESIDENT, len(units))
-        self._let_go(others[: max(0, excess)])
-        layout = self._store.layout
         for unit in missing:
-            # Units of the same size would be mixed without an error if ranks took other branches.
-            wanted = layout.backend.all_gather(np.array([unit]))
-            if (wanted != unit).any():
-                each = ", ".join(f"rank {r} {self._names[u]!r}" for r, u in enumerate(wanted))
-                raise ShardingError(
-                    f"ranks use different parameters at the same time: {each}. While they are "
-                    "gathered, every rank must use the same ones in the same order; strategies "
-                    '"ddp", "zero1" and "zero2" let ranks take branches of their own'
-                )
-            storage = self._tensors[unit].untyped_storage()
-            storage.resize_(layout.units[unit].length * layout.dtype.itemsize)
-            # Not by numpy(), after which PyTorch would not resize the storage any more.
-            memory = (ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr())
-            full = np.frombuffer(memory, layout.dtype)
-            layout.ledger.book(MemoryCategory.GATHERED, full, full.nbytes)
-            (own,) = self._store.owned([self._store.held[unit]])
-            layout.backend.all_gather(own, out=full)
-            self._resident[unit] = full
+            self._get(unit, units)
+            self._place = is_training, self._place[2], unit
+        if missing and is_training:
+            self._look_ahead(units)
+
+    def _get(self, unit: int, needed: Sequence[int]) -> None:
+        """Gather a unit, or wait for it if it is on its way. Collective."""
+        is_expected = self._coming is not None and self._coming[0] == unit
+        # What comes after this place for the first time is expected there from now on.
+        if self._next.setdefault(self._place, unit) != unit:
+            self._next[self._place] = None
+        self._arrive()
+        if not is_expected:
+            self._make_room(needed)
+            self._begin(unit)
+            self._arrive()
+
+    def _look_ahead(self, needed: Sequence[int]) -> None:
+        """Begin to gather the unit that comes next."""
+        unit = self._next.get(self._place)
+        if unit is not None and unit not in self._resident:
+            self._make_room(needed)
+            if len(self._resident) < _RESIDENT:
+                self._begin(unit)
+
+    def _make_room(self, needed: Sequence[int]) -> None:
+        """Free the least recently used units, and none that is needed, to take one more."""
+        others = [unit for unit in self._resident if unit not in needed]
+        self._let_go(others[: max(0, len(self._resident) + 1 - _RESIDENT)])
+
+    def _begin(self, unit: int) -> None:
+        """Take a unit's memory, and begin to gather it. Collective."""
+        layout = self._store.layout
+        storage = self._tensors[unit].untyped_storage()
+        storage.resize_(layout.units[unit].length * layout.dtype.itemsize)
+        # Not by numpy(), after which PyTorch would not resize the storage any more.
+        memory = (ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr())
+        # The model may end before the gather, for instance by an exception in its forward.
+        memory.owner = storage
+        full = np.frombuffer(memory, layout.dtype)
+        layout.ledger.book(MemoryCategory.GATHERED, full, full.nbytes)
+        (own,) = self._store.owned([self._store.held[unit]])
+        # Units of the same size would be mixed without an error if ranks took other branches.
+        wanted = layout.backend.all_gather_async(np.array([unit]))
+        self._coming = unit, full, wanted, layout.backend.all_gather_async(own, out=full)
+
+    def _arrive(self) -> None:
+        """Wait for the unit that is on its way, if there is one."""
+        if self._coming is None:
+            return
+        unit, full, wanted, work = self._coming
+        units = wanted.wait()
+        if (units != unit).any():
+            each = ", ".join(f"rank {r} {self._names[u]!r}" for r, u in enumerate(units))
+            raise ShardingError(
+                f"ranks use different parameters at the same time: {each}. While they are "
+                "gathered, every rank must use the same ones in the same order; strategies "
+                '"ddp", "zero1" and "zero2" let ranks take branches of their own'
+            )
+        work.wait()
+        self._resident[unit], self._coming = full, None
 
     def release(self) -> None:
-        """Free all units; communicates nothing."""
+        """Free all units, because a step's parameters are not needed any more."""
+        self._arrive()
         self._let_go(list(self._resident))
+        self._next[self._place] = None
+        self._place = (False, None, None)
 
     def forget(self) -> None:
         """Free all units without their changes, because the rank's pieces are newer."""
+        self._arrive()
         self._resident.clear()
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
@@ -147,7 +201,7 @@ def _compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             needed.setdefault(source, set()).add(unit)
     uses = [functools.partial(source.use, sorted(units)) for source, units in needed.items()]
     for use in uses:
-        use()
+        use(is_training=torch.is_grad_enabled())
     with torch._C.DisableTorchFunctionSubclass():
         result = function(*args, **kwargs)
         follow = functools.partial(_follow, list(needed), uses)
@@ -155,7 +209,7 @@ def _compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _follow(
-    sources: Sequence[GatheredUnits], uses: Sequence[Callable[[], None]], result: Any
+    sources: Sequence[GatheredUnits], uses: Sequence[Callable[..., None]], result: Any
 ) -> Any:
     """Let the backward pass of a result, and operations on a view, gather the units again."""
     if isinstance(result, _Gathered) or result.layout is not torch.strided:
@@ -172,10 +226,10 @@ def _follow(
 
 
 @called_as("backward()")
-def _before_backward(uses: Sequence[Callable[[], None]], _gradients: Any) -> None:
+def _before_backward(uses: Sequence[Callable[..., None]], _gradients: Any) -> None:
     """Hook: autograd comes to an operation that used parameters."""
     for use in uses:
-        use()
+        use(is_training=True)
 
 
 # What a tensor tells without its values. Attributes that give views, such as T, are not here.
@@ -202,6 +256,7 @@ def give_whole_tensors(_module: Any, state: dict[str, Any], prefix: str, _metada
 
     Every rank gets all of them.
     """
-    for name, tensor in state.items():
-        if name.startswith(prefix) and isinstance(tensor, _GatheredView):
-            state[name] = tensor.clone()
+    with torch.no_grad():  # else the unit after the last would be gathered ahead
+        for name, tensor in state.items():
+            if name.startswith(prefix) and isinstance(tensor, _GatheredView):
+                state[name] = tensor.clone()

@@ -184,7 +184,12 @@ def test_late_gradients_are_equal_and_those_of_another_step_are_found(
 
 @pytest.mark.parametrize(
     ("wrapper", "strategy", "optimizer"),
-    [("local-sgd", "ddp", "descent"), ("async", "ddp", "adamw"), ("elastic", "fsdp", "adamw")],
+    [
+        ("local-sgd", "ddp", "descent"),
+        ("async", "ddp", "adamw"),
+        ("elastic", "fsdp", "adamw"),
+        ("compression", "ddp", "adamw"),
+    ],
 )
 @in_worlds(1, 2)
 def test_other_optimizers_are_equal(
@@ -699,7 +704,7 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
          "--wrapper local-sgd is for --optimizer descent; got sgd, of which each replica has"),
         (["--strategy", "ddp", "--wrapper", "elastic", "--delay", "1"],
          "--delay 1 is for --wrapper async; got elastic"),
-        (["--wrapper", "lokal"], "--wrapper must be one of local-sgd, async, elastic"),
+        (["--wrapper", "lokal"], "--wrapper must be one of local-sgd, async, elastic, compression"),
     ],
 )  # fmt: skip
 def test_refuses_options(arguments: list[str], message: str) -> None:

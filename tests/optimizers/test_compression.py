@@ -97,15 +97,17 @@ def approximate(method, values, key):
 class Textbook:
     """All ranks of a world, one after the other, on whole vectors."""
 
-    def __init__(self, method, size, units, entries, keeps=True):
+    def __init__(self, method, size, units, entries, keeps=True, start_step=0):
         length = units[-1].stop
         self.method, self.size, self.units, self.entries = method, size, units, entries
-        self.keeps = keeps
+        self.keeps, self.start_step = keeps, start_step
         self.errors = [np.zeros(length) for _ in range(size)]
         self.sums = np.zeros(length)
         self.factors = {}
 
     def reduce(self, gradients, step):
+        if step < self.start_step:
+            return sum(gradients)
         given = [g + e for g, e in zip(gradients, self.errors, strict=True)]
         self.errors = [g.copy() for g in given]
         result = np.zeros_like(self.sums)
@@ -154,8 +156,8 @@ class Textbook:
             result[place] = (basis @ self.factors[entry.name].T).ravel()
 
 
-def train_textbook(method, rule, size, units, entries, steps, keeps=True):
-    model, book = plain(), Textbook(method, size, units, entries, keeps)
+def train_textbook(method, rule, size, units, entries, steps, **options):
+    model, book = plain(), Textbook(method, size, units, entries, **options)
     theta = model.get_parameters()
     first, second = np.zeros_like(theta), np.zeros_like(theta)
     for step in range(steps):
@@ -181,15 +183,19 @@ def train_textbook(method, rule, size, units, entries, steps, keeps=True):
 @in_worlds(1, 2, 3, 4)
 def test_fifty_steps_are_the_textbooks(backend, method):
     rule = "sgd" if backend.world_size % 2 else "adam"
-    model, optimizer = build(backend, method, rule, unit=1 if rule == "sgd" else 1000)
+    start = 10 if backend.world_size in (2, 3) else 0
+    model, optimizer = build(
+        backend, method, rule, unit=1 if rule == "sgd" else 1000, start_step=start
+    )
     for step in range(50):
         optimizer.step(model, *share(step, backend.rank, backend.world_size))
     everyones = backend.all_gather(model.get_parameters()[None])
     errors = backend.all_gather(optimizer._state.errors.own[None].copy())
     if backend.rank == 0:
         expected, book = train_textbook(
-            method, rule, backend.world_size, model.units, model.parameter_entries, 50
-        )
+            method, rule, backend.world_size, model.units, model.parameter_entries, 50,
+            start_step=start,
+        )  # fmt: skip
         assert (everyones == everyones[0]).all()
         np.testing.assert_allclose(everyones[0], expected, rtol=0, atol=1e-12)
         np.testing.assert_allclose(errors, book.errors, rtol=0, atol=1e-9)
@@ -216,21 +222,24 @@ def test_the_bytes_on_the_wire_are_the_documented_ones(backend, method, dtype):
     config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
     chain = nn.MLP([40, 64, 24], activation="tanh", seed=2, dtype=dtype)
     model = ms.DDPModel(chain, config)
-    optimizer = GradientCompressionOptimizer(make_rule("sgd"), config, 0.01, method=method, rank=4)
+    optimizer = GradientCompressionOptimizer(
+        make_rule("sgd"), config, 0.01, method=method, rank=4, start_step=1
+    )
     optimizer.bind(model)
     x = np.ones((4, 40), dtype)
     y = np.ones((4, 24), dtype)
     backend.traffic.reset()
     backend.all_reduce(np.zeros(7))
     small = backend.traffic.total_bytes
-    sent = set()
-    for _ in range(3):
+    sent = []
+    for _ in range(4):
         backend.traffic.reset()
         optimizer.step(model, x, y)
-        sent.add(backend.traffic.total_bytes - small)
-    (mine,) = sent
-    total = int(backend.all_reduce(np.array([mine]))[0])
+        sent.append(backend.traffic.total_bytes - small)
+    first, total, *later = (int(n) for n in backend.all_reduce(np.array(sent)))
+    assert later == [total] * 2
     size, b, expected = backend.world_size, np.dtype(dtype).itemsize, 0
+    assert first == 2 * (size - 1) * b * model.parameter_count
     pieces = [n for unit in model.units for n in ms.ShardLayout(unit.length, size).sizes]
     if method == "powersgd":
         expected = b * (4 * (40 + 64) + 64 + 4 * (64 + 24) + 24)
@@ -249,16 +258,32 @@ def test_the_bytes_on_the_wire_are_the_documented_ones(backend, method, dtype):
 
 @by_method
 @in_worlds(1, 2, 3)
-def test_a_checkpoint_has_the_errors_of_each_rank(backend, method, shared_path):
+def test_the_first_steps_are_those_of_ddp_by_the_bit(backend, method):
+    model, optimizer = build(backend, method, "adam", start_step=3)
+    exact, _ = build(backend, method)
+    other = ms.DDPOptimizer(make_rule("adam"), exact.sharding_configuration)
+    optimizer.wrapped_optimizer.clip_global_norm = other.wrapped_optimizer.clip_global_norm = 0.1
+    for step in range(4):
+        batch = share(step, backend.rank, backend.world_size)
+        assert optimizer.step(model, *batch) == other.step(exact, *batch)
+        same = model.get_parameters().tobytes() == exact.get_parameters().tobytes()
+        assert same is (step < 3)
+        assert optimizer._state.errors.own.any() == (step == 3)
+
+
+@by_method
+@pytest.mark.parametrize("start_step", [0, 5])
+@in_worlds(1, 2, 3)
+def test_a_checkpoint_has_the_errors_of_each_rank(backend, method, start_step, shared_path):
     def steps(model, optimizer, first, last):
         for step in range(first, last):
             optimizer.step(model, *share(step, backend.rank, backend.world_size))
 
-    model, optimizer = build(backend, method)
+    model, optimizer = build(backend, method, start_step=start_step)
     steps(model, optimizer, 0, 4)
     ms.checkpoint.save(shared_path / "at4", model, optimizer)
     steps(model, optimizer, 4, 8)
-    again, other = build(backend, method)
+    again, other = build(backend, method, start_step=start_step)
     ms.checkpoint.load(shared_path / "at4", again, other)
     steps(again, other, 4, 8)
     assert again.get_parameters().tobytes() == model.get_parameters().tobytes()
@@ -369,9 +394,12 @@ def test_arguments_and_settings(backend):
         ({"method": "zip"}, "method must be one of quantization, int8"),
         ({"rank": 0}, "rank must be 1 or more"),
         ({"seed": -1}, "seed must be 0 or more"),
+        ({"start_step": -1}, "start_step must be 0 or more, got -1"),
     ):
         with pytest.raises(ValueError, match=match):
             GradientCompressionOptimizer(rule, config, **given)
+    with pytest.raises(TypeError, match="start_step must be an integer, got 3"):
+        GradientCompressionOptimizer(rule, config, start_step=3.0)
     for name, value in (("enable_gradient_compression", True), ("gradient_leaves", 4)):
         other = ms.ShardingConfiguration(backend, **{name: value})
         with pytest.raises(ValueError, match=f"{name}={value} contradicts"):

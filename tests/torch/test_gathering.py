@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -84,6 +86,59 @@ def test_a_rank_holds_its_shard_and_two_units(backend, path):
     model(torch.ones(2, SIDE, dtype=torch.float64)).sum().backward()
     gathers, reductions, flags = 2 * (2 * DEPTH - 2), DEPTH, 1  # a gather asks for which unit first
     assert backend._sequence - sent == gathers + reductions + flags
+
+
+@by_path
+@in_worlds(2, 3)
+def test_the_next_unit_is_gathered_while_this_one_computes(backend, path):
+    mst.init()
+    model = mst.shard(nets.make(tower), "fsdp", minimum_unit_size=1)
+    gathered = module_of(model).gathered
+    x = torch.ones(2, SIDE, dtype=torch.float64, requires_grad=True)
+    coming = []
+
+    def note(*_: Any) -> None:
+        coming.append(gathered._coming[0] if gathered._coming else None)
+
+    for layer in model:
+        layer.register_forward_hook(note)
+        layer.register_full_backward_hook(note)
+    for _ in range(4):
+        model(x).sum().backward()
+    # The second step learns that the first of backward are still here.
+    assert coming[: 2 * DEPTH] == [None] * (2 * DEPTH)
+    forward, backward = [1, 2, 3, 4, 5, None], [None, None, 2, 1, 0, None]
+    assert coming[4 * DEPTH :] == 2 * (forward + backward)
+    assert not model.state_dict()["0.weight"].requires_grad
+    assert gathered._coming is None
+
+
+@messages
+@in_worlds(2)
+def test_memory_that_is_being_gathered_outlives_the_model(backend, path):
+    mst.init()
+    model = mst.shard(nets.make(tower), "fsdp", minimum_unit_size=1)
+    x = torch.ones(2, SIDE, dtype=torch.float64)
+    model(x).sum().backward()
+
+    def fail(*_: Any) -> None:
+        raise KeyError
+
+    model[2].register_forward_hook(fail)
+    with pytest.raises(KeyError):
+        model(x)
+    gathered = module_of(model).gathered
+    unit, full, *_ = gathered._coming
+    storage = gathered.tensor(unit).untyped_storage()._weak_ref()
+    model_is_gone = weakref.ref(model)
+    del model, gathered
+    with nets.making:
+        gc.collect()
+    assert model_is_gone() is None
+    assert not torch.UntypedStorage._expired(storage)
+    del full
+    torch.UntypedStorage._free_weak_ref(storage)
+    backend.barrier()
 
 
 @by_path

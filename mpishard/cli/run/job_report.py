@@ -207,7 +207,7 @@ class JobEnd:
                 "pid": log.records[0].pid,
                 "kind": "left" if self._has_left(rank) and not code else "gone",
                 "state": _how(code) if code else log.end,
-                "call": "" if last is None else str(last),
+                "call": "" if last is None else last.full_text,
                 "count": sum(record.count for record in log.records),
             })  # fmt: skip
         text = " ".join(verdict.lines) or self.cause(verdict)
@@ -306,7 +306,7 @@ class JobEnd:
         last = log.last_call
         if last is None:
             return f"{silently} before any collective"
-        return f"{silently} {'in' if log.waits_in_last else 'after'} {last}"
+        return f"{silently} {'in' if log.waits_in_last else 'after'} {last.full_text}"
 
     def _missing(self) -> tuple[str, ...]:
         """Return a line for each rank that the others waited for in ``init`` until they gave up."""
@@ -333,7 +333,7 @@ def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> Verdict
         last = log.last_call
         if last is not None:
             place = "in" if log.waits_in_last else "after"
-            alike.setdefault(f"{place} {last}", []).append(log.rank)
+            alike.setdefault(f"{place} {last.full_text}", []).append(log.rank)
     stood = [f"{who(ranks)} {text}" for text, ranks in alike.items()]
     if len(stood) > _MOST_SHOWN:
         stood[_MOST_SHOWN:] = [f"and {len(stood) - _MOST_SHOWN} more"]

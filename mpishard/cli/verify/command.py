@@ -49,7 +49,7 @@ _SCHEDULES = f"For pipeline and hybrid: {', '.join(SCHEDULE_NAMES)}, or all; def
 _DATA = f"For hybrid: {', '.join(DATA_STRATEGIES)}; default zero1."
 _WRAPPERS = (
     f"Optimizer in the strategy's place, one of {', '.join(WRAPPERS)}: with a period of one step "
-    "for descent, without staleness, with any number of ranks."
+    "for descent, without staleness, with any number of ranks, with all elements of a gradient."
 )
 
 BackendOption = Annotated[

@@ -27,7 +27,12 @@ from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
 from mpishard.models import ShardedModelBase
 from mpishard.nn import Layer
-from mpishard.optimizers import AsyncSGDOptimizer, ElasticOptimizer, LocalSGDOptimizer
+from mpishard.optimizers import (
+    AsyncSGDOptimizer,
+    ElasticOptimizer,
+    GradientCompressionOptimizer,
+    LocalSGDOptimizer,
+)
 from mpishard.pipeline import ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
@@ -121,6 +126,8 @@ def compare(
         optimizer = LocalSGDOptimizer(rule, config, synchronization_period=1)
     elif job.wrapper == "elastic":
         optimizer = ElasticOptimizer(rule, config, strategy=job.strategy)
+    elif job.wrapper == "compression":  # of all elements, so that nothing is left out
+        optimizer = GradientCompressionOptimizer(rule, config, 1.0, method="top-k")
     elif job.wrapper == "async" or job.delay:
         optimizer = AsyncSGDOptimizer(rule, config, delay=job.delay)
     else:

@@ -64,7 +64,9 @@ DATA_STRATEGIES = tuple(name for name in STRATEGIES if name not in STRATEGY_OPTI
 """Choices of ``--data-parallel-strategy``."""
 
 
-WRAPPERS = {"local-sgd": ("ddp",), "async": ("ddp",), "elastic": DATA_STRATEGIES}
+WRAPPERS = {
+    "local-sgd": ("ddp",), "async": ("ddp",), "elastic": DATA_STRATEGIES, "compression": ("ddp",),
+}  # fmt: skip
 """Choices of ``--wrapper``, and the strategies that each goes with."""
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start
+from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.records import RankRecord
 from mpishard.communication.contract.status import pages_beside, records_at, records_in
 from mpishard.communication.diagnostics.stall import verdict
@@ -196,6 +197,7 @@ class RunState:
     def _rank(self, record: RankRecord, others_wait: bool) -> dict[str, Any]:
         kind, last = _kind(record), record.calls[-1] if record.calls else None
         kind = "late" if others_wait and kind == "runs" else kind
+        call = record.waits or last
         state = _WORDS[kind]
         if kind == "waits":
             state += f" {record.waited:.0f} s"
@@ -207,7 +209,7 @@ class RunState:
             "pid": record.pid,
             "kind": kind,
             "state": state,
-            "call": str(record.waits or last or ""),
+            "call": call.full_text if isinstance(call, Call) else str(call or ""),
             "count": record.count,
             "memory": self._of_ranks.get(record.pid),
         }

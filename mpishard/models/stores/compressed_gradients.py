@@ -124,6 +124,8 @@ class CompressedGradients(ReplicatedGradients):
         The optimizer's; none is added if ``keeps_errors`` is False.
     key : callable
         Returns seed and step.
+    start_step : int
+        Earlier steps all-reduce whole gradients, and neither use nor write errors.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class CompressedGradients(ReplicatedGradients):
         key: Callable[[], tuple[int, int]],
         *,
         keeps_errors: bool = True,
+        start_step: int = 0,
     ) -> None:
         super().__init__(layout)
         self._entries = entries
@@ -142,6 +145,7 @@ class CompressedGradients(ReplicatedGradients):
         self._errors = errors
         self._key = key
         self._keeps_errors = keeps_errors
+        self._start_step = start_step
         self._reducer = TreeReducer()
         self._is_finite = True
 
@@ -155,7 +159,15 @@ class CompressedGradients(ReplicatedGradients):
         self._errors.drop()
         self._is_finite = True
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether gradients of this step travel whole, as `DDPModel`'s."""
+        return self._key()[1] < self._start_step
+
     def reduce(self, unit: Unit) -> None:
+        if self._is_whole:
+            super().reduce(unit)
+            return
         if not self._is_last:
             return
         full = self.gradient(unit)
@@ -179,7 +191,7 @@ class CompressedGradients(ReplicatedGradients):
 
     def settle(self) -> None:
         super().settle()
-        if self._is_last and self._is_finite:
+        if self._is_last and self._is_finite and not self._is_whole:
             self._errors.settle()
 
     def finish(self) -> None:
@@ -236,7 +248,7 @@ class CompressedGradients(ReplicatedGradients):
             place = slice(entry.start - unit.start, entry.stop - unit.start)
             rest[place] = False
             second = self._errors.factors.get(entry.name)
-            if second is None:
+            if second is None or not second.any():  # zeros, from a checkpoint or a zero gradient
                 second = code.first_factor(shape[1], (seed, number)).astype(given.dtype)
             matrices.append((entry.name, place, given[place].reshape(shape), second))
         firsts = self._summed([matrix @ second for _, _, matrix, second in matrices], given[rest])

@@ -106,7 +106,7 @@ def minimize(
     Returns
     -------
     OptimizeResult
-        The fields of SciPy's, the same on every rank.
+        The fields of SciPy's but for ``hess_inv``, the same on every rank.
 
     Raises
     ------
@@ -191,6 +191,8 @@ class _Run:
         self.model = ZeRO2Model(self.objective, config)
         self.optimizer = ZeRO2Optimizer(self.rule, config)
         state = self.optimizer.checkpoint_view(self.model)
+        # Of a function there is nothing else to save, so nobody need be told.
+        self.model.engine.has_said_what_is_not_saved = True
         own = RunCheckpoints(saving, backend) if saving.checkpoint is not None else None
         found = checkpoint_to_resume(saving, backend, None if own is None else own.folder)
         if found is not None:
@@ -209,7 +211,8 @@ class _Run:
                 report = self.optimizer.step_report(self.model, samples, None)
                 before = report.loss if before is None else before
                 status, message = self._reason(before)
-                if status < 0 and self.callback is not None and self._asks_to_stop():
+                moved = "stuck" not in self.numbers
+                if moved and self.callback is not None and self._asks_to_stop():
                     # SciPy's code for it.
                     status, message = 99, "the callback raised StopIteration"
                 if own is None:

@@ -61,6 +61,9 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
                       units: products of r columns and rows
     ================  =========================================================================
 
+    The first ``start_step`` steps send whole gradients, and are those of a `DDPOptimizer` by the
+    bit; then w(n) is b n. While a training is steep, what arrives late costs most.
+
     A checkpoint has the errors of each rank. The same number of ranks goes on with the same bits.
     Of another number, rank j takes the sum of the errors of the ranks i with i % N == j, so that
     nothing is lost.
@@ -83,6 +86,8 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         Whether errors are added to the next gradient.
     seed : int
         Of random codes, which are a function of seed, step, unit, owner and sender.
+    start_step : int
+        Number of steps before the first compressed one, 0 or more.
 
     Raises
     ------
@@ -104,14 +109,16 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         rank: int = 4,
         error_feedback: bool = True,
         seed: int = 0,
+        start_step: int = 0,
     ) -> None:
         super().__init__(wrapped_optimizer, config)
         if not 0 < as_number("compression_ratio", compression_ratio) <= 1:
             raise ValueError(f"compression_ratio must be in (0, 1], got {compression_ratio}")
         if as_integer("rank", rank) < 1:
             raise ValueError(f"rank must be 1 or more, got {rank}")
-        if as_integer("seed", seed) < 0:
-            raise ValueError(f"seed must be 0 or more, got {seed}")
+        for name, number in (("seed", seed), ("start_step", start_step)):
+            if as_integer(name, number) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {number}")
         if method is not None and method not in _METHODS:
             raise ValueError(f"method must be one of {', '.join(_METHODS)}, got {method!r}")
         self.compression_ratio = float(compression_ratio)
@@ -124,10 +131,13 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         elif method is None and self.use_quantization:
             self.method = "quantization"
         self.seed = int(seed)
+        self.start_step = int(start_step)
         self.power_rank = int(rank)
 
     def _settings(self) -> dict[str, Any]:
-        names = "compression_ratio", "method", "power_rank", "error_feedback", "seed"
+        names = (
+            "compression_ratio", "method", "power_rank", "error_feedback", "seed", "start_step"
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
@@ -135,8 +145,9 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
             return super()._make_state(model, frozen)
         code = _METHODS[self.method](self.compression_ratio, self.power_rank)
         return _CompressedState(
-            self._rule, model, frozen, code, self.seed, keeps_errors=self.error_feedback
-        )
+            self._rule, model, frozen, code, self.seed,
+            keeps_errors=self.error_feedback, start_step=self.start_step,
+        )  # fmt: skip
 
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
         super()._require_model_of_this_kind(model)
@@ -169,11 +180,10 @@ class _CompressedState(ModelState):
         frozen: frozenset[str],
         code: Code | PowerSGD,
         seed: int,
-        *,
-        keeps_errors: bool,
+        **choices: Any,
     ) -> None:
         super().__init__(rule, model, frozen)
-        self._code, self._seed, self._keeps_errors = code, seed, keeps_errors
+        self._code, self._seed, self._choices = code, seed, choices
         self._kind = f"optimizer/{type(rule).__name__}"
         self._writers = model.backend.world_size  # of a checkpoint that is read
         self._read: list[Array] = []
@@ -186,7 +196,7 @@ class _CompressedState(ModelState):
         self._layout = layout
         return CompressedGradients(
             layout, self.model.engine.program.entries, self._code, self.errors,
-            lambda: (self._seed, self.steps), keeps_errors=self._keeps_errors,
+            lambda: (self._seed, self.steps), **self._choices,
         )  # fmt: skip
 
     # Kinds: "error<r>" of rank r's gradients, "reduced_error" of the sums, and "factors".
@@ -224,7 +234,7 @@ class _CompressedState(ModelState):
         for vector in self._read:
             own += vector
         self._read = []
-        if self._factors is not None and metadata["optimizer_steps"]:
+        if self._factors is not None:
             for name, place, shape in self._factor_places():
                 self.errors.factors[name] = self._factors[place].reshape(shape).copy()
         self._factors = None
