@@ -160,8 +160,10 @@ class RunState:
         records = [] if ended else records_in(folder / CALLS)
         if not ended and not records:
             records = records_at(pages_beside(self._curves.path))
-        records = _newest_worlds(records)
+        # A process has a record for each of its worlds; the last one says what it does now.
+        records = [log.newest for log in RankLogs.of_job(records).values()]
         alive = [r for r in records if r.is_alive and not r.has_left]
+        has_stalled = any(_kind(record) in {"waits", "gone", "stopped"} for record in records)
         if alive:
             self._measure(alive)
         return {
@@ -172,7 +174,7 @@ class RunState:
             "age": None if modified is None else max(0.0, time.time() - modified),
             "ended": ended,
             "is_running": bool(alive),
-            "verdict": _stall(records),
+            "verdict": verdict(records, time.time()) if has_stalled else "",
             "ranks": ended["ranks"] if ended else self._ranks(records),
             "processes": _thinned(np.array(self._memory, np.float64).reshape(-1, 2)),
             **self._curves.figures(),
@@ -221,20 +223,6 @@ def _kind(record: RankRecord) -> str:
     if record.is_stopped:
         return "stopped"
     return "waits" if record.waited > _STALLED_SECONDS else "runs"
-
-
-def _stall(records: Sequence[RankRecord]) -> str:
-    """Why the ranks wait, if one of them has waited for long, or is gone."""
-    kinds = {_kind(record) for record in records}
-    if not kinds & {"waits", "gone", "stopped"}:
-        return ""
-    return verdict(records, time.time())
-
-
-def _newest_worlds(records: Sequence[RankRecord]) -> list[RankRecord]:
-    """Return one record for each process: that of the world that it used last."""
-    logs = RankLogs.of_job(records)
-    return [log.newest for log in logs.values()]
 
 
 def _read_ended(path: Path) -> dict[str, Any] | None:

@@ -227,7 +227,15 @@ class _Run:
     def _reason(self, before: float | None) -> tuple[int, str]:
         """Return status and message if the run ends here, otherwise (-1, ""). Collective."""
         numbers, limits = self.numbers, self.limits
-        value, largest = numbers["value"], self._largest_of_gradient()
+        vectors = self.optimizer.state
+        base, gradient = vectors["base"], vectors["base_gradient"]
+        xp = array_namespace(gradient)
+        if self.rule.is_bounded:
+            # A gradient that points out of the box is 0 there: nothing can be gained along it.
+            gradient = base - xp.clip(base - gradient, vectors["lower"], vectors["upper"])
+        own = np.array([float(abs(gradient).max()) if gradient.size else 0.0])
+        largest = float(self.backend.all_reduce(own, ReductionOperation.MAX)[0])
+        value = numbers["value"]
         if largest <= limits["gtol"]:
             return 0, f"the largest element of the gradient, {largest:.3g}, is at most gtol"
         if "stuck" in numbers:
@@ -241,17 +249,6 @@ class _Run:
         if numbers["evaluations"] >= limits["maxfun"]:
             return 1, f"maxfun, {limits['maxfun']} evaluations, is reached"
         return -1, ""
-
-    def _largest_of_gradient(self) -> float:
-        """Return the largest element of the projected gradient. Collective."""
-        vectors = self.optimizer.state
-        base, gradient = vectors["base"], vectors["base_gradient"]
-        xp = array_namespace(gradient)
-        if self.rule.is_bounded:
-            # A gradient that points out of the box is 0 there: nothing can be gained along it.
-            gradient = base - xp.clip(base - gradient, vectors["lower"], vectors["upper"])
-        largest = float(abs(gradient).max()) if gradient.size else 0.0
-        return float(self.backend.all_reduce(np.array([largest]), ReductionOperation.MAX)[0])
 
     def _asks_to_stop(self) -> bool:
         """Call the callback; return whether it ends the run on any rank. Collective."""
