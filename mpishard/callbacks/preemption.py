@@ -13,8 +13,7 @@ import numpy as np
 
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.status import StatusPage, own_page
-from mpishard.communication.failure.preemption import preemption_notice
-from mpishard.communication.failure.watchdog import is_free
+from mpishard.communication.failure.watchdog import is_free, preemption_notice
 
 __all__ = ["PREEMPTING_SIGNALS", "Preemption"]
 
@@ -29,7 +28,7 @@ class Preemption:
     """Receives `PREEMPTING_SIGNALS` for all ranks, from ``__enter__`` to ``__exit__``.
 
     A SIGUSR1 that came before, to a rank that a launcher started, counts if nothing has obeyed it
-    yet (`mpishard.communication.failure.preemption`).
+    yet (`mpishard.communication.failure.watchdog`).
 
     One rank that receives a signal is enough: all learn of it in `is_asked`. A second SIGTERM, more
     than a second after the first, goes to the handler that was there before. So does, at the end,

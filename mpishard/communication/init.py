@@ -13,8 +13,8 @@ from mpishard import settings
 from mpishard.blas import better_kernel, loaded_kernel
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.failure.hooks import install_before_init, is_helper
-from mpishard.communication.failure.preemption import preemption_notice
 from mpishard.communication.failure.report import OnFailure, check_on_failure
+from mpishard.communication.failure.watchdog import preemption_notice
 from mpishard.communication.mpi.backend import MPICommunicationBackend
 from mpishard.communication.mpi.library import launcher_name, load_mpi, not_launched_error
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend

@@ -29,7 +29,7 @@ def record_of(
             sequence, Kind.ALL_REDUCE, np.ones(4), operation=ReductionOperation.SUM
         )
         call.filename, call.line = "train.py", 33
-        page.record(call, "", None)
+        page.record(call, None)
         if sequence == waits:
             page.wait(call)
     page.end(state, code)

@@ -48,7 +48,7 @@ def test_the_command_hears_it_while_it_is_being_imported(is_ignored):
 RANK = """
 import os, signal, sys
 import mpishard
-from mpishard.communication.failure.preemption import preemption_notice as order
+from mpishard.communication.failure.watchdog import preemption_notice as order
 sys.exit(0 if order.is_given else 3)
 """
 

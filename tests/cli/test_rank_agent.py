@@ -124,7 +124,7 @@ def test_a_signal_of_the_launcher_to_the_group_comes_once(start):
 
 def test_the_order_to_save_waits_until_the_rank_imports_mpishard(start):
     text = "import os, time; os.write(1, b'ready\\n'); time.sleep(0.5); import mpishard\n"
-    text += "from mpishard.communication.failure.preemption import preemption_notice as order\n"
+    text += "from mpishard.communication.failure.watchdog import preemption_notice as order\n"
     text += "print(order.is_given)"
     variables = os.environ | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPISHARD_JOB_FOLDER": "/nowhere"}
     process = start(sys.executable, "-c", text, logs="", env=variables)

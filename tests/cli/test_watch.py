@@ -111,7 +111,7 @@ def test_a_look_at_a_long_run_takes_milliseconds(tmp_path):
 def test_ranks_that_run_wait_and_are_gone(tmp_path, monkeypatch):
     pages = page_of(tmp_path, 0), page_of(tmp_path, 1)
     call = Call.describe(1, Kind.BARRIER, None)
-    pages[0].record(call, "", None)
+    pages[0].record(call, None)
     now = RunState(tmp_path, tmp_path).now()
     assert [(r["rank"], r["kind"], r["state"]) for r in now["ranks"]] == [
         (0, "runs", "runs"), (1, "runs", "runs")

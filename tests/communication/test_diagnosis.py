@@ -16,7 +16,7 @@ from mpishard.communication.contract.matching import (
     group_members,
     ranks_text,
 )
-from mpishard.communication.contract.records import LoggedCall, MessageWait, RankRecord, RankState
+from mpishard.communication.contract.records import MessageWait, RankRecord, RankState
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.communication.diagnostics.stall import (
     describe_stall,
@@ -43,7 +43,8 @@ def logged(sequence, kind=Kind.BARRIER, *, line=1, method="", group="", ago=20.0
     operation = ReductionOperation.SUM if kind is Kind.ALL_REDUCE else None
     call = Call.describe(sequence, kind, array, operation=operation)
     call.filename, call.line, call.method = "train.py", line, method
-    return LoggedCall(number or sequence, call, group, NOW - ago)
+    call.number, call.group, call.time = number or sequence, group, NOW - ago
+    return call
 
 
 def waiting(rank, *calls, seconds=31.0):

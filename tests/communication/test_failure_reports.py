@@ -8,7 +8,7 @@ import pytest
 
 from mpishard import run_in_threads
 from mpishard.communication.contract.call import Call, Kind
-from mpishard.communication.contract.records import LoggedCall, MessageWait, RankRecord, RankState
+from mpishard.communication.contract.records import MessageWait, RankRecord, RankState
 from mpishard.communication.diagnostics.stall import describe_departure
 from mpishard.communication.failure.report import failure_report
 from mpishard.errors import (
@@ -58,19 +58,20 @@ def test_a_message_of_mpishard_s_stands_once_in_a_report():
 def barrier(sequence, number, group="", method=""):
     call = Call.describe(sequence, Kind.BARRIER, None)
     call.filename, call.line, call.method, call.number = "train.py", 7, method, number
-    return LoggedCall(number, call, group, 0.0)
+    call.group = group
+    return call
 
 
-def described(records, awaited, group=""):
-    return describe_departure(1, 4, group, 0, awaited, records)
+def described(records, awaited):
+    return describe_departure(1, 4, 0, awaited, records)
 
 
 LEFT = {"state": RankState.LEAVING, "calls": (barrier(4, 4),)}
 
 
 def test_a_rank_that_left_without_a_record_is_named():
-    call = barrier(5, 5, method="Model.save").call
-    assert described([], call, "group 1 (ranks 0, 1)") == (
+    call = barrier(5, 5, "group 1 (ranks 0, 1)", "Model.save")
+    assert described([], call) == (
         "rank 1 left after collective 4 of group 1 (ranks 0, 1), while rank 0 waits in collective "
         "5, barrier(), of group 1 (ranks 0, 1), called at train.py:7 in Model.save. Model.save is "
         "collective: look for a loop or a branch in which rank 1 calls it less often"
@@ -87,7 +88,7 @@ def test_ranks_that_wait_for_each_other_are_to_blame_and_not_the_one_that_left()
         RankRecord(1, **LEFT),
         RankRecord(2, RankState.RUNNING, calls=(barrier(4, 5), group), waits=group, waited=1.0),
     ]
-    text = described(records, world.call)
+    text = described(records, world)
     assert "rank 2 waits in collective 1, barrier(), of group 1 (ranks 0, 2) at" in text
     assert "call the collectives of different groups in different orders" in text
     assert "look for a loop" not in text

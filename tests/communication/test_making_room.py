@@ -9,9 +9,8 @@ import pytest
 from mpishard.callbacks.preemption import Preemption
 from mpishard.communication.contract import status
 from mpishard.communication.contract.status import records_in
-from mpishard.communication.failure import preemption as making_room
-from mpishard.communication.failure.preemption import PreemptionNotice
-from mpishard.communication.failure.watchdog import is_free
+from mpishard.communication.failure import watchdog as making_room
+from mpishard.communication.failure.watchdog import PreemptionNotice, is_free
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 
 

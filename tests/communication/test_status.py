@@ -59,8 +59,9 @@ def no_folder(monkeypatch):
     monkeypatch.delenv("MPISHARD_JOB_FOLDER", raising=False)
 
 
-def a_call(number, line=1, method="", kind=Kind.ALL_REDUCE):
+def a_call(number, line=1, method="", kind=Kind.ALL_REDUCE, group=""):
     call = Call.describe(number, kind, np.ones((2, 3)))
+    call.group = group
     call.filename, call.line, call.method = "train.py", line, method
     return call
 
@@ -70,13 +71,13 @@ class TestFiles:
         readers = shared(3)
         group = "tensor group 4 (ranks 1, 2)"
         for number in range(1, settings.CALL_LOG_LENGTH + 6):
-            readers[1].page.record(a_call(number, number), group, None)
+            readers[1].page.record(a_call(number, number, group=group), None)
         for reader in readers:
             records = reader.records()
             assert [len(r.calls) for r in records] == [0, settings.CALL_LOG_LENGTH, 0]
             last = records[1].calls[-1]
-            assert (last.call.sequence, last.group) == (261, "tensor group 4 (ranks 1, 2)")
-            assert last.call.place == "train.py:261"
+            assert (last.sequence, last.group) == (261, "tensor group 4 (ranks 1, 2)")
+            assert last.place == "train.py:261"
             assert records[1].last_of("tensor group 4 (ranks 1, 2)") == 261
 
     def test_the_files_of_a_job_s_folder_stay(self, tmp_path, monkeypatch):
@@ -160,10 +161,10 @@ class TestFiles:
 
     def test_a_page_keeps_its_content_when_it_is_published(self, tmp_path):
         page = StatusPage(0, 2)
-        page.record(a_call(1), "a row", None)
+        page.record(a_call(1, group="a row"), None)
         page.end(RankState.RUNNING)
         page.publish(tmp_path)
-        page.record(a_call(2), "", None)
+        page.record(a_call(2), None)
         (record,) = records_in(tmp_path)
         assert record.state is RankState.RUNNING
         assert [(c.number, c.group) for c in record.calls] == [(1, "a row"), (2, "")]
@@ -209,7 +210,7 @@ class TestFiles:
         assert len(caplog.records) == 1
         assert "rank 0 could not share its status page" in caplog.text
         assert "No space left" in caplog.text
-        readers[1].page.record(a_call(1), "", None)
+        readers[1].page.record(a_call(1), None)
         assert len(readers[1].records()[1].calls) == 1
         assert not readers[1].records()[0].is_known
         assert readers[1].dead_rank() is None
@@ -317,12 +318,12 @@ def test_waits_are_read_as_they_were_written(no_folder):
     readers = shared(2)
     first, second = a_call(1), a_call(2)
     for call in first, second:
-        readers[1].page.record(call, "", None)
+        readers[1].page.record(call, None)
     assert readers[0].records()[1].waits is None
     assert readers[0].page.last is None
-    assert readers[1].page.last.call == second
+    assert readers[1].page.last == second
     readers[1].page.wait(first)  # issued before the second, and waited for after it
-    assert readers[0].records()[1].waits.call == first
+    assert readers[0].records()[1].waits == first
     message = MessageWait(0, 7, True, "pipeline group 3 (ranks 0, 1)")
     readers[1].page.wait(message)
     record = readers[0].records()[1]
@@ -337,7 +338,7 @@ class TestPlaces:
     def calls_of(self, body, world_size=2):
         def run(backend):
             body(backend)
-            return [(c.call.kind.label, c.call.method) for c in backend.status.read().calls]
+            return [(c.kind.label, c.method) for c in backend.status.read().calls]
 
         return run_in_threads(world_size, run)[0]
 
@@ -364,7 +365,7 @@ class TestPlaces:
                 "FSDPModel.unsharded": lambda: model.unsharded().__enter__(),
             }.items():
                 call()
-                calls = [logged.call for logged in backend.status.read().calls]
+                calls = backend.status.read().calls
                 if backend.rank == 0:
                     seen[name] = {c.method for c in calls[before:]}
                 assert {Path(c.filename).name for c in calls[before:]} == {"test_status.py"}
@@ -457,7 +458,7 @@ def test_the_page_of_a_thread_holds_all_its_worlds():
         group.barrier()
         backend.barrier()
         record = backend.status.read()
-        return [(c.number, c.call.kind.label, c.group) for c in record.calls]
+        return [(c.number, c.kind.label, c.group) for c in record.calls]
 
     name = "group 1 (ranks 0, 1)"
     assert run_in_threads(2, body)[1] == [
@@ -502,14 +503,14 @@ def test_a_long_path_keeps_its_end():
     page = StatusPage(0, 1)
     call = a_call(1)
     call.filename = "/very/long" * 40 + "/train.py"
-    page.record(call, "", None)
+    page.record(call, None)
     assert rank_table([page.read()], 0.0).endswith("/train.py:1")
 
 
 def test_a_world_that_is_named_later_is_called_so_from_then_on():
     page = StatusPage(0, 1)
     for group in ("", "a row"):
-        page.record(a_call(1), group, sys._getframe())
+        page.record(a_call(1, group=group), sys._getframe())
     assert [logged.group for logged in page.read().calls] == ["", "a row"]
 
 
@@ -529,9 +530,9 @@ def test_processes_read_each_other(backend):
         assert record.is_alive
         assert record.state is RankState.RUNNING
         theirs = [rank for rank in range(backend.world_size) if rank % 2 == record.rank % 2]
-        last = [c for c in record.calls if c.call.kind is Kind.ALL_REDUCE][-1]
+        last = [c for c in record.calls if c.kind is Kind.ALL_REDUCE][-1]
         assert last.group.endswith(f"({who(theirs)})")
-        assert last.call.filename.endswith("test_status.py")
+        assert last.filename.endswith("test_status.py")
     assert reader.dead_rank() is None
     for path in reader.page.read().shared_memory:
         assert Path(path).parent == Path("/dev/shm")
@@ -544,11 +545,11 @@ def test_the_log_holds_exactly_the_last_256(count):
     def body(backend):
         for _ in range(count):
             backend.barrier()
-        return [logged.call.sequence for logged in backend.status.read().calls]
+        return [call.sequence for call in backend.status.read().calls]
 
     kept = list(range(max(1, count - 255), count + 1))
     assert run_in_threads(2, body) == [kept, kept]
     page = StatusPage(0, 1)
     for number in range(1, count + 1):
-        page.record(a_call(number), "", None)
-    assert [logged.call.sequence for logged in page.read().calls] == kept
+        page.record(a_call(number), None)
+    assert [call.sequence for call in page.read().calls] == kept

@@ -322,14 +322,14 @@ class ChecksBenchmark:
 class _Clocked:
     """Counts, and clocks, the calls that a status page records."""
 
-    def __init__(self, record: Callable[[Call, str, FrameType | None], None]) -> None:
+    def __init__(self, record: Callable[[Call, FrameType | None], None]) -> None:
         self._record = record
         self.seconds = 0.0
         self.count = 0
 
-    def __call__(self, call: Call, group: str, frame: FrameType | None) -> None:
+    def __call__(self, call: Call, frame: FrameType | None) -> None:
         start = time.perf_counter()
-        self._record(call, group, frame)
+        self._record(call, frame)
         self.seconds += time.perf_counter() - start
         self.count += 1
 

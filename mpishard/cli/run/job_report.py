@@ -207,7 +207,7 @@ class JobEnd:
                 "pid": log.records[0].pid,
                 "kind": "left" if self._has_left(rank) and not code else "gone",
                 "state": _how(code) if code else log.end,
-                "call": "" if last is None else str(last),
+                "call": "" if last is None else last.full_text,
                 "count": sum(record.count for record in log.records),
             })  # fmt: skip
         text = " ".join(verdict.lines) or self.cause(verdict)
@@ -273,7 +273,15 @@ class JobEnd:
 
     def _blame(self, process: RankProcess) -> Verdict:
         code = process.exit_code or 0
-        how = f"{_how(code)}{self._where(process, code)}{self._others(process)}"
+        how = f"{_how(code)}{self._where(process, code)}"
+        if self.world_size > 1:
+            end = process.ended_at
+            failed = [other for other in self.ended if self.fails(other)]
+            alike = sorted(o.rank for o in failed if abs(o.ended_at - end) < _SAME_SECONDS)
+            if end and len(alike) > 1:
+                how += f"; {who(alike)} ended at the same time"
+            elif self.launcher_code:
+                how += "; the others were ended for it"
         return Verdict(
             128 - code if code < 0 else code or settings.EXIT_FAILURE,
             (f"{self._who(process)} {how}",),
@@ -283,16 +291,6 @@ class JobEnd:
         log = self.logs.get(process.rank)
         host = "" if log is None else f" on {log.host}"
         return f"rank {process.rank} (process {process.pid}{host})"
-
-    def _others(self, process: RankProcess) -> str:
-        if self.world_size == 1:
-            return ""
-        end = process.ended_at
-        failed = [other for other in self.ended if self.fails(other)]
-        alike = sorted(o.rank for o in failed if abs(o.ended_at - end) < _SAME_SECONDS)
-        if end and len(alike) > 1:
-            return f"; {who(alike)} ended at the same time"
-        return "; the others were ended for it" if self.launcher_code else ""
 
     def _where(self, process: RankProcess, code: int) -> str:
         log = self.logs.get(process.rank)
@@ -308,7 +306,7 @@ class JobEnd:
         last = log.last_call
         if last is None:
             return f"{silently} before any collective"
-        return f"{silently} {'in' if log.waits_in_last else 'after'} {last}"
+        return f"{silently} {'in' if log.waits_in_last else 'after'} {last.full_text}"
 
     def _missing(self) -> tuple[str, ...]:
         """Return a line for each rank that the others waited for in ``init`` until they gave up."""
@@ -335,7 +333,7 @@ def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> Verdict
         last = log.last_call
         if last is not None:
             place = "in" if log.waits_in_last else "after"
-            alike.setdefault(f"{place} {last}", []).append(log.rank)
+            alike.setdefault(f"{place} {last.full_text}", []).append(log.rank)
     stood = [f"{who(ranks)} {text}" for text, ranks in alike.items()]
     if len(stood) > _MOST_SHOWN:
         stood[_MOST_SHOWN:] = [f"and {len(stood) - _MOST_SHOWN} more"]

@@ -13,7 +13,8 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Self
 
-from mpishard.communication.contract.records import LoggedCall, RankRecord, RankState
+from mpishard.communication.contract.call import Call
+from mpishard.communication.contract.records import RankRecord, RankState
 from mpishard.communication.contract.status import records_in
 
 __all__ = [
@@ -198,7 +199,7 @@ class RankLogs:
         return next((r.code for r in self.records if r.state is RankState.REPORTED), 0)
 
     @property
-    def last_call(self) -> LoggedCall | None:
+    def last_call(self) -> Call | None:
         """Last collective of the rank, in any of its worlds."""
         return self._last[1]
 
@@ -219,7 +220,7 @@ class RankLogs:
         return _ENDS[self.state]
 
     @property
-    def _last(self) -> tuple[RankRecord, LoggedCall | None]:
+    def _last(self) -> tuple[RankRecord, Call | None]:
         found = [(record, record.calls[-1] if record.calls else None) for record in self.records]
         return max(found, key=lambda pair: pair[1].time if pair[1] else 0.0)
 
@@ -233,7 +234,7 @@ class RankLogs:
             if record.rank != record.launched_rank:
                 name = f"rank {record.launched_rank} of the job, in a world of its own {name}"
             texts.append(f"{name}: {stood}\n")
-            for logged in record.calls:
-                time = datetime.fromtimestamp(logged.time).astimezone()
-                texts[-1] += f"{time.isoformat(' ', 'microseconds')}  {logged}\n"
+            for call in record.calls:
+                time = datetime.fromtimestamp(call.time).astimezone()
+                texts[-1] += f"{time.isoformat(' ', 'microseconds')}  {call.full_text}\n"
         return "\n".join(texts)

@@ -25,7 +25,7 @@ from mpishard.cli.verify.job import (
 )
 from mpishard.cli.verify.reference import RULES
 from mpishard.cli.verify.script import verify_script
-from mpishard.cli.wording import check_choice, counted, refuse
+from mpishard.cli.wording import check_choice, counted, refuse, refusing
 from mpishard.errors import MPIUnavailableError
 from mpishard.pipeline import SCHEDULE_NAMES
 
@@ -137,10 +137,8 @@ def verify(
         pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
         sequence_parallel or None, recompute, data_parallel_strategy,
     )  # fmt: skip
-    try:
+    with refusing("verify", errors=(UsageError,)):
         mesh = MeshChoice.of(strategy, ranks, dict(zip(MESH_FLAGS, given, strict=True)))
-    except UsageError as error:
-        refuse("verify", error)
     is_mpi = _can_start_mpi(backend)
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start
+from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.records import RankRecord
 from mpishard.communication.contract.status import pages_beside, records_at, records_in
 from mpishard.communication.diagnostics.stall import verdict
@@ -159,8 +160,10 @@ class RunState:
         records = [] if ended else records_in(folder / CALLS)
         if not ended and not records:
             records = records_at(pages_beside(self._curves.path))
-        records = _newest_worlds(records)
+        # A process has a record for each of its worlds; the last one says what it does now.
+        records = [log.newest for log in RankLogs.of_job(records).values()]
         alive = [r for r in records if r.is_alive and not r.has_left]
+        has_stalled = any(_kind(record) in {"waits", "gone", "stopped"} for record in records)
         if alive:
             self._measure(alive)
         return {
@@ -171,7 +174,7 @@ class RunState:
             "age": None if modified is None else max(0.0, time.time() - modified),
             "ended": ended,
             "is_running": bool(alive),
-            "verdict": _stall(records),
+            "verdict": verdict(records, time.time()) if has_stalled else "",
             "ranks": ended["ranks"] if ended else self._ranks(records),
             "processes": _thinned(np.array(self._memory, np.float64).reshape(-1, 2)),
             **self._curves.figures(),
@@ -194,6 +197,7 @@ class RunState:
     def _rank(self, record: RankRecord, others_wait: bool) -> dict[str, Any]:
         kind, last = _kind(record), record.calls[-1] if record.calls else None
         kind = "late" if others_wait and kind == "runs" else kind
+        call = record.waits or last
         state = _WORDS[kind]
         if kind == "waits":
             state += f" {record.waited:.0f} s"
@@ -205,7 +209,7 @@ class RunState:
             "pid": record.pid,
             "kind": kind,
             "state": state,
-            "call": str(record.waits or last or ""),
+            "call": call.full_text if isinstance(call, Call) else str(call or ""),
             "count": record.count,
             "memory": self._of_ranks.get(record.pid),
         }
@@ -219,20 +223,6 @@ def _kind(record: RankRecord) -> str:
     if record.is_stopped:
         return "stopped"
     return "waits" if record.waited > _STALLED_SECONDS else "runs"
-
-
-def _stall(records: Sequence[RankRecord]) -> str:
-    """Why the ranks wait, if one of them has waited for long, or is gone."""
-    kinds = {_kind(record) for record in records}
-    if not kinds & {"waits", "gone", "stopped"}:
-        return ""
-    return verdict(records, time.time())
-
-
-def _newest_worlds(records: Sequence[RankRecord]) -> list[RankRecord]:
-    """Return one record for each process: that of the world that it used last."""
-    logs = RankLogs.of_job(records)
-    return [log.newest for log in logs.values()]
 
 
 def _read_ended(path: Path) -> dict[str, Any] | None:

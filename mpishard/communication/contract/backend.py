@@ -703,7 +703,7 @@ class CommunicationBackend(ITransport):
                 # The other ranks make the group, and wait for this one there.
                 last = self.status.last
                 if last is not None and self._sequence == sequence:
-                    self._break(in_call(last.call, last.group), error)
+                    self._break(in_call(last), error)
                 raise
         return member  # type: ignore[no-any-return]
 
@@ -1103,15 +1103,16 @@ class CommunicationBackend(ITransport):
                 sequence, kind, array, operation=operation, root=root, counts=counts,
                 out_rows=out_rows,
             )  # fmt: skip
+            call.group = self.label
             if sends is not None:
                 call.sends = sends
             try:
-                (session.status or self.status).record(call, self.label, sys._getframe(2))
+                (session.status or self.status).record(call, sys._getframe(2))
                 self._sequence = sequence
                 return self._issue(call, steps(call, *arguments))
             except BaseException as error:
                 if self._sequence == sequence:  # the other ranks will wait in it for this one
-                    self._break(in_call(call, self.label), error)
+                    self._break(in_call(call), error)
                 raise
 
     def _issue(self, call: Call, steps: Steps) -> Work:

@@ -107,8 +107,12 @@ class Call:
     line: int = 0
     method: str = ""
     """The function of this package that the user called, such as ``FSDPModel.predict``."""
+    group: str = ""
+    """The label of the world that it was called on; empty for a root world."""
     number: int = field(default=0, compare=False)
     """Its number among all collectives of its rank, from 1; 0 if none was given."""
+    time: float = field(default=0.0, compare=False)
+    """When it was written to the rank's status page, in seconds since the epoch."""
     description: bytes = field(default=b"", compare=False, repr=False)
     """All that is compared between ranks, but for the sequence number, as bytes."""
     nbytes: int = field(default=0, compare=False, repr=False)
@@ -139,8 +143,8 @@ class Call:
             *(shape or ()), *_PADDING[max(0, ndim)],
         )  # fmt: skip
         return cls(
-            sequence, kind, operation, dtype, shape, root, counts_hash, out_rows, "", 0, "", 0,
-            description, nbytes,
+            sequence, kind, operation, dtype, shape, root, counts_hash, out_rows, "", 0, "", "",
+            0, 0.0, description, nbytes,
         )  # fmt: skip
 
     @property
@@ -152,6 +156,18 @@ class Call:
     def place(self) -> str:
         """`site`, and the function of this package that was called there, if one was."""
         return f"{self.site} in {self.method}" if self.method else self.site
+
+    @property
+    def text(self) -> str:
+        """The call, its world and its place."""
+        of = f" of {self.group}" if self.group else ""
+        return f"{self}{of} at {self.place}"
+
+    @property
+    def full_text(self) -> str:
+        """`text`, behind the number of the call on its world."""
+        of = f" of {self.group}" if self.group else ""
+        return f"collective {self.sequence}, {self},{of} at {self.place}"
 
     @property
     def array_text(self) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.matching import group_members, of_group
+from mpishard.communication.contract.matching import group_members
 
-__all__ = ["LoggedCall", "MessageWait", "RankRecord", "RankState", "members_of"]
+__all__ = ["MessageWait", "RankRecord", "RankState", "members_of"]
 
 
 class RankState(IntEnum):
@@ -24,29 +24,6 @@ class RankState(IntEnum):
     """It said on stderr why the job ends."""
     LEAVING = 4
     """It calls no more collectives, and waits until the others have left or were told."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoggedCall:
-    """One collective in the log of a rank.
-
-    ``number`` counts the collectives of the rank in all its worlds, from 1; ``group`` is the label
-    of the world that it was called on; ``time`` is in seconds since the epoch.
-    """
-
-    number: int
-    call: Call
-    group: str
-    time: float
-
-    @property
-    def text(self) -> str:
-        """The call, its world and its place."""
-        return f"{self.call}{of_group(self.group)} at {self.call.place}"
-
-    def __str__(self) -> str:
-        call = self.call
-        return f"collective {call.sequence}, {call},{of_group(self.group)} at {call.place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +61,9 @@ class RankRecord:
         Whether its process runs, as far as is known: True for a process of another host.
     is_stopped : bool
         Whether its process is stopped, by SIGSTOP, Ctrl-Z or a debugger.
-    calls : tuple of LoggedCall
+    calls : tuple of Call
         Its last collectives in all its worlds, newest last.
-    waits : LoggedCall or MessageWait, optional
+    waits : Call or MessageWait, optional
         The collective or message that it waits for; None if it waits for nothing, or for a
         collective that its log does not hold any more.
     waited : float
@@ -113,8 +90,8 @@ class RankRecord:
     is_known: bool = True
     is_alive: bool = True
     is_stopped: bool = False
-    calls: tuple[LoggedCall, ...] = ()
-    waits: LoggedCall | MessageWait | None = None
+    calls: tuple[Call, ...] = ()
+    waits: Call | MessageWait | None = None
     waited: float = 0.0
     world_size: int = 0
     launched_rank: int = 0
@@ -132,13 +109,13 @@ class RankRecord:
         """Whether it calls no collective any more, in good order."""
         return self.state in (RankState.LEFT, RankState.LEAVING)
 
-    def calls_of(self, group: str) -> list[LoggedCall]:
+    def calls_of(self, group: str) -> list[Call]:
         """Its last collectives in the world with the label ``group``."""
-        return [logged for logged in self.calls if logged.group == group]
+        return [call for call in self.calls if call.group == group]
 
     def last_of(self, group: str) -> int:
         """The number, on its world, of its last collective there; 0 if none is known."""
-        return max((logged.call.sequence for logged in self.calls_of(group)), default=0)
+        return max((call.sequence for call in self.calls_of(group)), default=0)
 
 
 def members_of(group: str, records: Sequence[RankRecord]) -> list[RankRecord]:

@@ -31,12 +31,7 @@ from typing import Any, TypeVar
 from mpishard import settings
 from mpishard.communication.contract.call import HEADER_BYTES, Call
 from mpishard.communication.contract.matching import GROUP_BYTES
-from mpishard.communication.contract.records import (
-    LoggedCall,
-    MessageWait,
-    RankRecord,
-    RankState,
-)
+from mpishard.communication.contract.records import MessageWait, RankRecord, RankState
 
 __all__ = [
     "PLACE_BYTES", "StatusPage", "StatusReader", "called_as", "decode_place", "encode_place",
@@ -110,7 +105,7 @@ class StatusPage:
         """The collective or message that the rank waits for now."""
         self._memory = mmap.mmap(-1, _PAGE_BYTES)
         self._places: dict[object, tuple[object, str, int, str, bytes]] = {}
-        self._calls_read: tuple[LoggedCall, ...] = ()
+        self._calls_read: tuple[Call, ...] = ()
         _IDENTITY.pack_into(
             self._memory, 0, _MAGIC, _FORMAT, rank, world_size, launched, world_number, pid,
             _process(pid)[1], socket.gethostname().encode()[:64],
@@ -150,7 +145,7 @@ class StatusPage:
             _own[:] = [self]
         return path
 
-    def record(self, call: Call, group: str, frame: FrameType | None) -> None:
+    def record(self, call: Call, frame: FrameType | None) -> None:
         """Number ``call``, and write it down with the nearest frame of the user's code.
 
         Parameters
@@ -158,8 +153,6 @@ class StatusPage:
         call : Call
             Gets its ``filename``, ``line``, ``number`` and ``method``: the function of this package
             that the user called there, unless that is the collective itself.
-        group : str
-            The label of the world that it is called on.
         frame : frame, optional
             The innermost frame to look at; with None the place stays as ``call`` has it.
         """
@@ -171,19 +164,19 @@ class StatusPage:
             called = frame if filename.startswith(_PACKAGE) else called
             frame = frame.f_back
         if frame is None:
-            place = encode_place(call, group)
+            place = encode_place(call)
         else:
             # Counting lines is slow. The codes are kept, so that no other code gets their ids.
             code = frame.f_code
             inner = None if called is None else called.f_code
-            key = id(code), frame.f_lasti, id(inner), group
+            key = id(code), frame.f_lasti, id(inner), call.group
             known = self._places.get(key)
             if known is None:
                 if len(self._places) == _PLACES_KEPT:
                     self._places.clear()
                 call.filename, call.line = code.co_filename, frame.f_lineno
                 call.method = "" if called is None else _method(called)
-                place = encode_place(call, group)
+                place = encode_place(call)
                 self._places[key] = (code, inner), call.filename, call.line, call.method, place
             else:
                 _, call.filename, call.line, call.method, place = known
@@ -234,7 +227,7 @@ class StatusPage:
         self._memory[_MEMORY_AT:_FIRST_ROW] = lines.ljust(_MEMORY_BYTES, b"\0")
 
     @property
-    def last(self) -> LoggedCall | None:
+    def last(self) -> Call | None:
         """Its last collective, in any world."""
         return _call_at(self._memory, self.count - 1) if self.count else None
 
@@ -270,7 +263,7 @@ class StatusReader:
         """The page of this rank."""
         self._paths: Sequence[Path | str] = ()  # of all ranks, once they were exchanged
         self._pages: dict[int, mmap.mmap] = {}  # of the node's other ranks
-        self._calls_read: dict[int, tuple[LoggedCall, ...]] = {}
+        self._calls_read: dict[int, tuple[Call, ...]] = {}
         # The node's other ranks whose process can be seen, from the one after this on.
         self._ring: list[int] = []
         self._ring_turn = 0
@@ -474,13 +467,13 @@ def _open(path: Path, rank: int | None = None) -> mmap.mmap:
     raise ValueError(f"{path} is no status page of this version of mpishard")
 
 
-def _read(page: mmap.mmap, calls: tuple[LoggedCall, ...] | None = None) -> RankRecord:
+def _read(page: mmap.mmap, calls: tuple[Call, ...] | None = None) -> RankRecord:
     """The content of ``page``; the last collectives are read unless they are given."""
     _, _, rank, world_size, launched, world_number, pid, start, host = _IDENTITY.unpack_from(page)
     since, number, peer, tag, is_send, group = _WAIT.unpack_from(page, _WAIT_AT)
     calls = _calls(page) if calls is None else calls
-    waits: LoggedCall | MessageWait | None
-    waits = next((logged for logged in calls if logged.number == number), None)
+    waits: Call | MessageWait | None
+    waits = next((call for call in calls if call.number == number), None)
     if number < 0:
         waits = MessageWait(peer, tag, bool(is_send), _text(group))
     saves, *ranks = _SAVES.unpack_from(page, _SAVES_AT)
@@ -496,19 +489,19 @@ def _read(page: mmap.mmap, calls: tuple[LoggedCall, ...] | None = None) -> RankR
     )  # fmt: skip
 
 
-def _calls(page: mmap.mmap, known: Sequence[LoggedCall] = ()) -> tuple[LoggedCall, ...]:
+def _calls(page: mmap.mmap, known: Sequence[Call] = ()) -> tuple[Call, ...]:
     """The last collectives, newest last, without those that are just being overwritten.
 
     ``known`` were read before, and are not read again.
     """
     count = _number(page, _COUNT)
-    kept = [logged for logged in known if logged.number > count - _ROWS]
+    kept = [call for call in known if call.number > count - _ROWS]
     first = kept[-1].number if kept else max(0, count - _ROWS)
     found = (_call_at(page, index) for index in range(first, count))
-    return (*kept, *(logged for logged in found if logged is not None))
+    return (*kept, *(call for call in found if call is not None))
 
 
-def _call_at(page: mmap.mmap, index: int) -> LoggedCall | None:
+def _call_at(page: mmap.mmap, index: int) -> Call | None:
     start = _FIRST_ROW + index % _ROWS * _ROW.size
     row = page[start : start + _ROW.size]
     _, _, seconds, place, number = _ROW.unpack(row)
@@ -516,8 +509,9 @@ def _call_at(page: mmap.mmap, index: int) -> LoggedCall | None:
     if not number == index + 1 == _number(page, start + _ROW.size - _NUMBER.size):
         return None
     call = Call.decode(row)
-    call.number = number
-    return LoggedCall(number, call, decode_place(place, call), seconds)
+    call.number, call.time = number, seconds
+    decode_place(place, call)
+    return call
 
 
 def _number(page: mmap.mmap, at: int) -> int:
@@ -525,18 +519,16 @@ def _number(page: mmap.mmap, at: int) -> int:
     return number
 
 
-def encode_place(call: Call, group: str) -> bytes:
-    """The place where ``call`` was made, on the world ``group``, in `PLACE_BYTES` bytes."""
-    return _PLACE.pack(
-        _tail(group, GROUP_BYTES), _tail(call.method, 48), call.line, _tail(call.filename, 168)
-    )
+def encode_place(call: Call) -> bytes:
+    """The world and the line where ``call`` was made, in `PLACE_BYTES` bytes."""
+    group, method = _tail(call.group, GROUP_BYTES), _tail(call.method, 48)
+    return _PLACE.pack(group, method, call.line, _tail(call.filename, 168))
 
 
-def decode_place(place: bytes, call: Call) -> str:
-    """Give ``call`` the place that `encode_place` wrote; return the group."""
+def decode_place(place: bytes, call: Call) -> None:
+    """Give ``call`` what `encode_place` wrote."""
     group, method, call.line, filename = _PLACE.unpack(place)
-    call.filename, call.method = _text(filename), _text(method)
-    return _text(group)
+    call.group, call.method, call.filename = _text(group), _text(method), _text(filename)
 
 
 def _tail(text: str, size: int) -> bytes:

@@ -98,7 +98,6 @@ class Session:
 class Driver(Protocol):
     """The backend that issued a collective, and advances it."""
 
-    label: str
     traffic: Traffic
     _session: Session
 
@@ -212,24 +211,24 @@ class CollectiveWork(Work):
 
     @property
     def name(self) -> str:
-        return _name(self.awaited, self._driver.label)
+        return _name(self.awaited)
 
     @property
     def where(self) -> str:
-        return in_call(self.awaited, self._driver.label)
+        return in_call(self.awaited)
 
     def _interrupted(self, error: BaseException) -> None:
         # The others went on with it, or wait in it: this rank is out of step from here on.
         self._driver._break(self.where, error)
 
 
-def in_call(call: Call, group: str) -> str:
-    """The place of a rank that waits in ``call``, on the world with the label ``group``."""
-    return f"in {_name(call, group)} called at {call.place}"
+def in_call(call: Call) -> str:
+    """The place of a rank that waits in ``call``."""
+    return f"in {_name(call)} called at {call.place}"
 
 
-def _name(call: Call, group: str) -> str:
-    of = of_group(group)
+def _name(call: Call) -> str:
+    of = of_group(call.group)
     return f"collective {call.sequence}, {call},{of and of + ','}"
 
 

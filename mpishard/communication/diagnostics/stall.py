@@ -17,7 +17,6 @@ from graphlib import CycleError, TopologicalSorter
 from mpishard.communication.contract import matching
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.records import (
-    LoggedCall,
     MessageWait,
     RankRecord,
     RankState,
@@ -151,8 +150,7 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
     histories = {
         record.rank: calls
         for record in members_of(group, records)
-        if record.is_known
-        and (calls := {logged.call.sequence: logged.call for logged in record.calls_of(group)})
+        if record.is_known and (calls := {call.sequence: call for call in record.calls_of(group)})
     }
     if len(histories) < 2:
         return ""
@@ -178,7 +176,7 @@ def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
         return [wait.peer]
     assert wait is not None
     others = [r for r in members_of(wait.group, records) if r.is_known and r.rank != record.rank]
-    late = [r.rank for r in others if r.last_of(wait.group) < wait.call.sequence]
+    late = [r.rank for r in others if r.last_of(wait.group) < wait.sequence]
     if late:
         return late
     # They have called it, and its data need them to go on with it: by waiting, or progress().
@@ -201,15 +199,15 @@ def _who(records: Sequence[RankRecord]) -> str:
 
 def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -> list[str]:
     """Sentences on the odd ones out, and advice."""
-    waits = [r.waits for r in waiting if isinstance(r.waits, LoggedCall)]
+    waits = [r.waits for r in waiting if isinstance(r.waits, Call)]
     groups = matching.grouped(odd, lambda record: _instead(record, waits))
     sentences = [f"{_said(same, text, now)}." for text, same in groups.items()][:_SENTENCES]
     return [*sentences, _advice(odd, waits, waiting)]
 
 
-def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
+def _instead(record: RankRecord, waits: Sequence[Call]) -> str:
     """The activity of one odd rank, behind its name: the same text for ranks that do the same."""
-    behind = max((w.call.sequence - record.last_of(w.group) for w in waits), default=0)
+    behind = max((w.sequence - record.last_of(w.group) for w in waits), default=0)
     note = f", {behind} collectives behind" if behind > 1 else ""
     note += " (called, but not waited for, there)" if waits and behind <= 0 else ""
     text = _doing(record, note)
@@ -218,9 +216,7 @@ def _instead(record: RankRecord, waits: Sequence[LoggedCall]) -> str:
     return f" {text}" if record.has_left else f": {text}"
 
 
-def _advice(
-    odd: Sequence[RankRecord], waits: Sequence[LoggedCall], waiting: Sequence[RankRecord]
-) -> str:
+def _advice(odd: Sequence[RankRecord], waits: Sequence[Call], waiting: Sequence[RankRecord]) -> str:
     """The function that every rank must call, if the ranks called one of this package."""
     if any(map(_is_stopped, odd)):
         return ""
@@ -229,9 +225,9 @@ def _advice(
         sentence = parting(records, group)
         if sentence:
             return f"{sentence}."
-    method = waits[0].call.method if waits else ""
+    method = waits[0].method if waits else ""
     have_left = all(record.has_left for record in odd)
-    elsewhere = any(not r.calls or r.calls[-1].call.method != method for r in odd)
+    elsewhere = any(not r.calls or r.calls[-1].method != method for r in odd)
     if method and (have_left or elsewhere):
         return f"{method} is collective: every rank calls it, equally often."
     return ""
@@ -254,17 +250,17 @@ def _circle(waits_for: dict[int, list[int]]) -> list[int]:
 def _circle_text(circle: Sequence[int], by_rank: dict[int, RankRecord]) -> list[str]:
     edges = [
         f"rank {rank} waits {_wait_text(by_rank[rank])}"
-        + f", for rank {following}" * isinstance(by_rank[rank].waits, LoggedCall)
+        + f", for rank {following}" * isinstance(by_rank[rank].waits, Call)
         for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True)
     ]
     shown = edges if len(edges) <= _SENTENCES + 1 else [*edges[:_SENTENCES], "and so on"]
     kinds = {type(by_rank[rank].waits) for rank in circle}
-    if kinds == {LoggedCall}:
+    if kinds == {Call}:
         advice = (
             "These ranks call the collectives of different groups in different orders: call them "
             "in one order on all ranks."
         )
-    elif LoggedCall in kinds:
+    elif Call in kinds:
         advice = (
             "These ranks call a collective and exchange messages in different orders: one that "
             "waits for a message does not come to the collective that its sender is in."
@@ -280,12 +276,12 @@ def _circle_text(circle: Sequence[int], by_rank: dict[int, RankRecord]) -> list[
 def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) -> list[str]:
     """No rank is missing: the calls do not match, or the transport of the data is stuck."""
     sentences = _waits(waiting)
-    for wait in (r.waits for r in waiting if isinstance(r.waits, LoggedCall)):
+    for wait in (r.waits for r in waiting if isinstance(r.waits, Call)):
         calls = {
-            record.rank: logged.call
+            record.rank: call
             for record in members_of(wait.group, records)
-            for logged in record.calls_of(wait.group)
-            if logged.call.sequence == wait.call.sequence
+            for call in record.calls_of(wait.group)
+            if call.sequence == wait.sequence
         }
         difference = matching.differing_methods(calls) or matching.differing_calls(calls)
         if difference:
@@ -300,7 +296,6 @@ def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) ->
 def describe_departure(
     rank: int,
     last: int,
-    group: str,
     waiting: int,
     awaited: Call | MessageWait,
     records: Sequence[RankRecord],
@@ -311,9 +306,7 @@ def describe_departure(
     ----------
     rank, last : int
         The rank that left, by its number in the root world, and the number of its last collective
-        in the world that it left.
-    group : str
-        The label of that world.
+        in the world that it left: that of ``awaited``.
     waiting : int
         The rank that waits, by its number in the root world.
     awaited : Call or MessageWait
@@ -321,16 +314,16 @@ def describe_departure(
     records : sequence of RankRecord
         Those of all ranks; empty if they cannot be read.
     """
-    where = in_call(awaited, group) if isinstance(awaited, Call) else str(awaited)
+    where = in_call(awaited) if isinstance(awaited, Call) else str(awaited)
     text = (
-        f"rank {rank} left after collective {last}{matching.of_group(group)}, while rank {waiting} "
-        f"waits {where}. "
+        f"rank {rank} left after collective {last}{matching.of_group(awaited.group)}, while rank "
+        f"{waiting} waits {where}. "
     )
     # The rank that waits may not have written it down yet.
-    waits: LoggedCall | MessageWait | None
+    waits: Call | MessageWait | None
     if isinstance(awaited, Call):
-        calls = (logged for record in records if record.rank == waiting for logged in record.calls)
-        waits = next((logged for logged in calls if logged.number == awaited.number), None)
+        calls = (call for record in records if record.rank == waiting for call in record.calls)
+        waits = next((call for call in calls if call.number == awaited.number), None)
     else:
         waits = awaited
     by_rank = {r.rank: replace(r, waits=waits) if r.rank == waiting else r for r in records}
@@ -341,7 +334,7 @@ def describe_departure(
         return text + _text(_circle_text(circle, by_rank)).removesuffix(".")
     if not isinstance(awaited, Call):
         return f"{text}Look for a loop or a branch that ends earlier on rank {rank}"
-    parted = parting(records, group, upto=awaited.sequence)
+    parted = parting(records, awaited.group, upto=awaited.sequence)
     return text + matching.advice_on_leaving(awaited, rank) + (f"; {parted}" if parted else "")
 
 
@@ -386,7 +379,7 @@ def _last_calls(record: RankRecord, count: int) -> tuple[str, ...]:
     # The line above them has the collective that the rank waits in.
     awaited = record.waits if record.is_alive and not record.has_left else None
     calls = [c for c in record.calls[-count:] if c != awaited]
-    return tuple(f"    {c.call.sequence}: {c.text}" for c in calls)
+    return tuple(f"    {c.sequence}: {c.text}" for c in calls)
 
 
 def _said(same: Sequence[RankRecord], text: str, now: float) -> str:
@@ -405,7 +398,7 @@ def _seconds_text(seconds: Iterable[float]) -> str:
 def _wait_text(record: RankRecord) -> str:
     """The collective or message that a rank waits for, behind "waits"."""
     wait = record.waits or "in a collective that its log does not hold any more"
-    return f"in {wait}" if isinstance(wait, LoggedCall) else str(wait)
+    return f"in {wait.full_text}" if isinstance(wait, Call) else str(wait)
 
 
 def _stopped_text(record: RankRecord) -> str:
@@ -420,7 +413,9 @@ def _stopped_text(record: RankRecord) -> str:
         is_message = isinstance(record.waits, MessageWait)
         where = f"{'while it waits ' if is_message else ''}{_wait_text(record)}"
     else:
-        where = f"in or after {record.calls[-1]}" if record.calls else "before any collective"
+        where = (
+            f"in or after {record.calls[-1].full_text}" if record.calls else "before any collective"
+        )
     return f"stopped (SIGSTOP, Ctrl-Z or a debugger) {where}"
 
 
@@ -430,7 +425,7 @@ def _doing(record: RankRecord, note: str = "") -> str:
     A ``note`` on a rank that is in no collective stands behind its last one.
     """
     last = record.calls[-1] if record.calls else None
-    after = "before any collective" if last is None else f"after {last}"
+    after = "before any collective" if last is None else f"after {last.full_text}"
     if _is_stopped(record):
         return _stopped_text(record)
     if not record.is_known:
@@ -449,7 +444,7 @@ def _doing(record: RankRecord, note: str = "") -> str:
         return f"waits {_AGO} {_wait_text(record)}"
     if last is None:
         return "has called no collective yet: computing, asleep or stuck"
-    return f"in no collective since {last}, {_AGO} ago{note}: computing, asleep or stuck"
+    return f"in no collective since {last.full_text}, {_AGO} ago{note}: computing, asleep or stuck"
 
 
 def _is_stopped(record: RankRecord) -> bool:

@@ -2,7 +2,6 @@
 
 Begin with `hooks`: uncaught exceptions and the end of the process. `abort` reports and ends all
 ranks; `watchdog` is the thread with the time limits, which also looks for dead ranks and receives
-signals; `report` shows an exception with a short traceback; `preemption` keeps SIGUSR1 until the
-training loop saves.
+signals; `report` shows an exception with a short traceback.
 Imports `tracing`, `contract` and `diagnostics`.
 """

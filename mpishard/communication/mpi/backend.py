@@ -232,7 +232,7 @@ class MPICommunicationBackend(CommunicationBackend):
                 error,
                 "before any collective"
                 if last is None
-                else f"in or after {in_call(last.call, last.group).removeprefix('in ')}",
+                else f"in or after {in_call(last).removeprefix('in ')}",
             )
 
     def _disown(self) -> None:
@@ -343,7 +343,7 @@ class MPICommunicationBackend(CommunicationBackend):
             if not work.done and self._needs(work, rank, last):
                 gone, me = self.world_ranks[rank], self.world_ranks[self._rank]
                 records = self._joined()[0].ending.records()
-                text = describe_departure(gone, last, self.label, me, work.awaited, records)
+                text = describe_departure(gone, last, me, work.awaited, records)
                 self._ended = PeerError(text, gone)
                 raise self._ended
 
@@ -366,7 +366,7 @@ class MPICommunicationBackend(CommunicationBackend):
         before = self.status.awaited
         self.status.wait(call)
         try:
-            with self._joined()[0].wait(lambda: in_call(call, self.label)):
+            with self._joined()[0].wait(lambda: in_call(call)):
                 yield
         finally:
             if before is None:

@@ -38,6 +38,8 @@ from mpishard.layout import ShardLayout, even_sizes
 __all__ = ["Collectives"]
 
 _SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
+_WHOLE_BYTES = 1 << 16
+"""Most bytes that a rank sends of a whole array, which each rank then combines by itself."""
 
 
 class Collectives:
@@ -102,7 +104,7 @@ class Collectives:
     def _name_lines(self, calls: Sequence[Call], own: Call) -> Steps:
         """Learn the line of each rank's call. All ranks come here or none."""
         # Lines travel only now, because a header with a path would be several times as long.
-        line = np.frombuffer(encode_place(own, ""), np.uint8)
+        line = np.frombuffer(encode_place(own), np.uint8)
         lines = np.empty((self._world_size, PLACE_BYTES), np.uint8)
         yield self._group.keep(self._group.data.Iallgather(line, lines), line, lines)
         for call, encoded in zip(calls, lines, strict=True):
@@ -169,6 +171,14 @@ class Collectives:
                     return out
             if array is not out and _overlap(array, out):
                 flat = flat.copy()
+            to_others = flat.nbytes * (self._world_size - 1)
+            if to_others <= min(_WHOLE_BYTES, channel.bytes_each) and (
+                headers is None or all(into == PRIVATE for _, into in headers.places()[0])
+            ):
+                # To wait for the others again takes longer than to combine their pieces, too. An
+                # ``out`` that they see, or that lies on another's array, is written by pieces.
+                yield from channel.reduce([flat] * self._world_size, call.operation, result)
+                return out
             sizes = even_sizes(result.size, self._world_size)
             start = starts_of(sizes)[self._rank]
             piece = result[start : start + sizes[self._rank]]

@@ -163,7 +163,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self.status.end(RankState.REPORTED)
         with world.changed:
             world.lost.add(self._rank)
-        after = f"after {last}" if (last := self.status.last) else "before any collective"
+        after = f"after {last.full_text}" if (last := self.status.last) else "before any collective"
         world.fail(self._me, f"rank {self._me}", f"{after}, ", error)
 
     def _break(self, where: str, error: BaseException) -> None:
@@ -242,7 +242,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         assert isinstance(work.waitable, Awaited)
         for local in work.waitable.missing():
             if local in world.left:
-                wait = self.label, self._me, work.awaited, world.records()
+                wait = self._me, work.awaited, world.records()
                 rank = world.global_ranks[local]
                 raise PeerError(describe_departure(rank, world.left[local], *wait), rank)
             # Nobody else can come, or bring others: this is the only thread.

@@ -203,25 +203,20 @@ class MeshProgram(LayeredProgram):
         """
         key = stage, sample_shape, whole_sequence
         if key not in self._boundaries:
-            self._boundaries[key] = self._find_boundary(*key)
+            layers = self._model.layers
+            first = self.choices.stages[stage][0] if stage < self.stage_count else len(layers)
+            shape = sample_shape
+            for layer in layers[:first]:
+                shape = layer.output_shape(shape)
+            ranks, rank = self.mesh.tensor_size, self.mesh.tensor_rank
+            if self.choices.sequence_parallel and not whole_sequence and 0 < first < len(layers):
+                # Between layers each tensor rank has its slice of the sequence; the chain's input
+                # and output are whole.
+                shape = (ShardLayout(shape[0], ranks).size(rank), *shape[1:])
+            if self._splits_output and first == len(layers):
+                shape = (*shape[:-1], ShardLayout(shape[-1], ranks).size(rank))
+            self._boundaries[key] = shape
         return self._boundaries[key]
-
-    def _find_boundary(
-        self, stage: int, sample_shape: tuple[int, ...], whole_sequence: bool
-    ) -> tuple[int, ...]:
-        layers = self._model.layers
-        first = self.choices.stages[stage][0] if stage < self.stage_count else len(layers)
-        shape = sample_shape
-        for layer in layers[:first]:
-            shape = layer.output_shape(shape)
-        ranks = self.mesh.tensor_size
-        if self.choices.sequence_parallel and not whole_sequence and 0 < first < len(layers):
-            # Between layers each tensor rank has its slice of the sequence; input and output are
-            # whole.
-            shape = (ShardLayout(shape[0], ranks).size(self.mesh.tensor_rank), *shape[1:])
-        if self._splits_output and first == len(layers):
-            shape = (*shape[:-1], ShardLayout(shape[-1], ranks).size(self.mesh.tensor_rank))
-        return shape
 
     # ------------------------------------------------------------------------------- computing
 

@@ -166,7 +166,16 @@ class NodeParameters(ParameterStore):
     def __init__(self, layout: StoreLayout, vector: Array) -> None:
         super().__init__(layout)
         self.held = layout.pieces()
-        layout.book(MemoryCategory.PARAMETERS, vector, self._share_of_memory())
+        # The ledger's share: this rank's pieces, and an equal part of those of other nodes. So the
+        # shares of a node's ranks add up to all parameters.
+        here = sum(
+            ShardLayout(unit.length, self.backend.world_size).size(rank)
+            for unit in layout.units
+            for rank in self.backend.peers
+        )
+        elsewhere = ShardLayout(layout.length - here, len(self.backend.peers))
+        share = sum(p.length for p in self.held) + elsewhere.size(self.backend.local_rank)
+        layout.book(MemoryCategory.PARAMETERS, vector, share)
         self._vector = vector
         self._shifts: list[int] = []
         position = 0
@@ -174,19 +183,6 @@ class NodeParameters(ParameterStore):
             self._shifts.append(position - unit.start)
             position += aligned(unit.length, layout.dtype)
         self._full = [_read_only(self._view(u, u.start, u.stop)) for u in layout.units]
-
-    def _share_of_memory(self) -> int:
-        """Elements of the node's vector that are this rank's: its own, and of other nodes' a part.
-
-        The shares of a node's ranks add up to all parameters.
-        """
-        here = sum(
-            ShardLayout(unit.length, self.backend.world_size).size(rank)
-            for unit in self.layout.units
-            for rank in self.backend.peers
-        )
-        elsewhere = ShardLayout(self.layout.length - here, len(self.backend.peers))
-        return sum(p.length for p in self.held) + elsewhere.size(self.backend.local_rank)
 
     @staticmethod
     def length_for(layout: StoreLayout) -> int:
@@ -256,17 +252,14 @@ class ShardedParameters(ParameterStore):
         self._kept_buffers: dict[int, Array] = {}
         self._buffers: dict[int, Array] = {}
         self._stale: list[tuple[Work, Array | None]] = []
-        self._allocate_arena()
-
-    def _allocate_arena(self) -> None:
-        """Buffers for gathered units, if a node's ranks can share them."""
-        layout = self.layout
+        # Buffers for gathered units, if a node's ranks can share them.
         lengths = {index: layout.units[index].length for index in sorted(self.kept)}
         slots = [self._slot_length] * (self._SLOTS if self._slot_length else 0)
         total = sum(aligned(n, layout.dtype) for n in [*lengths.values(), *slots])
         shared = layout.allocate_shared(total)
         if shared is None:
             return
+        # Each rank of the node books an equal part, so that their sum is what the node holds.
         layout.book(MemoryCategory.GATHERED, shared, total // len(self.backend.peers))
         position = 0
         for index, length in lengths.items():
@@ -301,6 +294,7 @@ class ShardedParameters(ParameterStore):
         work = self.in_flight.pop(unit.index, None)
         if work is not None:
             work.wait()
+        # Read-only: a rank may change its own pieces, and a write to the copy would be lost.
         return _read_only(self._buffers[unit.index][: unit.length])
 
     def reshard(self, unit: Unit) -> None:
