@@ -133,8 +133,8 @@ def minimize(
     theta = _checked_theta(theta0)
     args = _checked_args(args, local_data=local_data)
     rule, limits = _checked_rule(method, options)
-    box = _checked_bounds(bounds, theta, rule)
-    function = _checked_functions(fun, jac, hessp, rule)
+    box = _checked_bounds(bounds, theta, rule, method)
+    function = _checked_functions(fun, jac, hessp, method)
     if isinstance(rule, NewtonCG):
         rule.has_products = hessp is not None
         rule.epsilon = float(np.finfo(theta.dtype).eps)
@@ -346,13 +346,14 @@ def _checked_rule(
     return kind(**settings), limits
 
 
-def _checked_bounds(bounds: Any, theta: Array, rule: SearchRule) -> tuple[Array, Array] | None:
+def _checked_bounds(
+    bounds: Any, theta: Array, rule: SearchRule, method: str
+) -> tuple[Array, Array] | None:
     """Return lower and upper bounds, and move theta into the box."""
     if bounds is None:
         return None
     if not isinstance(rule, LBFGS):
-        kind = type(rule).__name__
-        raise ValueError(f"bounds need method 'L-BFGS'; {kind} has none")  # noqa: TRY004
+        raise ValueError(f"bounds need method 'L-BFGS', got {method!r}")  # noqa: TRY004
     if hasattr(bounds, "lb"):
         pair = bounds.lb, bounds.ub
     else:
@@ -376,13 +377,13 @@ def _checked_bounds(bounds: Any, theta: Array, rule: SearchRule) -> tuple[Array,
 
 
 def _checked_functions(
-    fun: Any, jac: Any, hessp: Any, rule: SearchRule
+    fun: Any, jac: Any, hessp: Any, method: str
 ) -> Callable[..., tuple[float, Array]]:
     for name, function in (("fun", fun), ("hessp", hessp)):
         if not callable(function) and not (name == "hessp" and function is None):
             raise TypeError(f"{name} must be a function, got {function!r}")
-    if hessp is not None and not isinstance(rule, NewtonCG):
-        raise ValueError(f"hessp needs method 'Newton-CG'; {type(rule).__name__} does not use it")
+    if hessp is not None and _RULES[method.lower()] is not NewtonCG:
+        raise ValueError(f"hessp needs method 'Newton-CG', got {method!r}")
     if jac is True:
         return fun  # type: ignore[no-any-return]
     if not callable(jac):
