@@ -273,7 +273,15 @@ class JobEnd:
 
     def _blame(self, process: RankProcess) -> Verdict:
         code = process.exit_code or 0
-        how = f"{_how(code)}{self._where(process, code)}{self._others(process)}"
+        how = f"{_how(code)}{self._where(process, code)}"
+        if self.world_size > 1:
+            end = process.ended_at
+            failed = [other for other in self.ended if self.fails(other)]
+            alike = sorted(o.rank for o in failed if abs(o.ended_at - end) < _SAME_SECONDS)
+            if end and len(alike) > 1:
+                how += f"; {who(alike)} ended at the same time"
+            elif self.launcher_code:
+                how += "; the others were ended for it"
         return Verdict(
             128 - code if code < 0 else code or settings.EXIT_FAILURE,
             (f"{self._who(process)} {how}",),
@@ -283,16 +291,6 @@ class JobEnd:
         log = self.logs.get(process.rank)
         host = "" if log is None else f" on {log.host}"
         return f"rank {process.rank} (process {process.pid}{host})"
-
-    def _others(self, process: RankProcess) -> str:
-        if self.world_size == 1:
-            return ""
-        end = process.ended_at
-        failed = [other for other in self.ended if self.fails(other)]
-        alike = sorted(o.rank for o in failed if abs(o.ended_at - end) < _SAME_SECONDS)
-        if end and len(alike) > 1:
-            return f"; {who(alike)} ended at the same time"
-        return "; the others were ended for it" if self.launcher_code else ""
 
     def _where(self, process: RankProcess, code: int) -> str:
         log = self.logs.get(process.rank)
