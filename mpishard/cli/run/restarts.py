@@ -97,6 +97,7 @@ class Restarts:
         pause = 0.0
         for number in count(1):
             if self.resizing is not None:
+                # Before a failure no host is missing that could answer again.
                 slots = sum(host.slots for host in self.hosts) if failures else 0
                 most = min(self.max_ranks or self.ranks, slots)
                 self.resizing.ranks, self.resizing.wanted = ranks, max(ranks, most)
@@ -131,6 +132,7 @@ class Restarts:
                 self.say(f"{outcome.cause}; no restart: {self._too_few(lost, ranks)}")
                 break
             hosts = hosts[:ranks]
+            # A start that lasted shows that the fault is not in the start: pauses begin anew.
             is_first = not pause or outcome.seconds >= _SOON_SECONDS
             pause = _FIRST_PAUSE_SECONDS if is_first else min(2 * pause, _LONGEST_PAUSE_SECONDS)
             place = f" on {', '.join(h.name for h in hosts)} without {_names(lost)}" if lost else ""

@@ -140,6 +140,7 @@ def verify(
     with refusing("verify", errors=(UsageError,)):
         mesh = MeshChoice.of(strategy, ranks, dict(zip(MESH_FLAGS, given, strict=True)))
     is_mpi = _can_start_mpi(backend)
+    # The reference and the ranks are processes of their own: settings and results are files.
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(
             Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
@@ -198,6 +199,7 @@ def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
         comparison = Comparison.read(job.folder, name)
         where = f"{job.strategy}{job.mesh.describe(name)} on {whom}"
         if comparison is None:
+            # Ranks that left no result have failed, also those whose script ended with code 0.
             code = code or 1
             break
         are_equal &= _show(job, where, comparison, tolerance)

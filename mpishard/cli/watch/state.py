@@ -118,11 +118,22 @@ class Curves:
         if self._figures is None:
             steps = {name: np.array(column) for name, column in self._steps.items()}
             tests = {name: np.array(column) for name, column in self._tests.items()}
+            # Weight per second, over windows of steps.
+            is_known = np.isfinite(steps["time"]) & np.isfinite(steps["weight"])
+            step, seconds, weight = (steps[name][is_known] for name in ("step", "time", "weight"))
+            width = max(1, len(step) // _WINDOWS)
+            throughput = []
+            for start in range(0, len(step) - width, width):
+                end = start + width
+                passed = seconds[end] - seconds[start]
+                if passed > 0:
+                    amount = weight[start + 1 : end + 1].sum()
+                    throughput.append([float(step[end]), float(amount / passed)])
             self._figures = {
                 "last": self._last,
                 "loss": _curve(steps["step"], steps["loss"]),
                 "validation": _curve(tests["step"], tests["validation_loss"]),
-                "throughput": _throughput(steps),
+                "throughput": throughput,
                 "memory": _curve(steps["time"], steps["memory"]),
             }
         return self._figures
@@ -245,18 +256,3 @@ def _thinned(points: Array) -> list[list[float]]:
         points = np.array([(bucket[-1, 0], bucket[:, 1].mean()) for bucket in buckets])
     thinned: list[list[float]] = points.tolist()
     return thinned
-
-
-def _throughput(steps: dict[str, Array]) -> list[list[float]]:
-    """Weight per second over windows of steps, by step."""
-    is_known = np.isfinite(steps["time"]) & np.isfinite(steps["weight"])
-    step, seconds, weight = (steps[name][is_known] for name in ("step", "time", "weight"))
-    width = max(1, len(step) // _WINDOWS)
-    points = []
-    for start in range(0, len(step) - width, width):
-        end = start + width
-        passed = seconds[end] - seconds[start]
-        if passed > 0:
-            amount = weight[start + 1 : end + 1].sum()
-            points.append([float(step[end]), float(amount / passed)])
-    return points

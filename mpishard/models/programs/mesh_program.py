@@ -117,6 +117,7 @@ class MeshProgram(LayeredProgram):
         """Times at which each operation of the last training pass waited and computed."""
 
     def _executor(self, micro_batches: int) -> PipelineExecutor:
+        # Kept by number of micro-batches: each has the plan of its own schedule.
         if micro_batches not in self._executors:
             dtype = BFLOAT16 if self._mixed else self.dtype
             self._executors[micro_batches] = PipelineExecutor(

@@ -76,9 +76,9 @@ class MeshModel(ShardedModelBase):
 
     def _on_before_initialize_sharding(self) -> None:
         is_layered = isinstance(self._wrapped_model, ILayeredModel)
+        pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
         if self._config.precision is not None:
             require_bfloat16(self._wrapped_model)  # before the ranks exchange anything
-            pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
             if pipeline * tensor > 1 and not is_layered:
                 raise NotImplementedError(
                     f'precision="bfloat16": {type(self._wrapped_model).__name__} is computed whole '
@@ -107,7 +107,6 @@ class MeshModel(ShardedModelBase):
         if not self._config.auto_sync_gradients:
             raise ValueError(ALONE_ON_A_MESH)
         size = self._config.replica_size
-        pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
         if size is not None and not size == pipeline * tensor > 1:
             raise NotImplementedError(
                 f"replica_size={size}: the replicas of a mesh lie along its data axis, each of "

@@ -202,6 +202,7 @@ def trace_chain(
         for entry in table.entries
     }
     constants = {name: of_entry[table[name].name] for name, _ in chain.walk_parameters()}
+    # Layers compute in the dtype of the parameters, whatever is fed.
     if not chain.takes_integers:
         x = _apply("cast", x, dtype=vector.dtype.name)
     return _trace(chain, constants, x, input_shape)
