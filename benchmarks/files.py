@@ -2,7 +2,7 @@
 
     mpiexec -n 2 python benchmarks/files.py [--steps 60] [--rounds 5] [--folder FOLDER]
 
-Each rank trains an MLP from HDF5, Zarr, a memory map and Parquet (those that are installed). The
+Each rank trains an MLP from HDF5, Zarr, a memory map, Parquet and Arrow (those installed). The
 figures are medians over rounds of a step's time in milliseconds, and ratios to samples in order.
 """
 
@@ -63,9 +63,17 @@ def parquet(x: np.ndarray, folder: Path) -> Any:
     return ms.data.ParquetColumns(folder / "x.parquet", "x")
 
 
+def arrow(x: np.ndarray, folder: Path) -> Any:
+    """A data set of Hugging Face."""
+    from datasets import Dataset, load_from_disk
+
+    Dataset.from_dict({"x": x}).save_to_disk(folder / "x")
+    return ms.data.Column(load_from_disk(folder / "x").with_format("numpy"), "x")
+
+
 FORMATS: dict[str, Callable[[np.ndarray, Path], Any]] = {
     "HDF5, gzip": hdf5, "Zarr, zstd": zarr, "memory map": memory_map, "Parquet": parquet,
-    "in memory": lambda x, _: x,
+    "Arrow": arrow, "in memory": lambda x, _: x,
 }  # fmt: skip
 
 

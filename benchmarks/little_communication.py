@@ -237,12 +237,14 @@ def with_a_slow_rank(backend: Any, staleness: int, settings: dict) -> tuple[floa
     generator = np.random.default_rng(backend.rank)
     model.compute_gradients(x[:SLOW_BATCH], y[:SLOW_BATCH])  # compiles
     backend.barrier()
-    began, made = time.perf_counter(), 0
+    began, made, worked = time.perf_counter(), 0, 0.0
     while (sum(optimizer.clocks) if staleness else made) < steps * backend.world_size:
         rows = generator.integers(0, len(x), SLOW_BATCH)
         # All sleep, so that cores that are shared do not count as speed.
-        time.sleep(3 * PAUSE if is_slow else PAUSE)
+        time.sleep(3 * PAUSE + 2 * worked if is_slow else PAUSE)
+        before = time.thread_time()
         optimizer.step(model, x[rows], y[rows])
+        worked = time.thread_time() - before
         made += backend.world_size
     optimizer.settle()
     seconds = float(backend.all_reduce(np.array([time.perf_counter() - began]))[0])

@@ -146,16 +146,6 @@ class Library:
             If oneDNN refuses, with its status.
         """
         arrays = [a, b, out] if bias is None else [a, b, out, bias]
-        primitives = self._of_this_thread()
-        key = tuple([(x.shape, x.strides, x.dtype.char) for x in arrays])
-        product = primitives.get(key)
-        if product is None:
-            if len(primitives) >= _MOST_PRIMITIVES:  # batches of ever other sizes
-                primitives.clear()
-            product = primitives[key] = _Product(self, self._threads.engine, arrays)
-        product.run(self._threads.stream, arrays)
-
-    def _of_this_thread(self) -> dict[Any, _Product]:
         primitives: dict[Any, _Product] | None = getattr(self._threads, "primitives", None)
         if primitives is None:
             # One thread for each product: cores are the ranks'. Of this calling thread alone.
@@ -167,7 +157,13 @@ class Library:
             self.check(self.c.dnnl_stream_create(ctypes.byref(stream), engine, _IN_ORDER))
             self._threads.engine, self._threads.stream = engine, stream
             primitives = self._threads.primitives = {}
-        return primitives
+        key = tuple([(x.shape, x.strides, x.dtype.char) for x in arrays])
+        product = primitives.get(key)
+        if product is None:
+            if len(primitives) >= _MOST_PRIMITIVES:  # batches of ever other sizes
+                primitives.clear()
+            product = primitives[key] = _Product(self, self._threads.engine, arrays)
+        product.run(self._threads.stream, arrays)
 
     @staticmethod
     def check(status: int) -> None:

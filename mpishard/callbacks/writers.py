@@ -139,6 +139,7 @@ class CSVFile(_Writer):
 
     def _write(self, step: int, figures: dict[str, Any]) -> None:
         new = [name for name in figures if name not in self._columns]
+        # A new column: the table is written anew, with all of its rows.
         if new:
             self._columns += new
             self._stream.close()
@@ -175,6 +176,7 @@ class TensorBoard(_Writer):
         self._folder = Path(folder)
 
     def _open(self, run: Run, record: Record) -> None:
+        # Steps after the checkpoint that a run resumes from are made again, and shown once.
         purge = record.step + 1 if record.step else None
         self._events = self._kind(str(self._folder), purge_step=purge, flush_secs=10)
 

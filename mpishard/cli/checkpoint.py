@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from mpishard import checkpoint as checkpoints
 from mpishard.checkpoint import (
@@ -30,7 +30,7 @@ from mpishard.checkpoint.loading.inspection import problems_in
 from mpishard.checkpoint.loading.reader import find_checkpoint, find_single
 from mpishard.checkpoint.loading.resume import newest_first
 from mpishard.cli.tables import show
-from mpishard.cli.wording import bytes_text, counted, parse_bytes, refuse
+from mpishard.cli.wording import bytes_text, counted, parse_bytes, refusing
 
 __all__ = ["checkpoint"]
 
@@ -53,7 +53,7 @@ JSONOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of
 @checkpoint.command()
 def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
     """Print what a checkpoint holds, or which ones a folder has. Reads no tensors."""
-    with _said():
+    with refusing("checkpoint"):
         entries = [] if find_single(path) is not None else newest_first(CheckpointFolder(path))
         if entries:
             listed = []
@@ -107,7 +107,7 @@ def check(
     Of a folder the newest is read, and the one that `latest` names, where that is another. Exit
     code 0: all is as it was written; 1: something is not; 2: there is no checkpoint.
     """
-    with _said():
+    with refusing("checkpoint"):
         single = find_single(path)
         entries = newest_first(CheckpointFolder(path)) if single is None else []
         others = [entry.path for entry in entries]
@@ -151,7 +151,7 @@ def consolidate(
     With --optimizer states are there as optimizer/STATE/PARAMETER, and `convert` makes the same
     checkpoint of the file again.
     """
-    with _said():
+    with refusing("checkpoint"):
         with _bar(f"writing {Path(target).name}") as progress:
             made = checkpoints.consolidate(path, target, optimizer=optimizer, progress=progress)
         _say_made(made)
@@ -183,11 +183,9 @@ def convert(
     The last of them, hf, is what Hugging Face's libraries read and write:
     model.safetensors.index.json and the files that it names.
     """
-    with _said():
-        try:
+    with refusing("checkpoint"):
+        with refusing("checkpoint", "--max-shard-size: "):
             limit = parse_bytes(max_shard_size)
-        except ValueError as error:
-            raise ValueError(f"--max-shard-size: {error}") from None
         with _bar(f"writing {Path(target).name}") as progress:
             made = checkpoints.convert(
                 source, target, to, maximum_shard_bytes=limit, progress=progress
@@ -253,23 +251,26 @@ def _time_of(directory: Path) -> str:
 # ------------------------------------------------------------------------------------- showing
 
 
-def _print_folder(found: Mapping[str, Any]) -> None:
-    table = Table(title=f"{found['folder']}, the newest first", title_justify="left")
-    table.add_column("checkpoint", no_wrap=True)
-    table.add_column("step", justify="right")
-    table.add_column("size", justify="right")
-    table.add_column("saved", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    for entry in found["checkpoints"]:
-        words = "broken" if entry["problem"] else "whole"
-        is_latest = _is_named(entry["name"], found["latest"])
-        table.add_row(
-            entry["name"], str(entry["step"]), bytes_text(entry["bytes"]), entry["saved"],
-            escape(f"{words}, {LATEST}" if is_latest else words),
-        )  # fmt: skip
-    table.caption = "whole: as far as manifest and lengths tell; `mpishard checkpoint check` reads"
-    table.caption_justify = "left"
+def _show(title: str, columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table. Names of parameters may have brackets, which rich would take for markup."""
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*map(escape, row))
     show(table)
+
+
+def _print_folder(found: Mapping[str, Any]) -> None:
+    rows = []
+    for entry in found["checkpoints"]:
+        state = "broken" if entry["problem"] else "whole"
+        if _is_named(entry["name"], found["latest"]):
+            state += f", {LATEST}"
+        size = bytes_text(entry["bytes"])
+        rows.append((entry["name"], str(entry["step"]), size, entry["saved"], state))
+    left = [Column(name, no_wrap=True) for name in ("checkpoint", "saved", "state")]
+    right = [Column(name, justify="right") for name in ("step", "size")]
+    _show(f"{found['folder']}, the newest first", (left[0], *right, *left[1:]), rows)
+    typer.echo("whole: as far as manifest and lengths tell; `mpishard checkpoint check` reads")
     for entry in found["checkpoints"]:
         if entry["problem"]:
             typer.echo(f"{entry['name']}: {entry['problem']}")
@@ -283,32 +284,19 @@ def _print_checkpoint(found: Mapping[str, Any]) -> None:
     if found["strategy"] is not None:
         words.append(f"{found['strategy']} on {counted(found['world_size'], 'rank')}")
     typer.echo("; ".join(words))
-    parameters = Table(
-        title=f"{counted(len(found['parameters']), 'parameter')}, {found['elements']:,} elements",
-        title_justify="left",
+    dtype, kinds, files = found["kinds"].get("parameters", ""), found["kinds"], found["files"]
+    _show(
+        f"{counted(len(found['parameters']), 'parameter')}, {found['elements']:,} elements",
+        (Column("name"), Column("shape", justify="right"), Column("dtype")),
+        ((name, " x ".join(map(str, shape)) or "scalar", dtype)
+         for name, shape in found["parameters"].items()),
+    )  # fmt: skip
+    _show("What there is of each parameter", (Column("kind"), Column("dtype")), kinds.items())
+    _show(
+        f"{counted(len(files), 'file')}, {bytes_text(sum(files.values()))}",
+        (Column("file"), Column("size", justify="right")),
+        ((name, bytes_text(nbytes)) for name, nbytes in files.items()),
     )
-    parameters.add_column("name")
-    parameters.add_column("shape", justify="right")
-    parameters.add_column("dtype")
-    dtype = found["kinds"].get("parameters", "")
-    for name, shape in found["parameters"].items():
-        parameters.add_row(escape(name), " x ".join(map(str, shape)) or "scalar", dtype)
-    show(parameters)
-    kinds = Table(title="What there is of each parameter", title_justify="left")
-    kinds.add_column("kind")
-    kinds.add_column("dtype")
-    for kind, name in found["kinds"].items():
-        kinds.add_row(escape(kind), name)
-    show(kinds)
-    files = Table(
-        title=f"{counted(len(found['files']), 'file')}, {bytes_text(sum(found['files'].values()))}",
-        title_justify="left",
-    )
-    files.add_column("file")
-    files.add_column("size", justify="right")
-    for name, nbytes in found["files"].items():
-        files.add_row(name, bytes_text(nbytes))
-    show(files)
     typer.echo("beside them, in full with --json:")
     for key, value in found["metadata"].items():
         if value:
@@ -345,12 +333,3 @@ def _say_made(target: Path) -> None:
     files = [target] if target.is_file() else sorted(target.iterdir())
     total = sum(file.stat().st_size for file in files)
     typer.echo(f"{target}: {counted(len(files), 'file')}, {bytes_text(total)}")
-
-
-@contextmanager
-def _said() -> Iterator[None]:
-    """Say what cannot be done, and end with 2."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        refuse("checkpoint", error)

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from mpishard.cli.tables import figures_table, screen_width, show
-from mpishard.cli.wording import counted, refuse
+from mpishard.cli.wording import counted, refusing
 from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
 from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
 
@@ -79,7 +79,7 @@ def schedule(
 
     Each of V stages of a rank takes a V-th of its times. Times have any unit, the same for all.
     """
-    try:
+    with refusing("plan"):
         _check(output, forward, backward_input, backward_weight, communication)
         schedules = _schedules(schedule, virtual_stages, stages, micro_batches)
         timelines = []
@@ -89,13 +89,9 @@ def schedule(
                 forward / scale, backward_input / scale, backward_weight / scale, communication
             )
             timelines.append(simulate(each, stages, micro_batches, of_stage))
-    except ValueError as error:
-        refuse("plan", error)
     if output is not None:
-        try:
+        with refusing("plan", "--output: ", errors=(OSError,)):
             plot_timelines(output, timelines)
-        except OSError as error:
-            refuse("plan", f"--output: {error}")
         typer.echo(f"mpishard plan: wrote {output}", err=True)
     if as_json:
         rows = [_as_dict(*pair) for pair in zip(schedules, timelines, strict=True)]

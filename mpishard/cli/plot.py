@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from mpishard.cli.wording import refuse
+from mpishard.cli.wording import refuse, refusing
 from mpishard.observe import Curve, Panel, losses_of, plot_loss_curve, plot_panels
 from mpishard.observe.plots import moving_mean
 
@@ -45,13 +45,11 @@ def plot(
     target = first / "loss.png" if output is None else output
     if target.suffix.lower() != ".png":
         refuse("plot", f"--output writes PNG files, got {target}")
-    try:
+    with refusing("plot", errors=(OSError, ValueError, ImportError)):
         if len(runs) == 1:
             plot_loss_curve(target, runs[0], title=title or _name(runs[0]), unit=unit)
         else:
             plot_panels(target, _panels(runs, title, unit))
-    except (OSError, ValueError, ImportError) as error:
-        refuse("plot", error)
     typer.echo(target)
 
 

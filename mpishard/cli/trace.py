@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +17,7 @@ from mpishard.cli.run.command import (
 )
 from mpishard.cli.run.job import prepare_job
 from mpishard.cli.tables import figures_table, show
-from mpishard.cli.wording import bytes_text, counted, milliseconds, refuse
+from mpishard.cli.wording import bytes_text, counted, milliseconds, refusing
 from mpishard.observe import (
     JobTrace,
     TraceSummary,
@@ -69,12 +67,12 @@ def run(
         is_module=module,
         may_oversubscribe=oversubscribe,
     )
-    with _said():
+    with refusing("trace"):
         folder.mkdir(parents=True, exist_ok=True)
         for old in (*folder.glob("rank_*.json"), folder / _MERGED):
             old.unlink(missing_ok=True)
     code = job.run()
-    with _said(code):
+    with refusing("trace", code=code or 2):
         recorded = open_trace(folder)
         merge_traces(recorded, output / _MERGED)
         _print_summary(summarize_trace(recorded), recorded)
@@ -95,7 +93,7 @@ def merge(
 ) -> None:  # fmt: skip
     """Make one file of all ranks' traces, for https://ui.perfetto.dev or chrome://tracing."""
     path = folder / _MERGED if output is None else output
-    with _said():
+    with refusing("trace"):
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
         if path.name.startswith("rank_"):
@@ -113,18 +111,9 @@ def summary(
     ],
 ) -> None:
     """Print what each rank's steps were made of, and what collectives cost."""
-    with _said():
+    with refusing("trace"):
         job = open_trace(recorded)
         _print_summary(summarize_trace(job), job)
-
-
-@contextmanager
-def _said(code: int = 0) -> Iterator[None]:
-    """Say what cannot be done, and end with ``code``, or 2 if that is 0."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        refuse("trace", error, code or 2)
 
 
 def _print_notes(recorded: JobTrace) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import typer
 
 from mpishard.arguments import nearest
 
-__all__ = ["bytes_text", "check_choice", "counted", "milliseconds", "parse_bytes", "refuse"]
+__all__ = [
+    "bytes_text", "check_choice", "counted", "milliseconds", "parse_bytes", "refuse", "refusing",
+]  # fmt: skip
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -69,6 +72,20 @@ def refuse(command: str, message: object, code: int = 2) -> NoReturn:
     """
     typer.echo(f"mpishard {command}: {message}", err=True)
     raise typer.Exit(code) from None
+
+
+@contextmanager
+def refusing(
+    command: str,
+    what: str = "",
+    code: int = 2,
+    errors: tuple[type[Exception], ...] = (OSError, ValueError),
+) -> Iterator[None]:
+    """Inside, `refuse` with the message of an error, behind ``what``."""
+    try:
+        yield
+    except errors as error:
+        refuse(command, f"{what}{error}", code)
 
 
 def check_choice(command: str, flag: str, given: str, choices: Iterable[str]) -> None:

@@ -101,7 +101,10 @@ class ParquetColumns:
     """
 
     def __init__(self, path: Any, columns: str | Sequence[str]) -> None:
-        parquet = _parquet()
+        try:
+            from pyarrow import parquet
+        except ImportError as error:
+            raise ImportError('Parquet files need pyarrow: pip install "mpishard[data]"') from error
         files = _files(path)
         self.filename = path if isinstance(path, str | Path) else ", ".join(map(str, files))
         self._columns = [columns] if isinstance(columns, str) else list(columns)
@@ -204,14 +207,6 @@ class ParquetColumns:
 
     def __repr__(self) -> str:
         return f"ParquetColumns({self.filename}, {self._columns}, shape={self.shape})"
-
-
-def _parquet() -> Any:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError('Parquet files need pyarrow: pip install "mpishard[data]"') from error
-    return parquet
 
 
 def _dtype_of(types: Sequence[Any]) -> np.dtype[Any]:

@@ -39,22 +39,18 @@ def product(a: Array, b: Array, out: Array | None = None, *, bias: Array | None 
         return y
     if out is None:
         out = np.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
-    _multiply(a, b, out, bias)
-    return out
-
-
-def _multiply(a: Array, b: Array, out: Array, bias: Array | None) -> None:
-    """`product` of bfloat16 operands. Each element is rounded once, after the bias is added."""
+    # Each element is rounded once, after the bias is added.
     one = library()
     if one is not None and out.size and a.shape[-1]:
         one.multiply(a, b, out, bias)
-        return
+        return out
     exact = out if out.dtype == np.float32 else np.empty(out.shape, np.float32)
     np.matmul(widened(a), widened(b), out=exact)
     if bias is not None:
         exact += widened(bias)
     if exact is not out:
         round_into(out, exact)
+    return out
 
 
 def add_column_sums(total_O: Array, values_NO: Array) -> None:

@@ -163,7 +163,25 @@ class _Folder(JobTrace):
                 f"no trace of a rank (rank_<r>.json) is in {folder}; `mpishard trace run`, "
                 "MPISHARD_TRACE=FOLDER or mpishard.observe.trace(FOLDER) records one"
             )
-        self.ranks = _of_one_job(folder, found)
+        # A folder that was used twice has files of both jobs: their clocks have no common origin.
+        jobs: dict[str, list[int]] = {}
+        for rank, lines in sorted(found.items()):
+            jobs.setdefault(lines.about["job"], []).append(rank)
+        if len(jobs) > 1:
+            parts = "; ".join(f"job {job}: ranks {ranks}" for job, ranks in jobs.items())
+            raise ValueError(
+                f"{folder} has traces of {len(jobs)} jobs ({parts}); remove those of old ones, or "
+                "record each job in a folder of its own"
+            )
+        world_size = next(iter(found.values())).about["world_size"]
+        missing = [rank for rank in range(world_size) if rank not in found]
+        if missing:
+            names = ", ".join(rank_file(folder, rank).name for rank in missing)
+            raise FileNotFoundError(
+                f"{folder} has traces of {len(found)} of the job's {world_size} ranks, and not "
+                f"{names}; if nodes have disks of their own, copy each node's files there"
+            )
+        self.ranks = [found[rank].about for rank in range(world_size)]
         self.job = self.ranks[0]["job"]
         self._files = [found[rank] for rank in range(len(found))]
         # The ranks of a node share a clock, and one of them measured it best.
@@ -208,29 +226,6 @@ class _Merged(JobTrace):
             raise ValueError(f"{self._lines.path} is torn: its end is missing; merge it again")
         for end in self._lines.end["ranks"]:
             self.endings[end["rank"]] = Ending(end["reason"], end["until_us"], end["dropped"])
-
-
-def _of_one_job(folder: Path, found: dict[int, _Lines]) -> list[dict[str, Any]]:
-    """Facts from the ranks' files, if all of them are of one job."""
-    # A folder that was used twice has files of both jobs: their clocks have no common origin.
-    jobs: dict[str, list[int]] = {}
-    for rank, lines in sorted(found.items()):
-        jobs.setdefault(lines.about["job"], []).append(rank)
-    if len(jobs) > 1:
-        parts = "; ".join(f"job {job}: ranks {ranks}" for job, ranks in jobs.items())
-        raise ValueError(
-            f"{folder} has traces of {len(jobs)} jobs ({parts}); remove those of old ones, or "
-            "record each job in a folder of its own"
-        )
-    world_size = next(iter(found.values())).about["world_size"]
-    missing = [rank for rank in range(world_size) if rank not in found]
-    if missing:
-        names = ", ".join(rank_file(folder, rank).name for rank in missing)
-        raise FileNotFoundError(
-            f"{folder} has traces of {len(found)} of the job's {world_size} ranks, and not "
-            f"{names}; if nodes have disks of their own, copy each node's files there"
-        )
-    return [found[rank].about for rank in range(world_size)]
 
 
 _ENDS = {"send": "s", "receive": "f"}

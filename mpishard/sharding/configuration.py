@@ -252,7 +252,7 @@ class ShardingConfiguration:
             return None
         world = self._backend.world_size
         if given == "node":
-            self._backend.initialize()
+            self._backend.initialize()  # the ranks know of nodes when they have met
             of_a_node = _ranks_of_a_node(self._backend)
             if of_a_node is None:
                 raise ValueError(

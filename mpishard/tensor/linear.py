@@ -78,7 +78,19 @@ class SplitLinear(TensorParallelLayer):
     ) -> None:
         super().__init__(backend)
         check_sizes(type(self).__name__, input_size=input_size, output_size=output_size)
-        _check_activation(activation)
+        if activation is not None:
+            if not isinstance(activation, Layer):
+                raise TypeError(
+                    f"activation must be a layer, such as ReLU(), or None; got {activation!r}"
+                )
+            # It is computed on this rank's part of the outputs, which it must not relate to others.
+            mixes = isinstance(activation, Softmax)
+            if mixes or next(activation.walk_parameters(), None) or activation.is_random:
+                raise ValueError(
+                    "activation must work element by element, without parameters and randomness, "
+                    f"which {type(activation).__name__} does not: make it a layer of its own, "
+                    "behind whole outputs"
+                )
         self.input_size = int(input_size)
         self.output_size = int(output_size)
         self.activation = activation
@@ -144,20 +156,6 @@ class SplitLinear(TensorParallelLayer):
         if self.activation is None:
             return dy
         return self.activation.backward_input({}, saved, dy)[0]
-
-
-def _check_activation(activation: Layer | None) -> None:
-    if activation is None:
-        return
-    if not isinstance(activation, Layer):
-        raise TypeError(f"activation must be a layer, such as ReLU(), or None; got {activation!r}")
-    mixes = isinstance(activation, Softmax)
-    if mixes or next(activation.walk_parameters(), None) or activation.is_random:
-        raise ValueError(
-            "activation must work element by element, without parameters and randomness, which "
-            f"{type(activation).__name__} does not: make it a layer of its own, behind whole "
-            "outputs"
-        )
 
 
 def _constant(values: np.ndarray[Any, Any]) -> Initializer:

@@ -90,12 +90,16 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         counted_N = target_N != self.loss.ignore_index
         local_N = target_N.astype("int64") - low
         is_here_N = counted_N & (local_N >= 0) & (local_N < high - low)
+        # Targets of other ranks' classes read column 0 here, and what they read is masked.
         local_N = xp.where(is_here_N, local_N, 0)
 
+        # Of all ranks' logits, so that no exponential overflows on any of them.
         largest_N = logits_NR.max(axis=-1)
         self.backend.all_reduce(largest_N, ReductionOperation.MAX)
+        # It first holds the exponentials, from which the gradient is made in place.
         gradient_NR = xp.empty_like(logits_NR) if training else None
         sums = self._own_sums(logits_NR, largest_N, local_N, is_here_N, gradient_NR)
+        # Two or three numbers a row travel, and not its logits.
         self.backend.all_reduce(sums)
         normalizer_N, expected_N = sums[0], sums[1]
         if self.loss.label_smoothing:

@@ -85,6 +85,7 @@ class SequenceParallelNorm(TensorParallelLayer):
         """Add the parameters' gradients, summed over the ranks. Collective."""
         targets = {name: g[name] for name in self.norm.parameters}
         first = next(iter(targets.values()))
+        # Apart from g, which may hold gradients of earlier micro-batches that were summed already.
         sums = array_namespace(first).zeros((len(targets), self.norm.width), dtype=first.dtype)
         self.norm.backward_weight(pending, dict(zip(targets, sums, strict=True)))
         self.backend.all_reduce(sums)

@@ -224,11 +224,6 @@ def spoil(plan: list[Step], seed: int) -> Spoiled | None:
     step = steps[generator.integers(len(steps))]
     rank = int(generator.integers(len(step.rows)))
     wrongs = [name for name, methods in _DIFFERENCES.items() if step.method in methods]
-    return Spoiled(_made_wrong(step, wrongs[generator.integers(len(wrongs))]), rank)
-
-
-def _made_wrong(step: Step, difference: str) -> Step:
-    """Return ``step`` as a rank calls it that differs from the others in ``difference``."""
     size, known = len(step.rows), operations(step.dtype)
     place = _METHODS.index(step.method)
     longer = tuple(n + 1 for n in step.rows)
@@ -250,7 +245,7 @@ def _made_wrong(step: Step, difference: str) -> Step:
         "dims": {"trailing": (*step.trailing, 2), "has_out": False, "at": -1, "out_at": -1},
         "root": {"root": (step.root + 1) % size},
     }  # fmt: skip
-    return replace(step, **changes[difference])
+    return Spoiled(replace(step, **changes[wrongs[generator.integers(len(wrongs))]]), rank)
 
 
 _DIFFERENCES = {

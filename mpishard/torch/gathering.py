@@ -22,7 +22,6 @@ from mpishard.torch.placed import tensor_of
 
 __all__ = ["GatheredParameter", "GatheredUnits", "give_whole_tensors"]
 
-_Place = tuple[bool, int | None, int | None]
 _RESIDENT = 2  # the unit in use, and the one before it, which modules often use in turn
 
 
@@ -60,11 +59,11 @@ class GatheredUnits:
         self.units = {t.untyped_storage()._cdata: i for i, t in enumerate(self._tensors)}
         self._resident: dict[int, Array] = {}  # the least recently used first
         self._coming: tuple[int, Array, Work, Work] | None = None
-        # The last two units that were gathered, and the one that came after such two: None if they
-        # were the last of a step, or another one came later. All ranks gather the same units in the
-        # same order, so that they decide alike.
-        self._place: _Place = (False, None, None)
-        self._next: dict[_Place, int | None] = {}
+        # The last two units that a training step gathered, and the one that came after such two:
+        # None if they were the last of a step, or another one came later. All ranks gather the
+        # same units in the same order, so that they decide alike.
+        self._place: tuple[int | None, int | None] = (None, None)
+        self._next: dict[tuple[int | None, int | None], int | None] = {}
 
     def tensor(self, unit: int) -> Any:
         """The full parameters of a unit, whose memory comes and goes after the first `forget`."""
@@ -76,31 +75,23 @@ class GatheredUnits:
         for unit in units:
             if unit in self._resident:
                 self._resident[unit] = self._resident.pop(unit)
-        for unit in missing:
-            self._get(unit, units)
-            self._place = is_training, self._place[2], unit
-        if missing and is_training:
-            self._look_ahead(units)
-
-    def _get(self, unit: int, needed: Sequence[int]) -> None:
-        """Gather a unit, or wait for it if it is on its way. Collective."""
-        is_expected = self._coming is not None and self._coming[0] == unit
-        # What comes after this place for the first time is expected there from now on.
-        if self._next.setdefault(self._place, unit) != unit:
-            self._next[self._place] = None
-        self._arrive()
-        if not is_expected:
-            self._make_room(needed)
-            self._begin(unit)
+        if missing:
             self._arrive()
-
-    def _look_ahead(self, needed: Sequence[int]) -> None:
-        """Begin to gather the unit that comes next."""
-        unit = self._next.get(self._place)
-        if unit is not None and unit not in self._resident:
-            self._make_room(needed)
-            if len(self._resident) < _RESIDENT:
+        for unit in missing:
+            if is_training:
+                # The first unit after this place is expected there until another one comes.
+                if self._next.setdefault(self._place, unit) != unit:
+                    self._next[self._place] = None
+                self._place = self._place[1], unit
+            if unit not in self._resident:
+                self._make_room(units)
                 self._begin(unit)
+                self._arrive()
+        ahead = self._next.get(self._place) if missing and is_training else None
+        if ahead is not None and ahead not in self._resident:
+            self._make_room(units)
+            if len(self._resident) < _RESIDENT:
+                self._begin(ahead)
 
     def _make_room(self, needed: Sequence[int]) -> None:
         """Free the least recently used units, and none that is needed, to take one more."""
@@ -144,7 +135,7 @@ class GatheredUnits:
         self._arrive()
         self._let_go(list(self._resident))
         self._next[self._place] = None
-        self._place = (False, None, None)
+        self._place = (None, None)
 
     def forget(self) -> None:
         """Free all units without their changes, because the rank's pieces are newer."""

@@ -347,18 +347,22 @@ def test_an_error_in_a_loss_ends_all_ranks_and_names_its_own() -> None:
 # --------------------------------------------------------------------------- memory and threads
 
 
+def place(plain: JaxModel, arrays: list[np.ndarray]) -> None:
+    ms.run_in_threads(1, lambda backend: plain.place_parameters(arrays, "a test", backend))
+
+
 def test_aligned_parameters_are_read_in_place() -> None:
     """Of 32 MB a loss reads one number: a copy would take a hundred times as long."""
     vector = np.zeros((1 << 23) + 32, np.float32)
     start = -vector.ctypes.data % 64 // 4
     plain = JaxModel(lambda p, x, y: p[0] * jnp.mean(x), np.zeros(1 << 23, np.float32))
     times = []
-    for place in (start, start + 1):
-        plain.place_parameters([vector[place : place + (1 << 23)]], "a test")
+    for first in (start, start + 1):
+        place(plain, [vector[first : first + (1 << 23)]])
         plain.own_loss(np.ones(1), np.ones(1))
         taken = []
         for value in range(1, 6):
-            vector[place] = value
+            vector[first] = value
             began = time.perf_counter()
             assert plain.own_loss(np.ones(1), np.ones(1)) == (value, 1.0), "it sees each change"
             taken.append(time.perf_counter() - began)
@@ -374,7 +378,7 @@ def test_too_many_threads_are_told(
     for allowed in (None, 1000, 0):
         assert not caplog.messages
         monkeypatch.setattr(settings, "xla_threads", lambda allowed=allowed: allowed)
-        plain.place_parameters([np.zeros(e.size) for e in plain.parameter_entries], "a test")
+        place(plain, [np.zeros(e.size) for e in plain.parameter_entries])
     (message,) = caplog.messages
     assert "and 0 would be enough: JAX made its first array before mpishard.init()" in message
 

@@ -197,7 +197,7 @@ def test_a_rank_allocates_2m_plus_6_vectors_of_its_part(backend):
 
 
 @in_worlds(1, 2, 3)
-def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(backend, shared_path):
+def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(backend, shared_path, caplog):
     for method, hessp in (("L-BFGS", None), ("CG", None), ("Newton-CG", logistic_product)):
         arguments = {"method": method, "backend": backend, "hessp": hessp}
         whole = ms.minimize(logistic, START, (X, Y), **arguments)
@@ -214,6 +214,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(backend, shared_pa
         assert (rest.nit, rest.nfev, rest.fun) == (whole.nit, whole.nfev, whole.fun)
         done = ms.minimize(logistic, START, (X, Y), **arguments, checkpoint=folder, resume=True)
         assert (done.nit, done.message) == (rest.nit, rest.message)
+    assert "Objective" not in caplog.text
 
 
 @pytest.fixture
@@ -326,6 +327,9 @@ def test_jac_callback_and_integers_are_taken_as_scipy_takes_them(backend):
     assert (found.nit, found.status, len(seen)) == (3, 99, 3)
     assert seen[-1].tobytes() == found.x.tobytes()
     assert "status: 99" in repr(found)
+    whole = ms.minimize(rosen, [-1, 2], jac=rosen_der, backend=backend, callback=seen.append)
+    assert (whole.status, len(seen)) == (0, 3 + whole.nit)
+    assert seen[-1].tobytes() == whole.x.tobytes()
     single = ms.minimize(lambda t, x: (t @ t, 2 * t), [2.0], X, backend=backend)
     assert single.success
     with pytest.raises(AttributeError, match="the result has no 'hess_inv', but x, fun"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -307,7 +307,15 @@ def _write_checkpoint(source: TensorSource, directory: Path) -> None:
         raise CheckpointError(f"{source.path} holds no tensors")
     pieces: dict[str, list[tuple[Region, Any]]] = {}
     for kind, given in source.tensors.items():
-        _require_one_dtype(source.path, kind, given)
+        first: dict[str, str] = {}
+        for name, tensor in given.items():
+            first.setdefault(tensor.dtype.name, name)
+        if len(first) > 1:
+            named = ", ".join(f"{name!r} has {dtype}" for dtype, name in first.items())
+            raise CheckpointError(
+                f"{source.path}: {named}; the {kind} of a checkpoint have one dtype, as those of "
+                "a model"
+            )
         pieces[kind] = [
             (Region.whole(name, tensor.shape), replace(tensor, shape=(tensor.size,)))
             for name, tensor in given.items()
@@ -319,14 +327,3 @@ def _write_checkpoint(source: TensorSource, directory: Path) -> None:
     identity = directory.name.rsplit(".", 2)[1]
     manifest = assemble(identity, 1, entries, dtype, source.metadata, [file.record()])
     disk.write_file(directory / MANIFEST, [manifest.to_bytes()])
-
-
-def _require_one_dtype(path: Path, kind: str, tensors: Mapping[str, LazyTensor]) -> None:
-    first: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        first.setdefault(tensor.dtype.name, name)
-    if len(first) > 1:
-        named = ", ".join(f"{name!r} has {dtype}" for dtype, name in first.items())
-        raise CheckpointError(
-            f"{path}: {named}; the {kind} of a checkpoint have one dtype, as those of a model"
-        )

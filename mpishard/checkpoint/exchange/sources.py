@@ -138,31 +138,27 @@ def _file_source(file: Path, stack: ExitStack) -> TensorSource:
     words = opened.metadata() or {}
     tensors = {name: _tensor_of(opened, file, name) for name in opened.offset_keys()}
     if CHECKPOINT_HEADER in words:
-        return _former_checkpoint(file, tensors, words[CHECKPOINT_HEADER])
+        # A file that was a checkpoint: the names of its tensors say their kinds.
+        known = _json_object(file, CHECKPOINT_HEADER, words[CHECKPOINT_HEADER])
+        kinds, metadata, frozen = (known.get(key) for key in ("kinds", "metadata", "frozen"))
+        if not (
+            _is_names(kinds)
+            and _is_names(frozen)
+            and isinstance(metadata, dict)
+            and isinstance(metadata.get("user"), dict)
+        ):
+            raise CheckpointError(f"{file}: its header's {CHECKPOINT_HEADER!r} is malformed")
+        metadata = {**NOTHING_BESIDE, **unspelled(metadata)}
+        by_kind: dict[str, dict[str, LazyTensor]] = {PARAMETERS: {}, **{kind: {} for kind in kinds}}
+        for key, tensor in tensors.items():
+            kind = next((kind for kind in kinds if key.startswith(f"{kind}/")), PARAMETERS)
+            by_kind[kind][key if kind == PARAMETERS else key.removeprefix(f"{kind}/")] = tensor
+        return TensorSource(file, False, by_kind, metadata, frozenset(frozen))
     metadata = dict(NOTHING_BESIDE)
     if CHOICES_HEADER in words:
         choices = _json_object(file, CHOICES_HEADER, words[CHOICES_HEADER])
         metadata["model"] = {"choices": choices}
     return TensorSource(file, False, {PARAMETERS: tensors}, metadata)
-
-
-def _former_checkpoint(file: Path, tensors: Mapping[str, LazyTensor], words: str) -> TensorSource:
-    """Return the tensors of a file that was a checkpoint: their names say their kinds."""
-    known = _json_object(file, CHECKPOINT_HEADER, words)
-    kinds, metadata, frozen = (known.get(key) for key in ("kinds", "metadata", "frozen"))
-    if not (
-        _is_names(kinds)
-        and _is_names(frozen)
-        and isinstance(metadata, dict)
-        and isinstance(metadata.get("user"), dict)
-    ):
-        raise CheckpointError(f"{file}: its header's {CHECKPOINT_HEADER!r} is malformed")
-    metadata = {**NOTHING_BESIDE, **unspelled(metadata)}
-    by_kind: dict[str, dict[str, LazyTensor]] = {PARAMETERS: {}, **{kind: {} for kind in kinds}}
-    for key, tensor in tensors.items():
-        kind = next((kind for kind in kinds if key.startswith(f"{kind}/")), PARAMETERS)
-        by_kind[kind][key if kind == PARAMETERS else key.removeprefix(f"{kind}/")] = tensor
-    return TensorSource(file, False, by_kind, metadata, frozenset(frozen))
 
 
 def _is_names(value: Any) -> TypeGuard[list[str]]:

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -230,19 +229,19 @@ class CheckpointFolder:
             # What a save was replacing counts if that save was killed between its renames.
             if match is None or (match[2] and self.path_of(int(match[1])).exists()):
                 continue
-            found.append(self._entry(directory, int(match[1]), known))
+            sequence = 0
+            try:
+                status = (directory / MANIFEST).stat()
+                mark = status.st_ino, status.st_mtime_ns, status.st_size
+                # A manifest that has not changed since the last look is not read again.
+                manifest = self._manifests[mark] = known.get(mark) or Manifest.read(directory)
+                problem = "; ".join(manifest.torn_files(directory))
+                sequence = manifest.sequence
+                problem = problem or self._refused.get(sequence, "")
+            except (OSError, ValueError) as error:
+                problem = f"{MANIFEST}: {error}"
+            found.append(Entry(directory, int(match[1]), sequence, problem))
         return sorted(found, key=lambda e: (not e.problem, e.sequence, e.step), reverse=True)
-
-    def _entry(self, directory: Path, step: int, known: Mapping[_FileMark, Manifest]) -> Entry:
-        try:
-            status = (directory / MANIFEST).stat()
-            mark = status.st_ino, status.st_mtime_ns, status.st_size
-            manifest = self._manifests[mark] = known.get(mark) or Manifest.read(directory)
-            torn = "; ".join(manifest.torn_files(directory))
-        except (OSError, ValueError) as error:
-            return Entry(directory, step, 0, f"{MANIFEST}: {error}")
-        sequence = manifest.sequence
-        return Entry(directory, step, sequence, torn or self._refused.get(sequence, ""))
 
     def refuse(self, sequence: int, problem: str) -> None:
         """Stop counting the save ``sequence``: somebody has read all of it and found a problem."""

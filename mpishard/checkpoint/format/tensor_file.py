@@ -140,7 +140,26 @@ class TensorFile:
         for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
             self._entries.append(_Entry(key, tensor, start))
             start += tensor.nbytes
-        self._header = self._make_header(metadata)
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        for entry in self._entries:
+            try:
+                check_name(entry.key, "tensor")
+            except ValueError as error:
+                raise CheckpointError(str(error)) from None
+            code = _CODES.get(entry.tensor.dtype)
+            if code is None:
+                raise CheckpointError(
+                    f"{entry.key} has dtype {entry.tensor.dtype}, which no safetensors file holds; "
+                    f"it holds {', '.join(_DTYPES)}"
+                )
+            header[entry.key] = {
+                "dtype": code,
+                "shape": list(entry.tensor.shape),
+                "data_offsets": [entry.start, entry.start + entry.tensor.nbytes],
+            }
+        text = json.dumps(header).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+        self._header = len(text).to_bytes(8, "little") + text
         self.nbytes: int = len(self._header) + start
         """Length of the file."""
         self.checksums: list[int] = []
@@ -166,28 +185,6 @@ class TensorFile:
         with ChecksumThread(BLOCK_BYTES, 2 if is_lazy else 0) as thread:
             disk.write_file(file, thread.watch(self.parts(check)))
         self.checksums = thread.checksums
-
-    def _make_header(self, metadata: Mapping[str, str]) -> bytes:
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
-        for entry in self._entries:
-            try:
-                check_name(entry.key, "tensor")
-            except ValueError as error:
-                raise CheckpointError(str(error)) from None
-            code = _CODES.get(entry.tensor.dtype)
-            if code is None:
-                raise CheckpointError(
-                    f"{entry.key} has dtype {entry.tensor.dtype}, which no safetensors file holds; "
-                    f"it holds {', '.join(_DTYPES)}"
-                )
-            header[entry.key] = {
-                "dtype": code,
-                "shape": list(entry.tensor.shape),
-                "data_offsets": [entry.start, entry.start + entry.tensor.nbytes],
-            }
-        text = json.dumps(header).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-        return len(text).to_bytes(8, "little") + text
 
     def parts(self, check: Callable[[], None] | None = None) -> Iterator[memoryview]:
         """Yield the content, a few MiB at a time; call ``check`` before each part."""

@@ -163,7 +163,17 @@ def problems_in(
     for name, record in manifest.files.items():
         for low, high, reason in _read_through(directory / name, record, listed[name]):
             if reason:
-                tensors = tuple(_tensors_in(manifest, name, low, high))
+                tensors = tuple(
+                    f"{kind} of {tensor}"
+                    for kind, held in manifest.arrays.items()
+                    for tensor, pieces in held.pieces.items()
+                    if any(
+                        piece.file == name
+                        and piece.offset < high
+                        and low < piece.offset + piece.region.length * held.dtype.itemsize
+                        for piece in pieces
+                    )
+                )
                 problems.append(CheckpointProblem(name, tensors, reason))
             done += high - low
             if progress is not None:
@@ -205,20 +215,6 @@ def _read_through(
                 yield 0, 0, header_difference(np.memmap(file, np.uint8, "r"), tensors)
     finally:
         os.close(descriptor)
-
-
-def _tensors_in(manifest: Manifest, file: str, low: int, high: int) -> Iterator[str]:
-    """Yield the tensors that have elements among the bytes ``low`` to ``high`` of a file."""
-    for kind, record in manifest.arrays.items():
-        for name, pieces in record.pieces.items():
-            size = record.dtype.itemsize
-            if any(
-                piece.file == file
-                and piece.offset < high
-                and low < piece.offset + piece.region.length * size
-                for piece in pieces
-            ):
-                yield f"{kind} of {name}"
 
 
 def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:

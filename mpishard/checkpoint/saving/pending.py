@@ -40,12 +40,14 @@ __all__ = ["Content", "PendingSave", "require_room"]
 # Between two meetings of ranks that wait for a slow disk: far below the time after which a rank
 # that does not come to a collective counts as lost, and seldom enough to cost nothing.
 _MEET_SECONDS = 1.0
+# A disk that hangs must not keep a rank whose job ends for another reason.
 _ABANDON_SECONDS = 2.0
 _YIELD_SECONDS = 0.001
 _NO_ROOM = "there is not enough room"
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+# Numbers, because the ranks exchange their states as an array.
 class _State(IntEnum):
     WORKING = 0
     DONE = 1
@@ -227,12 +229,14 @@ class PendingSave:
             else:
                 self._state = _State.DONE
 
+        # A daemon: a process that ends by an error does not wait for the disk.
         thread = threading.Thread(target=run, name="mpishard-checkpoint", daemon=True)
         thread.start()
         return thread
 
     def _write(self) -> None:
         try:
+            # A rank without pieces writes no file, and needs to see no directory.
             if not (self._file.is_empty or self._directory.is_dir()):
                 raise CheckpointError(
                     f"the directory {self._directory}, which rank 0 made, is not there; a "
@@ -281,6 +285,7 @@ class PendingSave:
         yield from self._meet()
         # A gather, not an all-gather: records grow with the model, and rank 0 alone needs them.
         records = self._records = GatheredTexts(self._backend, self._record)
+        # Rank 0 works once more, to commit; the others only meet until it has.
         if self._rank == 0:
             self._state = _State.WORKING
         yield from self._meet()

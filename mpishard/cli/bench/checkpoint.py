@@ -144,6 +144,7 @@ class _Run:
         trained = (self._model, self._optimizer)
         self._timed("memory for copies", lambda: checkpoint.reserve(self._staging, *trained))
         for repeat in range(self._benchmark.repeats):
+            # The same bytes, and a new file each time, as a save makes one.
             self._timed("write + fsync", lambda: _write(plain, content))
             plain.unlink()
             path = self._folder / f"save{repeat}"

@@ -33,7 +33,7 @@ from mpishard.cli.bench.step import (
 )
 from mpishard.cli.bench.workload import CONTEXT, write_json
 from mpishard.cli.tables import show
-from mpishard.cli.wording import check_choice, parse_bytes, refuse
+from mpishard.cli.wording import check_choice, parse_bytes, refuse, refusing
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.errors import MPIUnavailableError
@@ -103,10 +103,8 @@ def collectives(
     chosen = collective or list(KINDS)
     for name in chosen:
         check_choice("bench", "--collective", name, KINDS)
-    try:
+    with refusing("bench", "--sizes: "):
         lengths = [parse_bytes(text) for text in sizes.split(",")]
-    except ValueError as error:
-        refuse("bench", f"--sizes: {error}")
     benchmark = CollectiveBenchmark(chosen, lengths, dtype, repeats, busy)
 
     def table(results: Sequence[CollectiveResult], size: int) -> Table:
@@ -182,7 +180,8 @@ def step(
     benchmark = StepBenchmark(
         model, *sizes, steps, warmup, unit_size, checks, memory, mixed, tokens
     )
-    _check_model(benchmark)
+    with refusing("bench"):  # sizes that do not fit each other
+        benchmark.build_model()
     _Job(context, ranks, world_size, json, plot).measure(
         "steps",
         lambda backend: [result for name in chosen for result in benchmark.run(backend, name)],
@@ -222,7 +221,8 @@ def speedup(
     if size == 1 or (not size and settings.launcher_variable() is None):
         refuse("bench", "speedup compares ranks that share a step with one alone: -n 2 starts two")
     benchmark = SpeedupBenchmark(width, layers, batch, micro_batches, steps, warmup)
-    _check_model(benchmark)
+    with refusing("bench"):  # sizes that do not fit each other
+        benchmark.build_model()
     _Job(context, ranks, world_size, json).measure(
         "speedup",
         lambda backend: benchmark.run(backend, chosen),
@@ -243,25 +243,14 @@ def checkpoint(
     world_size: ThreadsOption = 0,
 ) -> None:
     """Time saving, saving beside training, and loading, against plain writing and reading."""
-    try:
+    with refusing("bench", "--size: "):
         benchmark = CheckpointBenchmark(parse_bytes(size), repeats, folder)
-    except ValueError as error:
-        refuse("bench", f"--size: {error}")
-    try:
+    with refusing("bench", errors=(OSError,)):
         _Job(context, ranks, world_size, json).measure(
             "checkpoint",
             benchmark.run,
             lambda results, count: checkpoint_table(benchmark, results, count),
         )
-    except OSError as error:
-        refuse("bench", error)
-
-
-def _check_model(benchmark: StepBenchmark | SpeedupBenchmark) -> None:
-    try:
-        benchmark.build_model()
-    except ValueError as error:
-        refuse("bench", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,10 +301,8 @@ class _Job:
             if self.plot is not None:
                 plot_panels(self.plot, panels(results, backend.world_size))
 
-        try:
+        with refusing("bench", errors=(MPIUnavailableError,)):
             launch(body, world_size=self.world_size or None)
-        except MPIUnavailableError as error:
-            refuse("bench", error)
 
 
 def _given(context: typer.Context) -> list[str]:

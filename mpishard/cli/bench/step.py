@@ -145,6 +145,7 @@ class StepBenchmark:
             timings = {"": with_checks, " without checks": without}
         else:
             timings = {"": time_chain(step, self.steps)}
+        # The bytes of one step, apart from those that are timed.
         own.traffic.reset()
         step()
         sent = own.traffic.total_bytes

@@ -131,7 +131,9 @@ class JobEnd:
         if not self.called_init:
             return self._before_all()
         is_good = self.launcher_code in (0, settings.EXIT_PREEMPTED)
-        if self.survives and is_good and any(map(self._has_left, self.logs)):
+        # A survivor's last world, of one, writes nothing: it has left, and may be killed later.
+        lost = {process.rank for process in self.ended if (process.exit_code or 0) < 0}
+        if self.survives and is_good and any(map(self._has_left, self.logs.keys() - lost)):
             return Verdict(self.launcher_code, self._outlived())
         gone = self._gone()
         if gone is not None:
@@ -273,7 +275,15 @@ class JobEnd:
 
     def _blame(self, process: RankProcess) -> Verdict:
         code = process.exit_code or 0
-        how = f"{_how(code)}{self._where(process, code)}{self._others(process)}"
+        how = f"{_how(code)}{self._where(process, code)}"
+        if self.world_size > 1:
+            end = process.ended_at
+            failed = [other for other in self.ended if self.fails(other)]
+            alike = sorted(o.rank for o in failed if abs(o.ended_at - end) < _SAME_SECONDS)
+            if end and len(alike) > 1:
+                how += f"; {who(alike)} ended at the same time"
+            elif self.launcher_code:
+                how += "; the others were ended for it"
         return Verdict(
             128 - code if code < 0 else code or settings.EXIT_FAILURE,
             (f"{self._who(process)} {how}",),
@@ -283,16 +293,6 @@ class JobEnd:
         log = self.logs.get(process.rank)
         host = "" if log is None else f" on {log.host}"
         return f"rank {process.rank} (process {process.pid}{host})"
-
-    def _others(self, process: RankProcess) -> str:
-        if self.world_size == 1:
-            return ""
-        end = process.ended_at
-        failed = [other for other in self.ended if self.fails(other)]
-        alike = sorted(o.rank for o in failed if abs(o.ended_at - end) < _SAME_SECONDS)
-        if end and len(alike) > 1:
-            return f"; {who(alike)} ended at the same time"
-        return "; the others were ended for it" if self.launcher_code else ""
 
     def _where(self, process: RankProcess, code: int) -> str:
         log = self.logs.get(process.rank)

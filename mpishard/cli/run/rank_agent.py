@@ -94,7 +94,16 @@ class _Agent:
             _fail(f"rank {self.rank} cannot be started: {error}. Does `ulimit -u` allow as many "
                   "processes, with the threads of each, as the job needs?")  # fmt: skip
         if child == 0:
-            self._become_rank(agent, {*mask, signal.SIGUSR1})
+            try:
+                self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != agent:
+                    os._exit(1)
+                for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+                    signal.signal(number, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, signal.SIGUSR1})
+                os.execvp(self.program[0], self.program)  # noqa: S606
+            except OSError as error:
+                _fail(f"rank {self.rank}: {self.program[0]}: {error}")
         self._note("started", agent, child)
         status = self._wait(child, awaited)
         code = os.waitstatus_to_exitcode(status)
@@ -109,18 +118,6 @@ class _Agent:
         os.kill(agent, -code)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os._exit(128 - code)
-
-    def _become_rank(self, agent: int, mask: set[int]) -> NoReturn:
-        try:
-            self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != agent:
-                os._exit(1)
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
-                signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            os.execvp(self.program[0], self.program)  # noqa: S606
-        except OSError as error:
-            _fail(f"rank {self.rank}: {self.program[0]}: {error}")
 
     def _wait(self, child: int, awaited: set[int]) -> int:
         """The wait status of a rank that ended by itself; forward signals meanwhile."""

@@ -143,11 +143,10 @@ class Resizing:
             order = Order(int(connection.recv(_WORD_BYTES)), connection)
         except (OSError, ValueError):  # the command has ended, or it is none of ours
             return False
-        is_free = self.order is None and not is_ending
-        if is_free and order.ranks == self.ranks:
+        if self.order is None and not is_ending and order.ranks == self.ranks:
             order.answer(f"the job has {counted(self.ranks, 'rank')} already", 0)
             return False
-        refusal = self._refusal(order, logs) if is_free else self._why_not_now()
+        refusal = self._refusal(order, logs, is_ending)
         if refusal:
             order.answer(refusal, 2)
             return False
@@ -183,16 +182,15 @@ class Resizing:
             self.order.answer(text, code)
         self.order, self.before = None, 0
 
-    def _why_not_now(self) -> str:
-        if self.order is None:
+    def _refusal(self, order: Order, logs: Mapping[int, RankLogs], is_ending: bool) -> str:
+        """Return the reason to refuse ``order``; "" if there is none."""
+        if self.order is not None:
+            return (
+                f"the job is changing from {counted(self.before or self.ranks, 'rank')} to "
+                f"{self.order.ranks}: give the next order when that is done"
+            )
+        if is_ending:
             return "the job has been ordered to end"
-        now = self.before or self.ranks
-        return (
-            f"the job is changing from {counted(now, 'rank')} to {self.order.ranks}: give the next "
-            "order when that is done"
-        )
-
-    def _refusal(self, order: Order, logs: Mapping[int, RankLogs]) -> str:
         ranks, has = order.ranks, f"the job has {self.ranks}"
         if not self.least <= ranks <= self.most:
             return (

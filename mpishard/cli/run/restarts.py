@@ -97,21 +97,24 @@ class Restarts:
         pause = 0.0
         for number in count(1):
             if self.resizing is not None:
+                # Before a failure no host is missing that could answer again.
                 slots = sum(host.slots for host in self.hosts) if failures else 0
                 most = min(self.max_ranks or self.ranks, slots)
                 self.resizing.ranks, self.resizing.wanted = ranks, max(ranks, most)
             outcome = self.start(number - 1, ranks, hosts)
-            lines = outcome.verdict.lines
+            lines, code = outcome.verdict.lines, outcome.verdict.code
             if (change := self._change(outcome)) is not None:
                 ranks, lost, text = change
                 hosts = [host for host in self.hosts if host.name not in lost][:ranks]
                 self._say_all([*lines[:-1], text])
                 continue
-            if not self._is_failure(outcome):
+            # A script that argparse refuses ends with the code of wrong usage, before init.
+            is_usage = code == _USAGE and not outcome.called_init
+            if self.received or code in _NO_FAILURES or is_usage:
                 self._say_all(lines)
-                if failures and not outcome.verdict.code:
+                if failures and not code:
                     self.say(f"the job ended well after {counted(len(failures), 'restart')}")
-                return outcome.verdict.code
+                return code
             failures.append(outcome)
             failed_first = failed_first or number
             if len(failures) > self.most:
@@ -129,6 +132,7 @@ class Restarts:
                 self.say(f"{outcome.cause}; no restart: {self._too_few(lost, ranks)}")
                 break
             hosts = hosts[:ranks]
+            # A start that lasted shows that the fault is not in the start: pauses begin anew.
             is_first = not pause or outcome.seconds >= _SOON_SECONDS
             pause = _FIRST_PAUSE_SECONDS if is_first else min(2 * pause, _LONGEST_PAUSE_SECONDS)
             place = f" on {', '.join(h.name for h in hosts)} without {_names(lost)}" if lost else ""
@@ -165,12 +169,6 @@ class Restarts:
         has_changed = before and not code
         resizing.end(f"{'' if has_changed else 'no change: '}{outcome.cause}", int(not has_changed))
         return None
-
-    def _is_failure(self, outcome: Outcome) -> bool:
-        code = outcome.verdict.code
-        if self.received or code in _NO_FAILURES:
-            return False
-        return code != _USAGE or outcome.called_init
 
     def _too_few(self, lost: Sequence[str], ranks: int) -> str:
         room = (

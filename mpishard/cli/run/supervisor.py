@@ -156,6 +156,7 @@ class Supervisor:
     def _run(self, environment: dict[str, str], folder: Path, to_remove: Sequence[Path]) -> Outcome:
         self._processes = processes = RankProcesses(folder, self.world_size)
         self._handle_signals()
+        # Its input ends with this process, also if that is killed: then it ends the job.
         janitor = subprocess.Popen(
             ["/bin/sh", "-c", _JANITOR, "sh", *map(str, to_remove)],
             stdin=subprocess.PIPE,
@@ -179,10 +180,11 @@ class Supervisor:
             self._watch(job, processes)
         code = job.wait()
         self._job = None
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the time to save has ended with the job
         processes.wait_for_all()
         for process in processes.running:  # else they write to the files of the next start
             process.send(signal.SIGKILL)
+        # A launcher that was killed from here ends with that signal's code, and not with the job's.
         if self._has_ended_launcher:
             code = next((process.exit_code for process in processes.ended if process.exit_code), 0)
         seconds = time.monotonic() - started

@@ -25,7 +25,7 @@ from mpishard.cli.verify.job import (
 )
 from mpishard.cli.verify.reference import RULES
 from mpishard.cli.verify.script import verify_script
-from mpishard.cli.wording import check_choice, counted, refuse
+from mpishard.cli.wording import check_choice, counted, refuse, refusing
 from mpishard.errors import MPIUnavailableError
 from mpishard.pipeline import SCHEDULE_NAMES
 
@@ -137,11 +137,10 @@ def verify(
         pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
         sequence_parallel or None, recompute, data_parallel_strategy,
     )  # fmt: skip
-    try:
+    with refusing("verify", errors=(UsageError,)):
         mesh = MeshChoice.of(strategy, ranks, dict(zip(MESH_FLAGS, given, strict=True)))
-    except UsageError as error:
-        refuse("verify", error)
     is_mpi = _can_start_mpi(backend)
+    # The reference and the ranks are processes of their own: settings and results are files.
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(
             Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
@@ -200,6 +199,7 @@ def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
         comparison = Comparison.read(job.folder, name)
         where = f"{job.strategy}{job.mesh.describe(name)} on {whom}"
         if comparison is None:
+            # Ranks that left no result have failed, also those whose script ended with code 0.
             code = code or 1
             break
         are_equal &= _show(job, where, comparison, tolerance)

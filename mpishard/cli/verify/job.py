@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 _SETTINGS = "job.json"
+# In files, for all ranks' gradients of their own samples: of large models in fewer steps.
 _GRADIENT_BYTES = 256 * 2**20
 _MICRO_BATCHES = 4
 
@@ -340,6 +341,7 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # As an import does: dataclasses and pickle look a class's module up by its name.
     sys.modules[_MODULE_NAME] = module
     spec.loader.exec_module(module)
     return module

@@ -90,6 +90,7 @@ def textbook_direction(
         before = state.get("m", 0)
         mean("m", gradient, _BETA2)
         return np.sign(_BETA1 * before + (1 - _BETA1) * gradient) + _DECAY * theta
+    # Adam, AdamW and LAMB begin alike, with moments that are corrected for their start at 0.
     m = mean("m", gradient, _BETA1) / (1 - _BETA1**number)
     v = mean("v", gradient**2, _BETA2) / (1 - _BETA2**number)
     direction = m / (np.sqrt(v) + _EPSILON)
@@ -156,6 +157,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     under_way: list[Array] = []
     for step in range(job.steps):
         shares = [job.read_share(problem, step, rank)[:2] for rank in range(job.data_size)]
+        # By these a factory is found that gives the ranks other data.
         inputs.append([checksum(*share, dtype=job.precision and "float32") for share in shares])
         if step < job.gradient_steps(theta):
             gradients.append([_gradient(problem, step, *share)[1] for share in shares])
@@ -173,6 +175,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
                 job.optimizer, theta, under_way.pop(0), state, step + 1 - job.delay, parts
             )
             theta = (theta - trained * (job.learning_rate * direction)).astype(theta.dtype)
+        # A copy, because a model may keep the array and change it.
         model.set_parameters(theta.copy())
         parameters.append(theta)
         losses.append(loss)

@@ -118,11 +118,22 @@ class Curves:
         if self._figures is None:
             steps = {name: np.array(column) for name, column in self._steps.items()}
             tests = {name: np.array(column) for name, column in self._tests.items()}
+            # Weight per second, over windows of steps.
+            is_known = np.isfinite(steps["time"]) & np.isfinite(steps["weight"])
+            step, seconds, weight = (steps[name][is_known] for name in ("step", "time", "weight"))
+            width = max(1, len(step) // _WINDOWS)
+            throughput = []
+            for start in range(0, len(step) - width, width):
+                end = start + width
+                passed = seconds[end] - seconds[start]
+                if passed > 0:
+                    amount = weight[start + 1 : end + 1].sum()
+                    throughput.append([float(step[end]), float(amount / passed)])
             self._figures = {
                 "last": self._last,
                 "loss": _curve(steps["step"], steps["loss"]),
                 "validation": _curve(tests["step"], tests["validation_loss"]),
-                "throughput": _throughput(steps),
+                "throughput": throughput,
                 "memory": _curve(steps["time"], steps["memory"]),
             }
         return self._figures
@@ -160,8 +171,10 @@ class RunState:
         records = [] if ended else records_in(folder / CALLS)
         if not ended and not records:
             records = records_at(pages_beside(self._curves.path))
-        records = _newest_worlds(records)
+        # A process has a record for each of its worlds; the last one says what it does now.
+        records = [log.newest for log in RankLogs.of_job(records).values()]
         alive = [r for r in records if r.is_alive and not r.has_left]
+        has_stalled = any(_kind(record) in {"waits", "gone", "stopped"} for record in records)
         if alive:
             self._measure(alive)
         return {
@@ -172,7 +185,7 @@ class RunState:
             "age": None if modified is None else max(0.0, time.time() - modified),
             "ended": ended,
             "is_running": bool(alive),
-            "verdict": _stall(records),
+            "verdict": verdict(records, time.time()) if has_stalled else "",
             "ranks": ended["ranks"] if ended else self._ranks(records),
             "processes": _thinned(np.array(self._memory, np.float64).reshape(-1, 2)),
             **self._curves.figures(),
@@ -223,20 +236,6 @@ def _kind(record: RankRecord) -> str:
     return "waits" if record.waited > _STALLED_SECONDS else "runs"
 
 
-def _stall(records: Sequence[RankRecord]) -> str:
-    """Why the ranks wait, if one of them has waited for long, or is gone."""
-    kinds = {_kind(record) for record in records}
-    if not kinds & {"waits", "gone", "stopped"}:
-        return ""
-    return verdict(records, time.time())
-
-
-def _newest_worlds(records: Sequence[RankRecord]) -> list[RankRecord]:
-    """Return one record for each process: that of the world that it used last."""
-    logs = RankLogs.of_job(records)
-    return [log.newest for log in logs.values()]
-
-
 def _read_ended(path: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -257,18 +256,3 @@ def _thinned(points: Array) -> list[list[float]]:
         points = np.array([(bucket[-1, 0], bucket[:, 1].mean()) for bucket in buckets])
     thinned: list[list[float]] = points.tolist()
     return thinned
-
-
-def _throughput(steps: dict[str, Array]) -> list[list[float]]:
-    """Weight per second over windows of steps, by step."""
-    is_known = np.isfinite(steps["time"]) & np.isfinite(steps["weight"])
-    step, seconds, weight = (steps[name][is_known] for name in ("step", "time", "weight"))
-    width = max(1, len(step) // _WINDOWS)
-    points = []
-    for start in range(0, len(step) - width, width):
-        end = start + width
-        passed = seconds[end] - seconds[start]
-        if passed > 0:
-            amount = weight[start + 1 : end + 1].sum()
-            points.append([float(step[end]), float(amount / passed)])
-    return points

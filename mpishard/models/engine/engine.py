@@ -115,6 +115,7 @@ class Engine:
         self.backend = parameters.backend
         self.world = config.communication_backend
         self._config = config
+        # The first one is kept: `lend_gradients` returns to it.
         self._make_gradients = self._first_gradients = make_gradients
         self.gradients_user: str | None = None  # the class of an optimizer with a store of its own
         self.state_layout = state_layout
@@ -246,6 +247,7 @@ class Engine:
             On every rank, if the loss or the gradient is not finite.
         """
         self.layout.device.use()  # of the thread that calls
+        # A gradient that was found before the step is none of the parameters after it.
         self.computed = None
         # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
         inputs, targets = self.program.check_pair(x, y, self.loss)
@@ -323,6 +325,7 @@ class Engine:
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
         counted = self.gradients.owned(self.pieces.counted)
         if self.leaves is None:
+            # In one message: a small all-reduce costs its latency, whatever it holds.
             message = [round_.loss, round_.weight, squared_norm(counted)]
             total, total_weight, squared = round_.totals(message, loss, settings, step)
         else:
@@ -333,6 +336,7 @@ class Engine:
         # The weight is a sum over all ranks, so that every rank raises this or none.
         if total_weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
+        # Gradients are sums over samples; the norm that is reported and clipped is the mean's.
         norm = math.sqrt(squared) / total_weight
         report = StepReport(self.mean(total, total_weight), total_weight, norm)
         try:
@@ -400,6 +404,7 @@ class Engine:
         if not math.isfinite(norm):
             self.round.refuse_nonfinite("the given gradient is not finite", self.step_number + 1)
         pieces = [placement.part(gradient, p.start, p.stop) for p in self.pieces.updated]
+        # It is the gradient of a mean already: with a weight of 1 the rule does not divide it.
         self._change(rule, pieces, StepReport(math.nan, 1.0, norm))
         self._publish()
         self._end_round()
@@ -418,6 +423,8 @@ class Engine:
         """Let ``rule`` update; a step's observer may look at what it updates before and after."""
         owned = self.parameters.owned(self.pieces.updated), gradients
         stage = self._stage
+        # An offloaded state is updated in host memory: gradients are copied there, and the new
+        # parameters back.
         with nullcontext(owned) if stage is None else stage.staged(*owned) as (own, reduced):
             given = zip(self.pieces.updated, own, reduced, strict=True)
             updates = [Update(*arrays) for arrays in given]
@@ -493,6 +500,7 @@ class Engine:
         gradients.begin(
             is_first=is_first, is_last=is_last,
             defer=self.round.defers or self.micro_batches > 1,
+            # Other stores are for a caller's gradient, which is never sent from here.
             compresses=gradients is self.gradients and self._config.enable_gradient_compression,
         )  # fmt: skip
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
@@ -552,6 +560,7 @@ class Engine:
 
     def changed(self) -> None:
         """Note a change of the parameters, and tell the program."""
+        # Keepers of a gathered copy compare this number before they use it again.
         self.version += 1
         self.parameters.changed()
         self.program.changed(self.parameters)

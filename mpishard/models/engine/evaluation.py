@@ -28,6 +28,7 @@ def local_gradient(
     # Sharded parameters are gathered, so that every rank must pass its batch at the same time.
     everywhere = engine.policy.shards_parameters
     replica.require_one_batch("compute_gradients", x, y, everywhere=everywhere)
+    # Never the last pass of a round, so that nothing is reduced.
     with engine.leaving_no_unit():
         total, weight = engine.run_pass(
             inputs, targets, sink, is_first=True, is_last=False, loss=loss,

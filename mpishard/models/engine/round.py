@@ -146,6 +146,7 @@ class Round:
         """
         backend = self._backend
         mark = zlib.crc32(repr(settings).encode()) % _SETTINGS
+        # Half a pass more tells a rank inside accumulate() from one that ends its round.
         own = np.array([self.passes + 0.5 * self.accumulates, mark])
         wished = () if self.wishes is None else self.wishes.own
         sums = backend.all_reduce(np.array([*own, *(own * own), *wished, *message]))

@@ -203,6 +203,7 @@ class LayeredProgram(Program):
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         activations, loss, of_loss = saved
+        # The caller's list must not keep what each layer's backward frees.
         saved.clear()
         dy = self.entering(loss.backward(of_loss))
         del of_loss

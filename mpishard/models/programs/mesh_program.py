@@ -117,6 +117,7 @@ class MeshProgram(LayeredProgram):
         """Times at which each operation of the last training pass waited and computed."""
 
     def _executor(self, micro_batches: int) -> PipelineExecutor:
+        # Kept by number of micro-batches: each has the plan of its own schedule.
         if micro_batches not in self._executors:
             dtype = BFLOAT16 if self._mixed else self.dtype
             self._executors[micro_batches] = PipelineExecutor(
@@ -203,25 +204,20 @@ class MeshProgram(LayeredProgram):
         """
         key = stage, sample_shape, whole_sequence
         if key not in self._boundaries:
-            self._boundaries[key] = self._find_boundary(*key)
+            layers = self._model.layers
+            first = self.choices.stages[stage][0] if stage < self.stage_count else len(layers)
+            shape = sample_shape
+            for layer in layers[:first]:
+                shape = layer.output_shape(shape)
+            ranks, rank = self.mesh.tensor_size, self.mesh.tensor_rank
+            if self.choices.sequence_parallel and not whole_sequence and 0 < first < len(layers):
+                # Between layers each tensor rank has its slice of the sequence; the chain's input
+                # and output are whole.
+                shape = (ShardLayout(shape[0], ranks).size(rank), *shape[1:])
+            if self._splits_output and first == len(layers):
+                shape = (*shape[:-1], ShardLayout(shape[-1], ranks).size(rank))
+            self._boundaries[key] = shape
         return self._boundaries[key]
-
-    def _find_boundary(
-        self, stage: int, sample_shape: tuple[int, ...], whole_sequence: bool
-    ) -> tuple[int, ...]:
-        layers = self._model.layers
-        first = self.choices.stages[stage][0] if stage < self.stage_count else len(layers)
-        shape = sample_shape
-        for layer in layers[:first]:
-            shape = layer.output_shape(shape)
-        ranks = self.mesh.tensor_size
-        if self.choices.sequence_parallel and not whole_sequence and 0 < first < len(layers):
-            # Between layers each tensor rank has its slice of the sequence; input and output are
-            # whole.
-            shape = (ShardLayout(shape[0], ranks).size(self.mesh.tensor_rank), *shape[1:])
-        if self._splits_output and first == len(layers):
-            shape = (*shape[:-1], ShardLayout(shape[-1], ranks).size(self.mesh.tensor_rank))
-        return shape
 
     # ------------------------------------------------------------------------------- computing
 

@@ -195,6 +195,7 @@ class ReplicatedGradients(GradientStore):
 
     def _await_stale(self) -> None:
         """Wait for the reductions of before an error, which may still read these buffers."""
+        # Each is forgotten only after its wait: if that raises, the next pass waits once more.
         while self._stale:
             self._stale[0].wait()
             del self._stale[0]
@@ -325,6 +326,7 @@ class NodeGradients(ScatteredGradients):
         return _Reduction(carrier.reduce_into(result, part), full[mine], result)
 
     def finish(self) -> None:
+        # Not waited for here: nobody writes to the gradient before the next pass asks for a target.
         self._reading = self._carrier.fence()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:

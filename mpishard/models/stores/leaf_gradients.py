@@ -75,8 +75,16 @@ class LeafGradients(GradientStore):
         self._inner.settle()
         own = self._inner.own_sums()
         total, carry = own, self._done
+        # A binary counter of leaves: two sums of as many leaves become one, as in the tree of
+        # reductions, and the last lands in the arrays of `inner`.
         while carry & 1:
-            total = self._combine(self._waiting.pop(), total, own)
+            left = self._waiting.pop()
+            out, spare = (own, left) if self._is_last else (left, total)
+            for first, second, result in zip(left, total, out, strict=True):
+                self._reducer.reduce([first, second], ReductionOperation.SUM, out=result)
+            if spare is not own:
+                self._free.append(spare)
+            total = out
             carry >>= 1
         self._done += 1
         if not self._is_last:
@@ -84,15 +92,6 @@ class LeafGradients(GradientStore):
         elif self._gathers:
             assert isinstance(self._inner, ScatteredGradients)
             self._inner.spread()
-
-    def _combine(self, left: list[Array], right: list[Array], own: list[Array]) -> list[Array]:
-        """Add two sums of as many leaves into the first, at last into the arrays of ``inner``."""
-        out, spare = (own, left) if self._is_last else (left, right)
-        for first, second, result in zip(left, right, out, strict=True):
-            self._reducer.reduce([first, second], ReductionOperation.SUM, out=result)
-        if spare is not own:
-            self._free.append(spare)
-        return out
 
     def _kept(self, own: list[Array]) -> list[Array]:
         """A copy of what the next pass overwrites."""

@@ -17,7 +17,7 @@ from mpishard.models.stores.gradient_store import (
     GradientStore,
     ReplicatedGradients,
 )
-from mpishard.models.stores.parameter_store import ParameterStore
+from mpishard.models.stores.parameter_store import ParameterStore, UnitBuffers
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, ShardingConfiguration, Unit
@@ -64,8 +64,7 @@ def say_what_is_ignored(config: ShardingConfiguration, device: Device) -> None:
 class OffloadedParameters(ParameterStore):
     """Parameters in host memory; each unit is copied to the GPU while it is used.
 
-    Kept units have GPU buffers of their own, all others share those that are free. Rajbhandari et
-    al., "ZeRO-Infinity", SC 2021, section 5.1.
+    Rajbhandari et al., "ZeRO-Infinity", SC 2021, section 5.1.
 
     Parameters
     ----------
@@ -81,11 +80,8 @@ class OffloadedParameters(ParameterStore):
         self.once_per_node = inner.once_per_node
         self.in_flight = inner.in_flight
         self._inner = inner
-        self._kept_buffers: dict[int, Array] = {}
-        self._free: list[Array] = []
+        self._pool = UnitBuffers(layout)
         self._buffers: dict[int, Array] = {}
-        passing = [unit.length for unit in layout.units if unit.index not in layout.kept]
-        self._slot_length = max(passing, default=0)
 
     def fill(self, unit: Unit, full: Array | None) -> None:
         self._inner.fill(unit, full)
@@ -101,7 +97,7 @@ class OffloadedParameters(ParameterStore):
         buffer = self._buffers.get(unit.index)
         if buffer is None:
             host = self._inner.unshard(unit)
-            buffer = self._take_buffer(unit)
+            buffer = self._pool.take(unit)
             copy_into(buffer[: unit.length], host)
             synchronize(buffer)  # the host's buffer is the next unit's
             self._inner.reshard(unit)
@@ -110,12 +106,13 @@ class OffloadedParameters(ParameterStore):
 
     def reshard(self, unit: Unit) -> None:
         buffer = self._buffers.pop(unit.index, None)
-        if buffer is not None and unit.index not in self.layout.kept:
-            self._free.append(buffer)
+        if buffer is not None:
+            self._pool.give(unit.index, buffer)
         self._inner.reshard(unit)  # which may be on its way, and was never used
 
     def abandon(self) -> None:
-        self._free += [b for i, b in self._buffers.items() if i not in self.layout.kept]
+        for index, buffer in self._buffers.items():
+            self._pool.give(index, buffer)
         self._buffers.clear()
         self._inner.abandon()
 
@@ -124,16 +121,6 @@ class OffloadedParameters(ParameterStore):
 
     def publish(self, pieces: Sequence[Piece]) -> None:
         self._inner.publish(pieces)
-
-    def _take_buffer(self, unit: Unit) -> Array:
-        allocate = self.layout.allocate
-        if unit.index in self.layout.kept:
-            if unit.index not in self._kept_buffers:
-                self._kept_buffers[unit.index] = allocate(MemoryCategory.GATHERED, unit.length)
-            return self._kept_buffers[unit.index]
-        if self._free:
-            return self._free.pop()
-        return allocate(MemoryCategory.GATHERED, self._slot_length)
 
 
 class OffloadedGradients(GradientStore):
@@ -179,6 +166,7 @@ class OffloadedGradients(GradientStore):
 
     def reduce(self, unit: Unit) -> None:
         full = self.gradient(unit)
+        # Only the host's store knows whether earlier passes of the round have added to it.
         host, is_empty = self._inner.target(unit)
         if is_empty:
             copy_into(host, full)
@@ -251,6 +239,7 @@ class UpdateStage:
         if all(is_device_array(array) == self._is_on_gpu for array in arrays):
             return arrays
         length = sum(int(array.size) for array in arrays)
+        # Kept from step to step, because pinned memory takes long to allocate.
         if name not in self._buffers:
             self._buffers[name] = self.layout.allocate(MemoryCategory.SCRATCH, length)
         buffer, start, brought = self._buffers[name], 0, []

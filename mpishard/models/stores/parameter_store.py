@@ -14,7 +14,13 @@ from mpishard.models.stores.store_layout import StoreLayout, aligned
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
 
-__all__ = ["NodeParameters", "ParameterStore", "ReplicatedParameters", "ShardedParameters"]
+__all__ = [
+    "NodeParameters",
+    "ParameterStore",
+    "ReplicatedParameters",
+    "ShardedParameters",
+    "UnitBuffers",
+]
 
 
 class ParameterStore(ABC):
@@ -166,7 +172,16 @@ class NodeParameters(ParameterStore):
     def __init__(self, layout: StoreLayout, vector: Array) -> None:
         super().__init__(layout)
         self.held = layout.pieces()
-        layout.book(MemoryCategory.PARAMETERS, vector, self._share_of_memory())
+        # The ledger's share: this rank's pieces, and an equal part of those of other nodes. So the
+        # shares of a node's ranks add up to all parameters.
+        here = sum(
+            ShardLayout(unit.length, self.backend.world_size).size(rank)
+            for unit in layout.units
+            for rank in self.backend.peers
+        )
+        elsewhere = ShardLayout(layout.length - here, len(self.backend.peers))
+        share = sum(p.length for p in self.held) + elsewhere.size(self.backend.local_rank)
+        layout.book(MemoryCategory.PARAMETERS, vector, share)
         self._vector = vector
         self._shifts: list[int] = []
         position = 0
@@ -174,19 +189,6 @@ class NodeParameters(ParameterStore):
             self._shifts.append(position - unit.start)
             position += aligned(unit.length, layout.dtype)
         self._full = [_read_only(self._view(u, u.start, u.stop)) for u in layout.units]
-
-    def _share_of_memory(self) -> int:
-        """Elements of the node's vector that are this rank's: its own, and of other nodes' a part.
-
-        The shares of a node's ranks add up to all parameters.
-        """
-        here = sum(
-            ShardLayout(unit.length, self.backend.world_size).size(rank)
-            for unit in self.layout.units
-            for rank in self.backend.peers
-        )
-        elsewhere = ShardLayout(self.layout.length - here, len(self.backend.peers))
-        return sum(p.length for p in self.held) + elsewhere.size(self.backend.local_rank)
 
     @staticmethod
     def length_for(layout: StoreLayout) -> int:
@@ -233,6 +235,48 @@ class NodeParameters(ParameterStore):
         return self._vector[start + shift : stop + shift]
 
 
+class UnitBuffers:
+    """Buffers for whole units: each kept unit has its own, all others share those that are free.
+
+    Parameters
+    ----------
+    layout : StoreLayout
+        Units, and where memory is booked.
+
+    Attributes
+    ----------
+    shared_length : int
+        Length of a shared buffer: that of the largest unit that passes, so that any unit fits any.
+    kept : dict of int to Array
+        Buffers of kept units, by index; made when they are first taken.
+    free : list of Array
+        Shared buffers that no unit uses now.
+    """
+
+    def __init__(self, layout: StoreLayout) -> None:
+        self._layout = layout
+        passing = [unit.length for unit in layout.units if unit.index not in layout.kept]
+        self.shared_length = max(passing, default=0)
+        self.kept: dict[int, Array] = {}
+        self.free: list[Array] = []
+
+    def take(self, unit: Unit) -> Array:
+        """A buffer for ``unit``, as long as it or longer, until `give`."""
+        allocate = self._layout.allocate
+        if unit.index in self._layout.kept:
+            if unit.index not in self.kept:
+                self.kept[unit.index] = allocate(MemoryCategory.GATHERED, unit.length)
+            return self.kept[unit.index]
+        if self.free:
+            return self.free.pop()
+        return allocate(MemoryCategory.GATHERED, self.shared_length)
+
+    def give(self, index: int, buffer: Array) -> None:
+        """Let the buffer of a unit be used again; a kept unit's waits for its next use."""
+        if index not in self._layout.kept:
+            self.free.append(buffer)
+
+
 class ShardedParameters(ParameterStore):
     """Every rank holds its pieces; a unit is gathered into a pooled buffer while it is used.
 
@@ -247,33 +291,26 @@ class ShardedParameters(ParameterStore):
     def __init__(self, layout: StoreLayout) -> None:
         super().__init__(layout)
         self.held = layout.pieces()
-        self.kept = layout.kept
         self._shard = layout.allocate(MemoryCategory.PARAMETERS, sum(p.length for p in self.held))
-        # All slots are as long as the largest unit that passes through, so that any unit fits any.
-        passing = [unit.length for unit in self.layout.units if unit.index not in self.kept]
-        self._slot_length = max(passing, default=0)
-        self._free: list[Array] = []
-        self._kept_buffers: dict[int, Array] = {}
+        self._pool = pool = UnitBuffers(layout)
         self._buffers: dict[int, Array] = {}
-        self._stale: list[tuple[Work, Array | None]] = []
-        self._allocate_arena()
-
-    def _allocate_arena(self) -> None:
-        """Buffers for gathered units, if a node's ranks can share them."""
-        layout = self.layout
-        lengths = {index: layout.units[index].length for index in sorted(self.kept)}
-        slots = [self._slot_length] * (self._SLOTS if self._slot_length else 0)
+        # After an error: gathers that nobody waits for, and the buffers that they write to.
+        self._stale: list[tuple[Work, int, Array]] = []
+        # Buffers for gathered units, if a node's ranks can share them.
+        lengths = {index: layout.units[index].length for index in sorted(layout.kept)}
+        slots = [pool.shared_length] * (self._SLOTS if pool.shared_length else 0)
         total = sum(aligned(n, layout.dtype) for n in [*lengths.values(), *slots])
         shared = layout.allocate_shared(total)
         if shared is None:
             return
+        # Each rank of the node books an equal part, so that their sum is what the node holds.
         layout.book(MemoryCategory.GATHERED, shared, total // len(self.backend.peers))
         position = 0
         for index, length in lengths.items():
-            self._kept_buffers[index] = shared[position : position + length]
+            pool.kept[index] = shared[position : position + length]
             position += aligned(length, layout.dtype)
         for length in slots:
-            self._free.append(shared[position : position + length])
+            pool.free.append(shared[position : position + length])
             position += aligned(length, layout.dtype)
 
     @property
@@ -301,6 +338,7 @@ class ShardedParameters(ParameterStore):
         work = self.in_flight.pop(unit.index, None)
         if work is not None:
             work.wait()
+        # Read-only: a rank may change its own pieces, and a write to the copy would be lost.
         return _read_only(self._buffers[unit.index][: unit.length])
 
     def reshard(self, unit: Unit) -> None:
@@ -308,19 +346,17 @@ class ShardedParameters(ParameterStore):
         work = self.in_flight.pop(unit.index, None)
         if work is not None:
             work.wait()
-        # A kept unit's buffer is its own, and waits for the next step.
-        if buffer is not None and unit.index not in self.kept:
-            self._free.append(buffer)
+        if buffer is not None:
+            self._pool.give(unit.index, buffer)
 
     def abandon(self) -> None:
         # A gather under way may still write to its buffer: the next one waits for it.
         for index, buffer in self._buffers.items():
             work = self.in_flight.get(index)
-            passing = None if index in self.kept else buffer
             if work is not None:
-                self._stale.append((work, passing))
-            elif passing is not None:
-                self._free.append(passing)
+                self._stale.append((work, index, buffer))
+            else:
+                self._pool.give(index, buffer)
         self.in_flight.clear()
         self._buffers.clear()
 
@@ -339,20 +375,11 @@ class ShardedParameters(ParameterStore):
 
     def _take_buffer(self, unit: Unit) -> Array:
         while self._stale:
-            work, passing = self._stale[0]
+            work, index, buffer = self._stale[0]
             work.wait()
             del self._stale[0]
-            if passing is not None:
-                self._free.append(passing)
-        if unit.index in self.kept:
-            buffer = self._kept_buffers.get(unit.index)
-            if buffer is None:
-                buffer = self.layout.allocate(MemoryCategory.GATHERED, unit.length)
-                self._kept_buffers[unit.index] = buffer
-            return buffer
-        if self._free:
-            return self._free.pop()
-        return self.layout.allocate(MemoryCategory.GATHERED, self._slot_length)
+            self._pool.give(index, buffer)
+        return self._pool.take(unit)
 
 
 def _read_only(array: Array) -> Array:

@@ -39,6 +39,7 @@ class ShardedGradients(GradientStore):
         this rank's alone, made when first needed.
     """
 
+    # One for the unit that backward adds to, one for the unit whose reduction is under way.
     SLOTS = 2
 
     def __init__(self, layout: StoreLayout, slots: Sequence[Arena] = ()) -> None:
@@ -132,6 +133,7 @@ class ShardedGradients(GradientStore):
                 compressed = compression.take()
             encode(full, compressed.mine[: unit.length])
             carrier = compressed
+            # The rounded copy travels, so that the next unit can use the full buffer at once.
             if slot is not None:
                 self._free.append(slot)
                 slot = None
@@ -176,6 +178,7 @@ class ShardedGradients(GradientStore):
         return self.shard[piece.start + shift : piece.stop + shift]
 
     def _finish_oldest(self) -> None:
+        # Removed after its wait: if that raises, `abandon` must know of it.
         scatter = self.in_flight[0]
         scatter.work.wait()
         self.in_flight.popleft()

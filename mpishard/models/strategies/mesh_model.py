@@ -76,9 +76,9 @@ class MeshModel(ShardedModelBase):
 
     def _on_before_initialize_sharding(self) -> None:
         is_layered = isinstance(self._wrapped_model, ILayeredModel)
+        pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
         if self._config.precision is not None:
             require_bfloat16(self._wrapped_model)  # before the ranks exchange anything
-            pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
             if pipeline * tensor > 1 and not is_layered:
                 raise NotImplementedError(
                     f'precision="bfloat16": {type(self._wrapped_model).__name__} is computed whole '
@@ -106,7 +106,13 @@ class MeshModel(ShardedModelBase):
             )
         if not self._config.auto_sync_gradients:
             raise ValueError(ALONE_ON_A_MESH)
-        self._check_replica_size()
+        size = self._config.replica_size
+        if size is not None and not size == pipeline * tensor > 1:
+            raise NotImplementedError(
+                f"replica_size={size}: the replicas of a mesh lie along its data axis, each of "
+                f"pipeline {pipeline} x tensor {tensor} = {pipeline * tensor} ranks. Give "
+                "replica_size that number, 2 or more; or use ddp, zero1, zero2 or fsdp"
+            )
         require_free(self._wrapped_model)
         self._require_same_choices()
         self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._options.order)
@@ -166,16 +172,6 @@ class MeshModel(ShardedModelBase):
     def _recomputes(self) -> bool:
         config = self._options.checkpoint_config
         return config is not None and config.strategy is not RecomputeStrategy.NONE
-
-    def _check_replica_size(self) -> None:
-        size = self._config.replica_size
-        pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
-        if size is not None and not size == pipeline * tensor > 1:
-            raise NotImplementedError(
-                f"replica_size={size}: the replicas of a mesh lie along its data axis, each of "
-                f"pipeline {pipeline} x tensor {tensor} = {pipeline * tensor} ranks. Give "
-                "replica_size that number, 2 or more; or use ddp, zero1, zero2 or fsdp"
-            )
 
     def _program(self) -> Program:
         program = self._whole_program()
@@ -331,33 +327,27 @@ class MeshModel(ShardedModelBase):
                 "ParametersReplicated": not self.is_compute_partitioned,
             }
         if self._tells_of_pipeline:
-            metadata.properties |= self._pipeline_metadata()
+            strategy = self._options.partition_strategy
+            by = f"LoadBalanced by {'FLOPs' if strategy is None else 'given costs'}"
+            if isinstance(strategy, IPipelinePartitionStrategy):
+                by = type(strategy).__name__
+            metadata.properties |= {
+                "StageId": self.mesh.pipeline_rank,
+                "NumStages": self.mesh.pipeline_size,
+                "MicroBatchCount": self._options.micro_batch_count,
+                "Schedule": self._options.schedule.name if self.is_compute_partitioned else None,
+                "VirtualStagesPerRank": self._options.schedule.virtual_stages_per_rank,
+                "EstimatedBubbleFraction": self.estimated_bubble_fraction,
+                "ActivationCheckpointing": self._recomputes,
+                "PartitionStrategy": by,
+                "SupportsDecomposedBackward": self.is_compute_partitioned,
+            }
         if self._tells_of_tensor_axis:
-            metadata.properties |= self._tensor_metadata()
+            style = "ColumnThenRow" if self.is_compute_partitioned else "FlatVector"
+            if self._options.sequence_parallel:
+                style += "+Sequence"
+            metadata.properties |= {
+                "PartitioningStyle": style,
+                "PartitionLog": list(self.partition_log),
+            }
         return metadata
-
-    def _pipeline_metadata(self) -> dict[str, Any]:
-        strategy = self._options.partition_strategy
-        return {
-            "StageId": self.mesh.pipeline_rank,
-            "NumStages": self.mesh.pipeline_size,
-            "MicroBatchCount": self._options.micro_batch_count,
-            "Schedule": self._options.schedule.name if self.is_compute_partitioned else None,
-            "VirtualStagesPerRank": self._options.schedule.virtual_stages_per_rank,
-            "EstimatedBubbleFraction": self.estimated_bubble_fraction,
-            "ActivationCheckpointing": self._recomputes,
-            "PartitionStrategy": (
-                type(strategy).__name__
-                if isinstance(strategy, IPipelinePartitionStrategy)
-                else "LoadBalanced by FLOPs"
-                if strategy is None
-                else "LoadBalanced by given costs"
-            ),
-            "SupportsDecomposedBackward": self.is_compute_partitioned,
-        }
-
-    def _tensor_metadata(self) -> dict[str, Any]:
-        style = "ColumnThenRow" if self.is_compute_partitioned else "FlatVector"
-        if self._options.sequence_parallel:
-            style += "+Sequence"
-        return {"PartitioningStyle": style, "PartitionLog": list(self.partition_log)}

@@ -131,6 +131,7 @@ class ShardedModelBase(IShardedModel):
         program = self._program()
         check_leaves_of(program, self._config)
         take_ownership(self._wrapped_model, self)
+        # Before the first message whose length depends on the model.
         require_same_on_all_ranks(program, self.strategy, self._config)
         self._engine: Engine | None = self._build_engine(program)
         say_what_is_ignored(self._config, program.device)

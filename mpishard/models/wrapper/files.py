@@ -153,10 +153,8 @@ class ModelFiles:
             with together(self.engine.world):  # a user's code may fail on one rank alone
                 self.plain.deserialize(base64.b64decode(metadata["own"]))
         self.engine.read()
-        self._compare_numerics(metadata.get(NUMERICS))
-
-    def _compare_numerics(self, before: Any) -> None:
-        """Warn if a run with gradient leaves will not go on with the same bits here."""
+        # A run with gradient leaves promises the same bits: say so if it cannot keep that here.
+        before = metadata.get(NUMERICS)
         leaves = self.engine.leaves
         if not isinstance(before, Mapping) or self.engine.world.rank != 0:
             return

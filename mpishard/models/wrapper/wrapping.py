@@ -182,6 +182,7 @@ def take_ownership(model: Any, wrapper: IShardedModel) -> None:
         Naming the rank that has wrapped it.
     """
     thing = _owned_object(model)
+    # By identity, because a user's model may define its own equality, or have no hash.
     with _owners_lock:
         _require_unowned(thing)
         _owners[id(thing)] = wrapper
@@ -320,8 +321,10 @@ def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
     if not policy.shards_state:
         # Every rank updates all of them: each needs its own.
         return ReplicatedParameters(layout)
+    # A copy on each of several nodes would not be sharded: there, nodes share gathered units alone.
     if policy.shards_parameters and layout.backend.node_count > 1:
         return ShardedParameters(layout)
+    # On one node the parameters stand once, for all of its ranks, and nothing is gathered.
     vector = layout.allocate_shared(NodeParameters.length_for(layout))
     if vector is not None:
         return NodeParameters(layout, vector)
@@ -348,6 +351,7 @@ def make_gradient_store(
         return ShardedGradients(layout, slots or ())
     slots = layout.allocate_slots(ReplicatedGradients.length_for(layout), 1)
     slot = slots[0] if slots else None
+    # Every rank updates everything, and reads each sum where its owner has made it.
     if slot is not None and not policy.shards_state and layout.backend.node_count == 1:
         return NodeGradients(layout, slot)
     if policy.shards_state or in_leaves:  # leaves: only the sum of all goes to every rank

@@ -112,7 +112,22 @@ class ComputationNode:
         values: dict[ComputationNode, Array] = {}
         for node in order:
             if node.op == "input":
-                values[node] = _fed(node, feeds, order)
+                value = feeds.get(node, feeds.get(node.name))
+                if value is None:
+                    names = [given.name for given in order if given.op == "input"]
+                    raise ValueError(
+                        f"nothing was fed to the input {node.name!r}; the graph needs {names}"
+                    )
+                array = np.asarray(value)
+                if len(array.shape) != len(node.shape) or any(
+                    size not in (None, given)
+                    for size, given in zip(node.shape, array.shape, strict=True)
+                ):
+                    raise ValueError(
+                        f"the input {node.name!r} has shape {node.shape} (None: any size), got "
+                        f"{array.shape}"
+                    )
+                values[node] = array
             else:
                 values[node] = _computed(node, [values[given] for given in node.inputs])
             for given in node.inputs:
@@ -120,21 +135,6 @@ class ComputationNode:
                 if not users[given]:
                     del values[given]  # large, and nobody needs it any more
         return values[self]
-
-
-def _fed(node: ComputationNode, feeds: Mapping[Any, Any], order: list[ComputationNode]) -> Array:
-    value = feeds.get(node, feeds.get(node.name))
-    if value is None:
-        names = [given.name for given in order if given.op == "input"]
-        raise ValueError(f"nothing was fed to the input {node.name!r}; the graph needs {names}")
-    array = np.asarray(value)
-    if len(array.shape) != len(node.shape) or any(
-        size not in (None, given) for size, given in zip(node.shape, array.shape, strict=True)
-    ):
-        raise ValueError(
-            f"the input {node.name!r} has shape {node.shape} (None: any size), got {array.shape}"
-        )
-    return array
 
 
 def _computed(node: ComputationNode, values: list[Array]) -> Array:
@@ -202,6 +202,7 @@ def trace_chain(
         for entry in table.entries
     }
     constants = {name: of_entry[table[name].name] for name, _ in chain.walk_parameters()}
+    # Layers compute in the dtype of the parameters, whatever is fed.
     if not chain.takes_integers:
         x = _apply("cast", x, dtype=vector.dtype.name)
     return _trace(chain, constants, x, input_shape)

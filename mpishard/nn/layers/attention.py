@@ -113,7 +113,15 @@ class Attention(Layer):
         if context.cache is None:
             logsum_BGQT1 = self._attend(x, q_BGQTK, k_BGSK, v_BGSK, y_BGQTK)
             return y, (x, y, logsum_BGQT1) if context.training else None
-        self._check_cache(context)
+        if not self.causal:
+            raise ValueError(
+                f"{context.path}: attention that is not causal cannot read a sequence bit by bit, "
+                "for earlier positions see later ones; compute the whole sequence, without a cache"
+            )
+        if context.training:
+            raise ValueError(
+                f"{context.path}: a cache is for prediction; pass Context(training=False)"
+            )
         # Sequences of different lengths have no common S: each row is a batch of its own.
         for b, (k_1GSK, v_1GSK) in enumerate(context.cache.extend(context.path, k_BGSK, v_BGSK)):
             row = slice(b, b + 1)
@@ -318,17 +326,6 @@ class Attention(Layer):
         xp = array_namespace(x)
         rows = self._block_sizes(x, cached)[2] if self.causal else 0
         return xp.triu(xp.full((rows, rows), -xp.inf, dtype=wide_dtype(x)), k=1)
-
-    def _check_cache(self, context: Context) -> None:
-        if not self.causal:
-            raise ValueError(
-                f"{context.path}: attention that is not causal cannot read a sequence bit by bit, "
-                "for earlier positions see later ones; compute the whole sequence, without a cache"
-            )
-        if context.training:
-            raise ValueError(
-                f"{context.path}: a cache is for prediction; pass Context(training=False)"
-            )
 
 
 class CausalAttention(Attention):

@@ -111,22 +111,19 @@ class Linear(Layer):
         if dw_OI is not None:
             product(dy_NO.T, x_NI, dw_OI)
         else:
-            _add_product(g["weight"], dy_NO, x_NI)
+            # Block by block, so that the product is added while it is in the cache.
+            dw_OI = g["weight"]
+            xp = array_namespace(dw_OI)
+            outputs, inputs = dw_OI.shape
+            rows = min(outputs, max(_MINIMUM_BLOCK_ROWS, chunk_length(dw_OI) // inputs))
+            scratch = xp.empty((rows, inputs), dtype=dw_OI.dtype)
+            for start in range(0, outputs, rows):
+                block = slice(start, min(start + rows, outputs))
+                part = scratch[: block.stop - start]
+                product(dy_NO[:, block].T, x_NI, part)
+                dw_OI[block] += part
         if self.bias:
             add_column_sums(g["bias"], dy_NO)
-
-
-def _add_product(dw_OI: Array, dy_NO: Array, x_NI: Array) -> None:
-    """Add dy^T x, block by block, so that the product is added while it is in the cache."""
-    xp = array_namespace(dw_OI)
-    outputs, inputs = dw_OI.shape
-    rows = min(outputs, max(_MINIMUM_BLOCK_ROWS, chunk_length(dw_OI) // inputs))
-    scratch = xp.empty((rows, inputs), dtype=dw_OI.dtype)
-    for start in range(0, outputs, rows):
-        block = slice(start, min(start + rows, outputs))
-        part = scratch[: block.stop - start]
-        product(dy_NO[:, block].T, x_NI, part)
-        dw_OI[block] += part
 
 
 class FeatureLinear(Linear):

@@ -206,6 +206,8 @@ def gpt_chain(
     if as_number("initial_std", initial_std) <= 0:
         raise ValueError(f"initial_std must be positive, got {initial_std}")
     usual = normal(initial_std)
+    # Each of 2 L branches adds to one sum: they start smaller by the root of their number, as in
+    # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
     ends_branch = normal(initial_std / math.sqrt(2 * layers)) if layers else usual
     chain: dict[str, Layer] = {
         "embedding": Embedding(vocabulary_size, width, usual),
@@ -228,6 +230,7 @@ def _attention(
     width: int, heads: int, kv_heads: int, usual: Initializer, ends_branch: Initializer
 ) -> dict[str, Layer]:
     keys_and_values = 2 * kv_heads * (width // heads)
+    # No bias in qkv: softmax cannot see that of the keys, whose gradient would be rounding noise.
     return {
         "norm": LayerNorm(width),
         "qkv": Linear(width, width + keys_and_values, bias=False, initializer=usual),

@@ -155,6 +155,7 @@ def refuse_early(
                 f"batch_size {data.batch_size} is smaller than the number of ranks, {data_size}, "
                 "that bring data of their own: each needs a share of a batch"
             )
+        # A folder that cannot be saved to is refused now, and not after the first thousand steps.
         if data.checkpoint is not None and backend.rank == 0:
             folder_of(data).target(0)
     # Every rank learns all lengths, because a local data set's order depends on all of them.

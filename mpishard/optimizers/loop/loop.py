@@ -189,7 +189,15 @@ class TrainingRun:
             with nullcontext() if self.checkpoints is None else self.checkpoints.running():
                 while self.step < self.total and not ends:
                     ends = self._one_step(following)
-            self._evaluate_end()
+            self.optimizer.settle()
+            # Once more, if the run ends between two evaluations.
+            partial = self._finish_epoch()
+            history = self.result.validation_history
+            if self.data.x_validation is None:
+                if partial is not None:
+                    self._weigh(partial)
+            elif not history or history[-1][0] != self.step:
+                self._weigh(self._validate())
             self.result.iterations = self.step
             self.result.stopped_early = ends and self.step < self.total
             if self.result.stopped_early:
@@ -326,18 +334,6 @@ class TrainingRun:
 
     # --------------------------------------------------------------------------------------- end
 
-    def _evaluate_end(self) -> None:
-        """Evaluate once more if the run ends between two evaluations."""
-        self.optimizer.settle()
-        partial = self._finish_epoch()
-        if self.data.x_validation is None:
-            if partial is not None:
-                self._weigh(partial)
-            return
-        history = self.result.validation_history
-        if not history or history[-1][0] != self.step:
-            self._weigh(self._validate())
-
     def _conclude(self) -> None:
         """Put the best solution back, and measure it. Collective."""
         data, result, stopping = self.data, self.result, self.stopping
@@ -359,21 +355,26 @@ class TrainingRun:
                 result.validation_result = self.latest[1]
         if data.x_test is not None:
             result.test_result = self._evaluate("test", at_end=True)
-        result.fit_detection_result = self._detect_fit(solution_step)
-        _describe_features(self.model, result)
-
-    def _detect_fit(self, solution_step: int) -> FitDetectionResult | None:
-        if self.result.validation_result is None:
-            return None
-        epochs = max(1, -(-solution_step // self.sampler.batches_per_epoch))
-        history = self.result.fitness_history[:epochs]
-        assert self.result.training_result is not None
-        training_loss = self.result.training_result.stats.get("loss")
-        if training_loss is None:
-            training_loss = history[-1] if history else float("nan")
-        return FitDetectionResult.detect(
-            training_loss, self.result.validation_result.stats["loss"], history
-        )
+        if result.validation_result is not None:
+            epochs = max(1, -(-solution_step // self.sampler.batches_per_epoch))
+            history = result.fitness_history[:epochs]
+            training_loss = result.training_result.stats.get("loss")
+            if training_loss is None:
+                training_loss = history[-1] if history else float("nan")
+            result.fit_detection_result = FitDetectionResult.detect(
+                training_loss, result.validation_result.stats["loss"], history
+            )
+        plain = self.model.wrapped_model
+        if not isinstance(plain, IFeatureAware) or (
+            type(plain).get_active_feature_indices is IFeatureAware.get_active_feature_indices
+        ):
+            return  # the model does not know which features it uses
+        indices = sorted(int(index) for index in plain.get_active_feature_indices())
+        result.selected_feature_indices = indices
+        if isinstance(plain, LinearModel):
+            result.selected_features = [plain.feature_names[index] for index in indices]
+            with self.model.unsharded() as whole:
+                result.best_intercept = whole.intercept
 
     def _evaluate(self, part: str, *, at_end: bool = False) -> DatasetResult:
         """Measure the model on one of the data sets. Collective."""
@@ -442,21 +443,3 @@ def _by_data_rank(model: ShardedModelBase, given: Sequence[int], name: str) -> l
                 f"{length}. Choose what a rank brings by the model's data_rank, not by rank"
             )
     return [found[data][1] for data in range(model.data_size)]
-
-
-def _describe_features(model: ShardedModelBase, result: OptimizationResult) -> None:
-    """Write into ``result`` the features that a model uses, if it knows them. Collective.
-
-    For a linear model also their names and the intercept; it is gathered once for that.
-    """
-    plain = model.wrapped_model
-    if not isinstance(plain, IFeatureAware) or (
-        type(plain).get_active_feature_indices is IFeatureAware.get_active_feature_indices
-    ):
-        return
-    indices = sorted(int(index) for index in plain.get_active_feature_indices())
-    result.selected_feature_indices = indices
-    if isinstance(plain, LinearModel):
-        result.selected_features = [plain.feature_names[index] for index in indices]
-        with model.unsharded() as whole:
-            result.best_intercept = whole.intercept

@@ -161,6 +161,7 @@ class RunCheckpoints:
                     error.add_note(str(failure))
                 raise
             except BaseException:
+                # An error of this rank alone: the others will not meet it at the end of the save.
                 if self._pending is not None:
                     self._pending.abandon()
                 raise
@@ -218,6 +219,7 @@ class RunCheckpoints:
         CheckpointError
             On all ranks, if any of them could not write this one or the previous one.
         """
+        # One at a time: the last save may still be under way, and has the memory for copies.
         self.finish()
         self._step = step
         self._pending = begin_save(

@@ -123,19 +123,15 @@ class UserState:
             mine = states[self._backend.rank if len(states) > 1 else 0]
             for name, part in self._parts.items():
                 if isinstance(part, np.random.Generator):
-                    _restore_generator(part, mine[name], f"{path}: the user_state {name!r}")
+                    try:
+                        part.bit_generator.state = _with_arrays(mine[name])
+                    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+                        raise CheckpointError(
+                            f"{path}: the user_state {name!r} is no state of a "
+                            f"{type(part.bit_generator).__name__}: {type(error).__name__}: {error}"
+                        ) from error
                 else:
                     part.load_state_dict(mine[name])
-
-
-def _restore_generator(generator: np.random.Generator, state: Any, name: str) -> None:
-    try:
-        generator.bit_generator.state = _with_arrays(state)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{name} is no state of a {type(generator.bit_generator).__name__}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _without_arrays(state: Any) -> Any:

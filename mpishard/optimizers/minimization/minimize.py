@@ -106,7 +106,7 @@ def minimize(
     Returns
     -------
     OptimizeResult
-        The fields of SciPy's, the same on every rank.
+        The fields of SciPy's but for ``hess_inv``, the same on every rank.
 
     Raises
     ------
@@ -133,8 +133,8 @@ def minimize(
     theta = _checked_theta(theta0)
     args = _checked_args(args, local_data=local_data)
     rule, limits = _checked_rule(method, options)
-    box = _checked_bounds(bounds, theta, rule)
-    function = _checked_functions(fun, jac, hessp, rule)
+    box = _checked_bounds(bounds, theta, rule, method)
+    function = _checked_functions(fun, jac, hessp, method)
     if isinstance(rule, NewtonCG):
         rule.has_products = hessp is not None
         rule.epsilon = float(np.finfo(theta.dtype).eps)
@@ -191,6 +191,8 @@ class _Run:
         self.model = ZeRO2Model(self.objective, config)
         self.optimizer = ZeRO2Optimizer(self.rule, config)
         state = self.optimizer.checkpoint_view(self.model)
+        # Of a function there is nothing else to save, so nobody need be told.
+        self.model.engine.has_said_what_is_not_saved = True
         own = RunCheckpoints(saving, backend) if saving.checkpoint is not None else None
         found = checkpoint_to_resume(saving, backend, None if own is None else own.folder)
         if found is not None:
@@ -209,7 +211,8 @@ class _Run:
                 report = self.optimizer.step_report(self.model, samples, None)
                 before = report.loss if before is None else before
                 status, message = self._reason(before)
-                if status < 0 and self.callback is not None and self._asks_to_stop():
+                moved = "stuck" not in self.numbers
+                if moved and self.callback is not None and self._asks_to_stop():
                     # SciPy's code for it.
                     status, message = 99, "the callback raised StopIteration"
                 if own is None:
@@ -224,7 +227,15 @@ class _Run:
     def _reason(self, before: float | None) -> tuple[int, str]:
         """Return status and message if the run ends here, otherwise (-1, ""). Collective."""
         numbers, limits = self.numbers, self.limits
-        value, largest = numbers["value"], self._largest_of_gradient()
+        vectors = self.optimizer.state
+        base, gradient = vectors["base"], vectors["base_gradient"]
+        xp = array_namespace(gradient)
+        if self.rule.is_bounded:
+            # A gradient that points out of the box is 0 there: nothing can be gained along it.
+            gradient = base - xp.clip(base - gradient, vectors["lower"], vectors["upper"])
+        own = np.array([float(abs(gradient).max()) if gradient.size else 0.0])
+        largest = float(self.backend.all_reduce(own, ReductionOperation.MAX)[0])
+        value = numbers["value"]
         if largest <= limits["gtol"]:
             return 0, f"the largest element of the gradient, {largest:.3g}, is at most gtol"
         if "stuck" in numbers:
@@ -238,17 +249,6 @@ class _Run:
         if numbers["evaluations"] >= limits["maxfun"]:
             return 1, f"maxfun, {limits['maxfun']} evaluations, is reached"
         return -1, ""
-
-    def _largest_of_gradient(self) -> float:
-        """Return the largest element of the projected gradient. Collective."""
-        vectors = self.optimizer.state
-        base, gradient = vectors["base"], vectors["base_gradient"]
-        xp = array_namespace(gradient)
-        if self.rule.is_bounded:
-            # A gradient that points out of the box is 0 there: nothing can be gained along it.
-            gradient = base - xp.clip(base - gradient, vectors["lower"], vectors["upper"])
-        largest = float(abs(gradient).max()) if gradient.size else 0.0
-        return float(self.backend.all_reduce(np.array([largest]), ReductionOperation.MAX)[0])
 
     def _asks_to_stop(self) -> bool:
         """Call the callback; return whether it ends the run on any rank. Collective."""
@@ -346,13 +346,14 @@ def _checked_rule(
     return kind(**settings), limits
 
 
-def _checked_bounds(bounds: Any, theta: Array, rule: SearchRule) -> tuple[Array, Array] | None:
+def _checked_bounds(
+    bounds: Any, theta: Array, rule: SearchRule, method: str
+) -> tuple[Array, Array] | None:
     """Return lower and upper bounds, and move theta into the box."""
     if bounds is None:
         return None
     if not isinstance(rule, LBFGS):
-        kind = type(rule).__name__
-        raise ValueError(f"bounds need method 'L-BFGS'; {kind} has none")  # noqa: TRY004
+        raise ValueError(f"bounds need method 'L-BFGS', got {method!r}")  # noqa: TRY004
     if hasattr(bounds, "lb"):
         pair = bounds.lb, bounds.ub
     else:
@@ -376,13 +377,13 @@ def _checked_bounds(bounds: Any, theta: Array, rule: SearchRule) -> tuple[Array,
 
 
 def _checked_functions(
-    fun: Any, jac: Any, hessp: Any, rule: SearchRule
+    fun: Any, jac: Any, hessp: Any, method: str
 ) -> Callable[..., tuple[float, Array]]:
     for name, function in (("fun", fun), ("hessp", hessp)):
         if not callable(function) and not (name == "hessp" and function is None):
             raise TypeError(f"{name} must be a function, got {function!r}")
-    if hessp is not None and not isinstance(rule, NewtonCG):
-        raise ValueError(f"hessp needs method 'Newton-CG'; {type(rule).__name__} does not use it")
+    if hessp is not None and _RULES[method.lower()] is not NewtonCG:
+        raise ValueError(f"hessp needs method 'Newton-CG', got {method!r}")
     if jac is True:
         return fun  # type: ignore[no-any-return]
     if not callable(jac):

@@ -92,7 +92,13 @@ class PlainTraining:
         else:
             gradients = model.compute_gradients(x, y)
         parameters = model.get_parameters()
-        gradients = _converted(gradients, parameters.dtype)
+        array_namespace(gradients)  # refuses values of no array library
+        if not np.can_cast(gradients.dtype, parameters.dtype, "same_kind"):
+            raise TypeError(
+                f"gradients of parameters of {parameters.dtype} cannot be {gradients.dtype}"
+            )
+        with np.errstate(over="ignore"):  # it becomes infinite, which is refused
+            gradients = gradients.astype(parameters.dtype, copy=False)
         are_finite = bool(array_namespace(gradients).isfinite(gradients).all())
         if not are_finite or (loss is not None and not math.isfinite(loss)):
             raise NonFiniteLossError(
@@ -224,12 +230,3 @@ def _end_to_end(arrays: Sequence[Array]) -> Array:
     for array in arrays:
         require_plain(array)
     return array_namespace(arrays[0]).concatenate([array.reshape(-1) for array in arrays])
-
-
-def _converted(gradients: Array, dtype: np.dtype[Any]) -> Array:
-    """Return a model's gradient in the dtype of its parameters."""
-    array_namespace(gradients)
-    if not np.can_cast(gradients.dtype, dtype, "same_kind"):
-        raise TypeError(f"gradients of parameters of {dtype} cannot be {gradients.dtype}")
-    with np.errstate(over="ignore"):  # it becomes infinite, which is refused
-        return gradients.astype(dtype, copy=False)

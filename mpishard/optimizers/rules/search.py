@@ -130,11 +130,6 @@ class SearchRule(Optimizer):
         # To the search an infinite loss is a step too long: it goes back.
         self._judge(ranges, context, math.inf, math.nan)
 
-    def restore(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
-        """Move the parameters back to the base point, and end the update."""
-        context.numbers.update(pending=False, search=None)
-        self._place(ranges, 0.0)
-
     def _judge(
         self, ranges: Sequence[OwnedRange], context: UpdateContext, value: float, slope: float
     ) -> None:
@@ -154,7 +149,8 @@ class SearchRule(Optimizer):
 
     def give_up(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
         """Go back, and begin again along the gradient; if that was tried, say that it is stuck."""
-        self.restore(ranges, context)
+        context.numbers.update(pending=False, search=None)
+        self._place(ranges, 0.0)
         # A bad direction may come of old curvature; the gradient alone depends on none.
         if self.forget(context.numbers):
             self.begin(ranges, context)
@@ -204,17 +200,19 @@ class SearchRule(Optimizer):
             if self.is_bounded:  # for rounding
                 xp.clip(p, owned.state["lower"], owned.state["upper"], out=p)
 
-    def _slope(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> tuple[float, float]:
+    def _slope(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> list[float]:
         """Return the slope along the direction, and the square of its length. Collective."""
-        slope, square = self._sums(
-            ranges, context, ["base_gradient", "direction"],
-            lambda views: [
-                _dot(views["base_gradient"], views["direction"]),
-                _dot(views["direction"], views["direction"]),
-            ],
-            width=2,
+        pairs = ("base_gradient", "direction"), ("direction", "direction")
+        return self._dots(ranges, context, *pairs)
+
+    def _dots(
+        self, ranges: Sequence[OwnedRange], context: UpdateContext, *pairs: tuple[str, str]
+    ) -> list[float]:
+        """Return the dot products of pairs of vectors of the state. Collective."""
+        return self._sums(
+            ranges, context, [name for pair in pairs for name in pair],
+            lambda views: [_dot(views[a], views[b]) for a, b in pairs], len(pairs),
         )  # fmt: skip
-        return slope, square
 
     def _sums(
         self,
@@ -246,8 +244,7 @@ class SearchRule(Optimizer):
 
 def _dot(a: Array, b: Array) -> float:
     """Return the dot product in float64."""
-    wide = np.float64
-    return float(a.astype(wide, copy=False) @ b.astype(wide, copy=False))
+    return float(a.astype(np.float64, copy=False) @ b.astype(np.float64, copy=False))
 
 
 def _blocks(
@@ -502,11 +499,7 @@ class NewtonCG(SearchRule):
         self._ask_for_product(ranges, context)
 
     def _ask_for_product(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
-        own, probe = self._sums(
-            ranges, context, ["base", "probe"],
-            lambda views: [_dot(views[name], views[name]) for name in ("base", "probe")],
-            width=2,
-        )  # fmt: skip
+        own, probe = self._dots(ranges, context, ("base", "base"), ("probe", "probe"))
         inner = context.numbers["inner"]
         inner["probe"], inner["distance"] = probe, 1.0
         if not self.has_products and probe > 0:
@@ -548,12 +541,7 @@ class NewtonCG(SearchRule):
             for views in _blocks(owned, names, 0, len(owned.parameters)):
                 views["direction"][...] += alpha * views["probe"]
                 views["residual"][...] += alpha * product(views)
-        (square,) = self._sums(
-            ranges,
-            context,
-            ["residual"],
-            lambda views: [_dot(views["residual"], views["residual"])],
-        )
+        (square,) = self._dots(ranges, context, ("residual", "residual"))
         beta, inner["square"] = square / inner["square"], square
         inner["has_direction"] = True
         if math.sqrt(square) <= inner["enough"] or inner["count"] >= self.max_products:

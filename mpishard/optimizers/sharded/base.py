@@ -156,6 +156,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     def _forget_model(self) -> None:
         state, self._state = self._state, None
         self._last_gradient = None
+        # The model's gradients go back to the store that its strategy chose.
         if state is not None and state.keeps_gradients:
             state.model.engine.lend_gradients(None)
 
@@ -200,6 +201,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             self._require_model_of_this_kind(model)
             model.engine.program.check_pair(x, y, model.engine.loss)
         state = self._bound(model)
+        # A step that fails has overwritten the gradient of the one before it.
         self._last_gradient = None
         report = self._run_step(state, x, y, sample_start)
         if report.gradient_norm is not None:
@@ -514,6 +516,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             return
         own = {"settings": self._rule.fingerprint(), "optimizer_steps": 0}
         document = {"model": None, "optimizer": own, "user": {}}
+        # A manifest names a dtype even if there is no parameter: any will do.
         check_path("the path of a checkpoint", path)
         write_checkpoint(path, self.backend, (), np.dtype(np.float64), {}, document)
 
@@ -632,10 +635,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             with together(self.backend):
                 self._frozen_of(model)
                 self._rule.fingerprint()  # asks a user's attributes for their names
-            common = (ValueError,)
+            common = (ValueError,)  # of rules that differ between the ranks
             self.bind(model)
             common = (Exception,)
             run = TrainingRun(self, model, data, lengths)
+            # In a run a user's code may raise any error on one rank alone; these are the engine's.
             common = (NonFiniteLossError, NoSampleError, ShardingError)
             return run.run()
         except CommunicationError:  # the parameters cannot be gathered any more

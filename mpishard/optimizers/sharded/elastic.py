@@ -108,13 +108,12 @@ class ElasticOptimizer(ShardedOptimizerBase):
 
     def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
         """As every optimizer's; warns on rank 0 if there is no folder to go on from. Collective."""
-        result_of = super().optimize
         if getattr(input_data, "checkpoint", "") is None and self.rank == 0:
             _log.warning(
                 "%s without checkpoint=FOLDER: if the number of ranks changes, training begins "
                 "anew", type(self).__name__,
             )  # fmt: skip
-        return result_of(input_data)
+        return super().optimize(input_data)
 
     def _refusals(self) -> Mapping[str, str]:
         return {

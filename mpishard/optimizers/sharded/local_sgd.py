@@ -98,8 +98,7 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         overlap: int = 0,
     ) -> None:
         super().__init__(wrapped_optimizer, config)
-        is_on_mesh = strategy == "hybrid"
-        self.model_class = HybridShardedModel if is_on_mesh else data_model_class(strategy)
+        self.model_class = data_model_class(strategy, hybrid=HybridShardedModel)
         self._config = by_node(self._config)
         if strategy != "ddp" and self._config.replica_size is None:
             raise ValueError(
@@ -121,7 +120,7 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
                 f"overlap must be from 0 to synchronization_period // fragments, {longest}, "
                 f"so that one exchange ends before the next begins; got {overlap}"
             )
-        if is_on_mesh and (fragments != 1 or exchange == "int8"):
+        if strategy == "hybrid" and (fragments != 1 or exchange == "int8"):
             raise ValueError(
                 'strategy="hybrid" allows fragments=1 and no exchange="int8": what several ranks '
                 "of a replica hold alike would be exchanged at other steps, or rounded otherwise"

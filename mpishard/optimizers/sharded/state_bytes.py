@@ -198,6 +198,7 @@ def gather_state(
     for name, vector in state.items():
         host = to_host(vector)
         own = [host[p.in_shard] for p in pieces]
+        # A rank without pieces sends an empty array, which needs the dtype too.
         together = backend.all_gather(np.concatenate([host[:0], *own]))
         full = {entry.name: np.empty(entry.shape, together.dtype) for entry in entries}
         position = 0
@@ -212,6 +213,7 @@ def _gather_regions(
     backend: CommunicationBackend, mine: Sequence[Region], entries: Sequence[ParameterEntry]
 ) -> list[Region]:
     """Return every rank's regions, by rank, on every rank. Collective."""
+    # All as numbers in one array; the parameter's dims tell how long the box of a region is.
     numbers = {entry.name: number for number, entry in enumerate(entries)}
     rows = [
         [numbers[region.name], region.start, region.stop, *itertools.chain(*region.box)]

@@ -45,17 +45,18 @@ _DATA_STRATEGIES: dict[str, type[ShardedModelBase]] = {
 }  # fmt: skip
 
 
-def data_model_class(strategy: str) -> type[ShardedModelBase]:
-    """Return the model of a strategy whose ranks all compute other samples.
+def data_model_class(strategy: str, **others: type[ShardedModelBase]) -> type[ShardedModelBase]:
+    """Return the model of a strategy whose ranks all compute other samples, or of ``others``.
 
     Raises
     ------
     ValueError
         For another strategy.
     """
-    if strategy not in _DATA_STRATEGIES:
-        raise ValueError(f"strategy must be one of {', '.join(_DATA_STRATEGIES)}, got {strategy!r}")
-    return _DATA_STRATEGIES[strategy]
+    known = {**_DATA_STRATEGIES, **others}
+    if strategy not in known:
+        raise ValueError(f"strategy must be one of {', '.join(known)}, got {strategy!r}")
+    return known[strategy]
 
 
 class DDPOptimizer(ShardedOptimizerBase):
