@@ -221,7 +221,7 @@ class RankLogs:
 
     @property
     def _last(self) -> tuple[RankRecord, Call | None]:
-        found = [(record, record.calls[-1] if record.calls else None) for record in self.records]
+        found = [(record, record.last) for record in self.records]
         return max(found, key=lambda pair: pair[1].time if pair[1] else 0.0)
 
     def text(self) -> str:

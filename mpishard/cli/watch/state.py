@@ -206,7 +206,7 @@ class RunState:
         return [self._rank(record, others_wait) for record in records]
 
     def _rank(self, record: RankRecord, others_wait: bool) -> dict[str, Any]:
-        kind, last = _kind(record), record.calls[-1] if record.calls else None
+        kind, last = _kind(record), record.last
         kind = "late" if others_wait and kind == "runs" else kind
         call = record.waits or last
         state = _WORDS[kind]

@@ -40,6 +40,7 @@ __all__ = [
     "check_root",
     "check_writeable",
     "piece_sizes",
+    "place_after",
     "refuse_other_message",
 ]
 
@@ -219,6 +220,11 @@ class Call:
             description=data[8:HEADER_BYTES],
             nbytes=0 if known is None else math.prod(shape or ()) * known.itemsize,
         )
+
+
+def place_after(last: Call | None, word: str = "after") -> str:
+    """The place of a rank that is in no collective, of which ``last`` is the newest."""
+    return "before any collective" if last is None else f"{word} {last.full_text}"
 
 
 class Traffic:

@@ -105,6 +105,11 @@ class RankRecord:
     resumable_by: tuple[int, int] = (0, 0)
 
     @property
+    def last(self) -> Call | None:
+        """Its last collective in any world; None if it has called none."""
+        return self.calls[-1] if self.calls else None
+
+    @property
     def has_left(self) -> bool:
         """Whether it calls no collective any more, in good order."""
         return self.state in (RankState.LEFT, RankState.LEAVING)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
 from mpishard.communication.contract import matching
-from mpishard.communication.contract.call import Call
+from mpishard.communication.contract.call import Call, place_after
 from mpishard.communication.contract.records import (
     MessageWait,
     RankRecord,
@@ -227,7 +227,7 @@ def _advice(odd: Sequence[RankRecord], waits: Sequence[Call], waiting: Sequence[
             return f"{sentence}."
     method = waits[0].method if waits else ""
     have_left = all(record.has_left for record in odd)
-    elsewhere = any(not r.calls or r.calls[-1].method != method for r in odd)
+    elsewhere = any(r.last is None or r.last.method != method for r in odd)
     if method and (have_left or elsewhere):
         return f"{method} is collective: every rank calls it, equally often."
     return ""
@@ -384,7 +384,7 @@ def _last_calls(record: RankRecord, count: int) -> tuple[str, ...]:
 
 def _said(same: Sequence[RankRecord], text: str, now: float) -> str:
     """The names of ranks that do the ``same``, and that; `_AGO` stands for their seconds."""
-    last = ((r.waited, r.calls[-1].time if r.calls else now) for r in same)
+    last = ((r.waited, r.last.time if r.last else now) for r in same)
     seconds = _seconds_text(waited or max(0.0, now - time) for waited, time in last)
     return f"{_who(same)}{text.replace(_AGO, seconds)}"
 
@@ -413,9 +413,7 @@ def _stopped_text(record: RankRecord) -> str:
         is_message = isinstance(record.waits, MessageWait)
         where = f"{'while it waits ' if is_message else ''}{_wait_text(record)}"
     else:
-        where = (
-            f"in or after {record.calls[-1].full_text}" if record.calls else "before any collective"
-        )
+        where = place_after(record.last, "in or after")
     return f"stopped (SIGSTOP, Ctrl-Z or a debugger) {where}"
 
 
@@ -424,8 +422,7 @@ def _doing(record: RankRecord, note: str = "") -> str:
 
     A ``note`` on a rank that is in no collective stands behind its last one.
     """
-    last = record.calls[-1] if record.calls else None
-    after = "before any collective" if last is None else f"after {last.full_text}"
+    last, after = record.last, place_after(record.last)
     if _is_stopped(record):
         return _stopped_text(record)
     if not record.is_known:

@@ -21,7 +21,7 @@ from mpishard.arrays import Array, is_device_array, to_device
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import LONG_POLL, SHARES_CORE_SECONDS, Backoff
-from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call import Call, Kind, place_after
 from mpishard.communication.contract.work import Steps, Work, in_call
 from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks
@@ -38,7 +38,7 @@ from mpishard.communication.mpi.library import (
     load_mpi,
     not_launched_error,
 )
-from mpishard.communication.mpi.messages import Condition, Message, Messages
+from mpishard.communication.mpi.messages import Condition, Message
 from mpishard.communication.mpi.node_memory import Requests, at_once, share_memory
 from mpishard.communication.mpi.ulfm import check_survivable
 from mpishard.communication.tracing.recorder import record_if_asked, stop_recording
@@ -179,7 +179,6 @@ class MPICommunicationBackend(CommunicationBackend):
                     self._job = None
         group = self._group
         assert group is not None
-        self._messages = Messages(group, self.world_ranks)
         self._collectives = Collectives(self, group)
         job.session = self._session
         job.join(group, self)
@@ -227,13 +226,7 @@ class MPICommunicationBackend(CommunicationBackend):
             return
         job, _ = self._joined()
         if job.world_size > 1:
-            last = self.status.last
-            job.ending.fail(
-                error,
-                "before any collective"
-                if last is None
-                else f"in or after {in_call(last).removeprefix('in ')}",
-            )
+            job.ending.fail(error, place_after(self.status.last, "in or after"))
 
     def _disown(self) -> None:
         """Stop being this process's: it was forked by the rank."""
@@ -326,7 +319,7 @@ class MPICommunicationBackend(CommunicationBackend):
         """Raise if a rank that ``work`` needs has left or failed."""
         self._joined()[0].look(work.where)
         group = self._joined()[1]
-        self._messages.reap()
+        group.mail.reap()
         departures = group.departures()
         if departures:
             self.progress()  # a message that a rank sent before it left has come before its notice
@@ -450,18 +443,19 @@ class MPICommunicationBackend(CommunicationBackend):
 
     def _send(self, array: Array, destination: int, tag: int) -> None:
         try:
-            self._messages.send(array, destination, tag)
+            self._joined()[1].mail.send(array, destination, tag)
         except self._mpi.Exception as error:
             where = f"to send a message to rank {self.world_ranks[destination]}"
             raise self._explain(error, where) from error
 
     def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
-        yield from self._messages.post(array, destination, tag)
+        yield from self._joined()[1].mail.post(array, destination, tag)
 
     def _steps_receive(
         self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
     ) -> Steps:
-        array, on_device = yield from self._messages.receive(source, count, tag, dtype)
+        mail, sender = self._joined()[1].mail, self.world_ranks[source]
+        array, on_device = yield from mail.receive(source, count, tag, dtype, sender)
         return to_device(array) if on_device else array
 
     # ------------------------------------------------------------------------ where a rank is gone

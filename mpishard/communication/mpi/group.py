@@ -21,6 +21,7 @@ from mpishard.communication.mpi.headers import MessageExchange, RingExchange
 from mpishard.communication.mpi.messages import (
     Message,
     MessageChannel,
+    Messages,
     Pending,
     post_bytes,
 )
@@ -83,6 +84,8 @@ class Group:
         self.world_size: int = comm.Get_size()
         self.data = data
         self.in_flight: set[Pending] = set()
+        self.mail = Messages(mpi, comm, self.in_flight)
+        """The user's messages."""
         self.messages = MessageChannel(mpi, data, self.in_flight, reducer)
         """The channel of data on GPUs, and of all data if the ranks share no memory."""
         self.channel: Channel = self.messages
@@ -102,9 +105,6 @@ class Group:
         self._notified = 0  # ranks, the first ones
         # Of each rank that sent a notice, its last collective and its messages to this rank.
         self._notices: dict[int, tuple[int, int]] = {}
-        # The user's messages that this rank sent to each, and took from each.
-        self.sent = np.zeros(self.world_size, np.int64)
-        self.taken = np.zeros(self.world_size, np.int64)
 
     @property
     def scratch_bytes(self) -> int:
@@ -134,7 +134,7 @@ class Group:
         # An exception may strike here, too; then the next call goes on from there.
         for rank in range(self._notified, self.world_size):
             if rank != self.rank:
-                notice = np.array([last, self.sent[rank]], np.int64)
+                notice = np.array([last, self.mail.sent[rank]], np.int64)
                 request = self.comm.Isend([notice, 2, self.mpi.INT64_T], rank, _NOTICE_TAG)
                 Message([request], self.in_flight, notice)
             self._notified = rank + 1
@@ -220,8 +220,8 @@ class Group:
             buffer = np.empty(status.Get_elements(byte), np.uint8)  # where a count may overflow
             request = post_bytes(self.mpi, message.Irecv, buffer)
             Message([request], self.in_flight, buffer)
-            self.taken[status.Get_source()] += 1
-        if any(self.taken[rank] != sent for rank, (_, sent) in self._notices.items()):
+            self.mail.taken[status.Get_source()] += 1
+        if any(self.mail.taken[rank] != sent for rank, (_, sent) in self._notices.items()):
             return False
         messages = [request for request in self.in_flight if isinstance(request, Message)]
         return sum(not request.test() for request in messages) == 0

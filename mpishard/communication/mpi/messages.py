@@ -12,7 +12,7 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -269,32 +269,28 @@ class Stream:
         self.arrived: Incoming | None = None  # read, and taken by nobody yet
 
 
-class Mail(Protocol):
-    """The part of a group that `Messages` uses."""
-
-    mpi: Any
-    comm: Any
-    in_flight: set[Pending]
-    sent: np.ndarray[Any, np.dtype[np.int64]]
-    taken: np.ndarray[Any, np.dtype[np.int64]]
-
-
 class Messages:
     """The messages of one rank in one group: those under way, and those not taken yet.
 
     Parameters
     ----------
-    group : Mail
+    mpi : module
+        ``mpi4py.MPI``.
+    comm : mpi4py.MPI.Intracomm
         The communicator that they are sent on.
-    world_ranks : sequence of int
-        What errors call its ranks: their numbers in the root world.
+    in_flight : set of Pending
+        Requests under way.
     """
 
-    def __init__(self, group: Mail, world_ranks: Sequence[int]) -> None:
-        self._group = group
-        self._world_ranks = world_ranks
-        self._sent: deque[Pending] = deque()
+    def __init__(self, mpi: Any, comm: Any, in_flight: set[Pending]) -> None:
+        self._mpi, self._comm = mpi, comm
+        self._in_flight = in_flight
+        self._waiting: deque[Pending] = deque()  # copies that MPI has not taken yet
         self._streams: dict[tuple[int, int], Stream] = {}
+        self.sent = np.zeros(comm.Get_size(), np.int64)
+        """Number of MPI messages sent to each rank."""
+        self.taken = np.zeros(comm.Get_size(), np.int64)
+        """Number of MPI messages taken from each rank."""
 
     # ----------------------------------------------------------------------------------- sending
 
@@ -302,7 +298,7 @@ class Messages:
         """Send a copy of ``array``; the copy is kept until MPI has taken it."""
         is_long = array.nbytes > _TOGETHER_BYTES
         host = array.copy() if is_long and not is_device_array(array) else array
-        self._sent.extend(self.post(host, destination, tag))
+        self._waiting.extend(self.post(host, destination, tag))
         self.reap()
 
     def post(self, array: Array, destination: int, tag: int) -> list[Pending]:
@@ -321,37 +317,39 @@ class Messages:
         ]
 
     def _isend(self, data: Any, destination: int, tag: int) -> Pending:
-        group = self._group
-        request = post_bytes(group.mpi, group.comm.Isend, data, destination, tag)
+        request = post_bytes(self._mpi, self._comm.Isend, data, destination, tag)
         # A rank that leaves tells the number, and its receiver takes so many before it leaves.
-        group.sent[destination] += 1
-        return Message([request], group.in_flight, data)
+        self.sent[destination] += 1
+        return Message([request], self._in_flight, data)
 
     def reap(self) -> None:
         """Let go of the copies that MPI has taken."""
-        while self._sent and self._sent[0].test():
-            self._sent.popleft()
+        while self._waiting and self._waiting[0].test():
+            self._waiting.popleft()
 
     # --------------------------------------------------------------------------------- receiving
 
-    def receive(self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None) -> Steps:
-        """Take the next message that no earlier receive takes: its array, and its `on_device`."""
+    def receive(
+        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None, sender: int
+    ) -> Steps:
+        """Take the next message that no earlier receive takes: its array, and its `on_device`.
+
+        ``sender`` is what errors call ``source``: its number in the root world.
+        """
         stream = self._streams.setdefault((source, tag), Stream())
         turn = object()
         stream.turns.append(turn)
         try:
             yield Condition(lambda: stream.turns[0] is turn)
             if stream.arrived is None:
-                head = _Probe(self._group, source, tag)
+                head = _Probe(self, source, tag)
                 yield head
                 stream.arrived = Incoming(head.read())
             incoming = stream.arrived
             # What is refused, or given up, stays in the stream for the next receive.
-            refuse_other_message(
-                incoming.size, incoming.dtype, count, dtype, self._world_ranks[source], tag
-            )
+            refuse_other_message(incoming.size, incoming.dtype, count, dtype, sender, tag)
             if incoming.data is None:
-                data = _Probe(self._group, source, _DATA_TAGS + tag)
+                data = _Probe(self, source, _DATA_TAGS + tag)
                 yield data
                 incoming.data = np.empty(incoming.nbytes, np.uint8)
                 incoming.pending = data.read_into(incoming.data)
@@ -368,30 +366,31 @@ class Messages:
 class _Probe(Waitable):
     """The next message from one rank with one tag."""
 
-    __slots__ = ("_group", "_message", "_source", "_status", "_tag")
+    __slots__ = ("_message", "_messages", "_source", "_status", "_tag")
 
-    def __init__(self, group: Mail, source: int, tag: int) -> None:
-        self._group = group
+    def __init__(self, messages: Messages, source: int, tag: int) -> None:
+        self._messages = messages
         self._source = source
         self._tag = tag
-        self._status = group.mpi.Status()
+        self._status = messages._mpi.Status()
         self._message: Any = None
 
     def test(self) -> bool:
         if self._message is None:
-            self._message = self._group.comm.Improbe(self._source, self._tag, self._status)
+            self._message = self._messages._comm.Improbe(self._source, self._tag, self._status)
         return self._message is not None
 
     def read_into(self, buffer: Bytes) -> Message:
         """Begin to receive the message, whose size ``buffer`` has."""
-        self._group.taken[self._source] += 1
-        request = post_bytes(self._group.mpi, self._message.Irecv, buffer)
-        return Message([request], self._group.in_flight, buffer)
+        messages = self._messages
+        messages.taken[self._source] += 1
+        request = post_bytes(messages._mpi, self._message.Irecv, buffer)
+        return Message([request], messages._in_flight, buffer)
 
     def read(self) -> Bytes:
         """Return the bytes of the message, which is short."""
-        byte = self._group.mpi.BYTE
+        byte = self._messages._mpi.BYTE
         buffer = np.empty(self._status.Get_count(byte), np.uint8)
         self._message.Recv([buffer, buffer.size, byte])
-        self._group.taken[self._source] += 1
+        self._messages.taken[self._source] += 1
         return buffer

@@ -23,7 +23,7 @@ from mpishard.arrays import (
 )
 from mpishard.communication.contract.arena import anonymous_memory
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.call import Call, Kind, refuse_other_message
+from mpishard.communication.contract.call import Call, Kind, place_after, refuse_other_message
 from mpishard.communication.contract.records import RankState
 from mpishard.communication.contract.work import CollectiveWork, Steps, Work
 from mpishard.communication.diagnostics.stall import describe_departure, describe_stall, parting
@@ -163,7 +163,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self.status.end(RankState.REPORTED)
         with world.changed:
             world.lost.add(self._rank)
-        after = f"after {last.full_text}" if (last := self.status.last) else "before any collective"
+        after = place_after(self.status.last)
         world.fail(self._me, f"rank {self._me}", f"{after}, ", error)
 
     def _break(self, where: str, error: BaseException) -> None:
