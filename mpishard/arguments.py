@@ -97,8 +97,10 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 _ADAPTERS = {
-    "torch.nn": "a PyTorch module: wrap it in mpishard.adapters.TorchModel(module, loss) first",
-    "torch.optim": "a PyTorch optimizer: use a rule of mpishard.optimizers, such as AdamW(1e-3)",
+    "torch.nn": "a PyTorch module: mpishard.torch.shard(module) shards it in a PyTorch loop; "
+    "without one wrap it in mpishard.adapters.TorchModel(module, loss) first",
+    "torch.optim": "a PyTorch optimizer: use a rule of mpishard.optimizers, such as AdamW(1e-3), "
+    "or in a PyTorch loop mpishard.torch.optimizer(torch.optim.AdamW, model)",
     "scipy.optimize": "a function of SciPy: give its loss and gradient to mpishard.FunctionModel("
     "fun, theta), and use a rule of mpishard.optimizers, such as AdamW(1e-3)",
     "optax": "an optax transformation: wrap it in mpishard.adapters.OptaxRule(transformation)",

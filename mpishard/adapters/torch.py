@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -128,8 +128,8 @@ class TorchModel(PlacedVectorModel):
     def obstacle_to_bfloat16(self) -> str | None:
         from mpishard.torch.placed import some
 
-        frozen = [(n, p) for n, p in self._module.named_parameters() if not p.requires_grad]
-        other = [n for n, p in frozen if p.is_floating_point() and p.itemsize != 2]
+        parameters = self._module.named_parameters()
+        other = _wide((name, p) for name, p in parameters if not p.requires_grad)
         if not other:
             return None
         return (
@@ -219,7 +219,7 @@ class TorchModel(PlacedVectorModel):
         except RuntimeError as error:
             from mpishard.torch.placed import some
 
-            if dtype == torch.bfloat16 and (wide := self._wide_buffers()):
+            if dtype == torch.bfloat16 and (wide := _wide(self._module.named_buffers())):
                 error.add_note(
                     f'precision="bfloat16" rounds parameters, and no buffers: {some(wide)} may '
                     "have to be given in torch.bfloat16 before the module is wrapped"
@@ -231,10 +231,6 @@ class TorchModel(PlacedVectorModel):
                 f"{type(output).__name__}; give TorchModel a module whose forward picks one"
             )
         return output, output.detach().to(getattr(torch, self._dtype.name)).numpy()
-
-    def _wide_buffers(self) -> list[str]:
-        buffers = self._module.named_buffers()
-        return [n for n, b in buffers if b.is_floating_point() and b.itemsize != 2]
 
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
@@ -264,6 +260,11 @@ class TorchModel(PlacedVectorModel):
             for handle, parameter in zip(handles, self._placed.parameters, strict=False):
                 handle.remove()
                 parameter.grad = None
+
+
+def _wide(named: Iterable[tuple[str, Any]]) -> list[str]:
+    """The names of tensors of more than 16 bits."""
+    return [name for name, t in named if t.is_floating_point() and t.itemsize != 2]
 
 
 def _buffers_in(choices: Mapping[str, Any]) -> dict[str, Any]:

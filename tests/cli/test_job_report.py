@@ -344,6 +344,12 @@ class TestRanksThatOutliveEachOther:
         assert "rank 2 (process 4002" in failed
         assert failed.endswith("failed, as it reported; the others went on without it")
 
+    def test_a_survivor_that_is_killed_when_it_is_alone_has_not_come_to_its_end(self):
+        running = (RankState.RUNNING,)
+        verdict = self.judge(0, (1, KILLED), (0, KILLED), states={0: self.LEFT, 1: running})
+        assert verdict.code == 137
+        assert "was killed by signal 9" in verdict.lines[0]
+
     def test_nothing_is_said_where_nothing_was_lost(self):
         states = dict.fromkeys(range(3), self.LEFT)
         ends = (0, ENDED), (1, ENDED), (2, ENDED)

@@ -27,7 +27,13 @@ RUNNING = """
 import os, signal, sys, mpishard as ms, mpishard.torch as mst, torch
 backend = mst.init()
 torch.manual_seed(0)
-model = mst.shard(torch.nn.Linear(8, 2), "fsdp")
+model = torch.nn.Linear(8, 2)
+alone = torch.get_rng_state()
+model = mst.shard(model, "fsdp")
+drawn = torch.rand(8)  # by rank 0 as by one process, and differently by the others
+torch.set_rng_state(alone)
+assert torch.equal(drawn, torch.rand(8)) == (mst.rank() == 0)
+assert not torch.distributed.is_initialized()
 optimizer = mst.optimizer(torch.optim.AdamW, model)
 folder, fault = sys.argv[1], sys.argv[2]
 done = mst.load(folder, model, optimizer)["step"] if os.path.exists(folder) else 0

@@ -142,7 +142,10 @@ class SpeedupBenchmark:
                 if number >= 0:
                     seconds[way].append(took)
                     sent[way] = _sent(model) - before
-                    computing[way].append(_computing(model))
+                    program = model.engine.program
+                    record = program.last_record if isinstance(program, MeshProgram) else None
+                    times = (0.0, 0.0) if record is None else (record.computing(), record.waiting())
+                    computing[way].append(times)
         single.shutdown()
         one = float(np.median(seconds[_ONE]))
         results = []
@@ -181,15 +184,6 @@ def _sent(model: Any) -> int:
         return 0
     groups = {id(g): g for g in (model.mesh.pipeline, model.mesh.tensor, model.mesh.world)}
     return sum(group.traffic.total_bytes for group in groups.values())
-
-
-def _computing(model: Any) -> tuple[float, float]:
-    """Return the seconds that this rank computed and waited in the last step of a pipeline."""
-    program = model.engine.program if isinstance(model, MeshModel) else None
-    if not isinstance(program, MeshProgram):
-        return 0.0, 0.0
-    record = program.last_record
-    return record.computing(), record.waiting()
 
 
 def speedup_table(

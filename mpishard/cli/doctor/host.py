@@ -34,7 +34,7 @@ _PACKAGES = {
     "jax": "losses written in JAX (JaxModel), and transformations of optax (OptaxRule)",
     "matplotlib": "plots of losses, traces and benchmarks",
     "numba": "update rules, attention, GELU, layer norms and copies of saves as compiled loops",
-    "torch": "PyTorch modules as models (TorchModel)",
+    "torch": "PyTorch loops (mpishard.torch), and modules as models (TorchModel)",
 }
 """Optional packages, and what each one adds; CuPy is in the group of GPUs, mpi4py in MPI's."""
 

@@ -131,7 +131,9 @@ class JobEnd:
         if not self.called_init:
             return self._before_all()
         is_good = self.launcher_code in (0, settings.EXIT_PREEMPTED)
-        if self.survives and is_good and any(map(self._has_left, self.logs)):
+        # A survivor's last world, of one, writes nothing: it has left, and may be killed later.
+        lost = {process.rank for process in self.ended if (process.exit_code or 0) < 0}
+        if self.survives and is_good and any(map(self._has_left, self.logs.keys() - lost)):
             return Verdict(self.launcher_code, self._outlived())
         gone = self._gone()
         if gone is not None:
