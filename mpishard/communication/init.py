@@ -19,7 +19,7 @@ from mpishard.communication.mpi.backend import MPICommunicationBackend
 from mpishard.communication.mpi.library import launcher_name, load_mpi, not_launched_error
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.run import current_backend
-from mpishard.communication.tracing.session import record_if_asked
+from mpishard.communication.tracing.recorder import record_if_asked
 from mpishard.errors import CommunicationError
 
 __all__ = ["blas_threads", "init", "is_launched", "refuse_worlds_of_one"]

@@ -10,8 +10,12 @@ from pathlib import Path
 from mpishard import settings
 from mpishard.arguments import as_integer
 from mpishard.communication import CommunicationBackend, init
-from mpishard.communication.tracing.recorder import Row, current_recorder
-from mpishard.communication.tracing.session import start_recording, stop_recording
+from mpishard.communication.tracing.recorder import (
+    Row,
+    current_recorder,
+    start_recording,
+    stop_recording,
+)
 
 __all__ = ["span", "step_span", "trace"]
 

@@ -16,8 +16,7 @@ from spawned_jobs import ROOT, outside_launchers
 
 import mpishard as ms
 from mpishard import settings
-from mpishard.communication.tracing.recorder import current_recorder
-from mpishard.communication.tracing.session import compare_clocks
+from mpishard.communication.tracing.recorder import compare_clocks, current_recorder
 from mpishard.errors import CommunicationError, PeerError
 from mpishard.observe import merge_traces, open_trace, span, step_span, summarize_trace, trace
 from mpishard.testing.worlds import in_worlds

@@ -55,8 +55,8 @@ from mpishard.communication.tracing.recorder import (
     MessageInFlight,
     Recorder,
     current_recorder,
+    stop_recording,
 )
-from mpishard.communication.tracing.session import stop_recording
 from mpishard.errors import CommunicationError, MpishardError, NotInitializedError
 from mpishard.layout import even_sizes
 from mpishard.logs import set_up_logging

@@ -41,7 +41,7 @@ from mpishard.communication.mpi.library import (
 from mpishard.communication.mpi.messages import Condition, Message, Messages
 from mpishard.communication.mpi.node_memory import Requests, at_once, share_memory
 from mpishard.communication.mpi.ulfm import check_survivable
-from mpishard.communication.tracing.session import record_if_asked, stop_recording
+from mpishard.communication.tracing.recorder import record_if_asked, stop_recording
 from mpishard.errors import CommunicationError, PeerError
 
 __all__ = ["MPICommunicationBackend"]

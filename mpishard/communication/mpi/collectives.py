@@ -171,16 +171,18 @@ class Collectives:
                     return out
             if array is not out and _overlap(array, out):
                 flat = flat.copy()
+            sizes = even_sizes(result.size, self._world_size)
+            starts = starts_of(sizes)
             to_others = flat.nbytes * (self._world_size - 1)
             if to_others <= min(_WHOLE_BYTES, channel.bytes_each) and (
                 headers is None or all(into == PRIVATE for _, into in headers.places()[0])
             ):
                 # To wait for the others again takes longer than to combine their pieces, too. An
-                # ``out`` that they see, or that lies on another's array, is written by pieces.
-                yield from channel.reduce([flat] * self._world_size, call.operation, result)
+                # ``out`` that they see, or that lies on another's array, is written by its ranks.
+                whole = [flat] * self._world_size
+                yield from channel.reduce(whole, call.operation, result, [*starts, flat.size])
                 return out
-            sizes = even_sizes(result.size, self._world_size)
-            start = starts_of(sizes)[self._rank]
+            start = starts[self._rank]
             piece = result[start : start + sizes[self._rank]]
             yield from self._reduce_by(channel, flat, sizes, call.operation, piece, result)
         return out

@@ -114,7 +114,7 @@ class Group:
 
     def keep(self, request: Any, *arrays: object) -> Pending:
         """A request under way, which reads and writes ``arrays``."""
-        return Pending(request, self.in_flight, *arrays)
+        return Pending([request], self.in_flight, *arrays)
 
     # ----------------------------------------------------------------------------------- leaving
 
@@ -136,7 +136,7 @@ class Group:
             if rank != self.rank:
                 notice = np.array([last, self.sent[rank]], np.int64)
                 request = self.comm.Isend([notice, 2, self.mpi.INT64_T], rank, _NOTICE_TAG)
-                Message(request, self.in_flight, notice)
+                Message([request], self.in_flight, notice)
             self._notified = rank + 1
 
     def departures(self) -> dict[int, int]:
@@ -219,7 +219,7 @@ class Group:
         while message := self.comm.Improbe(self.mpi.ANY_SOURCE, self.mpi.ANY_TAG, status):
             buffer = np.empty(status.Get_elements(byte), np.uint8)  # where a count may overflow
             request = post_bytes(self.mpi, message.Irecv, buffer)
-            Message(request, self.in_flight, buffer)
+            Message([request], self.in_flight, buffer)
             self.taken[status.Get_source()] += 1
         if any(self.taken[rank] != sent for rank, (_, sent) in self._notices.items()):
             return False

@@ -166,7 +166,7 @@ class PostedMessage(Pending):
     __slots__ = ("_buffer",)
 
     def __init__(self, request: Any, in_flight: set[Pending], row: bytes, buffer: Array) -> None:
-        super().__init__(request, in_flight, row)
+        super().__init__([request], in_flight, row)
         self._buffer = buffer
 
     @property
@@ -201,7 +201,7 @@ class MessageExchange:
 
     def fence(self) -> Waitable:
         """See `RingExchange`."""
-        return Pending(self._data.Ibarrier(), self._in_flight)
+        return Pending([self._data.Ibarrier()], self._in_flight)
 
 
 SLOTS = 32

@@ -76,40 +76,28 @@ class Condition(Waitable):
 
 
 class Pending(Waitable):
-    """An MPI request under way, or several.
+    """MPI requests under way: true when all are complete.
 
-    Stands in ``in_flight`` until it is complete, so that the memory that the library still reads
-    and writes outlives a collective that nobody waits for.
+    Stands in ``in_flight`` until then, so that the memory that the library still reads and writes
+    outlives a collective that nobody waits for.
     """
 
-    __slots__ = ("_in_flight", "_keep", "_request")
+    __slots__ = ("_in_flight", "_keep", "_requests")
 
-    def __init__(self, request: Any, in_flight: set[Pending], *keep: object) -> None:
-        self._request = request
+    def __init__(self, requests: list[Any], in_flight: set[Pending], *keep: object) -> None:
+        self._requests = requests
         self._in_flight = in_flight
         self._keep = keep
         in_flight.add(self)
 
     def test(self) -> bool:
-        if self._request.Test():
-            self._in_flight.discard(self)
-            return True
-        return False
-
-
-class PendingAll(Pending):
-    """Several MPI requests under way: true when all are complete."""
-
-    __slots__ = ("_testall",)
-
-    def __init__(self, mpi: Any, requests: Any, in_flight: set[Pending], *keep: object) -> None:
-        super().__init__(requests, in_flight, *keep)
-        self._testall = mpi.Request.Testall
-
-    def test(self) -> bool:
+        requests = self._requests
         # MPICH moves a few pages of a message at each call, and a long one takes many calls.
         for _ in range(_TRIES):
-            if self._testall(self._request):
+            # One alone fails with an error that says why.
+            if not requests or (
+                requests[0].Test() if len(requests) == 1 else requests[0].Testall(requests)
+            ):
                 self._in_flight.discard(self)
                 return True
         return False
@@ -187,10 +175,16 @@ class MessageChannel:
         """Bytes kept from one collective to the next."""
         return self._pool.nbytes
 
-    def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
+    def reduce(
+        self,
+        parts: Sequence[Array],
+        operation: ReductionOperation,
+        piece: Array,
+        cuts: Sequence[int] = (),
+    ) -> Steps:
         """Send ``parts[r]`` to rank r; combine what comes, and this rank's own, into ``piece``.
 
-        ``piece`` may be this rank's own part.
+        ``piece`` may be this rank's own part. ``cuts`` are those of `TreeReducer.reduce`.
         """
         own = parts[self._rank]
         nbytes, others = own.nbytes, self._world_size - 1
@@ -205,7 +199,7 @@ class MessageChannel:
         incoming.insert(self._rank, own[:0])
         yield from self.move(parts, incoming)
         incoming[self._rank] = own
-        self._reducer.reduce(incoming, operation, piece)
+        self._reducer.reduce(incoming, operation, piece, cuts)
         if not on_device:
             self._pool.give(buffer)
 
@@ -217,7 +211,7 @@ class MessageChannel:
         """Send ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from it."""
         # In flight before it is posted: an exception between two posts frees no memory of theirs.
         requests: list[Any] = []
-        pending = PendingAll(self._mpi, requests, self._in_flight, outgoing, incoming)
+        pending = Pending(requests, self._in_flight, outgoing, incoming)
         for rank in range(self._world_size):
             if rank != self._rank and incoming[rank].size:
                 buffer = _as_bytes(incoming[rank])
@@ -234,7 +228,7 @@ class MessageChannel:
         synchronize(array)
         # The library knows the network: a tree is faster than the root's own messages to all.
         request = post_bytes(self._mpi, self._comm.Ibcast, _as_bytes(array), root)
-        yield Pending(request, self._in_flight, array)
+        yield Pending([request], self._in_flight, array)
 
 
 def _as_bytes(array: Array) -> Array:
@@ -331,7 +325,7 @@ class Messages:
         request = post_bytes(group.mpi, group.comm.Isend, data, destination, tag)
         # A rank that leaves tells the number, and its receiver takes so many before it leaves.
         group.sent[destination] += 1
-        return Message(request, group.in_flight, data)
+        return Message([request], group.in_flight, data)
 
     def reap(self) -> None:
         """Let go of the copies that MPI has taken."""
@@ -392,7 +386,7 @@ class _Probe(Waitable):
         """Begin to receive the message, whose size ``buffer`` has."""
         self._group.taken[self._source] += 1
         request = post_bytes(self._group.mpi, self._message.Irecv, buffer)
-        return Message(request, self._group.in_flight, buffer)
+        return Message([request], self._group.in_flight, buffer)
 
     def read(self) -> Bytes:
         """Return the bytes of the message, which is short."""

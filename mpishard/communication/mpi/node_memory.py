@@ -78,13 +78,19 @@ class RowChannel:
         """Bytes for a group of so many ranks. They take no pages until they are first written."""
         return ranks * 2 * cls.ROW_BYTES
 
-    def reduce(self, parts: Sequence[Array], operation: ReductionOperation, piece: Array) -> Steps:
+    def reduce(
+        self,
+        parts: Sequence[Array],
+        operation: ReductionOperation,
+        piece: Array,
+        cuts: Sequence[int] = (),
+    ) -> Steps:
         """See `MessageChannel`."""
         own = parts[self._rank]
         contributions = self._deal_out(parts, [own.size] * len(parts))
         contributions[self._rank] = own
         yield self._fence()
-        self._reducer.reduce(contributions, operation, piece)
+        self._reducer.reduce(contributions, operation, piece, cuts)
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
         """See `MessageChannel`."""

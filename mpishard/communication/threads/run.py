@@ -19,7 +19,7 @@ from mpishard import settings
 from mpishard.communication.failure import report
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.world import NO_RANK
-from mpishard.communication.tracing.session import record_if_asked
+from mpishard.communication.tracing.recorder import record_if_asked
 from mpishard.errors import NotInitializedError, PeerError
 
 __all__ = ["current_backend", "run_in_threads"]

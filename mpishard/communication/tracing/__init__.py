@@ -1,5 +1,5 @@
 """Traces: the spans of what each rank did, and the files that hold them.
 
 The lowest chapter: it imports no other. `Recorder` (recorder.py) takes events and writes the rank's
-file; session.py starts and stops it, and compares the ranks' clocks. Begin with `Recorder.add`.
+file; `start_recording` compares the ranks' clocks and opens it. Begin with `Recorder.add`.
 """
