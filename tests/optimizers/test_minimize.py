@@ -267,8 +267,9 @@ def test_a_value_that_is_not_finite_at_the_start_is_refused_and_shortens_a_searc
     x = np.zeros(5)
     found = ms.minimize(beyond, np.array([-9.0]), (x,), backend=backend)
     assert abs(found.x[0] - 1) < 1e-3
-    with pytest.raises(NonFiniteLossError, match=r"the loss of ranks \[0"):
+    with pytest.raises(NonFiniteLossError, match=r"the loss of ranks \[0") as caught:
         ms.minimize(beyond, np.array([3.0]), (x,), backend=backend)
+    assert "begin at other parameters" in caught.value.__notes__[0]
 
 
 @in_worlds(2, 3)

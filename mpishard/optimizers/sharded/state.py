@@ -275,7 +275,11 @@ def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None)
             report = engine.step(
                 x, y, state.update, sample_start=sample_start, settings=state.settings()
             )
-        except NonFiniteLossError:
+        except NonFiniteLossError as error:
+            error.add_note(
+                "A line search has no rate to lower, and takes no clipping: begin at other "
+                "parameters, or look at the function and the data"
+            )
             if is_first:
                 state.numbers.clear()
                 raise
