@@ -201,13 +201,14 @@ def draw(source: Path, picture: Path) -> None:
         len(sizes), 2, figsize=(10, 3.6 * len(sizes)), sharey=True, squeeze=False,
         layout="constrained",
     )  # fmt: skip
+    lines = {}
     for found in runs:
         steps, losses, sent, _ = (list(column) for column in zip(*found["rows"], strict=True))
         seconds = [seconds_at(found, *pair) for pair in zip(steps, sent, strict=True)]
         goal = at_goal(found)
         left, right = axes[sizes.index(found["ranks"])]
-        style = {"marker": ".", "color": f"C{ways.index(found['way'])}", "label": found["way"]}
-        left.plot(seconds, losses, **style)
+        style = {"marker": ".", "color": f"C{ways.index(found['way'])}"}
+        (lines[found["way"]],) = left.plot(seconds, losses, **style)
         right.plot([each / 1e6 for each in sent], losses, **style)
         print(
             f"{found['way']:24} {found['ranks']} ranks, loss {losses[-1]:.3f} after {steps[-1]} "
@@ -219,9 +220,11 @@ def draw(source: Path, picture: Path) -> None:
         left.set(xscale="log", ylabel="validation loss, nats per byte",
                  xlabel="seconds, with links of 100 Mbit/s", title=f"{ranks} ranks")  # fmt: skip
         right.set(xscale="log", xlabel="MB sent by all ranks", title=f"{ranks} ranks")
-        left.legend(fontsize="x-small")
         for each in (left, right):
             each.axhline(GOAL, color="grey", linewidth=0.5)
+    figure.legend(
+        lines.values(), lines.keys(), loc="outside lower center", ncols=4, fontsize="small"
+    )
     figure.savefig(picture, dpi=90)
 
 
@@ -262,7 +265,8 @@ def run(backend: Any, given: argparse.Namespace, settings: dict[str, Any]) -> No
                 f"allow_staleness {staleness:4}: {seconds:.2f} s for 1000 samples, loss {loss:.3f}"
             )
         return
-    for name in [name for name in WAYS if any(word in name for word in given.ways)]:
+    # A whole name stands for itself alone: "int8" is a word of other ways, too.
+    for name in [n for n in WAYS if any(w == n if w in WAYS else w in n for w in given.ways)]:
         found = train(backend, name, settings)
         step, loss, sent, seconds = found["rows"][-1]
         backend.print(f"{name:28} {loss:.4f}  {sent / step / found['bytes']:7.2%}  {seconds:.0f} s")
@@ -276,7 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-n", type=int, default=2, help="thread-ranks without a launcher")
     parser.add_argument("--steps", type=int, default=train_gpt.DEFAULTS["steps"])
-    parser.add_argument("--ways", nargs="+", default=[""], help="words of the ways to run")
+    parser.add_argument("--ways", nargs="+", default=[""], help="names of ways, or words of them")
     parser.add_argument("--output", type=Path, help="file of JSON lines to add the figures to")
     parser.add_argument("--slow", action="store_true", help="one rank at a third of the speed")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=JSON", help="settings")
