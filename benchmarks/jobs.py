@@ -54,7 +54,9 @@ WORKLOADS = {
     "small": Workload("mlp", 16, 100, 10, ("--width", "256", "--layers", "32")),
 }
 
-IMPORTS_OURS = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI, mpishard.cli"
+IMPORTS_OURS = (
+    "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI, mpishard.cli.bench.command"
+)
 IMPORTS_ADAPTER = "import torch, mpi4py; from mpishard.adapters import TorchModel"
 IMPORTS_PEER = "import torch; from torch.distributed.fsdp import fully_shard"
 IMPORTS_JAX_GPT = "import jax, optax"
