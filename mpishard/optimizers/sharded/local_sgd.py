@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from mpishard.arguments import as_integer
@@ -53,6 +54,11 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     what they have and what they have agreed on (their alpha is 0.5). Every run has the same bits.
     `settle` exchanges all fragments at once, and the cycle begins anew.
 
+    With ``start_step=N`` the replicas take their mean every ``start_period`` steps until step N,
+    with all fragments at once and without the outer rule, and the periods begin then: replicas
+    that change fast need to agree often, and what they change at the start costs most (Lin et al.,
+    "Don't Use Large Mini-batches, Use Local SGD", ICLR 2020, section 3, with a period of 1).
+
     A checkpoint has the inner state of each replica. As many replicas go on with the same bits; of
     another number N replica j takes the mean of the states of the replicas i of M before with
     i % N == j, or that of replica j % M if there are fewer. A replica may have other ranks.
@@ -77,6 +83,10 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         k: from 1 to H. At the first step, at most the number of the model's units.
     overlap : int
         Steps that an exchange may travel: from 0 to H // k.
+    start_step : int
+        N: 0 or more. The number of steps is in checkpoints.
+    start_period : int
+        From 1 to H.
 
     Raises
     ------
@@ -96,6 +106,8 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         exchange: str | None = None,
         fragments: int = 1,
         overlap: int = 0,
+        start_step: int = 0,
+        start_period: int = 1,
     ) -> None:
         super().__init__(wrapped_optimizer, config)
         self.model_class = data_model_class(strategy, hybrid=HybridShardedModel)
@@ -119,6 +131,13 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
             raise ValueError(
                 f"overlap must be from 0 to synchronization_period // fragments, {longest}, "
                 f"so that one exchange ends before the next begins; got {overlap}"
+            )
+        if as_integer("start_step", start_step) < 0:
+            raise ValueError(f"start_step must be 0 or more, got {start_step}")
+        if not 1 <= as_integer("start_period", start_period) <= synchronization_period:
+            raise ValueError(
+                "start_period must be from 1 to synchronization_period, "
+                f"{synchronization_period}, got {start_period}"
             )
         if strategy == "hybrid" and (fragments != 1 or exchange == "int8"):
             raise ValueError(
@@ -145,10 +164,10 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         self.outer = outer
         self.exchange = exchange
         self.fragments, self.overlap = int(fragments), int(overlap)
+        self.start_step, self.start_period = int(start_step), int(start_period)
 
     def _settings(self) -> dict[str, Any]:
-        names = "synchronization_period", "outer", "exchange", "fragments", "overlap"
-        return {name: getattr(self, name) for name in names}
+        return {field.name: getattr(self, field.name) for field in fields(LocalSettings)}
 
     def _fingerprint(self) -> dict[str, Any]:
         outer = None if self.outer is None else self.outer.fingerprint()
