@@ -15,6 +15,7 @@ import numpy as np
 
 __all__ = [
     "adapter_hint",
+    "as_count",
     "as_flag",
     "as_integer",
     "as_loss",
@@ -51,6 +52,21 @@ def as_integer(name: str, value: Any) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
+    return int(value)
+
+
+def as_count(name: str, value: Any, least: int = 1) -> int:
+    """``value`` as an int that is not below ``least``.
+
+    Raises
+    ------
+    TypeError
+        As `as_integer`.
+    ValueError
+        Naming the argument, if it is smaller.
+    """
+    if as_integer(name, value) < least:
+        raise ValueError(f"{name} must be {least} or more, got {value}")
     return int(value)
 
 

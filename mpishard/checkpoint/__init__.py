@@ -28,8 +28,7 @@ from mpishard.checkpoint.loading.inspection import (
     load_arrays,
 )
 from mpishard.checkpoint.loading.reader import CheckpointReader
-from mpishard.checkpoint.loading.restore import load
-from mpishard.checkpoint.loading.resume import newest_valid
+from mpishard.checkpoint.loading.restore import load, newest_valid
 from mpishard.checkpoint.saving.pending import PendingSave
 from mpishard.checkpoint.saving.snapshot import reserve, save, save_async, write_checkpoint
 from mpishard.checkpoint.saving.staging import StagingBuffer

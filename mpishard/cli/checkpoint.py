@@ -28,7 +28,7 @@ from mpishard.checkpoint.format.manifest import MANIFEST
 from mpishard.checkpoint.format.metadata import COUNT, TEXT, require_form, spelled
 from mpishard.checkpoint.loading.inspection import problems_in
 from mpishard.checkpoint.loading.reader import find_checkpoint, find_single
-from mpishard.checkpoint.loading.resume import newest_first
+from mpishard.checkpoint.loading.restore import newest_first
 from mpishard.cli.tables import show
 from mpishard.cli.wording import bytes_text, counted, parse_bytes, refusing
 

@@ -1,28 +1,28 @@
-"""Update rules, schedules, sharded optimizers, and the training loop, in four chapters.
+"""Update rules, schedules, sharded optimizers, and the training loop, in three chapters.
 
 `rules` has what an update computes: begin with `rules.elementwise`. `sharded` runs a rule on the
 part of a model that each rank owns: `sharded.base`, and `sharded.strategies` for the table of
 strategies. `loop` is `optimize`: epochs, evaluation, early stopping, checkpoints and resume, in
-`loop.loop`. `plain` runs a rule on plain models and vectors in one process; `minimization` is
-`minimize`, which runs L-BFGS on a function.
+`loop.loop`. Two modules stand above the chapters: `plain` runs a rule on plain models and vectors
+in one process, and `minimization` is `minimize`, which runs L-BFGS on a function.
 
 The order is loop, rules, sharded, and plain or minimization; a chapter imports from those before
-it. Only this module
-joins a rule to its holder in `plain`, because a rule's own `optimize` runs all other chapters.
+it. Only this module joins a rule to its holder in `plain`, because a rule's own `optimize` runs all
+other chapters.
 """
 
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.evaluation import DatasetResult
 from mpishard.optimizers.loop.result import FitDetectionResult, FitType, OptimizationResult
-from mpishard.optimizers.minimization.minimize import OptimizeResult, minimize
-from mpishard.optimizers.plain.training import PlainTraining
-from mpishard.optimizers.rules.algorithm_options import (
-    AdamOptimizerOptions,
-    OptimizationAlgorithmOptions,
-)
+from mpishard.optimizers.minimization import OptimizeResult, minimize
+from mpishard.optimizers.plain import PlainTraining
 from mpishard.optimizers.rules.elementwise import SGD, Adagrad, Adam, AdamW, Lion, RMSprop
 from mpishard.optimizers.rules.lamb import LAMB
-from mpishard.optimizers.rules.options import no_decay_on_biases_and_norms
+from mpishard.optimizers.rules.options import (
+    AdamOptimizerOptions,
+    OptimizationAlgorithmOptions,
+    no_decay_on_biases_and_norms,
+)
 from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.rules.schedules import (
@@ -37,10 +37,10 @@ from mpishard.optimizers.rules.search import LBFGS
 from mpishard.optimizers.sharded.asynchronous import AsyncSGDOptimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.compression import GradientCompressionOptimizer
-from mpishard.optimizers.sharded.elastic import ElasticOptimizer
 from mpishard.optimizers.sharded.local_sgd import LocalSGDOptimizer
 from mpishard.optimizers.sharded.strategies import (
     DDPOptimizer,
+    ElasticOptimizer,
     FSDPOptimizer,
     HybridShardedOptimizer,
     PipelineParallelOptimizer,

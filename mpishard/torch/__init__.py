@@ -6,9 +6,9 @@ vector, ``buffers.py`` and ``batch_norm.py`` are about its other tensors;
 and this rank's parts of its parameters, whose type is in ``parameters.py``; ``backward.py`` takes
 gradients from autograd; ``gathering.py`` gathers parameters if ranks share no memory.
 ``optimizer.py`` makes an optimizer of the parts, of PyTorch or with a rule of ours
-(``rule_optimizer.py``), ``state.py`` its state in PyTorch's form; ``bfloat16.py`` rounds what
-modules compute with, ``world.py`` is this rank, ``files.py`` checkpoints, ``verification.py`` what
-``mpishard verify`` reads. The room imports PyTorch, optimizers, and the rooms before them.
+(``rule_optimizer.py``), with state dicts in PyTorch's form, and records the steps that ``mpishard
+verify`` compares; ``world.py`` is this rank, ``files.py`` checkpoints. The room imports PyTorch,
+optimizers, and the rooms before them.
 """
 
 from mpishard.torch.batch_norm import convert_sync_batchnorm

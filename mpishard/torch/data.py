@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from torch.utils.data import DataLoader as PlainLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from mpishard.torch.world import current_world
@@ -13,7 +13,7 @@ from mpishard.torch.world import current_world
 __all__ = ["DataLoader"]
 
 
-class DataLoader(torch.utils.data.DataLoader):  # type: ignore[misc]
+class DataLoader(PlainLoader):  # type: ignore[misc]
     """A ``torch.utils.data.DataLoader`` that gives each rank its part of every batch.
 
     The order of the samples depends on seed and epoch alone, and what the ranks get together is

@@ -17,10 +17,9 @@ from mpishard.errors import CheckpointError
 from mpishard.sharding import ParameterEntry
 from mpishard.torch.buffers import from_text, to_text
 from mpishard.torch.module import module_of
-from mpishard.torch.optimizer import parts_of
+from mpishard.torch.optimizer import is_elementwise, numbered_parts, parts_of
 from mpishard.torch.parameters import Part
 from mpishard.torch.sharded import ShardedModule
-from mpishard.torch.state import is_elementwise, numbered_parts
 
 __all__ = ["load", "save"]
 

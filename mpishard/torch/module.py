@@ -11,9 +11,8 @@ import torch
 from mpishard.communication.tracing.recorder import current_recorder
 from mpishard.errors import ShardingError
 from mpishard.observe.trace import span
-from mpishard.torch.bfloat16 import check_precision
 from mpishard.torch.parameters import Part, SharedParameter
-from mpishard.torch.sharded import POLICIES, ShardedModule
+from mpishard.torch.sharded import POLICIES, ShardedModule, check_precision
 from mpishard.torch.world import current_world
 
 __all__ = ["check_replicas", "module_of", "no_sync", "part_of", "shard"]

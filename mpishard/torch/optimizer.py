@@ -1,4 +1,7 @@
-"""Optimizers of PyTorch, or rules of mpishard, on the parts that a rank owns."""
+"""Optimizers of PyTorch, or rules of mpishard, on the parts that a rank owns.
+
+Their state dicts are in PyTorch's own form: whole tensors, on every rank.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ import functools
 import inspect
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from mpishard import settings
 from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.observe.trace import span
@@ -21,10 +25,8 @@ from mpishard.torch.module import module_of, part_of
 from mpishard.torch.parameters import Part, SharedParameter
 from mpishard.torch.rule_optimizer import RuleOptimizer
 from mpishard.torch.sharded import ShardedModule
-from mpishard.torch.state import gather_states, slice_states
-from mpishard.torch.verification import record
 
-__all__ = ["optimizer", "parts_of"]
+__all__ = ["is_elementwise", "numbered_parts", "optimizer", "parts_of"]
 
 
 def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
@@ -221,16 +223,16 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
         owner.require_reduced("step()")
         owner.require_placed()
         owner.let_go()
-    settings = [
+    chosen = [
         sorted((n, str(_plain(v))) for n, v in group.items() if n not in ("params", "param_names"))
         for group in made.param_groups
     ]
     backend = owners[0].backend
-    everyone = backend.all_gather(np.array([zlib.crc32(repr(settings).encode())]))
+    everyone = backend.all_gather(np.array([zlib.crc32(repr(chosen).encode())]))
     if (everyone != everyone[0]).any():
         raise ShardingError(
             "the ranks would update with different settings, such as the learning rate (checksums "
-            f"by rank: {everyone.tolist()}; here {settings}). Nothing was updated; give every "
+            f"by rank: {everyone.tolist()}; here {chosen}). Nothing was updated; give every "
             "rank the same"
         )
     record("gradients", made)
@@ -264,3 +266,79 @@ def _refuse_others(made: Any, *_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_refuse_others)
+
+
+def record(kind: str, made: Any) -> None:
+    """Write this rank's parts of a step's "gradients" or "parameters" if verify asks for them.
+
+    Raises
+    ------
+    SystemExit
+        After the last step to compare: the ranks end there together.
+    """
+    verification = settings.verification()
+    if verification is None:
+        return
+    folder, steps = verification
+    parts = made._mpishard_parts.values()
+    owners = list(dict.fromkeys(part.owner for part in parts))
+    rank = owners[0].backend.rank
+    step = 1 + sum(1 for _ in folder.glob(f"{kind}-*-{rank}.npz"))
+    arrays: dict[str, Any] = {}
+    for part in parts:
+        tensor = part.tensor if kind == "parameters" else part.tensor.grad
+        own = part.in_parameter
+        key = f"{owners.index(part.owner)}/{part.entry.name}/{own.start}/{own.stop}"
+        arrays[key] = np.empty(0) if tensor is None else tensor.detach().numpy().reshape(-1)
+    np.savez(folder / f"{kind}-{step}-{rank}.npz", **arrays)
+    if kind == "parameters" and step == steps:
+        raise SystemExit(0)
+
+
+def numbered_parts(parts: Mapping[int, Part], made: Any) -> Iterator[tuple[int, Part]]:
+    """Yield the number in a state dict of each parameter of an optimizer, and its part."""
+    tensors = (tensor for group in made.param_groups for tensor in group["params"])
+    for number, tensor in enumerate(tensors):
+        yield number, parts[id(tensor)]
+
+
+def is_elementwise(value: Any, shape: Any) -> bool:
+    """Whether a state has a value for each element of a tensor of ``shape``."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
+
+
+@called_as("optimizer.state_dict()")
+def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any]) -> Any:
+    """Hook: the states of all ranks' parts, put together. Collective."""
+    state = dict(state_dict["state"])
+    for number, part in numbered_parts(parts, made):
+        if number in state and part.owner.shards_state:
+            state[number] = {
+                key: _whole(part, value) if is_elementwise(value, part.tensor.shape) else value
+                for key, value in state[number].items()
+            }
+    return {**state_dict, "state": state}
+
+
+def _whole(part: Part, value: Any) -> Any:
+    """The whole of what each rank has a part of. Collective."""
+    gathered = part.owner.backend.all_gather(value.detach().contiguous().numpy())
+    return torch.from_numpy(np.asarray(gathered)).view(part.entry.shape)
+
+
+def slice_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any]) -> Any:
+    """Hook: the parts of a whole state that this rank owns."""
+    if made._mpishard_is_divided:  # by a checkpoint, of which each rank reads its part
+        return state_dict
+    state = dict(state_dict["state"])
+    for number, part in numbered_parts(parts, made):
+        if number in state:
+            state[number] = {key: _own(part, value) for key, value in state[number].items()}
+    return {**state_dict, "state": state}
+
+
+def _own(part: Part, value: Any) -> Any:
+    """A copy, for PyTorch would go on with the tensors given; thread-ranks are given the same."""
+    if part.owner.shards_state and is_elementwise(value, part.entry.shape):
+        value = value.reshape(-1)[part.in_parameter]
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from mpishard.arrays import reuse_freed_memory
 from mpishard.communication import CommunicationBackend
@@ -32,12 +33,11 @@ from mpishard.observe.ledger import MemoryLedger
 from mpishard.observe.trace import step_span
 from mpishard.sharding import ParameterEntry, Placement, Unit, owned_pieces
 from mpishard.torch.backward import BackwardPasses
-from mpishard.torch.bfloat16 import compute_in_bfloat16
 from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
 from mpishard.torch.parameters import Part, SharedParameter, Uncopied, native_gradient
 from mpishard.torch.placed import PlacedModule, tensor_of
 
-__all__ = ["POLICIES", "ShardedModule"]
+__all__ = ["POLICIES", "ShardedModule", "check_precision"]
 
 POLICIES = {
     "ddp": Policy(shards_parameters=False, shards_gradients=False, shards_state=False),
@@ -152,7 +152,10 @@ class ShardedModule(Uncopied):
             for inner in module.modules():
                 inner.register_state_dict_post_hook(give_whole_tensors)
         if precision is not None:
-            compute_in_bfloat16(module)
+            # Values that are loaded into the rounded copies would not reach their owners.
+            module.register_forward_pre_hook(_round_inputs, with_kwargs=True)
+            for inner in module.modules():
+                inner.register_load_state_dict_pre_hook(_refuse_load)
 
     def _make_gradients(self, policy: Policy) -> GradientStore:
         if policy.shards_state:
@@ -249,3 +252,32 @@ def _receive(owner: weakref.ref[ShardedModule], place: int, parameter: Any) -> N
     sharded = owner()
     assert sharded is not None
     sharded.passes.receive(place, parameter)
+
+
+def check_precision(module: Any, precision: str | None) -> None:
+    """Refuse what cannot be rounded, before anything is changed."""
+    if precision not in (None, "bfloat16"):
+        raise ValueError(f'precision must be None or "bfloat16", got {precision!r}')
+    odd = [name for name, p in module.named_parameters() if p.dtype != torch.float32]
+    if precision is not None and odd:
+        raise ValueError(
+            f'precision="bfloat16" rounds float32 parameters, and {odd[0]!r} of this '
+            f"{type(module).__name__} is {module.get_parameter(odd[0]).dtype}: use module.float()"
+        )
+
+
+def _round_inputs(_module: Any, arguments: Any, options: Any) -> Any:
+    """Hook: round floating inputs, as PyTorch does not mix dtypes."""
+
+    def rounded(x: Any) -> Any:
+        return x.bfloat16() if x.is_floating_point() else x
+
+    return tree_map_only(torch.Tensor, rounded, (arguments, options))
+
+
+def _refuse_load(module: Any, *_: Any) -> None:
+    raise ShardingError(
+        f'load_state_dict() of {type(module).__name__} with precision="bfloat16" would change the '
+        "rounded copies, and not the float32 parameters of their owners: call it before shard(), "
+        "or load a checkpoint with mpishard.torch.load"
+    )

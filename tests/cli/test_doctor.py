@@ -15,7 +15,6 @@ from mpishard.cli import app, machine
 from mpishard.cli import probe as doctor_probe
 from mpishard.cli.doctor import command as doctor
 from mpishard.cli.doctor import host as doctor_host
-from mpishard.cli.doctor import shm as doctor_shm
 from mpishard.cli.doctor.finding import (
     Finding,
     Verdict,
@@ -100,7 +99,7 @@ def test_a_probe_is_outside_the_launchers_job(monkeypatch):
 
 def test_what_raises_is_a_finding():
     def look():
-        yield Finding("host.python", OK, "3")
+        yield Finding("host.python", "3")
         raise ZeroDivisionError("oh")
 
     first, second = examined("host", look)
@@ -272,18 +271,18 @@ def test_leftovers_are_old_unmapped_and_of_jobs(tmp_path):
     write(processes, {"12/maps": maps, "self/maps": ""})
     now = time.time()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor_shm.time, "time", lambda: now + 120)
+        patch.setattr(doctor_host.time, "time", lambda: now + 120)
         os.utime(folder / "sm_segment.new", (now + 100, now + 100))
-        dead = doctor_shm.leftovers(folder, processes)
+        dead = doctor_host.leftovers(folder, processes)
     assert [path.name for path in dead] == ["mpich_shm_dead_0", "mpishard-arena-x"]
 
 
 def test_leftovers_are_named_in_the_line_that_removes_them(monkeypatch, tmp_path):
     write(tmp_path, {f"mpich_shm_{number}_0": "12345" for number in range(25)})
     dead = sorted(tmp_path.glob("mpich*"))
-    monkeypatch.setattr(doctor_shm, "FOLDER", tmp_path)
-    monkeypatch.setattr(doctor_shm, "leftovers", lambda: dead)
-    found = by_name(doctor_shm.look_at_shared_memory())["memory.leftovers"]
+    monkeypatch.setattr(doctor_host, "FOLDER", tmp_path)
+    monkeypatch.setattr(doctor_host, "leftovers", lambda: dead)
+    found = by_name(doctor_host.look_at_shared_memory())["memory.leftovers"]
     assert len(found.value["files"]) == 25
     subprocess.run(["sh", "-c", found.mend], check=True)
     assert len(list(tmp_path.iterdir())) == 5  # the line is for the first 20
@@ -297,19 +296,19 @@ def test_a_folder_that_is_small_or_closed(monkeypatch, tmp_path, free, writable,
     def refuse(**_):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(doctor_shm, "FOLDER", tmp_path)
-    monkeypatch.setattr(doctor_shm, "free_bytes", lambda: free)
+    monkeypatch.setattr(doctor_host, "FOLDER", tmp_path)
+    monkeypatch.setattr(doctor_host, "free_bytes", lambda: free)
     if not writable:
-        monkeypatch.setattr(doctor_shm.tempfile, "TemporaryFile", refuse)
-    answers(doctor_shm, "mpishard")
-    found = by_name(doctor_shm.look_at_shared_memory())
+        monkeypatch.setattr(doctor_host.tempfile, "TemporaryFile", refuse)
+    answers(doctor_host, "mpishard")
+    found = by_name(doctor_host.look_at_shared_memory())
     assert found["memory.folder"].verdict is verdict
     assert found["memory.memfd"].verdict is OK
 
 
 def test_memory_that_others_cannot_open(monkeypatch, answers):
-    answers(doctor_shm, Answer(1, "", "PermissionError: /proc/1/fd/3\n", 10))
-    found = by_name(doctor_shm.look_at_shared_memory())["memory.memfd"]
+    answers(doctor_host, Answer(1, "", "PermissionError: /proc/1/fd/3\n", 10))
+    found = by_name(doctor_host.look_at_shared_memory())["memory.memfd"]
     assert (found.verdict, found.value) == (NOTE, False)
     assert "PermissionError" in found.text
 
@@ -328,9 +327,9 @@ def test_packages(monkeypatch, answers):
 def test_lines_for_people(capsys):
     long = "/a/folder/with/a/name/that/is/long/enough/to/be/wrapped/if/it/were/wrapped/" + "x" * 40
     findings = [
-        Finding("host.python", OK, "3.11 " + "word " * 20),
-        Finding("mpi.mpiexec", NOTE, "a stranger", None, f"export PATH={long}"),
-        Finding("mpi.library", PROBLEM, long, None, "pip install"),
+        Finding("host.python", "3.11 " + "word " * 20),
+        Finding("mpi.mpiexec", "a stranger", None, f"export PATH={long}"),
+        Finding("mpi.library", long, None, "pip install", is_problem=True),
     ]
     assert show_findings(iter(findings)) == findings
     lines = capsys.readouterr().out.splitlines()
@@ -344,9 +343,7 @@ def test_lines_for_people(capsys):
 
 
 def test_json_counts():
-    report = json.loads(
-        as_json([Finding("a.b", NOTE, "t", {"x": 1}, "m"), Finding("a.c", OK, "u")])
-    )
+    report = json.loads(as_json([Finding("a.b", "t", {"x": 1}, "m"), Finding("a.c", "u")]))
     assert (report["schema"], report["problems"], report["notes"]) == (1, 0, 1)
     assert report["findings"][0] == {
         "name": "a.b", "verdict": "note", "text": "t", "value": {"x": 1}, "mend": "m",
@@ -364,7 +361,9 @@ def test_one_rank_speaks_under_a_launcher(monkeypatch):
 @pytest.mark.parametrize(("verdict", "code"), [(NOTE, 0), (PROBLEM, 1)])
 def test_exit_code(monkeypatch, verdict, code):
     monkeypatch.setattr(
-        doctor, "_findings", lambda quick: iter([Finding("host.x", verdict, "t", None, "m")])
+        doctor,
+        "_findings",
+        lambda quick: iter([Finding("host.x", "t", None, "m", verdict is PROBLEM)]),
     )
     for options in (["--json"], ["--quick"]):
         assert CliRunner().invoke(app, ["doctor", *options]).exit_code == code

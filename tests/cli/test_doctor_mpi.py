@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 from spawned_jobs import outside_launchers
 
-from mpishard.cli.doctor import gpu as doctor_gpu
 from mpishard.cli.doctor import host as doctor_host
 from mpishard.cli.doctor import job as doctor_job
 from mpishard.cli.doctor import mpi as doctor_mpi
-from mpishard.cli.doctor import shm as doctor_shm
 from mpishard.cli.doctor.finding import Verdict
 from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi, why_it_failed
 from mpishard.cli.probe import Answer, answer_line, ask, python_command
@@ -157,7 +155,7 @@ def test_a_job_that_fails_and_one_that_ends_badly(monkeypatch, programs, answers
     [
         ("auto", "memfd", OK, None),
         ("off", None, NOTE, "unset MPISHARD_ARENA"),
-        ("auto", None, NOTE, doctor_shm.open_processes()),
+        ("auto", None, NOTE, doctor_host.open_processes()),
     ],
 )
 def test_where_shared_memory_is_from(
@@ -198,13 +196,13 @@ class Installed:
 
 def with_cupy(monkeypatch, *packages):
     found = [Installed("numpy", "2"), *(Installed(name, "13.6") for name in packages)]
-    monkeypatch.setattr(doctor_gpu, "distributions", lambda: found)
+    monkeypatch.setattr(doctor_job, "distributions", lambda: found)
 
 
 def test_a_gpu_without_cupy(monkeypatch, programs):
     with_cupy(monkeypatch)
     programs("nvidia-smi", SMI)
-    found = by_name(doctor_gpu.look_at_gpus(NO_MPI, quick=False))
+    found = by_name(doctor_job.look_at_gpus(NO_MPI, quick=False))
     assert "1 GPU: NVIDIA H200, 143771 MiB; driver 580.1, CUDA 13" in found["gpu.driver"].text
     assert found["gpu.cupy"].verdict is NOTE
     assert found["gpu.cupy"].mend.endswith("-m pip install 'cupy-cuda13x[ctk]'")
@@ -213,22 +211,22 @@ def test_a_gpu_without_cupy(monkeypatch, programs):
 
 def test_no_gpu(monkeypatch, programs):
     with_cupy(monkeypatch)
-    assert {f.verdict for f in doctor_gpu.look_at_gpus(NO_MPI, quick=False)} == {OK}
+    assert {f.verdict for f in doctor_job.look_at_gpus(NO_MPI, quick=False)} == {OK}
     programs("nvidia-smi", "NVIDIA-SMI has failed", code=9)
-    assert by_name(doctor_gpu.look_at_gpus(NO_MPI, quick=True))["gpu.driver"].verdict is NOTE
+    assert by_name(doctor_job.look_at_gpus(NO_MPI, quick=True))["gpu.driver"].verdict is NOTE
 
 
 def test_cupy_twice_and_cupy_that_does_not_compute(monkeypatch, programs, answers):
     programs("nvidia-smi", SMI)
     with_cupy(monkeypatch, "cupy-cuda12x", "cupy-cuda13x")
-    found = by_name(doctor_gpu.look_at_gpus(NO_MPI, quick=True))["gpu.cupy"]
+    found = by_name(doctor_job.look_at_gpus(NO_MPI, quick=True))["gpu.cupy"]
     assert found.verdict is PROBLEM
     assert "pip uninstall -y cupy-cuda12x && " in found.mend
     with_cupy(monkeypatch, "cupy-cuda12x")
     driver = [Answer(0, SMI, "", 1)] * 2
     broken = Answer(1, "", "ImportError: libnvrtc.so.12: cannot open\n", 60)
-    answers(doctor_gpu, *driver, broken)
-    found = by_name(doctor_gpu.look_at_gpus(NO_MPI, quick=True))["gpu.cupy"]
+    answers(doctor_job, *driver, broken)
+    found = by_name(doctor_job.look_at_gpus(NO_MPI, quick=True))["gpu.cupy"]
     assert "libnvrtc.so.12" in found.text
     assert "uninstall -y cupy-cuda12x" in found.mend
     assert found.mend.endswith("install 'cupy-cuda13x[ctk]'")
@@ -256,10 +254,10 @@ def test_operations_on_gpu_memory(monkeypatch, programs, replies, variable, verd
     if variable:
         monkeypatch.setenv("MPISHARD_CUDA_AWARE", variable)
     cupy = {"runtime": 13000, "driver": 13000, "memory": [2**37]}
-    asked = answers(doctor_gpu, *[Answer(0, SMI, "", 1)] * 2, cupy, *replies)
-    found = by_name(doctor_gpu.look_at_gpus(MPIInstallation(MPICH, launcher), quick=False))
+    asked = answers(doctor_job, *[Answer(0, SMI, "", 1)] * 2, cupy, *replies)
+    found = by_name(doctor_job.look_at_gpus(MPIInstallation(MPICH, launcher), quick=False))
     assert found["gpu.cupy"].text == "cupy-cuda13x 13.6 computes on 1 GPU (128 GiB)"
-    assert [command[-1] for command, _ in asked[3:]] == list(doctor_gpu._OPERATIONS)
+    assert [command[-1] for command, _ in asked[3:]] == list(doctor_job._OPERATIONS)
     assert (found["gpu.cuda_aware"].verdict, found["gpu.cuda_aware"].mend) == (verdict, mend)
     works = [reply is RIGHT for reply in replies]
     assert list(found["gpu.cuda_aware"].value.values()) == works
@@ -331,8 +329,7 @@ def asnumpy(array): return array
 TRY_ALL = """
 import sys, cupy
 from mpishard.cli.doctor import job as doctor_job
-from mpishard.cli.doctor import gpu as doctor_gpu
-for operation in doctor_gpu._OPERATIONS:
+for operation in doctor_job._OPERATIONS:
     sys.argv[1:] = [operation]
     doctor_job.main()
 right = cupy.asnumpy

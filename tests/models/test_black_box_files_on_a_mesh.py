@@ -12,7 +12,7 @@ import mpishard as ms
 from mpishard.arrays import to_host
 from mpishard.models import HybridShardedModel
 from mpishard.optimizers import HybridShardedOptimizer
-from mpishard.optimizers.loop.best import BestParameters
+from mpishard.optimizers.loop.run_state import BestParameters
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
 

@@ -106,11 +106,11 @@ def test_the_inverse_problem_of_the_example_takes_scipys_steps():
         return 1e3 * loss, 1e3 * gradient.ravel()
 
     start = np.zeros(shape[0] * shape[1])
-    expected = scipy_values(fun, start, (heated, seen), maxiter=10)
-    values, _ = ms.run_in_threads(
-        2, own_values, fun, start, (heated, seen), options={"maxiter": 11}
-    )[0]  # fmt: skip
-    np.testing.assert_allclose(values[:10], expected[:10], rtol=1e-6)
+    limits = {"maxiter": 20, "ftol": 0, "gtol": 0}  # it ends after 15 by SciPy's own limits
+    expected = scipy_values(fun, start, (heated, seen), **limits)
+    values, _ = ms.run_in_threads(2, own_values, fun, start, (heated, seen), options=limits)[0]
+    assert len(values) == 20
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["CG", "Newton-CG", "l-bfgs-b"])
@@ -442,7 +442,7 @@ def test_gradient_leaves_give_the_same_bits_on_any_number_of_ranks(backend):
         return model.get_parameters().tobytes()
 
     (alone,) = ms.run_in_threads(1, bits)
-    np.testing.assert_allclose(np.frombuffer(bits(backend)), np.frombuffer(alone), rtol=1e-7)
+    assert bits(backend) == alone
 
 
 @in_worlds(1, 2, 3)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.optimizers.loop.best import BestParameters
+from mpishard.optimizers.loop.run_state import BestParameters
 from mpishard.optimizers.sharded.state_bytes import StateBytes, gather_state
 from mpishard.sharding import ParameterEntry, Piece, Placement, Slice, Unit
 

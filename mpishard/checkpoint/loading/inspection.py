@@ -14,7 +14,7 @@ from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, Manifest
 from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord
 from mpishard.checkpoint.loading.mapped_file import checksum_at, header_difference
 from mpishard.checkpoint.loading.reader import CheckpointReader, find_checkpoint
-from mpishard.checkpoint.loading.resume import open_whole
+from mpishard.checkpoint.loading.restore import open_whole
 from mpishard.errors import CheckpointError
 
 __all__ = [

@@ -1,9 +1,9 @@
 """``mpishard doctor``: examine this installation, and name commands that fix what is wrong.
 
 Begin with ``command.py``: it lists the groups of the report in their order. Each group is one
-function that yields findings: ``host.py`` (Python, the machine, NumPy, optional packages),
-``mpi.py`` (library, launcher, SLURM, and known reasons why a job fails), ``shm.py`` (shared
-memory), ``job.py`` (two ranks that communicate, and their program) and ``gpu.py``.
+function that yields findings: ``host.py`` (Python, the machine, NumPy, shared memory, optional
+packages), ``mpi.py`` (library, launcher, SLURM, and known reasons why a job fails) and ``job.py``
+(two ranks that communicate, GPUs, and the program of these ranks).
 ``finding.py`` defines a finding and prints it.
 
 It may import ``mpishard.cli.run`` and the shared modules of ``mpishard.cli``, no other command.

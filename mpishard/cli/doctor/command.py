@@ -8,12 +8,10 @@ from typing import Annotated
 import typer
 
 from mpishard import settings
+from mpishard.cli.doctor import host
 from mpishard.cli.doctor.finding import Finding, Verdict, as_json, examined, show_findings
-from mpishard.cli.doctor.gpu import look_at_gpus
-from mpishard.cli.doctor.host import look_at_bfloat16, look_at_host, look_at_numpy, look_at_packages
-from mpishard.cli.doctor.job import look_at_a_job
+from mpishard.cli.doctor.job import look_at_a_job, look_at_gpus
 from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi, look_at_slurm
-from mpishard.cli.doctor.shm import look_at_shared_memory
 
 __all__ = ["doctor"]
 
@@ -50,14 +48,14 @@ def doctor(
 
 
 def _findings(quick: bool) -> Iterator[Finding]:
-    yield from examined("host", look_at_host)
-    yield from examined("numpy", lambda: look_at_numpy(quick))
-    yield from examined("numpy", lambda: look_at_bfloat16(quick))
+    yield from examined("host", host.look_at_host)
+    yield from examined("numpy", lambda: host.look_at_numpy(quick))
+    yield from examined("numpy", lambda: host.look_at_bfloat16(quick))
     mpi = MPIInstallation.of_this_python()
     yield from examined("mpi", lambda: look_at_mpi(mpi))
-    yield from examined("memory", look_at_shared_memory)
+    yield from examined("memory", host.look_at_shared_memory)
     if not quick:
         yield from examined("job", lambda: look_at_a_job(mpi))
     yield from examined("gpu", lambda: look_at_gpus(mpi, quick))
     yield from examined("slurm", lambda: look_at_slurm(mpi))
-    yield from examined("packages", look_at_packages)
+    yield from examined("packages", host.look_at_packages)

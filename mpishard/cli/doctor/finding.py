@@ -7,7 +7,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -18,8 +18,8 @@ from mpishard import settings
 from mpishard.cli.wording import counted
 
 __all__ = [
-    "Finding", "Verdict", "as_json", "examined", "note", "ok", "pip_install", "problem",
-    "shortened", "show_findings", "summary",
+    "Finding", "Verdict", "as_json", "examined", "pip_install", "shortened", "show_findings",
+    "summary",
 ]  # fmt: skip
 
 _TITLES = {
@@ -33,8 +33,10 @@ _TITLES = {
     "packages": "Optional packages",
 }
 _VERDICT, _LABEL = 9, 14
+_INDENT = 2 + _VERDICT + _LABEL
 _WIDEST = 100
 _SCHEMA = 1
+_FIELDS = ("name", "verdict", "text", "value", "mend")
 
 
 class Verdict(StrEnum):
@@ -52,47 +54,39 @@ _STYLES = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold r
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report; made by `ok`, `note` and `problem`.
+    """One line of the report.
 
     Parameters
     ----------
     name : str
         ``group.fact``, lower case: stable between versions.
-    verdict : Verdict
-        Its meaning.
     text : str
         For people: what was found, and what it means.
     value : object, optional
         For programs: the same fact, as something that JSON can hold.
     mend : str, optional
-        The shell command that fixes it; None if the verdict is ok.
+        The shell command that fixes it; None if nothing needs to be done.
+    is_problem : bool
+        True if something does not work; without it, a finding with a command is a note.
     """
 
     name: str
-    verdict: Verdict
     text: str
     value: Any = None
     mend: str | None = None
+    is_problem: bool = False
 
     @property
     def group(self) -> str:
         """The section of the report that it belongs to."""
         return self.name.partition(".")[0]
 
-
-def ok(name: str, text: str, value: Any = None) -> Finding:
-    """Return a finding that needs nothing to be done."""
-    return Finding(name, Verdict.OK, text, value)
-
-
-def note(name: str, text: str, value: Any, mend: str) -> Finding:
-    """Return a finding of something that works and could be better."""
-    return Finding(name, Verdict.NOTE, text, value, mend)
-
-
-def problem(name: str, text: str, value: Any, mend: str) -> Finding:
-    """Return a finding of something that does not work."""
-    return Finding(name, Verdict.PROBLEM, text, value, mend)
+    @property
+    def verdict(self) -> Verdict:
+        """Its meaning for the user: nothing is reported as wrong without a command that helps."""
+        if self.mend is None:
+            return Verdict.OK
+        return Verdict.PROBLEM if self.is_problem else Verdict.NOTE
 
 
 def examined(group: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -100,7 +94,7 @@ def examined(group: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Find
     try:
         yield from look()
     except Exception as error:  # noqa: BLE001 - a report on a broken machine must not break
-        yield note(
+        yield Finding(
             f"{group}.error",
             f"the rest could not be examined: {type(error).__name__}: {error}",
             type(error).__name__,
@@ -122,31 +116,31 @@ def shortened(text: str, length: int = 200) -> str:
 def show_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Print each finding as it comes, under its group, and the summary; return them all."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    columns = min(settings.terminal_columns() or console.width, _WIDEST)
+    columns = max(min(settings.terminal_columns() or console.width, _WIDEST), _INDENT + 20)
     shown: list[Finding] = []
     for finding in findings:
         if not shown or shown[-1].group != finding.group:
             console.print(Text("\n" * bool(shown) + _TITLES[finding.group], "bold"))
-        console.print(*_lines(finding, columns), sep="\n")
+        label = finding.name.partition(".")[2].replace("_", " ")
+        # Paths are not broken, because users copy them. A table of rich would break them.
+        text = Text(
+            textwrap.fill(
+                finding.text,
+                columns,
+                initial_indent=f"  {finding.verdict.value:<{_VERDICT}}{label:<{_LABEL}}",
+                subsequent_indent=" " * _INDENT,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+        text.stylize(_STYLES[finding.verdict], 2, 2 + _VERDICT)
+        console.print(text)
+        if finding.mend is not None:
+            # On one line, however long, for the same reason.
+            console.print(Text.assemble(" " * (2 + _VERDICT), ("mend: ", "bold"), finding.mend))
         shown.append(finding)
     console.print(f"\n{summary(shown)}")
     return shown
-
-
-def _lines(finding: Finding, columns: int) -> list[Text]:
-    label = finding.name.partition(".")[2].replace("_", " ")
-    indent = 2 + _VERDICT + _LABEL
-    # Paths are not broken, because users copy them. A table of rich would break them.
-    wrapped = textwrap.wrap(
-        finding.text, max(columns - indent, 20), break_long_words=False, break_on_hyphens=False
-    ) or [""]
-    verdict = (f"{finding.verdict.value:<{_VERDICT}}", _STYLES[finding.verdict])
-    first = Text.assemble("  ", verdict, f"{label:<{_LABEL}}{wrapped[0]}")
-    lines = [first, *(Text(" " * indent + line) for line in wrapped[1:])]
-    if finding.mend is not None:
-        # On one line, however long, for the same reason.
-        lines.append(Text.assemble(" " * (2 + _VERDICT), ("mend: ", "bold"), finding.mend))
-    return lines
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -166,6 +160,6 @@ def as_json(findings: Sequence[Finding]) -> str:
         "schema": _SCHEMA,
         "problems": verdicts.count(Verdict.PROBLEM),
         "notes": verdicts.count(Verdict.NOTE),
-        "findings": [asdict(finding) for finding in findings],
+        "findings": [{name: getattr(each, name) for name in _FIELDS} for each in findings],
     }
     return json.dumps(report, indent=1)

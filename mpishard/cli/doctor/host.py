@@ -1,13 +1,16 @@
-"""Findings about Python, the machine, NumPy and its BLAS library, and optional packages."""
+"""Findings about Python, the machine, NumPy and its BLAS, shared memory, optional packages."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import resource
+import shlex
 import socket
+import stat
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,18 +18,100 @@ from typing import Any
 import mpishard
 from mpishard import settings
 from mpishard.blas import better_kernel
-from mpishard.cli.doctor.finding import Finding, note, ok, pip_install, problem, shortened
+from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.machine import available_memory, core_quota, installed_version, usable_cores
 from mpishard.cli.probe import ask, python_command
+from mpishard.cli.run.rank_processes import mapped_files
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.onednn import processor_has_unit
 
-__all__ = ["look_at_bfloat16", "look_at_host", "look_at_numpy", "look_at_packages"]
+__all__ = [
+    "NEEDED_BYTES", "free_bytes", "larger_folder", "leftovers", "look_at_bfloat16", "look_at_host",
+    "look_at_numpy", "look_at_packages", "look_at_shared_memory", "open_processes",
+]  # fmt: skip
 
+_LIMIT_SECONDS = {"name": 5, "memfd": 10, "import": 30, "measure": 30}
 _FEW_FILES = 1024
 _LOW_MEMORY = 2**30
-_RESOLVE_SECONDS = 5
-_IMPORT_SECONDS = 30
+_LIMITS = "sudo tee -a /etc/security/limits.conf  # log in again"
+
+# ------------------------------------------------------------------------- Python and this machine
+
+
+def look_at_host() -> Iterator[Finding]:
+    """Yield versions, cores, memory, the address of this machine, limits of the shell."""
+    number, place = platform.python_version(), sys.executable
+    yield Finding("host.python", f"{number}, {place}", {"version": number, "executable": place})
+    number = installed_version("mpishard") or "not installed"
+    place = str(Path(mpishard.__file__).parent)
+    yield Finding("host.mpishard", f"{number}, {place}", {"version": number, "folder": place})
+    yield Finding("host.system", platform.platform(), platform.platform())
+    try:
+        settings.check()
+        yield Finding("host.settings", "every MPISHARD_ variable can be read")
+    except ValueError as error:
+        name = str(error).partition(" ")[0]
+        yield Finding("host.settings", str(error), name, f"unset {name}", is_problem=True)
+    yield from _cores_and_memory()
+    name, text, mend = socket.gethostname(), "which has an address", None
+    # Asked of another process, because a lookup that hangs cannot be interrupted.
+    look_up = python_command(f"import socket; socket.getaddrinfo({name!r}, None)")
+    if ask(look_up, _LIMIT_SECONDS["name"]).code != 0:
+        text = "which has no address: some MPI libraries look it up when a job starts"
+        mend = f"echo '127.0.0.1 {name}' | sudo tee -a /etc/hosts"
+    yield Finding("host.name", f"{name}, {text}", name, mend)
+    yield from _limits_of_the_shell()
+
+
+def _cores_and_memory() -> Iterator[Finding]:
+    usable, present, quota, mend = usable_cores(), os.cpu_count() or 1, core_quota(), None
+    text = f"{usable} of {present} usable"
+    if quota is not None and quota < usable:
+        text += f", and a control group gives them the time of {quota:g}: more threads or ranks "
+        text += "than that are stopped again and again"
+        mend = f"export OMP_NUM_THREADS={max(1, int(quota))}"
+    value = {"usable": usable, "present": present, "quota": quota}
+    yield Finding("host.cores", text, value, mend)
+    found = available_memory()
+    if found is None:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        yield Finding("host.memory", bytes_text(total), {"total": total})
+        return
+    (total, free), mend = found, None
+    text = f"{bytes_text(free)} free of {bytes_text(total)}"
+    if free < _LOW_MEMORY:
+        text += ": a rank alone takes some 100 MiB"
+        mend = "ps -eo rss,pid,user,args --sort=-rss | head  # lists the programs that use most"
+    yield Finding("host.memory", text, {"total": total, "free": free}, mend)
+
+
+def _limits_of_the_shell() -> Iterator[Finding]:
+    """Yield the number of open files; and memory that may be locked, if network cards need it."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    text, mend = f"{'any number' if soft is None else soft} (ulimit -n)", None
+    if soft is not None and soft < _FEW_FILES:
+        text += ": a launcher opens several files for each rank, a model two"
+        wanted = 4096 if hard is None else min(4096, hard)
+        mend = f"ulimit -n {wanted}"
+        if wanted <= soft:  # a shell cannot raise it further
+            mend = f"echo '* - nofile 4096' | {_LIMITS}"
+    yield Finding("host.open_files", text, {"soft": soft, "hard": hard}, mend)
+    # Such a card writes into a process's memory directly, which must stay where it is.
+    cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    if not cards:
+        return
+    most, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = f"{counted(len(cards), 'network card')} with RDMA ({', '.join(cards)}), "
+    if most == resource.RLIM_INFINITY:
+        yield Finding("host.locked_memory", f"{text}no limit (ulimit -l)")
+        return
+    text += f"and a process may lock {bytes_text(most)} (ulimit -l): MPI then fails to start, or "
+    text += "takes a slower way"
+    yield Finding("host.locked_memory", text, most, f"echo '* - memlock unlimited' | {_LIMITS}")
+
+
+# ------------------------------------------------------------------------------- optional packages
 
 _PACKAGES = {
     "autograd": "gradients of losses written in NumPy (AutogradModel)",
@@ -39,114 +124,25 @@ _PACKAGES = {
 """Optional packages, and what each one adds; CuPy is in the group of GPUs, mpi4py in MPI's."""
 
 
-def look_at_host() -> Iterator[Finding]:
-    """Yield versions, cores, memory, the address of this machine, limits of the shell."""
-    number, place = platform.python_version(), sys.executable
-    yield ok("host.python", f"{number}, {place}", {"version": number, "executable": place})
-    number = installed_version("mpishard") or "not installed"
-    place = str(Path(mpishard.__file__).parent)
-    yield ok("host.mpishard", f"{number}, {place}", {"version": number, "folder": place})
-    yield ok("host.system", platform.platform(), platform.platform())
-    try:
-        settings.check()
-        yield ok("host.settings", "every MPISHARD_ variable can be read")
-    except ValueError as error:
-        name = str(error).partition(" ")[0]
-        yield problem("host.settings", str(error), name, f"unset {name}")
-    yield _cores()
-    yield _memory()
-    yield _name()
-    yield _open_files()
-    yield from _locked_memory()
-
-
 def look_at_packages() -> Iterator[Finding]:
     """Yield which optional packages are installed."""
     for package, gives in _PACKAGES.items():
-        name, number = f"packages.{package}", installed_version(package)
-        if number is None:
-            yield ok(name, f"not installed; gives {gives}", None)
-        elif package != "numba":
-            yield ok(name, f"{number}: {gives}", number)
-        elif not settings.numba_is_allowed():
+        number, mend = installed_version(package), None
+        text = f"{number}: {gives}" if number else f"not installed; gives {gives}"
+        if package == "numba" and number and not settings.numba_is_allowed():
             text = f"{number}, and MPISHARD_NUMBA=off: {gives}"
-            yield note(name, text, number, "unset MPISHARD_NUMBA")
-        # numba refuses releases of NumPy that it does not know, so it has to be tried.
-        elif (answer := ask(python_command("import numba"), _IMPORT_SECONDS)).code == 0:
-            yield ok(name, f"{number}: {gives}", number)
-        else:
-            reason = shortened(answer.reason)
-            text = f"{number} cannot be imported, so that loops run in NumPy: {reason}"
-            yield note(name, text, number, pip_install("--upgrade", "numba"))
+            mend = "unset MPISHARD_NUMBA"
+        elif package == "numba" and number:
+            # numba refuses releases of NumPy that it does not know, so it has to be tried.
+            answer = ask(python_command("import numba"), _LIMIT_SECONDS["import"])
+            if answer.code != 0:
+                text = f"{number} cannot be imported, so that loops run in NumPy: "
+                text += shortened(answer.reason)
+                mend = pip_install("--upgrade", "numba")
+        yield Finding(f"packages.{package}", text, number, mend)
 
 
-def _cores() -> Finding:
-    usable, present, quota = usable_cores(), os.cpu_count() or 1, core_quota()
-    value = {"usable": usable, "present": present, "quota": quota}
-    text = f"{usable} of {present} usable"
-    if quota is None or quota >= usable:
-        return ok("host.cores", text, value)
-    text += f", and a control group gives them the time of {quota:g}: more threads or ranks than "
-    text += "that are stopped again and again"
-    return note("host.cores", text, value, f"export OMP_NUM_THREADS={max(1, int(quota))}")
-
-
-def _memory() -> Finding:
-    found = available_memory()
-    if found is None:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return ok("host.memory", bytes_text(total), {"total": total})
-    total, free = found
-    value = {"total": total, "free": free}
-    text = f"{bytes_text(free)} free of {bytes_text(total)}"
-    if free >= _LOW_MEMORY:
-        return ok("host.memory", text, value)
-    largest = "ps -eo rss,pid,user,args --sort=-rss | head  # lists the programs that use most"
-    return note("host.memory", f"{text}: a rank alone takes some 100 MiB", value, largest)
-
-
-def _name() -> Finding:
-    """Tell whether the machine's name has an address: launchers look it up."""
-    name = socket.gethostname()
-    look_up = f"import socket; socket.getaddrinfo({name!r}, None)"
-    if ask(python_command(look_up), _RESOLVE_SECONDS).code == 0:
-        return ok("host.name", f"{name}, which has an address", name)
-    text = f"{name}, which has no address: some MPI libraries look it up when a job starts"
-    return note("host.name", text, name, f"echo '127.0.0.1 {name}' | sudo tee -a /etc/hosts")
-
-
-def _open_files() -> Finding:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
-    value = {"soft": soft, "hard": hard}
-    text = f"{'any number' if soft is None else soft} (ulimit -n)"
-    if soft is None or soft >= _FEW_FILES:
-        return ok("host.open_files", text, value)
-    wanted = 4096 if hard is None else min(4096, hard)
-    mend = f"ulimit -n {wanted}"
-    if wanted <= soft:  # a shell cannot raise it further
-        mend = "echo '* - nofile 4096' | sudo tee -a /etc/security/limits.conf  # log in again"
-    text += ": a launcher opens several files for each rank, a model two"
-    return note("host.open_files", text, value, mend)
-
-
-def _locked_memory() -> Iterator[Finding]:
-    """Yield a finding if there are network cards that write into a process's memory directly."""
-    cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-    if not cards:
-        return
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text = f"{counted(len(cards), 'network card')} with RDMA ({', '.join(cards)}), "
-    if soft == resource.RLIM_INFINITY:
-        yield ok("host.locked_memory", f"{text}no limit (ulimit -l)", None)
-        return
-    text += f"and a process may lock {bytes_text(soft)} (ulimit -l): MPI then fails to start, or "
-    text += "takes a slower way"
-    mend = "echo '* - memlock unlimited' | sudo tee -a /etc/security/limits.conf  # log in again"
-    yield note("host.locked_memory", text, soft, mend)
-
-
-_LIMIT_SECONDS = 30
+# ------------------------------------------------------------------------------------------- NumPy
 
 _FASTER = 1.5
 """A ratio of two measurements that neither noise nor matrices of other shapes explain."""
@@ -158,9 +154,9 @@ libraries = [i for i in threadpoolctl.threadpool_info() if i["user_api"] == "bla
 """
 
 # A process of its own, because this one may have chosen its kernels and set its threads before.
-_ASK = _LIBRARY + "answer(libraries[0] if libraries else None)"
+_ASK = python_command(_LIBRARY + "answer(libraries[0] if libraries else None)")
 
-_MEASURE = (
+_MEASURE = python_command(
     _LIBRARY
     + """
 from time import perf_counter, thread_time
@@ -188,45 +184,53 @@ Rates = dict[str, dict[str, float]]
 """Threads -> dtype -> GFLOP/s."""
 
 
+def _measured(variables: Mapping[str, str | None]) -> Rates | None:
+    answer = ask(_MEASURE, _LIMIT_SECONDS["measure"], variables)
+    rates: Rates | None = answer.found if answer.code == 0 else None
+    return rates
+
+
 def look_at_numpy(quick: bool) -> Iterator[Finding]:
     """Yield NumPy's version, its BLAS library, kernels, threads, and unless ``quick`` its speed."""
-    number = importlib.metadata.version("numpy")
-    yield ok("numpy.version", number, number)
-    answer = ask(python_command(_ASK), _LIMIT_SECONDS)
+    number = installed_version("numpy")
+    yield Finding("numpy.version", str(number), number)
+    answer = ask(_ASK, _LIMIT_SECONDS["measure"])
     library = answer.found
+    reinstall = pip_install("--force-reinstall", "numpy")
     if answer.code != 0:
         text = f"a new process cannot load NumPy: {answer.reason}"
-        yield problem("numpy.blas", text, None, pip_install("--force-reinstall", "numpy"))
+        yield Finding("numpy.blas", text, None, reinstall, is_problem=True)
         return
     if library is None:
         text = "not OpenBLAS, MKL, BLIS or FlexiBLAS, but a system's own, whose threads mpishard "
         text += "cannot set, or plain loops, ten times slower"
         mend = pip_install("--force-reinstall", "--only-binary=numpy", "numpy")
-        yield note("numpy.blas", text, None, mend)
+        yield Finding("numpy.blas", text, None, mend)
     else:
         text = f"{library['internal_api']} {library['version']}, {library['filepath']}"
-        yield ok("numpy.blas", text, library)
+        yield Finding("numpy.blas", text, library)
     rates = None if quick else _measured({})
     if library is not None:
         if library["internal_api"] == "openblas" and library.get("architecture"):
             yield _kernel(library["architecture"], rates)
         yield _threads(library)
-    if not quick:
+    if not quick and rates is None:
+        text = "a product of two matrices of 1024 x 1024 did not end, or crashed"
+        yield Finding("numpy.speed", text, None, reinstall, is_problem=True)
+    elif rates is not None:
         yield _speed(rates)
 
 
 def _kernel(kernel: str, rates: Rates | None) -> Finding:
     """Compare the loaded kernels with others that this processor can use."""
     is_chosen = settings.openblas_kernel_is_set()
+    variables: dict[str, str | None] = {"OPENBLAS_CORETYPE": None}
     if is_chosen:  # by the user, or by importing mpishard before NumPy
-        variables: dict[str, str | None] = {"OPENBLAS_CORETYPE": None}
-        found = ask(python_command(_ASK), _LIMIT_SECONDS, variables).found
+        found = ask(_ASK, _LIMIT_SECONDS["measure"], variables).found
         other, text = found and found.get("architecture"), f"{kernel}, by OPENBLAS_CORETYPE"
-        mend = "unset OPENBLAS_CORETYPE"
     else:
         other, text = better_kernel(kernel), kernel
         variables = {"OPENBLAS_CORETYPE": other}
-        mend = f"export OPENBLAS_CORETYPE={other}"
     is_better = other not in (None, kernel)
     if is_better:
         measured = None if rates is None else _measured(variables)
@@ -239,43 +243,38 @@ def _kernel(kernel: str, rates: Rates | None) -> Finding:
         if is_better and not is_chosen:
             text += "; mpishard run sets it by itself"
     value = {"loaded": kernel, "better": other if is_better else None}
-    return note("numpy.kernel", text, value, mend) if is_better else ok("numpy.kernel", text, value)
+    mend = "unset OPENBLAS_CORETYPE" if is_chosen else f"export OPENBLAS_CORETYPE={other}"
+    return Finding("numpy.kernel", text, value, mend if is_better else None)
 
 
 def _threads(library: dict[str, Any]) -> Finding:
-    threads, cores = library["num_threads"], usable_cores()
+    threads, cores, mend = library["num_threads"], usable_cores(), None
     chosen = settings.blas_thread_variables()
-    value = {"threads": threads, "variables": chosen}
-    source = "from " + " ".join(f"{name}={number}" for name, number in chosen.items())
-    if chosen and str(threads) not in chosen.values():
-        source += ", and no more than the library can have here"
-    if not chosen:
-        source = "one for each core; a rank of mpishard run gets its share of the cores"
+    source = "one for each core; a rank of mpishard run gets its share of the cores"
+    if chosen:
+        source = "from " + " ".join(f"{name}={number}" for name, number in chosen.items())
+        if str(threads) not in chosen.values():
+            source += ", and no more than the library can have here"
     text = f"{counted(threads, 'BLAS thread')}, {source}"
     most = max(1, int(min(cores, core_quota() or cores)))
-    if threads <= most or not chosen:
-        return ok("numpy.threads", text, value)
-    mend = f"export {' '.join(f'{name}={most}' for name in chosen)}"
-    return note("numpy.threads", f"{text}, on {counted(most, 'core')}: they wait for each other",
-                value, mend)  # fmt: skip
+    if threads > most and chosen:
+        text += f", on {counted(most, 'core')}: they wait for each other"
+        mend = f"export {' '.join(f'{name}={most}' for name in chosen)}"
+    return Finding("numpy.threads", text, {"threads": threads, "variables": chosen}, mend)
 
 
-def _speed(rates: Rates | None) -> Finding:
-    name = "numpy.speed"
-    if rates is None:
-        text = "a product of two matrices of 1024 x 1024 did not end, or crashed"
-        return problem(name, text, None, pip_install("--force-reinstall", "numpy"))
+def _speed(rates: Rates) -> Finding:
     parts = [
         f"{rate['float32']:.0f} and {rate['float64']:.0f} GFLOP/s on {counted(int(n), 'thread')}"
         for n, rate in rates.items()
     ]
-    text = f"float32 and float64 matrices: {', '.join(parts)}"
+    text, mend = f"float32 and float64 matrices: {', '.join(parts)}", None
     one, most = (rate["float32"] for rate in (rates["1"], rates[max(rates, key=int)]))
-    if _FASTER * most >= one:
-        return ok(name, text, rates)
-    text += "; all threads together are slower than one: the machine is busy, or BLAS threads "
-    text += "compete for cores. Measure again when it is idle"
-    return note(name, text, rates, "export OMP_NUM_THREADS=1")
+    if _FASTER * most < one:
+        text += "; all threads together are slower than one: the machine is busy, or BLAS threads "
+        text += "compete for cores. Measure again when it is idle"
+        mend = "export OMP_NUM_THREADS=1"
+    return Finding("numpy.speed", text, rates, mend)
 
 
 _MEASURE_BFLOAT16 = """
@@ -292,31 +291,153 @@ answer({"library": found and [found.version, found.path], "reason": reason_for_n
 
 def look_at_bfloat16(quick: bool) -> Iterator[Finding]:
     """Yield the unit and library that multiply bfloat16, and unless ``quick`` their speed."""
-    unit = processor_has_unit()
+    unit, mend = processor_has_unit(), None
     value: dict[str, Any] = {"unit": unit, "library": None}
-    name, text = "numpy.bfloat16", "a unit for it" if unit else "no unit for it in this processor"
-    if quick:
-        yield ok(name, text, value)
-        return
-    answer = ask(python_command(_MEASURE_BFLOAT16), _LIMIT_SECONDS)
-    found = answer.found
-    if answer.code != 0 or found is None:
-        text += f", and its products fail: {shortened(answer.reason)}"
-        yield note(name, text, value, "export MPISHARD_ONEDNN=off")
-        return
-    value |= {key: found[key] for key in ("library", "float32", "bfloat16")}
-    if found["library"] is None:
-        text += f'; precision="bfloat16" is computed as float32: {found["reason"]}'
+    text = "a unit for it" if unit else "no unit for it in this processor"
+    if not quick:
+        answer = ask(python_command(_MEASURE_BFLOAT16), _LIMIT_SECONDS["measure"])
+        found = answer.found
+        if answer.code != 0 or found is None:
+            text += f", and its products fail: {shortened(answer.reason)}"
+            mend = "export MPISHARD_ONEDNN=off"
+        else:
+            value |= {key: found[key] for key in ("library", "float32", "bfloat16")}
+            if found["library"] is None:
+                text += f'; precision="bfloat16" is computed as float32: {found["reason"]}'
+            else:
+                text += ", oneDNN {} at {}".format(*found["library"])
+            text += f"; {found['bfloat16']:.0f} GFLOP/s of bfloat16 and {found['float32']:.0f} of "
+            text += "float32 matrices, on 1 thread"
+    yield Finding("numpy.bfloat16", text, value, mend)
+
+
+# ----------------------------------------------------------------------------------- shared memory
+
+FOLDER = Path("/dev/shm")  # noqa: S108 - memory, and not a place for temporary files
+
+NEEDED_BYTES = 64 * 2**20
+"""Open MPI takes 16 MiB for each rank, MPICH some 3 MiB for each job; below 20 it may crash."""
+
+_OF_JOBS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "mpishard-*")
+_STARTING_SECONDS = 60
+_MOST_NAMED = 20
+
+# Opens memory of another process in the way that a rank does.
+_OPEN = """
+import os, sys
+handle = os.open(sys.argv[1], os.O_RDWR)
+answer(os.pread(handle, 8, 0).decode())
+"""
+
+
+def look_at_shared_memory() -> Iterator[Finding]:
+    """Yield findings about the folder /dev/shm, anonymous memory, and files of dead jobs."""
+    if FOLDER.is_dir():
+        yield _folder()
     else:
-        text += ", oneDNN {} at {}".format(*found["library"])
-    text += (
-        f"; {found['bfloat16']:.0f} GFLOP/s of bfloat16 and {found['float32']:.0f} of float32 "
-        "matrices, on 1 thread"
-    )
-    yield ok(name, text, value)
+        yield Finding("memory.folder", f"this system has no {FOLDER}")
+    yield _memfd()
+    if FOLDER.is_dir():
+        yield _leftovers()
 
 
-def _measured(variables: Mapping[str, str | None]) -> Rates | None:
-    answer = ask(python_command(_MEASURE), _LIMIT_SECONDS, variables)
-    rates: Rates | None = answer.found if answer.code == 0 else None
-    return rates
+def free_bytes() -> int | None:
+    """Return the bytes free in /dev/shm; None if there is no such folder."""
+    try:
+        status = os.statvfs(FOLDER)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+def larger_folder() -> str:
+    """Return the command that makes /dev/shm larger, and writable."""
+    for engine, file in (("docker", "/.dockerenv"), ("podman", "/run/.containerenv")):
+        if Path(file).exists():
+            return f"{engine} run --shm-size=2g ...  # start the container like this"
+    return f"sudo mount -o remount,rw,size=2g,mode=1777 {FOLDER}"
+
+
+def _folder() -> Finding:
+    name, mend, free = "memory.folder", larger_folder(), free_bytes()
+    if free is None:
+        return Finding(name, f"{FOLDER} cannot be read", None, mend, is_problem=True)
+    status = os.statvfs(FOLDER)
+    total = status.f_blocks * status.f_frsize
+    value = {"free": free, "total": total}
+    try:
+        with tempfile.TemporaryFile(dir=FOLDER) as file:
+            file.write(b"mpishard")
+    except OSError as error:
+        text = f"{FOLDER} cannot be written to ({error.strerror}): MPICH cannot start then"
+        return Finding(name, text, value, mend, is_problem=True)
+    text = f"{FOLDER} has {bytes_text(free)} free of {bytes_text(total)}"
+    if free >= NEEDED_BYTES:
+        return Finding(name, text, value)
+    text += ": Open MPI takes 16 MiB for each rank, and MPICH crashes if it is small"
+    return Finding(name, text, value, mend)
+
+
+def _memfd() -> Finding:
+    """Tell whether a process can open anonymous memory of another one, as ranks do."""
+    name = "memory.memfd"
+    if not hasattr(os, "memfd_create"):
+        return Finding(name, "this system has no memfd", value=False)
+    try:
+        handle = os.memfd_create("mpishard-doctor")
+        try:
+            os.pwrite(handle, b"mpishard", 0)
+            path = f"/proc/{os.getpid()}/fd/{handle}"
+            answer = ask(python_command(_OPEN, path), _LIMIT_SECONDS["memfd"])
+        finally:
+            os.close(handle)
+        if answer.found == "mpishard":
+            return Finding(name, "can be made, and opened by other processes", value=True)
+        text = f"cannot be opened by another process ({answer.reason})"
+    except OSError as error:
+        text = f"cannot be made ({error.strerror})"
+    text += ": ranks send messages instead, which is several times slower"
+    return Finding(name, text, value=False, mend=open_processes())
+
+
+def open_processes() -> str:
+    """Return the command that lets a rank open the memory of another one, through /proc."""
+    if Path("/.dockerenv").exists():
+        return "docker run --cap-add=SYS_PTRACE ...  # start the container like this"
+    return "sudo mount -o remount,rw,hidepid=0 /proc"
+
+
+def _leftovers() -> Finding:
+    dead, mend = leftovers(), None
+    nbytes = sum(path.stat().st_size for path in dead if path.exists())
+    text = f"no dead job left anything in {FOLDER}"
+    if dead:
+        text = f"{counted(len(dead), 'file')} of killed jobs in {FOLDER}, {bytes_text(nbytes)}, "
+        text += "that no process here has mapped"
+        mend = f"cd {FOLDER} && rm {shlex.join(path.name for path in dead[:_MOST_NAMED])}"
+        if len(dead) > _MOST_NAMED:
+            text += f"; the command removes the first {_MOST_NAMED}: repeat doctor and command"
+    value = {"files": [str(path) for path in dead], "bytes": nbytes}
+    return Finding("memory.leftovers", text, value, mend)
+
+
+def leftovers(folder: Path = FOLDER, processes: Path = Path("/proc")) -> list[Path]:
+    """Return files of MPI jobs in ``folder`` that are this user's and that no process has mapped.
+
+    Files of the last minute are left out, because a job may be about to map them.
+    """
+    found = []
+    now, user = time.time(), os.geteuid()
+    for path in sorted({path for pattern in _OF_JOBS for path in folder.glob(pattern)}):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # its job has just ended
+            continue
+        is_own = user in (0, status.st_uid) and stat.S_ISREG(status.st_mode)
+        if is_own and now - max(status.st_mtime, status.st_ctime) > _STARTING_SECONDS:
+            found.append((path, status.st_ino))
+    # Read after the files were listed, because a job may have mapped one meanwhile.
+    mapped = mapped_files(processes) if found else ()
+    # Compared by name, because in another container the folder may have another path.
+    names = {(path.name, inode) for path, inode in mapped}
+    return [path for path, inode in found if (path.name, inode) not in names]

@@ -1,4 +1,4 @@
-"""Findings about a job of two ranks that communicate, and the program of these ranks.
+"""Findings about two ranks that communicate, about GPUs, and the program of these ranks.
 
 Without an argument the ranks communicate through mpishard, and measure. With the name of an MPI
 operation they try it on GPU memory. A library that is not built for CUDA crashes on that, or moves
@@ -7,28 +7,32 @@ wrong bytes, so that each operation has a job of its own. Rank 0 answers.
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import distributions
 from typing import Any
 
 import numpy as np
 
 from mpishard import settings
-from mpishard.cli.doctor.finding import Finding, note, ok, problem
+from mpishard.cli.doctor.finding import Finding, pip_install, shortened
+from mpishard.cli.doctor.host import open_processes
 from mpishard.cli.doctor.mpi import MPIInstallation, why_it_failed
-from mpishard.cli.doctor.shm import open_processes
-from mpishard.cli.probe import answer_line, ask
-from mpishard.cli.wording import bytes_text, milliseconds
+from mpishard.cli.probe import answer_line, ask, python_command
+from mpishard.cli.run.launcher import Launcher
+from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, init
 from mpishard.devices import load_cupy
 from mpishard.observe import time_alternately
 
-__all__ = ["SIZES", "look_at_a_job"]
+__all__ = ["SIZES", "look_at_a_job", "look_at_gpus"]
 
 SIZES = (8, 2**20, 64 * 2**20)
 """Bytes that are all-reduced."""
 
-_LIMIT_SECONDS = 30
+_LIMIT_SECONDS = {"two ranks": 30, "driver": 15, "cupy": 60}  # CuPy may compile
 
 # A rank that waits for one that never comes gives up before the doctor does.
 _VARIABLES = {"MPISHARD_TIMEOUT": "20", "MPISHARD_WARN_AFTER": "0", "MPISHARD_TRACE": ""}
@@ -38,38 +42,37 @@ def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
     """Yield whether two ranks start and get right sums, how fast, and where they share memory."""
     name = "job.round_trip"
     if mpi.launcher is None:
-        yield ok(name, "not tried: there is no MPI, or no launcher of it", None)
+        yield Finding(name, "not tried: there is no MPI, or no launcher of it")
         return
     try:
         settings.check()
     except ValueError:
-        yield ok(name, "not tried: ranks refuse the settings, see above", None)
+        yield Finding(name, "not tried: ranks refuse the settings, see above")
         return
     command = mpi.launcher.command(2, [sys.executable, "-m", "mpishard.cli.doctor.job"])
-    answer = ask(command, _LIMIT_SECONDS, _VARIABLES)
+    answer = ask(command, _LIMIT_SECONDS["two ranks"], _VARIABLES)
     found = answer.found
     if answer.code != 0 or found is None:
         cause = why_it_failed(answer, command)
         how = "do not communicate" if found is None else "communicate, and do not end well"
-        yield problem(name, f"two ranks {how}: {cause.text}", answer.code, cause.mend)
+        text = f"two ranks {how}: {cause.text}"
+        yield Finding(name, text, answer.code, cause.mend, is_problem=True)
         return
     text = f"two ranks of {mpi.library} start, agree on sums and end"
-    yield ok(name, text, {key: found[key] for key in ("world_size", "nodes")})
-    yield ok("job.barrier", milliseconds(found["barrier"]), found["barrier"])
+    yield Finding(name, text, {key: found[key] for key in ("world_size", "nodes")})
+    yield Finding("job.barrier", milliseconds(found["barrier"]), found["barrier"])
     messages, arena = found["messages"], {str(SIZES[-1]): found["arena"]}
+    is_shared, mend = found["arena"] is not None, None
     text = f"by messages: {_speeds(messages)}"
-    if found["arena"] is not None:
-        text += f"; in the arena: {_speeds(arena)}"
-    yield ok("job.all_reduce", text, {"messages": messages, "arena": arena})
-    name = "job.arena"
-    if found["arena"] is not None:
-        yield ok(name, "the ranks of a machine share memory (memfd)", {"taken": "memfd"})
-        return
-    why, mend = "MPISHARD_ARENA is off", "unset MPISHARD_ARENA"
-    if settings.shares_memory():
-        why, mend = "one rank cannot open the other's memory (memfd)", open_processes()
-    text = f"{why}: ranks of a machine send messages, which is several times slower"
-    yield note(name, text, {"taken": None}, mend)
+    text += f"; in the arena: {_speeds(arena)}" if is_shared else ""
+    yield Finding("job.all_reduce", text, {"messages": messages, "arena": arena})
+    text = "the ranks of a machine share memory (memfd)"
+    if not is_shared:
+        why, mend = "MPISHARD_ARENA is off", "unset MPISHARD_ARENA"
+        if settings.shares_memory():
+            why, mend = "one rank cannot open the other's memory (memfd)", open_processes()
+        text = f"{why}: ranks of a machine send messages, which is several times slower"
+    yield Finding("job.arena", text, {"taken": "memfd" if is_shared else None}, mend)
 
 
 def _speeds(seconds: dict[str, float]) -> str:
@@ -79,6 +82,127 @@ def _speeds(seconds: dict[str, float]) -> str:
         texts.append(f"{bytes_text(int(size))} {milliseconds(time)}{rate}")
     return ", ".join(texts)
 
+
+# -------------------------------------------------------------------------------------------- GPUs
+
+_OPERATIONS = ("Allreduce", "Allgatherv", "Alltoallv", "Bcast", "Send")
+"""Operations that are tried on GPU memory, each blocking and non-blocking."""
+
+_HANDED_OVER = ("Allgatherv", "Alltoallv", "Bcast")
+"""Those to which mpishard gives pointers to GPU memory if MPISHARD_CUDA_AWARE=1."""
+
+_ASK_CUPY = """
+import cupy
+runtime = cupy.cuda.runtime
+count = runtime.getDeviceCount()
+for number in range(count):
+    with cupy.cuda.Device(number):
+        a = cupy.ones((64, 64), "float32")
+        assert float((a @ a + 1).sum()) == 64 * 64 * 65
+answer({"runtime": runtime.runtimeGetVersion(), "driver": runtime.driverGetVersion(),
+        "memory": [runtime.getDeviceProperties(i)["totalGlobalMem"] for i in range(count)]})
+"""
+
+
+def look_at_gpus(mpi: MPIInstallation, quick: bool) -> Iterator[Finding]:
+    """Yield GPUs, CuPy, and unless ``quick`` the MPI operations that work on GPU memory."""
+    driver = _driver()
+    yield driver
+    cuda = driver.value and driver.value["cuda"]
+    cupy = _cupy(cuda)
+    yield cupy
+    if quick:
+        return
+    if not (isinstance(cupy.value, dict) and cupy.value["memory"]):
+        yield Finding("gpu.cuda_aware", "not tested: no GPU")
+    elif mpi.launcher is None:
+        yield Finding("gpu.cuda_aware", "not tested: no MPI")
+    else:
+        yield _cuda_aware(mpi.launcher)
+
+
+def _driver() -> Finding:
+    """Find GPUs, and the newest major version of CUDA that their driver can run."""
+    name, program = "gpu.driver", shutil.which("nvidia-smi")
+    if program is None:
+        return Finding(name, "no CUDA driver here (no nvidia-smi)")
+    query = "--query-gpu=name,memory.total,driver_version"
+    answer = ask([program, query, "--format=csv,noheader"], _LIMIT_SECONDS["driver"])
+    gpus = [line.strip() for line in answer.out.splitlines() if line.count(",") >= 2]
+    if answer.code != 0 or not gpus:
+        text = f"nvidia-smi finds no GPU: {shortened(answer.reason)}"
+        mend = "sudo modprobe nvidia && nvidia-smi  # in a container: start it with --gpus all"
+        return Finding(name, text, None, mend)
+    said = re.search(r"CUDA Version: (\d+)", ask([program], _LIMIT_SECONDS["driver"]).out)
+    cuda = int(said[1]) if said else 12
+    visible = settings.visible_gpus()
+    chosen = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible}"
+    number = gpus[0].rpartition(",")[2].strip()
+    names = ", ".join(gpu.rpartition(",")[0] for gpu in gpus)
+    text = f"{counted(len(gpus), 'GPU')}: {names}; driver {number}, CUDA {cuda}{chosen}"
+    return Finding(name, text, {"gpus": gpus, "cuda": cuda})
+
+
+def _cupy(cuda: int | None) -> Finding:
+    """Find the packages of CuPy, and tell whether it computes with this version of CUDA."""
+    packages = sorted({
+        (distribution.name.lower(), distribution.version)
+        for distribution in distributions()
+        if re.fullmatch(r"cupy(-(cuda|rocm)[\w-]*)?", distribution.name or "", re.IGNORECASE)
+    })  # fmt: skip
+    fitting = f"cupy-cuda{max(12, cuda or 12)}x"
+    names = ", ".join(f"{name} {version}" for name, version in packages)
+    uninstall = pip_install().replace(" install ", " uninstall -y ")
+    if not packages and cuda is None:
+        return Finding("gpu.cupy", "not installed, and there is no GPU")
+    install = pip_install(f"{fitting}[ctk]")  # ctk: parts of the CUDA toolkit, as wheels
+    if not packages:
+        return Finding(
+            "gpu.cupy", "not installed, so that models cannot use the GPU", None, install
+        )
+    if len(packages) > 1:
+        unwanted = [name for name, _ in packages if name != fitting] or [packages[0][0]]
+        text = f"installed several times, each over the files of the other: {names}"
+        mend = f"{uninstall}{' '.join(unwanted)} && {pip_install('--force-reinstall', fitting)}"
+        return Finding("gpu.cupy", text, names, mend, is_problem=True)
+    answer = ask(python_command(_ASK_CUPY), _LIMIT_SECONDS["cupy"])
+    if answer.found is not None:
+        memory = [bytes_text(nbytes) for nbytes in answer.found["memory"]]
+        text = f"{names} computes on {counted(len(memory), 'GPU')} ({', '.join(memory)})"
+        return Finding("gpu.cupy", text, {"package": names, **answer.found})
+    if cuda is None:
+        return Finding("gpu.cupy", f"{names} is installed, and there is no GPU", names)
+    name, text = packages[0][0], f"{names} does not compute: {shortened(answer.reason)}"
+    mend = install if name == fitting else f"{uninstall}{name} && {install}"
+    return Finding("gpu.cupy", text, names, mend, is_problem=True)
+
+
+def _cuda_aware(launcher: Launcher) -> Finding:
+    """Try each operation on GPU memory, in a job of its own, and judge MPISHARD_CUDA_AWARE."""
+    works, texts, mend = {}, [], None
+    for operation in _OPERATIONS:
+        program = [sys.executable, "-m", "mpishard.cli.doctor.job", operation]
+        command = launcher.command(2, program)
+        answer = ask(command, _LIMIT_SECONDS["two ranks"])
+        works[operation] = answer.code == 0 and answer.found is True
+        how = "right" if works[operation] else "wrong"
+        if answer.found is not False and not works[operation]:
+            how = f"fails ({shortened(why_it_failed(answer, command).text, 60)})"
+        texts.append(f"{operation} {how}")
+    text = f"of GPU memory: {', '.join(texts)}"
+    is_able, is_told = all(works[each] for each in _HANDED_OVER), settings.cuda_aware()
+    if is_told and not is_able:
+        text += "; MPISHARD_CUDA_AWARE=1 makes jobs crash or compute wrong results"
+        mend = "unset MPISHARD_CUDA_AWARE"
+    elif is_able and not is_told:
+        text += "; mpishard copies through host memory, until it is told"
+        mend = "export MPISHARD_CUDA_AWARE=1"
+    else:
+        text += f"; MPI gets {'pointers to it' if is_able else 'copies in host memory'}"
+    return Finding("gpu.cuda_aware", text, works, mend, is_problem=not is_able)
+
+
+# ---------------------------------------------------------------------------- program of the ranks
 
 _REPEATS = dict(zip(SIZES, (50, 20, 3), strict=True))
 _GPU_LENGTHS = (16, 2**20)  # small and large messages take different ways

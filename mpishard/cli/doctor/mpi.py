@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpishard import settings
-from mpishard.cli.doctor.finding import Finding, note, ok, pip_install, problem, shortened
-from mpishard.cli.doctor.shm import NEEDED_BYTES, free_bytes, larger_folder
+from mpishard.cli.doctor.finding import Finding, pip_install, shortened
+from mpishard.cli.doctor.host import NEEDED_BYTES, free_bytes, larger_folder
 from mpishard.cli.machine import installed_version
 from mpishard.cli.probe import Answer, ask, python_command
 from mpishard.cli.run.launcher import (
@@ -29,14 +29,9 @@ from mpishard.communication.mpi.library import launcher_name
 from mpishard.errors import MPIUnavailableError
 
 __all__ = [
-    "Cause",
-    "MPIInstallation",
-    "fitting_plugins",
-    "listed_plugins",
-    "look_at_mpi",
-    "look_at_slurm",
-    "why_it_failed",
-]
+    "Cause", "MPIInstallation", "fitting_plugins", "listed_plugins", "look_at_mpi",
+    "look_at_slurm", "why_it_failed",
+]  # fmt: skip
 
 
 class Cause(NamedTuple):
@@ -49,11 +44,11 @@ class Cause(NamedTuple):
 _NO_MEMORY = re.compile(r"shm_open|/dev/shm|Shared memory error|No space left on device|Bus error")
 _CRASHED = re.compile(r"\(signal (7|11)\)|exited on\s+signal (7|11)\b|Segmentation fault")
 _HOST = socket.gethostname()
+_ALLOW_ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 
 _KNOWN = {
     r"attempt to run as root|--allow-run-as-root": Cause(
-        "Open MPI's launcher refuses to run as root",
-        "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+        "Open MPI's launcher refuses to run as root", _ALLOW_ROOT
     ),
     r"Invalid MPI (plugin|type)|cannot find mpi plugin": Cause(
         "srun does not have the plugin that it was told to use", "unset SLURM_MPI_TYPE"
@@ -115,7 +110,6 @@ def why_it_failed(answer: Answer, command: Sequence[str]) -> Cause:
 
 _LIMIT_SECONDS = 20
 _UNUSABLE = "mpi4py cannot be used here: "
-_ALLOW_ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 _REBUILD = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
 _PLUGIN = re.compile(r"(?:none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi|mpich\w*|lam)")
 
@@ -163,74 +157,65 @@ class MPIInstallation:
 def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
     """Yield mpi4py, its library, its launcher, thread level, and whether it survives faults."""
     has_slurm = settings.is_slurm_allocation()
-    bindings = installed_version("mpi4py")
+    bindings, started_by = installed_version("mpi4py"), settings.launcher_variable()
+    mend: str | None
     if bindings is None:
-        text = "not installed: ranks can only be threads of one process"
         # Nothing works if ranks are to be processes; elsewhere threads do.
-        if has_slurm or settings.launcher_variable() is not None:
-            yield problem("mpi.mpi4py", text, None, pip_install("mpi4py"))
-        else:
-            yield note("mpi.mpi4py", text, None, pip_install("mpi4py", "mpich"))
+        is_needed = has_slurm or started_by is not None
+        mend = pip_install("mpi4py", *(() if is_needed else ("mpich",)))
+        text = "not installed: ranks can only be threads of one process"
+        yield Finding("mpi.mpi4py", text, None, mend, is_problem=is_needed)
         return
     library, launcher = mpi.library, mpi.launcher
     if library is None:
         text = f"{bindings}, and no MPI: {mpi.error.removeprefix(_UNUSABLE)}"
         mend = _REBUILD if has_slurm else pip_install("mpich")
-        yield problem("mpi.mpi4py", text, bindings, mend)
+        yield Finding("mpi.mpi4py", text, bindings, mend, is_problem=True)
         return
-    yield ok("mpi.mpi4py", bindings, bindings)
+    yield Finding("mpi.mpi4py", bindings, bindings)
     file = library.file and str(library.file)
     text = f"{library}, {file or 'in a file that this system does not tell'}"
-    yield ok("mpi.library", text, {"version": library.version.strip(), "file": file})
-    yield _launcher(launcher, mpi.error)
-    yield from _first_on_path(library, launcher)
-    if settings.launcher_variable() is not None:
-        name, size = "mpi.started_by", settings.launched_world_size()
+    yield Finding("mpi.library", text, {"version": library.version.strip(), "file": file})
+    reinstall = pip_install("--force-reinstall", "mpi4py", "mpich")
+    if launcher is None:
+        yield Finding("mpi.launcher", mpi.error, None, reinstall, is_problem=True)
+    else:
+        text = f"{launcher.program} belongs to it"
+        is_refused = os.geteuid() == 0 and library.family is MPIFamily.OPEN_MPI
+        is_refused &= not (launcher.is_slurm or settings.open_mpi_starts_for_root())
+        if is_refused:
+            text += ". It refuses to run as root, as you are: mpishard run allows it"
+        mend = _ALLOW_ROOT if is_refused else None
+        yield Finding("mpi.launcher", text, str(launcher.program), mend)
+        reinstall = f'export PATH={shlex.quote(str(launcher.program.parent))}:"$PATH"'
+    if launcher is None or not launcher.is_slurm:  # users type srun there
+        yield from _first_on_path(library, launcher, reinstall)
+    if started_by is not None:
+        size, mend = settings.launched_world_size(), None
         text = f"{launcher_name()} started this process"
-        value = {"variable": settings.launcher_variable(), "world_size": size}
-        if size is None or size <= 1:
-            yield ok(name, text, value)
-        else:
+        if size is not None and size > 1:
             text += f", one of {size}: only the first reports, and sees the cores of one rank"
             mend = "mpishard doctor  # without a launcher: it starts its own ranks"
-            yield note(name, text, value, mend)
+        yield Finding("mpi.started_by", text, {"variable": started_by, "world_size": size}, mend)
     if launcher is not None:
         yield from _started(launcher)
 
 
-def _launcher(launcher: Launcher | None, error: str) -> Finding:
-    name = "mpi.launcher"
-    if launcher is None:
-        return problem(name, error, None, pip_install("--force-reinstall", "mpi4py", "mpich"))
-    program = str(launcher.program)
-    is_refused = os.geteuid() == 0 and launcher.library.family is MPIFamily.OPEN_MPI
-    if not is_refused or launcher.is_slurm or settings.open_mpi_starts_for_root():
-        return ok(name, f"{program} belongs to it", program)
-    text = f"{program} belongs to it. It refuses to run as root, as you are: mpishard run allows it"
-    return note(name, text, program, _ALLOW_ROOT)
-
-
-def _first_on_path(library: MPILibrary, launcher: Launcher | None) -> Iterator[Finding]:
+def _first_on_path(library: MPILibrary, launcher: Launcher | None, mend: str) -> Iterator[Finding]:
     """Tell whether the ``mpiexec`` and ``mpirun`` that a user types start ranks of this library."""
-    if launcher is not None and launcher.is_slurm:
-        return  # users type srun there
-    if launcher is not None:
-        mend = f'export PATH={shlex.quote(str(launcher.program.parent))}:"$PATH"'
-    else:
-        mend = pip_install("--force-reinstall", "mpi4py", "mpich")
     for program in ("mpiexec", "mpirun"):
         name, first = f"mpi.{program}", shutil.which(program)
         if first is not None:
             family = launcher_family(Path(first))
             if family is library.family:
-                yield ok(name, f"{first} is the first on PATH", first)
+                yield Finding(name, f"{first} is the first on PATH", first)
                 continue
             text = f"the first on PATH, {first}, is {family or 'of an unknown MPI'}, and mpi4py "
             text += f"loads {library}: its ranks would each find themselves alone. mpishard run "
             text += "takes the right one"
-            yield note(name, text, first, mend)
+            yield Finding(name, text, first, mend)
         elif launcher is not None and program == launcher.program.name:
-            yield note(name, "not on PATH; mpishard run finds it", None, mend)
+            yield Finding(name, "not on PATH; mpishard run finds it", None, mend)
 
 
 def _started(launcher: Launcher) -> Iterator[Finding]:
@@ -245,20 +230,19 @@ def _started(launcher: Launcher) -> Iterator[Finding]:
     if answer.found is None:
         cause = why_it_failed(answer, command)
         text = f"one rank alone does not start: {cause.text}"
-        yield problem("mpi.start", text, None, cause.mend)
+        yield Finding("mpi.start", text, None, cause.mend, is_problem=True)
         return
     level = answer.found["level"]
-    if level == "MULTIPLE":
-        yield ok("mpi.threads", "MPI_THREAD_MULTIPLE", level)
-    else:
-        text = f"MPI_THREAD_{level} and not MULTIPLE: no thread moves data while a rank computes"
+    text, mend = f"MPI_THREAD_{level}", None
+    if level != "MULTIPLE":
+        text += " and not MULTIPLE: no thread moves data while a rank computes"
         # mpi4py asks for MULTIPLE unless one of these is set; else the library was built without.
         mend = "unset MPI4PY_RC_THREAD_LEVEL MPI4PY_RC_THREADS MPICH_MAX_THREAD_SAFETY"
-        yield note("mpi.threads", text, level, mend)
+    yield Finding("mpi.threads", text, level, mend)
     text = "no: a rank that dies ends the job"
     if survives:
         text = "the library has it: with mpishard run --on-failure shrink ranks outlive another"
-    yield ok("mpi.ulfm", text, survives)
+    yield Finding("mpi.ulfm", text, survives)
 
 
 # ------------------------------------------------------------------------------------------ SLURM
@@ -266,17 +250,16 @@ def _started(launcher: Launcher) -> Iterator[Finding]:
 
 def look_at_slurm(mpi: MPIInstallation) -> Iterator[Finding]:
     """Yield whether this is an allocation, and whether srun has a plugin for the MPI library."""
-    name, job, srun = "slurm.allocation", settings.slurm_job(), shutil.which("srun")
+    job, srun, mend = settings.slurm_job(), shutil.which("srun"), None
+    text = f"inside job {job}" if job else "outside an allocation: mpishard run takes mpiexec"
     if srun is None and job is None:
-        yield ok(name, "no SLURM here", None)
+        text = "no SLURM here"
     elif srun is None:
-        text = f"inside job {job}, and srun is not on PATH, so that mpishard run takes mpiexec"
-        yield note(name, text, job, "module load slurm  # or add the folder of srun to PATH")
-    else:
-        where = f"inside job {job}"
-        yield ok(name, where if job else "outside an allocation: mpishard run takes mpiexec", job)
-        if mpi.library is not None:
-            yield _plugin(srun, mpi.library.family)
+        text += ", and srun is not on PATH, so that mpishard run takes mpiexec"
+        mend = "module load slurm  # or add the folder of srun to PATH"
+    yield Finding("slurm.allocation", text, job, mend)
+    if srun is not None and mpi.library is not None:
+        yield _plugin(srun, mpi.library.family)
 
 
 def listed_plugins(text: str) -> list[str]:
@@ -294,7 +277,7 @@ def fitting_plugins(family: MPIFamily | None, plugins: list[str]) -> list[str]:
 
 
 def _plugin(srun: str, family: MPIFamily | None) -> Finding:
-    name, whom = "slurm.plugin", family or "this MPI library"
+    whom = family or "this MPI library"
     answer = ask([srun, "--mpi=list"], _LIMIT_SECONDS)
     plugins = listed_plugins(answer.out + answer.err)
     fitting = fitting_plugins(family, plugins)
@@ -304,15 +287,17 @@ def _plugin(srun: str, family: MPIFamily | None) -> Finding:
         default = re.search(r"^MpiDefault\s*=\s*(\S+)", said, re.MULTILINE)
         taken = default and default[1]
     value = {"plugins": plugins, "fitting": fitting, "taken": taken}
-    text = f"srun has {', '.join(plugins)}"
+    text, mend = f"srun has {', '.join(plugins)}", None
     if not plugins:
         text = f"srun --mpi=list names no plugin: {shortened(answer.reason)}"
         usual = "pmix" if family is MPIFamily.OPEN_MPI else "pmi2"
-        return note(name, text, value, f"export SLURM_MPI_TYPE={usual}  # the usual one")
-    if not fitting:
+        mend = f"export SLURM_MPI_TYPE={usual}  # the usual one"
+    elif not fitting:
         text += f", of which none works with {whom}: build mpi4py for the site's own MPI, with its "
-        return problem(name, f"{text}module loaded", value, _REBUILD)
-    if taken in fitting:
-        return ok(name, f"{text}, and takes {taken}", value)
-    text += f", and takes {taken or 'none of them'}, which does not work with {whom}"
-    return note(name, text, value, f"export SLURM_MPI_TYPE={fitting[0]}")
+        text, mend = f"{text}module loaded", _REBUILD
+    elif taken in fitting:
+        text += f", and takes {taken}"
+    else:
+        text += f", and takes {taken or 'none of them'}, which does not work with {whom}"
+        mend = f"export SLURM_MPI_TYPE={fitting[0]}"
+    return Finding("slurm.plugin", text, value, mend, is_problem=bool(plugins) and not fitting)

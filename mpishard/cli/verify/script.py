@@ -39,7 +39,7 @@ class Recording:
     Parameters
     ----------
     folder : Path
-        Where `mpishard.torch.verification` left them.
+        Where `mpishard.torch.optimizer` left them.
     ranks : int
         Number of ranks.
     """

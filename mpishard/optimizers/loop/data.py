@@ -11,7 +11,7 @@ from mpishard.arguments import as_flag, as_integer, as_number, check_path
 from mpishard.callbacks.run import check_callbacks
 from mpishard.contracts import PathLike
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset, count_samples
-from mpishard.optimizers.loop.user_state import check_user_state
+from mpishard.optimizers.loop.run_state import check_user_state
 
 __all__ = ["OptimizationInputData"]
 

@@ -23,10 +23,10 @@ from mpishard.models import ShardedModelBase
 from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.metrics import MetricsWriter
 from mpishard.optimizers.loop.agreement import LoopOptimizer, require_agreement
-from mpishard.optimizers.loop.best import BestParameters
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.evaluation import DatasetResult, evaluate
 from mpishard.optimizers.loop.result import FitDetectionResult, OptimizationResult
+from mpishard.optimizers.loop.run_state import BestParameters, UserState
 from mpishard.optimizers.loop.saving import (
     LOOP,
     RunCheckpoints,
@@ -34,7 +34,6 @@ from mpishard.optimizers.loop.saving import (
     checkpoint_to_resume,
     order_of_samples,
 )
-from mpishard.optimizers.loop.user_state import UserState
 
 __all__ = ["TrainingRun"]
 

@@ -31,9 +31,8 @@ from mpishard.communication import CommunicationBackend
 from mpishard.data import count_samples
 from mpishard.errors import CheckpointError, NonFiniteLossError, NoSampleError, Preempted
 from mpishard.models import ShardedModelBase
-from mpishard.optimizers.loop.best import BestParameters
 from mpishard.optimizers.loop.data import OptimizationInputData
-from mpishard.optimizers.loop.user_state import UserState
+from mpishard.optimizers.loop.run_state import BestParameters, UserState
 
 __all__ = [
     "LOOP",

@@ -16,9 +16,13 @@ from mpishard.checkpoint.format.disk import replace_file
 from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.result import OptimizationResult
-from mpishard.optimizers.rules.algorithm_options import OptimizationAlgorithmOptions
 from mpishard.optimizers.rules.compiled import Body, run
-from mpishard.optimizers.rules.options import CheckedOptions, OptionRange, ParameterOptions
+from mpishard.optimizers.rules.options import (
+    CheckedOptions,
+    OptimizationAlgorithmOptions,
+    OptionRange,
+    ParameterOptions,
+)
 from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
 from mpishard.optimizers.rules.schedules import Schedule, as_schedule, rate_at, rates
 
