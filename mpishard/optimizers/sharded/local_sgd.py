@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from mpishard.arguments import as_integer
+from mpishard.arguments import as_count, as_integer
 from mpishard.arrays import Array
 from mpishard.contracts import IOptimizer
 from mpishard.models import HybridShardedModel, ShardedModelBase
@@ -117,27 +117,17 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
                 f"strategy={strategy!r} shards a replica over its ranks, and here each rank is a "
                 'replica: give ShardingConfiguration(replica_size=), a number of ranks or "node"'
             )
-        if as_integer("synchronization_period", synchronization_period) < 1:
-            raise ValueError(
-                f"synchronization_period must be 1 or more, got {synchronization_period}"
-            )
-        if not 1 <= as_integer("fragments", fragments) <= synchronization_period:
-            raise ValueError(
-                "fragments must be from 1 to synchronization_period, "
-                f"{synchronization_period}, got {fragments}"
-            )
-        longest = synchronization_period // fragments
+        period = self.synchronization_period = as_count(
+            "synchronization_period", synchronization_period
+        )
+        self.fragments = _up_to_the_period("fragments", fragments, period)
+        self.start_step = as_count("start_step", start_step, least=0)
+        self.start_period = _up_to_the_period("start_period", start_period, period)
+        longest = period // self.fragments
         if not 0 <= as_integer("overlap", overlap) <= longest:
             raise ValueError(
                 f"overlap must be from 0 to synchronization_period // fragments, {longest}, "
                 f"so that one exchange ends before the next begins; got {overlap}"
-            )
-        if as_integer("start_step", start_step) < 0:
-            raise ValueError(f"start_step must be 0 or more, got {start_step}")
-        if not 1 <= as_integer("start_period", start_period) <= synchronization_period:
-            raise ValueError(
-                "start_period must be from 1 to synchronization_period, "
-                f"{synchronization_period}, got {start_period}"
             )
         if strategy == "hybrid" and (fragments != 1 or exchange == "int8"):
             raise ValueError(
@@ -160,11 +150,9 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
                     f"{type(rule).__name__} searches along one line on all ranks, and here each "
                     "rank trains alone: choose another rule"
                 )
-        self.synchronization_period = int(synchronization_period)
         self.outer = outer
         self.exchange = exchange
-        self.fragments, self.overlap = int(fragments), int(overlap)
-        self.start_step, self.start_period = int(start_step), int(start_period)
+        self.overlap = int(overlap)
 
     def _settings(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(LocalSettings)}
@@ -222,3 +210,9 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
             "serialize": "the inner state is each replica's own, which bytes that are the same on "
             "all ranks cannot hold: use mpishard.checkpoint.save, or save_model",
         }
+
+
+def _up_to_the_period(name: str, value: int, period: int) -> int:
+    if not 1 <= as_integer(name, value) <= period:
+        raise ValueError(f"{name} must be from 1 to synchronization_period, {period}, got {value}")
+    return int(value)
