@@ -58,12 +58,14 @@ def as_integer(name: str, value: Any) -> int:
 
 
 def as_count(name: str, value: Any, least: int = 1) -> int:
-    """``value`` as an int of at least ``least``.
+    """``value`` as an int that is not below ``least``.
 
     Raises
     ------
-    TypeError, ValueError
-        Naming the argument, if it is no integer, or a smaller one.
+    TypeError
+        As `as_integer`.
+    ValueError
+        Naming the argument, if it is smaller.
     """
     if as_integer(name, value) < least:
         raise ValueError(f"{name} must be {least} or more, got {value}")

@@ -8,8 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mpishard.arguments import as_count
 from mpishard.pipeline.operations import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
     IPipelineSchedule,
+    Order,
     PipelineOperation,
     PipelineOperationType,
 )
@@ -72,10 +78,11 @@ class StageTimes:
         ValueError
             If there are times for another number of stages.
         """
-        if kind is PipelineOperationType.BACKWARD:
-            inputs = self.of_stages(PipelineOperationType.BACKWARD_INPUT, num_global_stages)
-            weights = self.of_stages(PipelineOperationType.BACKWARD_WEIGHT, num_global_stages)
-            return [i + w for i, w in zip(inputs, weights, strict=True)]
+        if kind is BACKWARD:
+            halves = [
+                self.of_stages(k, num_global_stages) for k in (BACKWARD_INPUT, BACKWARD_WEIGHT)
+            ]
+            return [i + w for i, w in zip(*halves, strict=True)]
         return spread(kind.value, getattr(self, kind.value), num_global_stages, "global stages")
 
     def of_boundaries(self, num_global_stages: int) -> list[float]:
@@ -105,13 +112,8 @@ def spread(name: str, given: Times, count: int, what: str) -> list[float]:
     return [float(value) for value in given]
 
 
-_FORWARD = PipelineOperationType.FORWARD
-_WHOLE = {_FORWARD, PipelineOperationType.BACKWARD}
-_HALVES = {
-    _FORWARD,
-    PipelineOperationType.BACKWARD_INPUT,
-    PipelineOperationType.BACKWARD_WEIGHT,
-}
+_WHOLE = {FORWARD, BACKWARD}
+_HALVES = {FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
 
 
 def describe(operation: PipelineOperation, global_stage: int) -> str:
@@ -128,8 +130,7 @@ def stages_of_ranks(schedule: IPipelineSchedule, num_stages: int) -> list[list[i
     ValueError
         For fewer than one rank, or if a global stage is not on one rank.
     """
-    if num_stages < 1:
-        raise ValueError(f"num_stages must be 1 or more, got {num_stages}")
+    as_count("num_stages", num_stages)
     virtual = range(schedule.virtual_stages_per_rank)
     stages = [[schedule.global_stage(r, v, num_stages) for v in virtual] for r in range(num_stages)]
     # A stage on two ranks, or on none, would deadlock or train twice.
@@ -142,9 +143,7 @@ def stages_of_ranks(schedule: IPipelineSchedule, num_stages: int) -> list[list[i
     return stages
 
 
-def check_completeness(
-    order: Sequence[PipelineOperation], stages: Sequence[int], num_micro_batches: int
-) -> None:
+def check_completeness(order: Order, stages: Sequence[int], num_micro_batches: int) -> None:
     """Check that a rank with these global stages does everything once.
 
     Raises
@@ -176,9 +175,6 @@ def check_completeness(
                 f"does {have} of micro-batch {micro_batch} in global stage {stages[virtual]}; it "
                 "must do forward and backward, or forward, backward input and backward weight"
             )
-
-
-_BACKWARD_WEIGHT = PipelineOperationType.BACKWARD_WEIGHT
 
 
 class TimedOperation(NamedTuple):
@@ -270,7 +266,7 @@ class _Clock:
     def __init__(
         self,
         name: str,
-        orders: Sequence[Sequence[PipelineOperation]],
+        orders: Sequence[Order],
         stages: Sequence[Sequence[int]],
         num_micro_batches: int,
         times: StageTimes,
@@ -321,10 +317,10 @@ class _Clock:
             now = start + self._seconds[kind][stage]
             timed.append(TimedOperation(operation, stage, start, now))
             waiter = None
-            if kind is _FORWARD:
+            if kind is FORWARD:
                 self._forward_ends[key] = now
                 waiter = self._forward_waiters.pop(key, None)
-            elif kind is not _BACKWARD_WEIGHT:
+            elif kind is not BACKWARD_WEIGHT:
                 self._backward_ends[key] = now
                 waiter = self._backward_waiters.pop(key, None)
             # At most one rank waits for each result: every forward and backward has one successor.
@@ -339,7 +335,7 @@ class _Clock:
         If another rank computes the input, this rank is noted as waiting for it. An input that
         the rank itself should have computed earlier wakes nobody.
         """
-        if kind is _FORWARD:
+        if kind is FORWARD:
             if stage == 0:
                 return 0.0
             before = key - self._num_micro_batches
@@ -348,7 +344,7 @@ class _Clock:
                 self._forward_waiters[before] = rank
                 return None
             return end + self._boundaries[stage - 1]
-        if kind is _BACKWARD_WEIGHT:
+        if kind is BACKWARD_WEIGHT:
             # Its own B comes first in any valid order; None here is a deadlock, found by `run`.
             return self._backward_ends[key]
         if stage == self._last_stage:
@@ -364,11 +360,11 @@ class _Clock:
     def _deadlock(self) -> str:
         """Describe the operation at which each rank stands, and the rank that it waits for."""
         places = {
-            (operation.type is _FORWARD, self._stages[rank][operation.virtual_stage_index],
+            (operation.type is FORWARD, self._stages[rank][operation.virtual_stage_index],
              operation.micro_batch_index): (rank, place)
             for rank, order in enumerate(self._orders)
             for place, operation in enumerate(order)
-            if operation.type is not _BACKWARD_WEIGHT
+            if operation.type is not BACKWARD_WEIGHT
         }  # fmt: skip
         lines = [f"{self._name} comes to a stop:"]
         for rank, (order, timed) in enumerate(zip(self._orders, self._timed, strict=True)):
@@ -389,9 +385,9 @@ class _Clock:
 
     def _needs(self, kind: PipelineOperationType, stage: int) -> list[tuple[bool, int]]:
         """Return the operations that must come before, as pairs (is a forward, global stage)."""
-        if kind is _FORWARD:
+        if kind is FORWARD:
             return [(True, stage - 1)]
-        if kind is _BACKWARD_WEIGHT:
+        if kind is BACKWARD_WEIGHT:
             return [(False, stage)]
         return [(True, stage)] + [(False, stage + 1)] * (stage < self._last_stage)
 

@@ -13,13 +13,16 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpishard import settings
-from mpishard.arguments import as_integer
+from mpishard.arguments import as_count
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.work import Transfer
 from mpishard.observe import span
 from mpishard.pipeline.clock import check_schedule
 from mpishard.pipeline.operations import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    FORWARD,
     Flow,
     IPipelineSchedule,
     PipelineOperation,
@@ -124,9 +127,6 @@ class PipelineRecord:
         )
 
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = PipelineOperationType
-
-
 class PipelineExecutor:
     """Runs a rank's operations in the schedule's order, and moves arrays between stages.
 
@@ -173,8 +173,7 @@ class PipelineExecutor:
         micro_batches: int,
         dtype: DTypeLike,
     ) -> None:
-        if as_integer("micro_batches", micro_batches) < 1:
-            raise ValueError(f"micro_batches must be 1 or more, got {micro_batches}")
+        self._micro_batches = as_count("micro_batches", micro_batches)
         stages = backend.world_size * schedule.virtual_stages_per_rank
         # Two tags for each stage, one for each direction; runs take turns among the sets that fit.
         self._generations = (settings.MAXIMUM_TAG + 1) // (2 * stages)
@@ -186,7 +185,6 @@ class PipelineExecutor:
             )
         self._backend = backend
         self._schedule = schedule
-        self._micro_batches = int(micro_batches)
         self._dtype = np.dtype(dtype)
         # Made at the first run, because checking a schedule takes time that prediction alone need
         # not spend.

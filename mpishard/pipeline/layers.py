@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_integer
+from mpishard.arguments import as_count, as_integer
 from mpishard.arrays import Array, array_namespace, synchronize
 from mpishard.contracts import LayerInfo
 from mpishard.errors import MissingLossError
@@ -161,11 +161,7 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
                     raise ValueError(f"layer_boundaries must increase, got {after} after {before}")
             self._boundaries = boundaries
         if estimated_layer_size is not None:
-            estimated_layer_size = as_integer("estimated_layer_size", estimated_layer_size)
-            if estimated_layer_size < 1:
-                raise ValueError(
-                    f"estimated_layer_size must be 1 or more, got {estimated_layer_size}"
-                )
+            estimated_layer_size = as_count("estimated_layer_size", estimated_layer_size)
         self._size = estimated_layer_size
         self._cost = cost_estimator or (lambda count: count**1.5)
 
@@ -199,12 +195,7 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
 
 
 def _checked(total_parameters: int, num_stages: int) -> tuple[int, int]:
-    total = as_integer("total_parameters", total_parameters)
-    count = as_integer("num_stages", num_stages)
-    for value, name in ((total, "total_parameters"), (count, "num_stages")):
-        if value < 1:
-            raise ValueError(f"{name} must be 1 or more, got {value}")
-    return total, count
+    return as_count("total_parameters", total_parameters), as_count("num_stages", num_stages)
 
 
 def nearest_cuts(
@@ -273,8 +264,7 @@ def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) 
     >>> seconds = measured_layer_costs(model, np.ones((16, 8)), np.ones((16, 4)))
     >>> stages = partition_layers(model.get_all_layer_info(), 2, costs=seconds)
     """
-    if as_integer("repeats", repeats) < 1:
-        raise ValueError(f"repeats must be 1 or more, got {repeats}")
+    as_count("repeats", repeats)
     loss = model.default_loss_function
     if loss is None:
         raise MissingLossError(f"this {type(model).__name__} has no default loss to go back from")
@@ -313,12 +303,9 @@ def _measure(
     for index, (name, layer) in reversed(list(enumerate(model.chain.children.items()))):
         start = time.perf_counter()
         dy = layer.backward(
-            views.get(name, {}),
-            saved.pop(),
-            dy,
-            gradients.get(name, {}),
+            views.get(name, {}), saved.pop(), dy, gradients.get(name, {}),
             needs_input_gradient=index > 0,
-        )
+        )  # fmt: skip
         if dy is not None:
             synchronize(dy)
         seconds[index] += time.perf_counter() - start
@@ -383,8 +370,7 @@ def partition_layers(
     """
     if not infos:
         raise ValueError("there are no layers to deal to stages")
-    if as_integer("num_stages", num_stages) < 1:
-        raise ValueError(f"num_stages must be 1 or more, got {num_stages}")
+    as_count("num_stages", num_stages)
     if strategy is not None and costs is not None:
         raise ValueError("a strategy has costs of its own: give either strategy or costs")
     allowed = [i for i in range(1, len(infos)) if can_cut is None or can_cut(i - 1)]

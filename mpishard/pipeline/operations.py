@@ -12,8 +12,13 @@ from enum import StrEnum
 from typing import NamedTuple
 
 __all__ = [
+    "BACKWARD",
+    "BACKWARD_INPUT",
+    "BACKWARD_WEIGHT",
+    "FORWARD",
     "Flow",
     "IPipelineSchedule",
+    "Order",
     "PipelineOperation",
     "PipelineOperationType",
     "PipelinePlan",
@@ -63,6 +68,10 @@ class PipelineOperation:
     virtual_stage_index: int = 0
 
 
+Order = Sequence[PipelineOperation]
+"""The operations of one rank, in order."""
+
+
 class IPipelineSchedule(ABC):
     """The order in which each rank of a pipeline works on its stages and micro-batches.
 
@@ -82,9 +91,7 @@ class IPipelineSchedule(ABC):
         return 1
 
     @abstractmethod
-    def get_schedule(
-        self, stage_id: int, num_stages: int, num_micro_batches: int
-    ) -> Sequence[PipelineOperation]:
+    def get_schedule(self, stage_id: int, num_stages: int, num_micro_batches: int) -> Order:
         """The operations of one rank, in order.
 
         Raises
@@ -105,7 +112,7 @@ class IPipelineSchedule(ABC):
         return virtual_stage_index * num_stages + stage_id
 
 
-FORWARD, BACKWARD, BACKWARD_INPUT, _ = PipelineOperationType
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = PipelineOperationType
 
 
 class Flow(NamedTuple):
@@ -167,7 +174,7 @@ class PipelinePlan:
         schedule: IPipelineSchedule,
         rank: int,
         num_stages: int,
-        orders: Sequence[Sequence[PipelineOperation]],
+        orders: Sequence[Order],
     ) -> PipelinePlan:
         """The plan of ``rank``, if every rank's operations are ``orders``."""
         virtual = range(schedule.virtual_stages_per_rank)
@@ -221,14 +228,12 @@ def _step(operation: PipelineOperation, stage: int, last: int) -> Step:
 
 def schedule_orders(
     schedule: IPipelineSchedule, num_stages: int, micro_batches: int
-) -> list[Sequence[PipelineOperation]]:
+) -> list[Order]:
     """The operations of every rank, as the schedule says."""
     return [schedule.get_schedule(rank, num_stages, micro_batches) for rank in range(num_stages)]
 
 
-def forward_orders(
-    schedule: IPipelineSchedule, num_stages: int, micro_batches: int
-) -> list[Sequence[PipelineOperation]]:
+def forward_orders(schedule: IPipelineSchedule, num_stages: int, micro_batches: int) -> list[Order]:
     """Forward alone: as soon as it can be if every stage takes one unit of time.
 
     Micro-batch m reaches global stage g at time m + g, so that in each rank's order nothing waits
@@ -250,7 +255,7 @@ def forward_orders(
     ]  # fmt: skip
 
 
-def most_saved(order: Sequence[PipelineOperation], virtual_stage: int) -> int:
+def most_saved(order: Order, virtual_stage: int) -> int:
     """The most micro-batches whose saved activations a rank holds at a time for a stage."""
     saved = most = 0
     for operation in order:

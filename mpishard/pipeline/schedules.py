@@ -6,10 +6,15 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 
-from mpishard.arguments import as_integer, nearest
+from mpishard.arguments import as_count, as_integer, nearest
 from mpishard.pipeline.clock import bubble_fraction, run_clock
 from mpishard.pipeline.operations import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
     IPipelineSchedule,
+    Order,
     PipelineOperation,
     PipelineOperationType,
 )
@@ -51,17 +56,9 @@ class RuleSchedule(IPipelineSchedule):
     def virtual_stages_per_rank(self) -> int:
         return self._virtual_stages
 
-    def get_schedule(
-        self, stage_id: int, num_stages: int, num_micro_batches: int
-    ) -> Sequence[PipelineOperation]:
-        num_stages = as_integer("num_stages", num_stages)
-        num_micro_batches = as_integer("num_micro_batches", num_micro_batches)
-        for count, what in (
-            (num_stages, "num_stages"),
-            (num_micro_batches, "num_micro_batches"),
-        ):
-            if count < 1:
-                raise ValueError(f"{what} must be 1 or more, got {count}")
+    def get_schedule(self, stage_id: int, num_stages: int, num_micro_batches: int) -> Order:
+        num_stages = as_count("num_stages", num_stages)
+        num_micro_batches = as_count("num_micro_batches", num_micro_batches)
         if not 0 <= as_integer("stage_id", stage_id) < num_stages:
             raise ValueError(
                 f"stage_id must be in [0, {num_stages}), the ranks of the pipeline; got {stage_id}"
@@ -69,9 +66,7 @@ class RuleSchedule(IPipelineSchedule):
         return self._operations(stage_id, num_stages, num_micro_batches)
 
     @abstractmethod
-    def _operations(
-        self, rank: int, num_stages: int, num_micro_batches: int
-    ) -> Sequence[PipelineOperation]:
+    def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
         """The operations of one rank, for checked arguments."""
 
     @abstractmethod
@@ -134,13 +129,9 @@ class GPipeSchedule(RuleSchedule):
 
     _name = "GPipe"
 
-    def _operations(
-        self, rank: int, num_stages: int, num_micro_batches: int
-    ) -> Sequence[PipelineOperation]:
-        forwards = [(PipelineOperationType.FORWARD, m, 0) for m in range(num_micro_batches)]
-        backwards = [
-            (PipelineOperationType.BACKWARD, m, 0) for m in reversed(range(num_micro_batches))
-        ]
+    def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
+        forwards = [(FORWARD, m, 0) for m in range(num_micro_batches)]
+        backwards = [(BACKWARD, m, 0) for m in reversed(range(num_micro_batches))]
         return with_phases(forwards + backwards, num_micro_batches, num_micro_batches)
 
     def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float:
@@ -157,13 +148,11 @@ class OneForwardOneBackwardSchedule(RuleSchedule):
 
     _name = "1F1B"
 
-    def _operations(
-        self, rank: int, num_stages: int, num_micro_batches: int
-    ) -> Sequence[PipelineOperation]:
+    def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
         # As many micro-batches as the hops to the last stage fill the pipeline behind this rank.
         warmup = min(num_stages - 1 - rank, num_micro_batches)
-        forwards = [(PipelineOperationType.FORWARD, m, 0) for m in range(num_micro_batches)]
-        backwards = [(PipelineOperationType.BACKWARD, m, 0) for m in range(num_micro_batches)]
+        forwards = [(FORWARD, m, 0) for m in range(num_micro_batches)]
+        backwards = [(BACKWARD, m, 0) for m in range(num_micro_batches)]
         return with_phases(_alternated(forwards, backwards, warmup), warmup, warmup)
 
     def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float:
@@ -216,19 +205,15 @@ class Interleaved1F1BSchedule(_LoopedSchedule):
 
     _name = "Interleaved-1F1B"
 
-    def _operations(
-        self, rank: int, num_stages: int, num_micro_batches: int
-    ) -> Sequence[PipelineOperation]:
+    def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
         stages = range(self._virtual_stages)
         groups = range(-(-num_micro_batches // num_stages))
         forwards, backwards = [], []
         for group in groups:
             # P micro-batches fill the pipeline once; then the next virtual stage takes them.
             members = range(group * num_stages, (group + 1) * num_stages)
-            forwards += [(PipelineOperationType.FORWARD, m, v) for v in stages for m in members]
-            backwards += [
-                (PipelineOperationType.BACKWARD, m, v) for v in reversed(stages) for m in members
-            ]
+            forwards += [(FORWARD, m, v) for v in stages for m in members]
+            backwards += [(BACKWARD, m, v) for v in reversed(stages) for m in members]
         # Twice 1F1B's warm-up: a rank does not wait for the backward of what it has just sent on.
         warmup = (self._virtual_stages - 1) * num_stages + 2 * (num_stages - 1 - rank)
         warmup = min(warmup, len(forwards))
@@ -261,24 +246,18 @@ class LoopedBFSSchedule(_LoopedSchedule):
 
     _name = "Looped-BFS"
 
-    def _operations(
-        self, rank: int, num_stages: int, num_micro_batches: int
-    ) -> Sequence[PipelineOperation]:
+    def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
         stages = range(self._virtual_stages)
         members = range(num_micro_batches)
-        forwards = [(PipelineOperationType.FORWARD, m, v) for v in stages for m in members]
-        backwards = [
-            (PipelineOperationType.BACKWARD, m, v) for v in reversed(stages) for m in members
-        ]
+        forwards = [(FORWARD, m, v) for v in stages for m in members]
+        backwards = [(BACKWARD, m, v) for v in reversed(stages) for m in members]
         return with_phases(forwards + backwards, len(forwards), len(backwards))
 
     def _is_published(self, num_stages: int, num_micro_batches: int) -> bool:
         return num_micro_batches >= num_stages
 
 
-_F = PipelineOperationType.FORWARD
-_B = PipelineOperationType.BACKWARD_INPUT
-_W = PipelineOperationType.BACKWARD_WEIGHT
+_F, _B, _W = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT  # as the papers on zero bubbles call them
 
 
 def _with_weights_put_off(
@@ -314,9 +293,7 @@ class ZeroBubbleH1Schedule(RuleSchedule):
 
     _name = "ZB-H1"
 
-    def _operations(
-        self, rank: int, num_stages: int, num_micro_batches: int
-    ) -> Sequence[PipelineOperation]:
+    def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
         warmup = min(num_stages - 1 - rank, num_micro_batches)
         return _with_weights_put_off(num_micro_batches, warmup, rank, forward_first=True)
 
@@ -337,9 +314,7 @@ class ZeroBubbleH2Schedule(RuleSchedule):
 
     _name = "ZB-H2"
 
-    def _operations(
-        self, rank: int, num_stages: int, num_micro_batches: int
-    ) -> Sequence[PipelineOperation]:
+    def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
         # About twice 1F1B's warm-up fills the bubble in front, and holds twice the activations.
         warmup = min(2 * (num_stages - rank) - 1, num_micro_batches)
         return _with_weights_put_off(num_micro_batches, warmup, 2 * rank, forward_first=False)
@@ -374,9 +349,7 @@ class ZeroBubbleVSchedule(RuleSchedule):
         """Stage r on the way down, 2P-1-r on the way up."""
         return stage_id if virtual_stage_index == _DOWN else 2 * num_stages - 1 - stage_id
 
-    def _operations(
-        self, rank: int, num_stages: int, num_micro_batches: int
-    ) -> Sequence[PipelineOperation]:
+    def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
         rows = _Rows()
         # The rules below need the pipeline to be full once, which takes 2P-1 micro-batches.
         count = max(num_micro_batches, 2 * num_stages - 1)

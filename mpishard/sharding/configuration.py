@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Self, cast
 
-from mpishard.arguments import as_flag, as_integer, as_number
+from mpishard.arguments import as_count, as_flag, as_integer, as_number
 from mpishard.communication import CommunicationBackend
 
 __all__ = ["ShardingConfiguration", "by_node", "shared_choices"]
@@ -49,13 +50,22 @@ def _ranks_of_a_node(backend: CommunicationBackend) -> int | None:
     return size if is_even else None
 
 
-def _flag(name: str, doc: str) -> Any:
-    """A property of a configuration that takes True or False alone."""
+def _step_size(name: str, value: Any) -> float:
+    if not 0 < as_number(name, value) < float("inf"):
+        raise ValueError(f"{name} must be above 0 and finite, got {value}")
+    return float(value)
 
-    def write(config: ShardingConfiguration, value: bool) -> None:
-        setattr(config, f"_{name}", as_flag(name, value))
 
-    return property(operator.attrgetter(f"_{name}"), write, doc=doc)
+def _power_of_two(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    value = as_integer(name, value)
+    if value < 1 or value & (value - 1):
+        raise ValueError(
+            f"{name} must be a power of two, the largest world that is to reproduce, or None; "
+            f"got {value}"
+        )
+    return int(value)
 
 
 _HINTS = {
@@ -64,6 +74,24 @@ _HINTS = {
     "float64": '; leave precision out, and make the model with dtype="float64"',
 }
 """More about a precision that is refused."""
+
+
+def _precision(name: str, value: Any) -> str | None:
+    if value not in (None, "bfloat16"):
+        raise ValueError(
+            f'{name} must be "bfloat16", or None for the model\'s own dtype; got {value!r}'
+            + _HINTS.get(str(value), "")
+        )
+    return cast("str | None", value)
+
+
+def _choice(name: str, check: Callable[[str, Any], Any], doc: str) -> Any:
+    """A property of a configuration, whose values ``check(name, value)`` checks when it is set."""
+
+    def write(config: ShardingConfiguration, value: Any) -> None:
+        setattr(config, f"_{name}", check(name, value))
+
+    return property(operator.attrgetter(f"_{name}"), write, doc=doc)
 
 
 class ShardingConfiguration:
@@ -270,83 +298,33 @@ class ShardingConfiguration:
             )
         return int(given)
 
-    @property
-    def learning_rate(self) -> float:
-        """Step size of ``model.train``."""
-        return self._learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: float) -> None:
-        if not 0 < as_number("learning_rate", value) < float("inf"):
-            raise ValueError(f"learning_rate must be above 0 and finite, got {value}")
-        self._learning_rate = float(value)
-
-    @property
-    def minimum_parameter_group_size(self) -> int:
-        """Elements below which a unit takes in another layer."""
-        return self._minimum_parameter_group_size
-
-    @minimum_parameter_group_size.setter
-    def minimum_parameter_group_size(self, value: int) -> None:
-        if as_integer("minimum_parameter_group_size", value) < 1:
-            raise ValueError(f"minimum_parameter_group_size must be 1 or more, got {value}")
-        self._minimum_parameter_group_size = int(value)
-
-    auto_sync_gradients: bool = _flag(
-        "auto_sync_gradients", "True if every update uses the gradient of all ranks."
+    learning_rate: float = _choice("learning_rate", _step_size, "Step size of ``model.train``.")
+    minimum_parameter_group_size: int = _choice(
+        "minimum_parameter_group_size", as_count, "Elements below which a unit takes a layer."
     )
-
-    enable_gradient_compression: bool = _flag(
-        "enable_gradient_compression", "True if gradients travel as bfloat16."
+    auto_sync_gradients: bool = _choice(
+        "auto_sync_gradients", as_flag, "True if every update uses all ranks' gradient."
     )
-
-    cpu_offload_optimizer: bool = _flag(
-        "cpu_offload_optimizer",
-        "True if a GPU model's optimizer state lies in host memory, and is updated there.",
+    enable_gradient_compression: bool = _choice(
+        "enable_gradient_compression", as_flag, "True if gradients travel as bfloat16."
     )
-
-    cpu_offload_gradients: bool = _flag(
-        "cpu_offload_gradients", "True if a GPU model's reduced gradients lie in host memory."
+    cpu_offload_optimizer: bool = _choice(
+        "cpu_offload_optimizer", as_flag, "True if a GPU model's state lies in host memory."
     )
-
-    cpu_offload_parameters: bool = _flag(
-        "cpu_offload_parameters",
-        "True if a GPU model's owned pieces lie in host memory, in case they are sharded.",
+    cpu_offload_gradients: bool = _choice(
+        "cpu_offload_gradients", as_flag, "True if its reduced gradients lie in host memory."
     )
-
-    @property
-    def gradient_leaves(self) -> int | None:
-        """V, the largest world that walks through the same bits as all smaller ones."""
-        return self._gradient_leaves
-
-    @gradient_leaves.setter
-    def gradient_leaves(self, value: int | None) -> None:
-        if value is not None:
-            value = int(as_integer("gradient_leaves", value))
-            if value < 1 or value & (value - 1):
-                raise ValueError(
-                    f"gradient_leaves must be a power of two, the largest world that is to "
-                    f"reproduce, or None; got {value}"
-                )
-        self._gradient_leaves = value
-
-    @property
-    def precision(self) -> str | None:
-        """Precision that layers compute in: "bfloat16", or None for the model's dtype."""
-        return self._precision
-
-    @precision.setter
-    def precision(self, value: str | None) -> None:
-        if value not in (None, "bfloat16"):
-            raise ValueError(
-                f'precision must be "bfloat16", or None for the model\'s own dtype; got {value!r}'
-                + _HINTS.get(str(value), "")
-            )
-        self._precision = value
-
-    allow_nonfinite: bool = _flag(
-        "allow_nonfinite",
-        "True if training goes on after a loss or gradient that is infinite or NaN.",
+    cpu_offload_parameters: bool = _choice(
+        "cpu_offload_parameters", as_flag, "True if its owned pieces lie in host memory."
+    )
+    gradient_leaves: int | None = _choice(
+        "gradient_leaves", _power_of_two, "V, the largest world with the same bits."
+    )
+    precision: str | None = _choice(
+        "precision", _precision, "Precision of layers: bfloat16, or None for the model's dtype."
+    )
+    allow_nonfinite: bool = _choice(
+        "allow_nonfinite", as_flag, "True if training goes on after an infinite or NaN loss."
     )
 
     @property

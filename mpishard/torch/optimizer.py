@@ -253,7 +253,7 @@ def _after_step(owners: list[ShardedModule], made: Any, *_: Any) -> None:
 
 
 def _refuse_others(made: Any, *_: Any) -> None:
-    """Hook of every optimizer: those that are not ours would update parameters that other ranks read."""
+    """Hook of every optimizer: others than ours would update parameters that other ranks read."""
     if hasattr(made, "_mpishard_parts"):
         return
     for group in made.param_groups:

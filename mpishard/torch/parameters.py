@@ -48,8 +48,8 @@ class Part:
     start, stop : int
         Flat range that this rank updates: all of the parameter under DDP.
     tensor : torch.nn.Parameter
-        Its values, in memory: a torch optimizer is given this tensor. Shape (stop - start,), under DDP
-        the parameter's.
+        Its values, in memory: a torch optimizer is given this tensor. Shape (stop - start,),
+        under DDP the parameter's.
     storage : int
         Identity of the memory of the whole parameter.
     """

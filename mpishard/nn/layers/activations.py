@@ -55,18 +55,6 @@ class _Activation(Layer):
         return input_shape
 
 
-def _rectified(x: Array) -> Array:
-    """max(x, 0) of bfloat16 by its bits: 0 for the numbers that begin with a sign, but NaN."""
-    bits = np.ascontiguousarray(x).view(np.uint16)
-    y = np.empty_like(bits)
-    flat_bits, flat_y = bits.reshape(-1), y.reshape(-1)
-    for part in chunks(flat_bits):
-        # Modulo 2^16, so that -0 to -inf, 0x8000 to 0xFF80, are the smallest.
-        keeps = (flat_bits[part] ^ np.uint16(0x8000)) > np.uint16(0x7F80)
-        np.multiply(flat_bits[part], keeps, out=flat_y[part])
-    return y.view(x.dtype)
-
-
 class ReLU(_Activation):
     """Rectified linear unit, y = max(x, 0); its slope at 0 is taken as 0."""
 
@@ -74,16 +62,27 @@ class ReLU(_Activation):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Rectify; saves y, which the next layer mostly saves too."""
-        y = _rectified(x) if is_bfloat16(x) else array_namespace(x).maximum(x, 0)
+        if is_bfloat16(x):
+            # By its bits: NumPy would convert each element to float32 and back.
+            words = np.ascontiguousarray(x).view(np.uint16)
+            y = np.empty_like(words)
+            flat_words, flat_y = words.reshape(-1), y.reshape(-1)
+            for part in chunks(flat_words):
+                # Flipping the sign makes -0 to -inf, 0x8000 to 0xFF80, the smallest; NaN stays.
+                keeps = (flat_words[part] ^ np.uint16(0x8000)) > np.uint16(0x7F80)
+                np.multiply(flat_words[part], keeps, out=flat_y[part])
+            y = y.view(x.dtype)
+        else:
+            y = array_namespace(x).maximum(x, 0)
         return y, y if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """``dy`` where y > 0, in its place."""
         if is_bfloat16(dy):
-            bits = dy.view(np.int16)
-            bits *= saved.view(np.int16) > 0
-            return dy, None
-        dy *= saved > 0
+            words = dy.view(np.int16)
+            words *= saved.view(np.int16) > 0  # the sign of bfloat16 is that of its bits
+        else:
+            dy *= saved > 0
         return dy, None
 
 
@@ -91,6 +90,21 @@ class _SavedOutput(_Activation):
     """An activation whose slope is a function of its output, which it saves."""
 
     computes_bfloat16 = True
+
+    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
+        """Squash; saves y."""
+        flat_x = x.reshape(-1)
+        flat_y = array_namespace(x).empty_like(flat_x)
+        for part in chunks(flat_x):
+            y_part = scratch(flat_y[part])
+            self._squash(wide(flat_x[part]), y_part)
+            store(flat_y[part], y_part)
+        y = flat_y.reshape(x.shape)
+        return y, y if context.training else None
+
+    @abstractmethod
+    def _squash(self, x: Array, y: Array) -> None:
+        """Write the output of one chunk into y."""
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """``dy`` times the slope, in its place."""
@@ -109,16 +123,8 @@ class _SavedOutput(_Activation):
 class Tanh(_SavedOutput):
     """Hyperbolic tangent, y = tanh(x), whose slope is 1 - y^2."""
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Squash; saves y."""
-        xp, flat_x = array_namespace(x), x.reshape(-1)
-        flat_y = xp.empty_like(flat_x)
-        for part in chunks(flat_x):
-            y_part = scratch(flat_y[part])
-            xp.tanh(wide(flat_x[part]), out=y_part)
-            store(flat_y[part], y_part)
-        y = flat_y.reshape(x.shape)
-        return y, y if context.training else None
+    def _squash(self, x: Array, y: Array) -> None:
+        array_namespace(x).tanh(x, out=y)
 
     def _slope(self, y: Array) -> Array:
         slope = y * y
@@ -128,15 +134,8 @@ class Tanh(_SavedOutput):
 class Sigmoid(_SavedOutput):
     """Logistic function, y = 1 / (1 + exp(-x)), whose slope is y (1 - y)."""
 
-    def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Squash; saves y."""
-        flat_x = x.reshape(-1)
-        flat_y = array_namespace(x).empty_like(flat_x)
-        for part in chunks(flat_x):
-            y_part = sigmoid(wide(flat_x[part]), out=scratch(flat_y[part]))
-            store(flat_y[part], y_part)
-        y = flat_y.reshape(x.shape)
-        return y, y if context.training else None
+    def _squash(self, x: Array, y: Array) -> None:
+        sigmoid(x, out=y)
 
     def _slope(self, y: Array) -> Array:
         slope = array_namespace(y).subtract(1.0, y)

@@ -216,19 +216,19 @@ def gpt_chain(
     drop: dict[str, Layer] = {"dropout": Dropout(dropout)} if dropout else {}
     chain |= drop
     for i in range(layers):
-        chain[f"block{i}_attention"] = Residual(
-            _attention(width, heads, groups, usual, ends_branch) | drop
-        )
-        chain[f"block{i}_mlp"] = Residual(_mlp(width, usual, ends_branch) | drop)
+        attention, mlp = _block(width, heads, groups, usual, ends_branch)
+        chain[f"block{i}_attention"] = Residual(attention | drop)
+        chain[f"block{i}_mlp"] = Residual(mlp | drop)
     chain["norm"] = LayerNorm(width)
     tied_to = "embedding.weight" if tied_embeddings else None
     chain["head"] = Linear(width, vocabulary_size, False, usual, tied_to)
     return Sequential(chain)
 
 
-def _attention(
+def _block(
     width: int, heads: int, kv_heads: int, usual: Initializer, ends_branch: Initializer
-) -> dict[str, Layer]:
+) -> tuple[dict[str, Layer], dict[str, Layer]]:
+    """The layers of attention, and those of the perceptron behind it."""
     keys_and_values = 2 * kv_heads * (width // heads)
     # No bias in qkv: softmax cannot see that of the keys, whose gradient would be rounding noise.
     return {
@@ -236,11 +236,7 @@ def _attention(
         "qkv": Linear(width, width + keys_and_values, bias=False, initializer=usual),
         "core": CausalAttention(heads, kv_heads=kv_heads),
         "projection": Linear(width, width, initializer=ends_branch),
-    }
-
-
-def _mlp(width: int, usual: Initializer, ends_branch: Initializer) -> dict[str, Layer]:
-    return {
+    }, {
         "norm": LayerNorm(width),
         "expansion": Linear(width, 4 * width, initializer=usual),
         "gelu": GELU(),

@@ -168,13 +168,17 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
 
     # --------------------------------------------------------------------------------- parameters
 
-    def _parameters(self) -> Array:
-        """The flat vector itself, made if need be."""
+    def _require_parameters(self) -> None:
+        """Refuse what needs the parameters, if somebody else holds them."""
         if self._holder is not None:
             raise StructureOnlyError(
                 f"the parameters of this {type(self).__name__} are held by {self._holder}; ask "
                 "it: gather_full_parameters() gives all of them, unsharded() the plain model"
             )
+
+    def _parameters(self) -> Array:
+        """The flat vector itself, made if need be."""
+        self._require_parameters()
         return self._vector.get()
 
     def _initialize_range(self, start: int, out: Array) -> None:
@@ -187,8 +191,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             out[first - start : last - start] = part
 
     def fill_parameters(self, start: int, out: Array) -> None:
-        if self._holder is not None:
-            self._parameters()  # raises
+        self._require_parameters()
         self._vector.fill(start, out)
 
     def release_parameters(self, holder: str) -> None:
@@ -214,8 +217,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             yield self._device.put(chunk.reshape(entry.shape))
 
     def set_parameters(self, parameters: Array) -> None:
-        if self._holder is not None:
-            self._parameters()  # raises
+        self._require_parameters()
         self._vector.replace(self._checked(parameters).copy())
 
     def set_parameter_chunks(self, chunks: Iterable[Array]) -> None:
@@ -230,8 +232,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         ValueError
             If the number of chunks or a chunk's size does not fit; nothing has changed then.
         """
-        if self._holder is not None:
-            self._parameters()  # raises
+        self._require_parameters()
         vector = np.empty(self._table.length, self._dtype)
         given = iter(chunks)
         for entry in self._table.entries:

@@ -156,16 +156,12 @@ class TrainingPass:
 
     def gradients(self) -> Array:
         """Gradient of the mean loss, shape (table.length,)."""
-        if not self._weight:
-            return array_namespace(self._vector).zeros_like(self._vector)
-        gradients, targets = self._targets()
-        views = self._table.nested_views(self._vector)
-        self.chain.backward(
-            views, self._saved, self._output_gradient.pop(), targets, needs_input_gradient=False
-        )
-        targets.clear_unwritten()
-        gradients /= self._weight
-        return gradients
+
+        def add(targets: GradientTargets) -> None:
+            views, dy = self._table.nested_views(self._vector), self._output_gradient.pop()
+            self.chain.backward(views, self._saved, dy, targets, needs_input_gradient=False)
+
+        return self._mean_gradient(add)
 
     def input_gradient(self) -> Array:
         """The input's half: gradient of the mean loss in x's shape; None if x has none."""
@@ -183,20 +179,21 @@ class TrainingPass:
     def weight_gradients(self) -> Array:
         """The parameters' half, after `input_gradient`: what `gradients` would have given."""
         self._is_pending = False
-        if not self._weight:
-            return array_namespace(self._vector).zeros_like(self._vector)
-        gradients, targets = self._targets()
         pending, self._saved = self._saved, None
-        self.chain.backward_weight(pending, targets)
-        targets.clear_unwritten()
-        gradients /= self._weight
-        return gradients
+        return self._mean_gradient(lambda targets: self.chain.backward_weight(pending, targets))
 
-    def _targets(self) -> tuple[Array, GradientTargets]:
-        gradients = array_namespace(self._vector).empty_like(self._vector)
+    def _mean_gradient(self, add: Callable[[GradientTargets], None]) -> Array:
+        """The gradient of the mean loss, of whose sum ``add`` adds the gradient into targets."""
+        xp = array_namespace(self._vector)
+        if not self._weight:
+            return xp.zeros_like(self._vector)
+        gradients = xp.empty_like(self._vector)  # the layers write to it before they add
         targets = GradientTargets(
             {name: self._table[name] for name, _ in self.chain.walk_parameters()},
             lambda entry: gradients[entry.start : entry.stop],
             {entry.name for entry in self._table.entries},
         )
-        return gradients, targets
+        add(targets)
+        targets.clear_unwritten()
+        gradients /= self._weight
+        return gradients

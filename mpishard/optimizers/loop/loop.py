@@ -210,10 +210,8 @@ class TrainingRun:
             self.result.iterations = self.step
             self.result.stopped_early = ends and self.step < self.total
             if self.result.stopped_early:
-                kind, best = (
-                    "training" if data.x_validation is None else "validation",
-                    self.stopping,
-                )
+                kind = "training" if data.x_validation is None else "validation"
+                best = self.stopping
                 found = "" if best.best_step is None else (
                     f": best {kind} loss {best.best_score:.4f} after step {best.best_step}"
                 )  # fmt: skip

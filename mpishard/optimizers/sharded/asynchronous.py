@@ -51,8 +51,8 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
     come meanwhile. An owner makes an update of every N gradients that arrive, in the order in which
     they do, whichever of the N ranks they are from: as many updates as DDP for the same samples.
     Two runs differ. Each step's report is of this rank's samples alone. `settle` waits for all
-    ranks, applies the gradients that are left, and gives all the same parameters; ``optimize`` calls it before
-    each evaluation and checkpoint. Sent: as DDP, in messages.
+    ranks, applies the gradients that are left, and gives all the same parameters; ``optimize``
+    calls it before each evaluation and checkpoint. Sent: as DDP, in messages.
 
     With ``allow_staleness=0`` and ``delay=0`` each step is DDP's.
 
@@ -353,7 +353,8 @@ class _StaleState(ModelState):
         for vector in self.vectors.values():
             vector.fill(0)
         # The pieces that each rank owns of the units that are trained.
-        units = [unit for unit in engine.layout.units if unit.index not in engine.layout.frozen]
+        units = [unit for unit in engine.layout.units
+                 if unit.index not in engine.program.frozen_units]  # fmt: skip
         size, rank = backend.world_size, backend.rank
         self._owned = [owned_pieces(units, size, owner) for owner in range(size)]
         self._lengths = [sum(piece.length for piece in pieces) for pieces in self._owned]
@@ -484,7 +485,7 @@ class _StaleState(ModelState):
         if found:
             raise ShardingError(f"the ranks have updated with different settings; by rank, {found}")
         whole = [piece for piece in engine.layout.pieces(sharded=False)
-                 if piece.unit.index not in engine.layout.frozen]  # fmt: skip
+                 if piece.unit.index not in engine.program.frozen_units]  # fmt: skip
         mine = engine.parameters.owned(self._owned[backend.rank])
         for own, values in zip(mine, engine.parameters.owned(whole), strict=True):
             backend.all_gather(own.copy(), out=values)

@@ -192,7 +192,7 @@ def _named_option(value: Any) -> str:
 
 
 class TensorParallelOptimizer(_MeshOptimizer):
-    """Updates a `TensorParallelModel`: each rank its slices, all ranks the parameters that are whole.
+    """Updates a `TensorParallelModel`: each rank its slices, all ranks the whole parameters.
 
     Parameters and errors are those of `ShardedOptimizerBase`; ``model_options`` are keyword
     arguments of `TensorParallelModel`, for a plain model that `optimize` wraps. They are checked at
