@@ -132,6 +132,7 @@ class ICheckpointableModel(IModelSerializer):
         if not hasattr(stream, "write"):
             raise TypeError(f"save_state needs a binary stream, got {type(stream).__name__}")
         data = self.serialize()
+        # The length first, because other data may follow in the same stream.
         stream.write(len(data).to_bytes(_LENGTH_BYTES, "little"))
         stream.write(data)
 

@@ -155,7 +155,7 @@ class ParameterAnalyzer:
         """
         length, world = _length(parameters), self.world_size
         base = max(self.minimum_group_size, length // (4 * world))
-        base = max(base // world, 1) * world
+        base = max(base // world, 1) * world  # each rank then has as much of every chunk
         return _cut(length, base, "Distributed", lambda rest: 0 < rest < base // 2)
 
     def calculate_distribution_stats(self, groups: Sequence[ParameterGroup]) -> dict[str, float]:

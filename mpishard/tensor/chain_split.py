@@ -15,7 +15,6 @@ from mpishard.nn.layers.layer import Layer
 from mpishard.nn.layers.linear import Linear
 from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
 from mpishard.sharding import Box
-from mpishard.tensor.embedding import VocabularyParallelEmbedding
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpishard.tensor.partition import (
@@ -35,6 +34,7 @@ from mpishard.tensor.sequence import (
     SequenceParallelPositionalEmbedding,
     TensorParallelDropout,
 )
+from mpishard.tensor.vocabulary import VocabularyParallelEmbedding
 
 __all__ = ["ChainSplit", "Extent"]
 

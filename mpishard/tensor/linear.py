@@ -289,14 +289,9 @@ class ColumnParallelLinear(SplitLinear):
         self._local.backward_weight((x, dy), g)
 
     def backward(
-        self,
-        p: Parameters,
-        saved: Any,
-        dy: Array,
-        g: Gradients,
-        *,
+        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Both halves; the input's gradient travels while the weight's is computed. Collective."""
         x, dy = saved[0], self._local_gradient(saved[1], dy)
         # First, so that it travels during the first product.
@@ -427,14 +422,9 @@ class RowParallelLinear(SplitLinear):
         self._local.backward_weight(pending, g)
 
     def backward(
-        self,
-        p: Parameters,
-        saved: Any,
-        dy: Array,
-        g: Gradients,
-        *,
+        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Both halves. Collective with ``sequence_parallel``."""
         return self._local.backward(
             p, saved[0], self._whole_gradient(saved[1], dy), g,

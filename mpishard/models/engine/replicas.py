@@ -132,6 +132,7 @@ class Replicas:
         self.require_one("synchronize_gradients()")
         backend = self._parameters.backend
         if self._policy.shards_state:
+            # No replica can have drifted; the call stays collective, whatever the strategy is.
             backend.barrier()
             return False
         total = float(backend.all_reduce(np.array([self._weight]))[0])
@@ -139,6 +140,7 @@ class Replicas:
             return False
         whole = self._parameters.layout.pieces(sharded=False)
         for replica in self._parameters.owned(whole):
+            # In place, in the store's own memory: a second copy of all parameters may not fit.
             mine = replica
             mine *= self._weight / total
             backend.all_reduce(mine)

@@ -81,6 +81,7 @@ class Round:
 
     def end(self) -> None:
         """Begin anew, after an update or an error."""
+        # What accumulates is not reset here: its block decides, also after an error in it.
         self.is_open = False
         self.loss = self.weight = 0.0
         self.parts.clear()

@@ -88,6 +88,7 @@ class TrainingRecord:
         self.samples += report.weight
         self.seconds += seconds
         self.trained_at = time.time()
+        # A black box may tell no loss: NaN would stay the best for ever.
         if math.isfinite(report.loss):
             self.last_loss = report.loss
             if self.best_loss is None or report.loss < self.best_loss:

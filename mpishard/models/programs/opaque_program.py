@@ -82,13 +82,6 @@ class OpaqueProgram(WholeProgram):
             raise TypeError(f"a batch needs a length, got {type(x).__name__}")
         return x
 
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
-        self.check(x)
-        require_plain(y)
-        if y is not None and len(x) != len(y):
-            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
-        return x, y
-
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         return loss is not None or hasattr(self._model, "compute_loss_and_gradients")
 

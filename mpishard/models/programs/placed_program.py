@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.arrays import Array, require_plain
+from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.errors import MissingLossError, MissingMemberError, ShardingError
@@ -175,17 +175,12 @@ class PlacedProgram(WholeProgram):
         return x
 
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
-        self.check(x)
-        require_plain(y)
         if not self.knows_loss(loss):
             raise MissingLossError("the model has no default loss; pass loss_function")
-        if y is None and loss is None:  # a loss of the model's own may need no targets
-            return x, y
-        if not hasattr(y, "__len__"):
+        # A loss of the model's own may need no targets.
+        if not (hasattr(y, "__len__") or (y is None and loss is None)):
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
-        if len(x) != len(y):
-            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
-        return x, y
+        return super().check_pair(x, y, loss)
 
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         return loss is not None or self._model.has_own_loss
@@ -223,6 +218,7 @@ class PlacedProgram(WholeProgram):
         self._model.reclaim_parameters(gather())
 
     def copy(self) -> tuple[Program, Any]:
+        # Without values: the caller copies them from this program's store.
         model = self._model.with_parameters(np.empty(self.units[-1].stop, self.dtype))
         program = PlacedProgram(model, self._minimum_unit_size, self.replica.world)
         return self._copied(program), model

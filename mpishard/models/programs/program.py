@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array, beside
+from mpishard.arrays import Array, beside, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.devices import HOST, Device
@@ -170,6 +170,8 @@ class Program(ABC):
         """``program``, of a copy of the model, with this one's choices."""
         program.freeze(self.frozen)
         program.seed = self.seed
+        # Groups of ranks are communicators, which a copy must not split anew: it communicates
+        # nothing.
         if self.replica.across is not None:
             program.replica = self.replica
         return program
@@ -241,6 +243,13 @@ class WholeProgram(Program):
 
     needs_whole_parameters = True
     computes_in_place: ClassVar[bool]
+
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
+        self.check(x)
+        require_plain(y)
+        if y is not None and len(x) != len(y):
+            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+        return x, y
 
     @abstractmethod
     def compute_with(self, full: Array, holder: str) -> None:

@@ -76,6 +76,7 @@ class HeldParameters:
         """Return the ranges ``(start, stop)`` of the flat vector, as few as it takes."""
         placement = self.engine.placement
         held = [(piece.start, piece.stop) for piece in self.pieces]
+        # Without a mesh a piece is one range of the model's vector already.
         if placement.is_whole:
             return tuple(held) if self.engine.policy.shards_parameters else ((0, placement.length),)
         found: list[tuple[int, int]] = []

@@ -54,6 +54,7 @@ def use_features(model: Any, indices: Iterable[int], world: CommunicationBackend
     """Use these features and no others; refuse choices that differ between ranks. Collective."""
     set_indices = feature_member(model, "set_active_feature_indices")
     get_indices = feature_member(model, "get_active_feature_indices")
+    # Chosen first and compared then: only the model knows which indices it takes.
     before = list(get_indices())
     set_indices(indices)
     texts = gather_texts(world, json.dumps(sorted(int(index) for index in get_indices())))

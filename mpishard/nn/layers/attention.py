@@ -267,6 +267,7 @@ class Attention(Layer):
         shared = self.heads // self.kv_heads
         size = x.shape[-1] // (self.heads + 2 * self.kv_heads)
         ends = self.heads * size, (self.heads + self.kv_heads) * size
+        # Views, so that products write gradients to the places where the next layer reads them.
         q = x[..., : ends[0]].reshape(*x.shape[:2], self.kv_heads, shared, size)
         k, v = (
             part.reshape(*x.shape[:2], self.kv_heads, size).swapaxes(1, 2)

@@ -125,25 +125,17 @@ class Sequential(Layer):
             child.backward_weight(pending.pop(), g.get(name, _NONE))
 
     def backward(
-        self,
-        p: Parameters,
-        saved: Any,
-        dy: Array,
-        g: Gradients,
-        *,
+        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Both halves of one layer after the other, in reverse, so that little is pending."""
         # Only the first layer may leave out its input gradient: the others' is the next one's dy.
         first = next(iter(self._children))
         for name, child in reversed(self._children.items()):
             dy = child.backward(
-                p.get(name, _NONE),
-                saved.pop(),
-                dy,
-                g.get(name, _NONE),
+                p.get(name, _NONE), saved.pop(), dy, g.get(name, _NONE),
                 needs_input_gradient=needs_input_gradient or name != first,
-            )
+            )  # fmt: skip
         return dy
 
 
@@ -214,14 +206,9 @@ class Residual(Layer):
         self.inner.backward_weight(pending, g)
 
     def backward(
-        self,
-        p: Parameters,
-        saved: Any,
-        dy: Array,
-        g: Gradients,
-        *,
+        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Both halves, layer by layer; always with the input's gradient."""
         dx = self.inner.backward(p, saved, dy.copy(), g)
         return added(dx, dy, out=dx)

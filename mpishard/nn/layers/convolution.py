@@ -22,8 +22,8 @@ from mpishard.nn.layers.layer import (
     Layer,
     Parameters,
     ParameterSpec,
+    unwritten,
 )
-from mpishard.nn.layers.targets import unwritten
 from mpishard.nn.products import add_column_sums, product
 
 __all__ = ["Conv2D", "Flatten", "MaxPool2D", "WindowColumns", "Windows", "size_pair"]
@@ -139,6 +139,7 @@ class WindowColumns:
         self._inner = (..., slice(down, down + height), slice(right, right + width))
         self._frame: Array | None = None
         if down or right:
+            # Its border is written once, here: gathering fills the inner part alone.
             framed = (self._samples, channels, height + 2 * down, width + 2 * right)
             self._frame = xp.zeros(framed, dtype=dtype)
 

@@ -253,6 +253,7 @@ class LogisticRegression(LinearModel):
         if not is_size(classes, 2):
             raise ValueError(f"LogisticRegression needs an integer classes >= 2, got {classes!r}")
         self.classes = int(classes)
+        # Of two classes one logit says all: a second would only repeat its gradient.
         outputs, loss = (1, BinaryCrossEntropy()) if classes == 2 else (classes, CrossEntropy())
         super().__init__(
             features, outputs, loss, seed=seed, dtype=dtype, device=device,
