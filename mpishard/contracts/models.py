@@ -65,7 +65,7 @@ class ILossFunction(ABC):
     def forward(
         self, prediction: Array, target: Array, training: bool = True
     ) -> tuple[float, float, Any]:
-        """Sum of the losses, sum of their weights, and what `backward` needs.
+        """Sum of the losses, sum of their weights, and the values that `backward` needs.
 
         Nothing need be kept for `backward` if ``training`` is False.
         """

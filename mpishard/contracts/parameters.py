@@ -103,7 +103,7 @@ class IModelSerializer(ABC):
 
     @abstractmethod
     def deserialize(self, data: bytes) -> None:
-        """Take parameters from what `serialize` gave."""
+        """Take parameters from bytes of `serialize`."""
 
     @abstractmethod
     def save_model(self, path: PathLike) -> None:
@@ -137,7 +137,7 @@ class ICheckpointableModel(IModelSerializer):
         stream.write(data)
 
     def load_state(self, stream: BinaryIO) -> None:
-        """Take from a stream, from where it stands, what `save_state` wrote, and no byte more.
+        """Take a model that `save_state` wrote from a stream's position on, and no byte more.
 
         Raises
         ------

@@ -106,7 +106,7 @@ class MSE(_ErrorLoss):
 
 
 class MAE(_ErrorLoss):
-    """Absolute error, abs(prediction - target), of which the slope at 0 is taken as 0.
+    """Absolute error, abs(prediction - target); its slope at 0 is taken as 0.
 
     It is averaged over the output dims and summed over the samples, each of which weighs 1.
     """

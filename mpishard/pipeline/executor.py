@@ -317,7 +317,7 @@ class _Run:
     # ---------------------------------------------------------------------------------- messages
 
     def _tag(self, flow: Flow) -> int:
-        """One for each way into a stage; its messages come in the order they are sent in."""
+        """The tag of one way into a stage, whose messages come in the order they are sent in."""
         return self._first_tag + 2 * flow.stage + flow.is_gradient
 
     def _shape(self, flow: Flow, virtual_stage: int) -> tuple[int, ...]:

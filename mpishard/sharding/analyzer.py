@@ -238,7 +238,7 @@ class ParameterAnalyzer:
 def _cut(
     length: int, size: int, kind: str, is_too_short: Callable[[int], bool]
 ) -> list[ParameterGroup]:
-    """Cut a vector into chunks of ``size``; what follows one joins it if it is too short."""
+    """Cut a vector into chunks of ``size``; a rest that is too short joins the last one."""
     groups: list[ParameterGroup] = []
     start = 0
     while start < length:

@@ -1,4 +1,4 @@
-"""Layers of which each rank of a tensor group computes a part.
+"""Tensor parallelism: each rank of a group computes a part of every layer that splits.
 
 Begin with ``linear.py``: column- and row-parallel linear layers. ``layer.py`` is what split layers
 share, with `DimSplit`, the partition of a dim. ``vocabulary.py``, ``attention.py``,

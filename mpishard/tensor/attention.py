@@ -1,4 +1,4 @@
-"""Self-attention, and a transformer block, of which each rank has some of the heads."""
+"""Self-attention and a transformer block, whose heads are dealt to the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of which each rank of a tensor group holds a slice."""
+"""Split layers: each rank of a tensor group holds a slice of their parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["DimSplit", "TensorParallelLayer"]
 
 @dataclass(frozen=True, slots=True)
 class DimSplit:
-    """A dim of ``parts`` blocks, each of which is dealt in runs of elements.
+    """A dim of ``parts`` blocks, each dealt to the ranks in runs of elements.
 
     Queries, keys and values side by side are three blocks, and a run is an attention head. The
     runs of each block go to the ranks as `ShardLayout` deals them, so that a rank has as many

@@ -1,4 +1,4 @@
-"""Linear layers of which each rank has some of the weight's rows, or some of its columns.
+"""Linear layers whose weight is dealt to the ranks by rows or by columns.
 
 Shape suffixes: N all leading dims taken together, I inputs, O outputs, R outputs of this rank,
 C inputs of this rank; B batch, T time. t is the size of the tensor group. The two are those of
@@ -163,7 +163,7 @@ def _constant(values: np.ndarray[Any, Any]) -> Initializer:
 
 
 class ColumnParallelLinear(SplitLinear):
-    """y = activation(x W^T + b), of which each rank computes some outputs: rows of W and of b.
+    """y = activation(x W^T + b); each rank computes some outputs, with its rows of W and b.
 
     All ranks have the same input, or, with ``sequence_parallel``, their slices of it along time.
     Bytes sent, summed over t ranks, for an input of S bytes and an output of Y, both whole:

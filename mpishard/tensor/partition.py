@@ -119,7 +119,7 @@ def walk_layers(layers: Mapping[str, Layer], prefix: str = "") -> Iterator[tuple
 
 
 class Ties:
-    """The ties of a model, of which a pipeline stage may hold one end alone.
+    """The ties of a model; a pipeline stage may hold one end of them alone.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class Ties:
                     self._users.setdefault(spec.tied_to, []).append((path, layer))
 
     def obstacle(self, path: str, layer: Layer) -> str | None:
-        """Why the layer called ``path`` must stay whole, if a tie is the reason.
+        """Reason for which the layer called ``path`` must stay whole, if it is a tie.
 
         An embedding and the linear layers that read logits from its table are split by rows of
         the table, all alike. Whatever else shares a weight needs all of it.

@@ -153,7 +153,7 @@ def check_sequence(layers: Mapping[str, Layer], input_shape: tuple[int, ...]) ->
 
 
 class TensorParallelLayerPartitioner:
-    """`partition_chain`, and what became of the computation.
+    """`partition_chain`, and figures of the result.
 
     Parameters
     ----------

@@ -131,7 +131,7 @@ class CopyToRegion(TensorParallelLayer):
 
 
 class ReduceFromRegion(TensorParallelLayer):
-    """The operator g: the sum of all ranks' x, of which each takes the gradient as it is.
+    """The operator g: the sum of all ranks' x; each rank takes the gradient as it is.
 
     Stands behind a region in which each rank computes a summand. Sends an all-reduce of the
     input's size forward, and nothing backward.

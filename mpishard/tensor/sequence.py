@@ -62,7 +62,7 @@ class SequenceParallelNorm(TensorParallelLayer):
 
     @property
     def whole_parameters(self) -> Mapping[str, ParameterSpec]:
-        """Those of the norm, which all ranks hold."""
+        """Parameters of the norm, which all ranks hold."""
         return self.norm.parameters
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class SequenceParallelNorm(TensorParallelLayer):
         return self.norm.output_shape(input_shape)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Those of the norm on this slice."""
+        """FLOPs of the norm on this slice."""
         return self.norm.estimated_flops(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
@@ -133,7 +133,7 @@ class SequenceParallelPositionalEmbedding(TensorParallelLayer):
         return input_shape
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """One for each element of the slice."""
+        """One addition for each element of the slice."""
         return math.prod(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:

@@ -133,7 +133,7 @@ class Engine:
         self.freeze(program.frozen)
 
     def freeze(self, names: frozenset[str]) -> None:
-        """Train what is not among ``names``, which are names of parameters. Collective.
+        """Train all parameters but those called ``names``. Collective.
 
         Frozen parameters have no optimizer state and count for no norm. A unit that is frozen as a
         whole has no gradient, and is sent only if it must be gathered.
@@ -170,7 +170,7 @@ class Engine:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank's pieces go to a checkpoint: of replicas trained apart the first's."""
+        """True if this rank's pieces go to a checkpoint: of replicas apart those of the first."""
         across = self.replica.across
         return across is None or across.rank == 0
 
@@ -407,7 +407,7 @@ class Engine:
         self.changed()
 
     def _change(self, rule: Rule, gradients: list[Array], report: StepReport) -> None:
-        """Let ``rule`` update; a step's observer may look at what it updates before and after."""
+        """Let ``rule`` update; a step's observer sees the parameters before and after."""
         owned = self.parameters.owned(self.pieces.updated), gradients
         stage = self._stage
         # An offloaded state is updated in host memory: gradients are copied there, and the new
@@ -436,7 +436,7 @@ class Engine:
         self.changed()
 
     def zeros_for_state(self) -> Array:
-        """A vector of an optimizer's state, as long as what this rank updates."""
+        """Zeros for an optimizer's state: one for each element that this rank updates."""
         length = sum(piece.length for piece in self.pieces.updated)
         # In the layout of the state: with offloading it lies in host memory, and the parameters on
         # a GPU.

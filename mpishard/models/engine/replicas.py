@@ -78,7 +78,7 @@ class Replicas:
             )
 
     def require_one(self, purpose: str) -> None:
-        """Refuse what trains one replica of all ranks, if groups of ranks hold one each.
+        """Refuse training of one replica of all ranks, if groups of ranks hold one each.
 
         Raises
         ------
@@ -92,7 +92,7 @@ class Replicas:
             )
 
     def require_equal(self, purpose: str) -> None:
-        """Refuse what needs the same parameters on all ranks while replicas differ.
+        """Refuse a call that needs the same parameters on all ranks, while replicas differ.
 
         Raises
         ------

@@ -88,7 +88,7 @@ class Round:
         self._samples = 0
 
     def require_none(self, purpose: str) -> None:
-        """Refuse what would make gradients stale that wait for their update.
+        """Refuse a change that would make gradients stale, which wait for their update.
 
         Raises
         ------
@@ -178,7 +178,7 @@ class Round:
         return total, weight, squared
 
     def _what_is_not_finite(self, losses: Sequence[float]) -> str:
-        """In words; of the ranks of a replica one tells its loss, and the others 0."""
+        """Name the ranks in words; of the ranks of a replica one tells its loss, the others 0."""
         if not losses:
             return "the loss or the gradient is not finite"
         sums = [sum(losses[rank] for rank in ranks) for ranks in self._replicas]

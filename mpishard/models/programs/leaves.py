@@ -147,7 +147,7 @@ def say_what_may_differ(config: ShardingConfiguration, dtype: np.dtype[Any]) -> 
 
 
 def _fingerprint(dtype: np.dtype[Any]) -> dict[str, str]:
-    """Return what the bits of a model in this dtype depend on."""
+    """Return versions, kernels and threads on which the bits of a model in this dtype depend."""
     found = numerics_fingerprint()
     if dtype == np.float64:  # layers have no compiled loops for it, and rules the bits of NumPy
         found.pop("loops", None)
@@ -188,7 +188,7 @@ class GradientLeaves:
         self._own: list[int] = []
 
     def require(self, config: ShardingConfiguration, *, accumulates: bool) -> None:
-        """Refuse what has been chosen since and does not go with leaves. Communicates nothing.
+        """Refuse later choices that do not go with leaves. Communicates nothing.
 
         Raises
         ------
@@ -406,7 +406,7 @@ class LeafGradients(GradientStore):
             self._inner.spread()
 
     def _kept(self, own: list[Array]) -> list[Array]:
-        """A copy of what the next pass overwrites."""
+        """A copy of sums that the next pass overwrites."""
         if not self._free:
             allocate = self.layout.allocate
             self._free.append([allocate(MemoryCategory.GRADIENTS, int(a.size)) for a in own])

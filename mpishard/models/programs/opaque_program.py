@@ -24,7 +24,7 @@ __all__ = ["OpaqueProgram"]
 
 
 class OpaqueProgram(WholeProgram):
-    """A model of which only the flat vector and its gradient are known: one unit, one call.
+    """A model known by its flat vector and its gradient alone: one unit, one call.
 
     The user's object keeps its full vector. Its gradient is that of a mean over samples, and is
     scaled by their number, so that uneven batches average as they should.

@@ -1,4 +1,4 @@
-"""The ranks that hold one replica of the model together, and what they must agree on."""
+"""The ranks that hold one replica of the model together, and their agreement on a batch."""
 
 from __future__ import annotations
 

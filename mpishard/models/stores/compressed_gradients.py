@@ -25,7 +25,7 @@ __all__ = ["CompressedGradients", "ErrorFeedback"]
 
 
 class ErrorFeedback:
-    """What compression has left out so far, which is added to the next gradient.
+    """The parts that compression has left out so far, which are added to the next gradient.
 
     Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
     2019, algorithm 2. All errors are of sums over samples. A step writes new ones beside the old,
@@ -163,7 +163,7 @@ class CompressedGradients(ReplicatedGradients):
 
     @property
     def _is_whole(self) -> bool:
-        """Whether gradients of this step travel whole, as `DDPModel`'s."""
+        """True if gradients of this step travel whole, as those of `DDPModel` do."""
         return self._key()[1] < self._start_step
 
     def reduce(self, unit: Unit) -> None:

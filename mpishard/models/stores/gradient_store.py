@@ -96,17 +96,17 @@ class GradientStore(ABC):
 
     @property
     def reduces_at_once(self) -> bool:
-        """Whether each micro-batch's gradient is reduced, so that nothing full is kept."""
+        """True if each micro-batch's gradient is reduced, so that no full gradient is kept."""
         return False
 
     @property
     def sends_now(self) -> bool:
-        """Whether `reduce` sends in this pass."""
+        """True if `reduce` sends in this pass."""
         return self._is_last
 
     @abstractmethod
     def _make_buffers(self) -> CompressionBuffers:
-        """Buffers for what travels. Collective."""
+        """Buffers in which gradients travel as bfloat16. Collective."""
 
     def gradient(self, unit: Unit) -> Array:
         """The unit's full gradient, shape (unit.length,), to add into until `reduce`."""
@@ -132,7 +132,7 @@ class GradientStore(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drop what the round has added, after an error; communicates nothing.
+        """Drop the round's gradients, after an error; communicates nothing.
 
         Reductions under way may still use their buffers: the next pass waits for them.
         """
@@ -295,7 +295,7 @@ class ScatteredGradients(ReplicatedGradients):
         return self.local([p for p in self._pieces if p.unit.index not in frozen])
 
     def spread(self) -> None:
-        """Give every rank what the owners of all pieces have. Collective."""
+        """Give every rank the owners' pieces. Collective."""
         for piece in self._pieces:
             if piece.unit.index in self.layout.frozen:
                 continue

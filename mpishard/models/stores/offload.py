@@ -33,7 +33,7 @@ _log = logging.getLogger("mpishard")
 
 
 def say_what_is_ignored(config: ShardingConfiguration, device: Device) -> None:
-    """On rank 0, for a model that lies in host memory anyway: the flags change nothing."""
+    """Log on rank 0 that the flags change nothing, for a model that is in host memory anyway."""
     flags = ("cpu_offload_optimizer", "cpu_offload_gradients", "cpu_offload_parameters")
     ignored = ", ".join(flag for flag in flags if getattr(config, flag))
     if ignored and not device.is_gpu and config.communication_backend.rank == 0:

@@ -105,7 +105,7 @@ class ParameterStore(ABC):
         """Forget every unit in use, after an error; communicates nothing."""
 
     def changed(self) -> None:
-        """Note that this rank has written to parameters of which it holds all."""
+        """Note that this rank has written to parameters, all of which it holds."""
 
     def copy_from(self, other: ParameterStore) -> None:
         """Take the values of a store of the same strategy; communicates nothing."""
@@ -118,7 +118,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def publish(self, pieces: Sequence[Piece]) -> None:
-        """Make updates of the owned ``pieces`` known to whoever reads them. Collective."""
+        """Give the updated owned ``pieces`` to the ranks that read them. Collective."""
 
 
 class ReplicatedParameters(ParameterStore):
@@ -364,7 +364,7 @@ class ShardedParameters(ParameterStore):
         return views
 
     def publish(self, pieces: Sequence[Piece]) -> None:
-        """Nothing to tell: the next `unshard` gathers what the owners hold."""
+        """Do nothing: the next `unshard` gathers the owners' pieces."""
         # A gathered copy would show the parameters of before the update.
         assert not self._buffers, "a unit is still unsharded at the update"
 

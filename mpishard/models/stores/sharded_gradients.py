@@ -1,4 +1,4 @@
-"""Gradients of which every rank holds its pieces alone."""
+"""Gradients that are sharded: every rank holds its pieces alone."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ class ShardedGradients(GradientStore):
 
 @dataclass(frozen=True, slots=True)
 class _Scatter:
-    """A reduction under way, and what it reads and writes until it is through."""
+    """A reduction under way, and the buffers that it reads and writes until it is through."""
 
     unit: Unit
     work: Work

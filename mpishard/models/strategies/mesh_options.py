@@ -74,7 +74,7 @@ def checked_mesh_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def axis_sizes(world_size: int, pipeline: Any, tensor: Any, data: Any) -> tuple[int, int, int]:
-    """Sizes of the three axes, of which ``data`` may be -1: what is left of the world.
+    """Sizes of the three axes; ``data`` may be -1, for the rest of the world.
 
     Raises
     ------
@@ -160,7 +160,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def idle_axes(model: ILayeredModel, choices: MeshChoices) -> list[str]:
-    """In words, axes of which some ranks wait or repeat what others do. Communicates nothing.
+    """Describe the axes on which ranks wait or repeat others' work. Communicates nothing.
 
     Parameters
     ----------

@@ -226,7 +226,7 @@ class MeshModel(ShardedModelBase):
         count = self.mesh.pipeline_size * self._options.schedule.virtual_stages_per_rank
 
         def can_cut(after: int) -> bool:
-            """Whether shapes fit, and the model's dtype travels between the stages."""
+            """True if shapes fit, and values of the model's dtype travel between the stages."""
             takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
             return model.validate_partition_point(after) and not takes_integers
 
@@ -260,7 +260,7 @@ class MeshModel(ShardedModelBase):
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether norms and dropout, too, are divided over the tensor axis."""
+        """True if norms and dropout, too, are divided over the tensor axis."""
         return self._options.sequence_parallel
 
     def data_rank_of(self, rank: int) -> int:
@@ -273,7 +273,7 @@ class MeshModel(ShardedModelBase):
 
     @property
     def schedule(self) -> IPipelineSchedule:
-        """In which order the ranks of a pipeline work."""
+        """The order in which the ranks of a pipeline work."""
         return self._options.schedule
 
     @property
@@ -302,7 +302,7 @@ class MeshModel(ShardedModelBase):
 
     @property
     def is_compute_partitioned(self) -> bool:
-        """Whether ranks of one replica share its computation; of a black box each does all."""
+        """True if the ranks of a replica share its computation; each computes a black box whole."""
         return isinstance(self.engine.program, MeshProgram)
 
     def get_model_metadata(self) -> ModelMetadata:

@@ -140,7 +140,7 @@ def _without(layer: Layer) -> list[Layer]:
 
 
 def say_what_is_slow(config: ShardingConfiguration, program: Program) -> None:
-    """Warn on rank 0 if bfloat16 products are computed as float32, and what that costs."""
+    """Warn on rank 0 if bfloat16 products are computed as float32, with both speeds."""
     backend, is_ours = config.communication_backend, isinstance(program, LayeredProgram)
     if config.precision is None or not is_ours or backend.rank != 0 or library() is not None:
         return
@@ -198,7 +198,7 @@ def _require_unowned(thing: Any) -> None:
 
 
 def is_owned_by(model: Any, wrapper: IShardedModel) -> bool:
-    """Whether it is this wrapper that holds the object, and not the one it is a copy of."""
+    """True if this wrapper holds the object, and not the wrapper that it is a copy of."""
     with _owners_lock:
         return _owners.get(id(_owned_object(model))) is wrapper
 

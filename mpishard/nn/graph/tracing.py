@@ -62,7 +62,7 @@ class ComputationNode:
 
     @property
     def name(self) -> str:
-        """Name of an input or of a constant; "" of what has none."""
+        """Name of an input or of a constant; "" for other nodes."""
         return str(self.attributes.get("name", ""))
 
     def walk(self) -> Iterator[ComputationNode]:

@@ -183,7 +183,7 @@ class Residual(Layer):
         return input_shape
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Those of the inner layers, and one addition for each element."""
+        """FLOPs of the inner layers, and one addition for each element."""
         return self.inner.estimated_flops(input_shape) + math.prod(input_shape)
 
     def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
@@ -196,7 +196,7 @@ class Residual(Layer):
         return added(x, y), saved
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The inner gradient plus ``dy``, of which the inner layers get a copy to overwrite."""
+        """The inner gradient plus ``dy``; the inner layers get a copy of that to overwrite."""
         # The inner layers may overwrite their dy, and this one is needed for the sum below.
         dx, pending = self.inner.backward_input(p, saved, dy.copy())
         return added(dx, dy, out=dx), pending
@@ -253,7 +253,7 @@ def layer_infos(
 def dynamic_shapes(
     layer: Layer, input_shape: tuple[int, ...], dims: Iterable[int] | None = None
 ) -> DynamicShapeInfo:
-    """The dims of a sample for which a layer takes another size, and what follows behind.
+    """The dims of a sample for which a layer takes another size, and those of the output.
 
     A dim of n elements is tried with n - 1, n + 1 and 2 n: all dims, or ``dims``.
     """

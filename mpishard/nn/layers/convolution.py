@@ -68,7 +68,7 @@ class Windows:
         return rows, columns
 
     def views(self, image: Array, counts: Pair) -> Iterator[Array]:
-        """For each position in a window, row by row, the elements that all windows have there.
+        """Yield, for each position in a window, the elements that all windows have there.
 
         ``image`` has shape (..., height, width), padding included; each view has shape
         (..., *counts).
@@ -167,7 +167,7 @@ class WindowColumns:
         return flat.reshape(self._channels * positions, -1)
 
     def scatter(self, columns_BKS: Array, images_BCHW: Array) -> None:
-        """Write into each pixel the sum of what columns hold for it: the transpose of gathering."""
+        """Write into each pixel the sum of its columns' elements: the transpose of gathering."""
         samples = images_BCHW.shape[0]
         columns = columns_BKS.reshape(samples, self._channels, *self._rest())
         framed = images_BCHW if self._frame is None else self._frame[:samples]

@@ -203,7 +203,7 @@ class Layer(ABC):
         return math.prod(self.output_shape(input_shape))
 
     def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
-        """Elements of one sample's output, and of what inner layers put out before it."""
+        """Elements of one sample's output, and of the outputs of inner layers."""
         return math.prod(self.output_shape(input_shape))
 
     @abstractmethod

@@ -179,7 +179,7 @@ class TrainingPass:
         return dx
 
     def weight_gradients(self) -> Array:
-        """The parameters' half, after `input_gradient`: what `gradients` would have given."""
+        """The parameters' half, after `input_gradient`: the same values as `gradients`."""
         self._is_pending = False
         pending, self._saved = self._saved, None
         return self._mean_gradient(lambda targets: self.chain.backward_weight(pending, targets))
