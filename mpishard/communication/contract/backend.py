@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -29,8 +29,8 @@ from mpishard.communication.contract.call import (
     check_out,
     check_peer,
     check_root,
-    check_writeable,
     piece_sizes,
+    sent_by_all_reduce,
 )
 from mpishard.communication.contract.matching import check_calls, group_label
 from mpishard.communication.contract.records import MessageWait, RankState
@@ -58,12 +58,12 @@ from mpishard.communication.tracing.recorder import (
     stop_recording,
 )
 from mpishard.errors import CommunicationError, MpishardError, NotInitializedError
-from mpishard.layout import even_sizes
 from mpishard.logs import set_up_logging
 
 __all__ = ["CommunicationBackend"]
 
 _LINE_BYTES = 64
+_NOTHING: Mapping[str, int] = {}
 
 
 class CommunicationBackend(ITransport):
@@ -318,16 +318,13 @@ class CommunicationBackend(ITransport):
         out: Array | None = None,
     ) -> Work:
         """As `all_reduce`, issued and not waited for."""
-        check_array(array, "all_reduce")
+        check_array(array, "all_reduce", is_written=out is None)
         check_reducible(array.dtype, operation)
         if out is None:
             out = array
-            check_writeable(array, "all_reduce")
         else:
             check_out(out, array.shape, array.dtype, "all_reduce")
-        world_size = self.world_size
-        own = even_sizes(array.size, world_size)[self.rank] * array.itemsize
-        sends = {"reduce_scatter": array.nbytes - own, "all_gather": own * (world_size - 1)}
+        sends = sent_by_all_reduce(array.size, array.itemsize, self.world_size, self.rank)
         steps = self._steps_all_reduce
         return self._start(
             Kind.ALL_REDUCE, array, steps, array, out, operation=operation, sends=sends
@@ -490,13 +487,10 @@ class CommunicationBackend(ITransport):
         """As `broadcast`, issued and not waited for."""
         check_root(root, self.world_size)
         if array is not None or self.rank == root:
-            check_array(array, "broadcast")
+            check_array(array, "broadcast", is_written=self.rank != root)
         sent = 0
-        if array is not None:
-            if self.rank == root:
-                sent = array.nbytes * (self.world_size - 1)
-            else:
-                check_writeable(array, "broadcast")
+        if array is not None and self.rank == root:
+            sent = array.nbytes * (self.world_size - 1)
         steps = self._steps_broadcast
         return self._start(
             Kind.BROADCAST, array, steps, array, root, root=root, sends={"broadcast": sent}
@@ -1086,7 +1080,7 @@ class CommunicationBackend(ITransport):
         root: int = -1,
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
-        sends: dict[str, int] | None = None,
+        sends: Mapping[str, int] = _NOTHING,
     ) -> Work:
         """Number, record and begin a collective: ``steps`` of its `Call` and ``arguments``."""
         if not self._initialized:
@@ -1101,11 +1095,8 @@ class CommunicationBackend(ITransport):
             self._admit(kind, sequence)
             call = Call.describe(
                 sequence, kind, array, operation=operation, root=root, counts=counts,
-                out_rows=out_rows,
+                out_rows=out_rows, group=self.label, sends=sends,
             )  # fmt: skip
-            call.group = self.label
-            if sends is not None:
-                call.sends = sends
             try:
                 (session.status or self.status).record(call, sys._getframe(2))
                 self._sequence = sequence
@@ -1122,7 +1113,6 @@ class CommunicationBackend(ITransport):
         if recorder is not None:
             in_flight = CollectiveInFlight(recorder, call, self.group, self.axis)
         work = CollectiveWork(self, steps, in_flight, call)
-        work.sends = call.sends
         self._pending.append(work)
         work.advance()
         self._forget_done()

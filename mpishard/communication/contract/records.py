@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import ClassVar
 
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.matching import group_members
@@ -38,6 +39,8 @@ class MessageWait:
     tag: int
     is_send: bool
     group: str
+    sends: ClassVar[Mapping[str, int]] = {}
+    """No bytes, unlike `Call.sends`: those of a message are counted when it is sent."""
 
     def __str__(self) -> str:
         message = f"a message with tag {self.tag}"

@@ -91,7 +91,7 @@ _UFUNCS = {
 }
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def _combiner(xp: Any, operation: ReductionOperation, dtype: np.dtype[Any]) -> Callable[..., Any]:
     """``combine(left, right, out=)``, whose bits do not depend on length or on what ``out`` is."""
     ufunc: Callable[..., Any] = getattr(xp, _UFUNCS[operation])
@@ -166,10 +166,11 @@ class TreeReducer:
                 part = slice(start, stop)
                 self.reduce([array[part] for array in contributions], operation, out[part])
             return
-        count, dtype = len(contributions), out.dtype
+        count = len(contributions)
         if count == 2 and operation is not _AVERAGE and out.size:
             left, right = contributions
-            if left.dtype == right.dtype == dtype == accumulation_dtype(dtype):
+            dtype = out.dtype
+            if left.dtype is right.dtype is dtype is accumulation_dtype(dtype):
                 xp = np if type(out) is np.ndarray else array_namespace(out)
                 self._quiet.run(_combiner(xp, operation, dtype), left, right, out=out)
                 return

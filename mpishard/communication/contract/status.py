@@ -41,7 +41,7 @@ __all__ = [
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MAGIC = b"mpishard"
-_FORMAT = 4
+_FORMAT = 5
 _ROWS = settings.CALL_LOG_LENGTH
 # Fields of the first 4096 bytes, as offsets; text is UTF-8, padded with zero bytes.
 # Magic, format, rank, world size, launched rank, world number, process, its start, host.
@@ -65,9 +65,9 @@ _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os
 
 _PLACES_KEPT = 1024
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
-# Frames of this package, of the context managers in it, and of a framework that calls it back,
-# are not the user's.
-_not_of_users: tuple[str, ...] = (_PACKAGE, contextlib.contextmanager.__code__.co_filename)
+# Frames of the package's context managers, and of a framework that calls it back, are not the
+# user's either.
+_not_of_users: tuple[str, ...] = (contextlib.contextmanager.__code__.co_filename,)
 _called_as: dict[CodeType, str] = {}
 
 _world_numbers = itertools.count()
@@ -159,9 +159,10 @@ class StatusPage:
         called: FrameType | None = None
         while frame is not None:
             filename = frame.f_code.co_filename
-            if not filename.startswith(_not_of_users):
+            if filename.startswith(_PACKAGE):
+                called = frame
+            elif not filename.startswith(_not_of_users):
                 break
-            called = frame if filename.startswith(_PACKAGE) else called
             frame = frame.f_back
         if frame is None:
             place = encode_place(call)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from typing import Any, Protocol, Self
 
 from mpishard.communication.contract.call import Call, Traffic
@@ -127,8 +127,6 @@ class Work(ABC):
         self._result: Any = None
         self._error: BaseException | None = None
         self._in_flight = in_flight  # None unless a trace is recorded
-        self.sends: Mapping[str, int] = {}
-        """Bytes sent to other ranks, by collective, which are counted when it is complete."""
         self.awaited = awaited
         """The entry in the rank's status while the rank waits for it."""
 
@@ -151,8 +149,8 @@ class Work(ABC):
                 self.waitable = next(self._steps)
             except StopIteration as stop:
                 self.done, self._result, self.waitable = True, stop.value, None
-                if self.sends:
-                    self._driver.traffic.add(self.sends)
+                if self.awaited.sends:
+                    self._driver.traffic.add(self.awaited.sends)
                 if self._in_flight is not None:
                     self._in_flight.done(None, stop.value)
             except Exception as error:  # noqa: BLE001 - wait() raises it

@@ -3,8 +3,9 @@
 On one node headers go through *rings* in memory that its ranks share: a few stores and loads
 instead of messages. A group has one ring for each of its ranks, which that rank alone writes. The
 number n of an exchange is the same on all ranks, and its row stands in slot ``n % SLOTS`` of each
-ring. The row's mark, written last, is n; a slot is written again when every other rank has written
-that it has read it.
+ring. The mark before the row, written last, is n; a slot is written again when every other rank has
+written that it has read it. Only as many bytes are written as the row has: cache lines of a slot
+that stay as they are need not be fetched again.
 
 Rings need stores that other cores see in the order in which they are made: x86-64. Elsewhere, and
 if a group spans several nodes or shares no memory, headers are messages.
@@ -41,9 +42,9 @@ INLINE_BYTES = 128
 """Arrays of up to this many bytes travel in the header, and need no second exchange."""
 
 ROW_BYTES = HEADER_BYTES + INLINE_BYTES
-"""Number of bytes that each rank sends."""
+"""Most bytes that each rank sends."""
 
-_ROW = struct.Struct(f"=q{HEADER_BYTES - 8}s{INLINE_BYTES}s")
+_HEADER = struct.Struct(f"=q{HEADER_BYTES - 8}s")
 _PLACES = struct.Struct("=4q?")
 _OF_NO_REGION = _PLACES.pack(*PRIVATE, *PRIVATE, False)
 
@@ -55,7 +56,7 @@ def make_row(
     *,
     on_device: bool = False,
 ) -> bytes:
-    """The row of one rank: `ROW_BYTES` bytes.
+    """The row of one rank: up to `ROW_BYTES` bytes.
 
     ``payload`` is an array. If it is larger than `INLINE_BYTES`, the row holds instead ``places``,
     where it and the result lie in memory that the node's ranks share, and whether it lies
@@ -67,7 +68,7 @@ def make_row(
             content = payload.tobytes()
         else:
             content = _PLACES.pack(*places[0], *places[1], on_device)
-    return _ROW.pack(call.sequence, call.description, content)
+    return _HEADER.pack(call.sequence, call.description) + content
 
 
 class Headers:
@@ -87,28 +88,25 @@ class Headers:
         self._rows = rows
         header = rows[rank][:HEADER_BYTES]
         self.identical = True
+        """Whether all ranks called the same."""
+        self.calls: Sequence[Call] = (own,) * len(rows)
+        self.all_inline = own.nbytes <= INLINE_BYTES
+        """Whether every rank's array came with its header."""
         for row in rows:  # half the time of all()
             if not row.startswith(header):
                 self.identical = False
+                self.calls = [Call.decode(row) for row in rows]
+                self.all_inline = all(call.nbytes <= INLINE_BYTES for call in self.calls)
                 break
-        if self.identical:
-            self.calls: Sequence[Call] = (own,) * len(rows)
-            self.all_inline = own.nbytes <= INLINE_BYTES
-        else:
-            self.calls = [Call.decode(row) for row in rows]
-            self.all_inline = all(call.nbytes <= INLINE_BYTES for call in self.calls)
-        """Whether every rank's array came with its header."""
 
     def inline(self, rank: int) -> Array:
         """The elements that ``rank`` sent in its header: a view, 1-D."""
         call = self.calls[rank]
-        assert call.dtype is not None
-        count = call.nbytes // call.dtype.itemsize
-        return np.frombuffer(self._rows[rank], call.dtype, count, HEADER_BYTES)
+        return np.frombuffer(self._rows[rank], call.dtype, call.size, HEADER_BYTES)
 
     def places(self) -> tuple[list[Places], bool]:
         """The places of each rank's array and result, and whether any array lies on a GPU."""
-        if self._rows[0].startswith(_OF_NO_REGION, HEADER_BYTES) and len(set(self._rows)) == 1:
+        if all(row.startswith(_OF_NO_REGION, HEADER_BYTES) for row in self._rows):
             return [NOWHERE] * len(self._rows), False
         places: list[Places] = []
         any_on_device = False
@@ -195,6 +193,7 @@ class MessageExchange:
 
     def post(self, row: bytes) -> PostedMessage:
         """See `RingExchange`."""
+        row = row.ljust(ROW_BYTES, b"\0")
         rows = np.empty((self._headers.Get_size(), ROW_BYTES), np.uint8)
         request = self._headers.Iallgather([row, ROW_BYTES, self._byte], rows)
         return PostedMessage(request, self._in_flight, row, rows)
@@ -211,9 +210,7 @@ _LINE = 64  # bytes that cores hand to each other
 # Of a ring: the last number read; the last fence come to; the rows.
 _FENCE = _LINE
 _ROWS = _FENCE + _LINE
-# Of a slot: the row, and its mark.
-_MARK = ROW_BYTES
-_STRIDE = -(-(_MARK + 8) // _LINE) * _LINE
+_STRIDE = -(-(8 + ROW_BYTES) // _LINE) * _LINE  # of a slot: the mark, and the row
 _RING_BYTES = _ROWS + SLOTS * _STRIDE
 
 
@@ -235,9 +232,13 @@ class RingExchange:
         self._last = 0
         starts = range(0, ranks * _RING_BYTES, _RING_BYTES)
         peers = [other for other in range(ranks) if other != rank]
-        self._rows = [[start + _ROWS + slot * _STRIDE for start in starts] for slot in range(SLOTS)]
-        """The start of each rank's row, by slot."""
-        self._marks = [[(row[peer] + _MARK) // 8 for peer in peers] for row in self._rows]
+        slots = [[start + _ROWS + n * _STRIDE for start in starts] for n in range(SLOTS)]
+        self._slots = [slot[rank] for slot in slots]
+        # Of the other ranks, by slot.
+        self._marks = [[slot[peer] // 8 for peer in peers] for slot in slots]
+        self._rows = [
+            [slice(slot[peer] + 8, slot[peer] + 8 + ROW_BYTES) for peer in peers] for slot in slots
+        ]
         self._read = starts[rank] // 8
         self._reads = [starts[peer] // 8 for peer in peers]
         fence = (starts[rank] + _FENCE) // 8
@@ -259,7 +260,7 @@ class RingExchange:
         return ranks * _RING_BYTES
 
     def post(self, row: bytes) -> Posted:
-        """Exchange rows of `ROW_BYTES` bytes, in order of issue. Never blocks."""
+        """Exchange rows, in order of issue. Those that come have `ROW_BYTES`. Never blocks."""
         self._last += 1
         posted = Posted(self, self._last, row)
         self._posted.append(posted)
@@ -277,9 +278,8 @@ class RingExchange:
             for mark in self._marks[number % SLOTS]:
                 if numbers[mark] < number:
                     return
-            starts = self._rows[number % SLOTS]
-            rows = [memory[start : start + ROW_BYTES].tobytes() for start in starts]
-            rows[self._rank] = posted.row  # its slot may hold a later row already
+            rows = [bytes(memory[place]) for place in self._rows[number % SLOTS]]
+            rows.insert(self._rank, posted.row)
             posted.rows, posted.done = rows, True
             self._posted.popleft()
             numbers[self._read] = number
@@ -292,8 +292,7 @@ class RingExchange:
                 self._room = SLOTS + min([self._numbers[index] for index in self._reads])
                 if number > self._room:
                     return
-            start = self._rows[number % SLOTS][self._rank]
+            slot, row = self._slots[number % SLOTS], self._posted[self._sent - self._last].row
             # The row before its mark: a peer that sees the mark sees the whole row.
-            self._bytes[start : start + ROW_BYTES] = self._posted[self._sent - self._last].row
-            self._numbers[(start + _MARK) // 8] = number
-            self._sent = number
+            self._bytes[slot + 8 : slot + 8 + len(row)] = row
+            self._numbers[slot // 8] = self._sent = number

@@ -355,16 +355,19 @@ class LBFGS(SearchRule):
             gram.T[upper] = gram[upper]
             coefficients = _two_loops(gram, len(pairs))
         for owned in ranges:
-            for views in _blocks(owned, ["direction", *vectors], 0, len(owned.parameters)):
-                rows = self._free_rows(views, names)
-                xp = array_namespace(rows)
-                found = xp.asarray(coefficients) @ rows
-                if self.is_bounded:
-                    # Cut off where a step of 1 would leave the box.
-                    found += views["base"]
-                    xp.clip(found, views["lower"], views["upper"], out=found)
-                    found -= views["base"]
-                views["direction"][...] = found
+            # By segments, because a product's bits depend on its length: with gradient_leaves
+            # they are cut alike in every world.
+            for segment in owned.segments:
+                for views in _blocks(owned, ["direction", *vectors], segment.start, segment.stop):
+                    rows = self._free_rows(views, names)
+                    xp = array_namespace(rows)
+                    found = xp.asarray(coefficients) @ rows
+                    if self.is_bounded:
+                        # Cut off where a step of 1 would leave the box.
+                        found += views["base"]
+                        xp.clip(found, views["lower"], views["upper"], out=found)
+                        found -= views["base"]
+                    views["direction"][...] = found
         if self.is_bounded and pairs and not self._slope(ranges, context)[0] < 0:
             self.forget(context.numbers)  # projecting has made another direction of it
             self.choose_direction(ranges, context)

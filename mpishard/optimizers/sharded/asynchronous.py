@@ -358,7 +358,8 @@ class _StaleState(ModelState):
         for vector in self.vectors.values():
             vector.fill(0)
         # Of each rank, what it owns of the units that are trained.
-        units = [unit for unit in engine.layout.units if unit.index not in engine.layout.frozen]
+        units = [unit for unit in engine.layout.units
+                 if unit.index not in engine.program.frozen_units]  # fmt: skip
         size, rank = backend.world_size, backend.rank
         self._owned = [owned_pieces(units, size, owner) for owner in range(size)]
         self._lengths = [sum(piece.length for piece in pieces) for pieces in self._owned]
@@ -489,7 +490,7 @@ class _StaleState(ModelState):
         if found:
             raise ShardingError(f"the ranks have updated with different settings; by rank, {found}")
         whole = [piece for piece in engine.layout.pieces(sharded=False)
-                 if piece.unit.index not in engine.layout.frozen]  # fmt: skip
+                 if piece.unit.index not in engine.program.frozen_units]  # fmt: skip
         mine = engine.parameters.owned(self._owned[backend.rank])
         for own, values in zip(mine, engine.parameters.owned(whole), strict=True):
             backend.all_gather(own.copy(), out=values)
