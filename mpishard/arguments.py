@@ -27,6 +27,7 @@ __all__ = [
     "is_size",
     "name_of",
     "nearest",
+    "require_type",
     "take_plain_fields",
 ]
 
@@ -119,6 +120,20 @@ def as_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return bool(value)
+
+
+def require_type(name: str, value: Any, *kinds: type) -> None:
+    """Refuse a value that is of none of these types.
+
+    Raises
+    ------
+    TypeError
+        Naming the argument, the types and that of the value.
+    """
+    if not isinstance(value, kinds):
+        known = " or ".join(kind.__name__ for kind in kinds)
+        article = "an" if known[0] in "AEIOU" else "a"
+        raise TypeError(f"{name} must be {article} {known}, got {type(value).__name__}")
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.models.programs.placed_program import Arrivals
 from mpishard.models.stores.gradient_store import (
+    BackwardPass,
     GradientStore,
     ReplicatedGradients,
     ScatteredGradients,
@@ -100,7 +101,7 @@ class BackwardPasses:
         if is_first and self._has_local:
             gradients.abandon()  # what no_sync has added was cleared before it was reduced
             self._views.clear()
-        gradients.begin(is_first=is_first, is_last=self.syncs, defer=not self.syncs)
+        gradients.begin(BackwardPass(is_first, is_last=self.syncs, defer=not self.syncs))
         if not is_first:
             self._go_on(live)
         self._flags[:-1] = live

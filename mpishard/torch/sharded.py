@@ -23,7 +23,7 @@ from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradi
 from mpishard.models.stores.parameter_store import ShardedParameters
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.models.stores.vector import ModelVector
-from mpishard.models.wrapper.digest import compare_replicas
+from mpishard.models.wrapper.held import compare_replicas
 from mpishard.models.wrapper.wrapping import (
     make_gradient_store,
     make_mixed_store,

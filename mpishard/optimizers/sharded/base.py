@@ -31,7 +31,7 @@ from mpishard.errors import (
 )
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport
-from mpishard.models.wrapper.digest import agreed_vector
+from mpishard.models.wrapper.wrapped import agreed_vector
 from mpishard.optimizers.loop.agreement import refuse_early, require_same_rule
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.loop import TrainingRun

@@ -22,8 +22,8 @@ from mpishard.models import (
     ZeRO2Model,
     ZeRO3Model,
 )
-from mpishard.models.strategies.mesh_model import MeshModel
 from mpishard.models.strategies.mesh_options import DATA_POLICIES, axis_sizes, checked_mesh_options
+from mpishard.models.strategies.mesh_parallel import MeshModel
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
