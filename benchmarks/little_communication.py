@@ -83,8 +83,11 @@ WAYS: dict[str, Way] = {
     "local steps, H = 50": local(50),
     "outer Nesterov 1.0, 0.5, H = 50": local(50, nesterov(1.0, 0.5)),
     "outer Nesterov 0.7, 0.8, H = 50": local(50, nesterov(0.7, 0.8)),
-    "outer Nesterov 1.0, 0.5, H = 3 for 300 steps, then 50, int8": local(
-        50, nesterov(1.0, 0.5), exchange="int8", start_step=300, start_period=3
+    "outer Nesterov 0.9, 0.7, H = 3, then 50, int8": local(
+        50, nesterov(0.9, 0.7), exchange="int8", start_step=300, start_period=3
+    ),
+    "outer Nesterov 0.8, 0.7, H = 4, then 25, int8": local(
+        25, nesterov(0.8, 0.7), exchange="int8", start_step=300, start_period=4
     ),
     "outer Nesterov 1.0, 0.5, H = 13, int8": local(13, nesterov(1.0, 0.5), exchange="int8"),
     "local steps, H = 13, int8": local(13, exchange="int8"),
@@ -148,7 +151,7 @@ def step_seconds(way: Way, ranks: int, settings: dict[str, Any]) -> float:
         config = ms.ShardingConfiguration(backend, precision=settings["precision"])
         model = ms.DDPModel(train_gpt.gpt(settings), config)
         optimizer = way(train_gpt.update_rule(settings), config)
-        if hasattr(optimizer, "start_step"):
+        if isinstance(optimizer, ms.optimizers.GradientCompressionOptimizer):
             optimizer.start_step = 0  # most steps of a training are compressed
         optimizer.bind(model)
         data = train_gpt.training(settings)
