@@ -30,7 +30,7 @@ from mpishard.cli.verify.job import (
 )
 from mpishard.cli.verify.reference import RULES, require_layers, settle_schedules, train_alone
 from mpishard.distributed import DistributedStrategy
-from mpishard.models.stores.mixed_parameters import MixedParameters
+from mpishard.models.stores.parameter_store import MixedParameters
 from mpishard.testing.worlds import in_worlds
 
 ALONE = None

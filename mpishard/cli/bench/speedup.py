@@ -16,7 +16,7 @@ from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend
 from mpishard.models.programs.mesh_program import MeshProgram
-from mpishard.models.strategies.mesh_model import MeshModel
+from mpishard.models.strategies.mesh_parallel import MeshModel
 from mpishard.observe import Timing
 from mpishard.pipeline import measured_layer_costs
 from mpishard.sharding import ShardingConfiguration
