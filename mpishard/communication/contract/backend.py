@@ -63,7 +63,6 @@ from mpishard.logs import set_up_logging
 __all__ = ["CommunicationBackend"]
 
 _LINE_BYTES = 64
-_NOTHING: Mapping[str, int] = {}
 
 
 class CommunicationBackend(ITransport):
@@ -1080,7 +1079,7 @@ class CommunicationBackend(ITransport):
         root: int = -1,
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
-        sends: Mapping[str, int] = _NOTHING,
+        sends: Mapping[str, int] = {},
     ) -> Work:
         """Number, record and begin a collective: ``steps`` of its `Call` and ``arguments``."""
         if not self._initialized:

@@ -62,7 +62,6 @@ _DIMS = settings.MAXIMUM_DIMS
 _DESCRIPTION = "bbbbiiq4x"
 _DESCRIPTIONS = [struct.Struct(f"={_DESCRIPTION}{n}q{8 * (_DIMS - n)}x") for n in range(_DIMS + 1)]
 _FIELDS = struct.Struct(f"=q{_DESCRIPTION}{_DIMS}q")
-_NOTHING: Mapping[str, int] = {}
 _OF_PATHS = "surrogateescape"  # bytes of a script's path that the locale cannot decode
 HEADER_BYTES = _FIELDS.size
 """Number of bytes that describe a call on the wire."""
@@ -138,7 +137,7 @@ class Call:
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
         group: str = "",
-        sends: Mapping[str, int] = _NOTHING,
+        sends: Mapping[str, int] = {},
     ) -> Call:
         """The call of ``kind`` with ``array``."""
         dtype, shape, size, nbytes, code, dims, ndim = None, None, 0, 0, -1, (), -1

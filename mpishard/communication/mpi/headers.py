@@ -45,8 +45,9 @@ ROW_BYTES = HEADER_BYTES + INLINE_BYTES
 """Most bytes that each rank sends."""
 
 _HEADER = struct.Struct(f"=q{HEADER_BYTES - 8}s")
-_PLACES = struct.Struct("=4q?")
-_OF_NO_REGION = _PLACES.pack(*PRIVATE, *PRIVATE, False)
+_PLACES = struct.Struct("=4q??")
+_DEALT = HEADER_BYTES + _PLACES.size - 1
+_OF_NO_REGION = _PLACES.pack(*PRIVATE, *PRIVATE, False, False)[:-1]
 
 
 def make_row(
@@ -55,19 +56,20 @@ def make_row(
     places: Places = NOWHERE,
     *,
     on_device: bool = False,
+    is_dealt: bool = False,
 ) -> bytes:
     """The row of one rank: up to `ROW_BYTES` bytes.
 
     ``payload`` is an array. If it is larger than `INLINE_BYTES`, the row holds instead ``places``,
     where it and the result lie in memory that the node's ranks share, and whether it lies
-    ``on_device``.
+    ``on_device``. ``is_dealt`` says that its data are in the channel already.
     """
     content = b""
     if payload is not None:
         if payload.nbytes <= INLINE_BYTES:
             content = payload.tobytes()
         else:
-            content = _PLACES.pack(*places[0], *places[1], on_device)
+            content = _PLACES.pack(*places[0], *places[1], on_device, is_dealt)
     return _HEADER.pack(call.sequence, call.description) + content
 
 
@@ -114,10 +116,14 @@ class Headers:
             if call.nbytes <= INLINE_BYTES:
                 places.append(NOWHERE)
                 continue
-            *numbers, on_device = _PLACES.unpack_from(self._rows[rank], HEADER_BYTES)
+            *numbers, on_device, _ = _PLACES.unpack_from(self._rows[rank], HEADER_BYTES)
             places.append(((numbers[0], numbers[1]), (numbers[2], numbers[3])))
             any_on_device |= on_device
         return places, any_on_device
+
+    def all_dealt(self) -> bool:
+        """Whether each rank had dealt out its data, more than go inline, before its header."""
+        return all(row[_DEALT] for row in self._rows)
 
     def integers(self, count: int) -> list[list[int]]:
         """The ``count`` int64 values that each rank sent in its header."""
