@@ -270,11 +270,10 @@ class Collectives:
             self._backend._places(array, out) if self._regions.count else NOWHERE,
             on_device=is_device_array(array),
         )
-        rows = [c.shape[0] for c in headers.calls if c.shape is not None]
+        sizes = [call.size for call in headers.calls]
         if out is None:
-            out = array_namespace(array).empty((sum(rows), *array.shape[1:]), array.dtype)
-        row = math.prod(array.shape[1:])
-        sizes = [count * row for count in rows]
+            rows = sum(call.shape[0] for call in headers.calls)
+            out = array_namespace(array).empty((rows, *array.shape[1:]), array.dtype)
         flat, result = array.reshape(-1), out.reshape(-1)
         if headers.all_inline:
             arrays = [headers.inline(r) for r in range(self._world_size)]
@@ -290,7 +289,7 @@ class Collectives:
             if self._nodes.results_are_shared(places):
                 if self._nodes.count > 1:
                     yield from self._exchange_pieces(pieces)
-                self._traffic.share_gather(call, sizes, array.dtype)
+                self._traffic.share_gather(call, self._nodes, sizes, array.dtype)
                 # The other ranks' pieces are complete, and may be read, when all have come here.
                 yield self._group.exchange.fence()
                 return out
@@ -335,10 +334,9 @@ class Collectives:
         """All ranks' rows, a new array, on the root."""
         headers = yield from self.open(call, array)
         is_root = self._rank == root
-        rows = [c.shape[0] for c in headers.calls if c.shape is not None]
-        row = math.prod(array.shape[1:])
-        sizes = [count * row for count in rows]
-        result = np.empty((sum(rows), *array.shape[1:]), array.dtype) if is_root else None
+        sizes = [call.size for call in headers.calls]
+        rows = sum(call.shape[0] for call in headers.calls)
+        result = np.empty((rows, *array.shape[1:]), array.dtype) if is_root else None
         if headers.all_inline:
             if result is not None:
                 arrays = [headers.inline(rank) for rank in range(self._world_size)]
@@ -459,7 +457,7 @@ class Collectives:
                 if source != self._rank:
                     piece[...] = arrays[source][layout.slice(rank)]
                     self._traffic.count_read("all_gather", piece.nbytes)
-        self._traffic.share_gather(call, layout.sizes, out.dtype)
+        self._traffic.share_gather(call, self._nodes, layout.sizes, out.dtype)
         yield self._group.exchange.fence()
 
     def _reduce_in_place(
@@ -470,7 +468,7 @@ class Collectives:
         assert operation is not None
         mine = slice(starts[self._rank], starts[self._rank] + sizes[self._rank])
         own = [array[mine] for array in arrays.values()]
-        self._traffic.share_reduce(call, sizes, own[0].dtype)
+        self._traffic.share_reduce(call, self._nodes, sizes, own[0].dtype)
         if self._nodes.count == 1:
             self._reducer.reduce(own, operation, piece)
             return

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.contract.arena import NOWHERE, PRIVATE, Places
+from mpishard.communication.contract.arena import NOWHERE, Places
 from mpishard.communication.contract.call import HEADER_BYTES, Call
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.mpi.messages import Pending
@@ -47,7 +47,6 @@ ROW_BYTES = HEADER_BYTES + INLINE_BYTES
 _HEADER = struct.Struct(f"=q{HEADER_BYTES - 8}s")
 _PLACES = struct.Struct("=4q??")
 _DEALT = HEADER_BYTES + _PLACES.size - 1
-_OF_NO_REGION = _PLACES.pack(*PRIVATE, *PRIVATE, False, False)[:-1]
 
 
 def make_row(
@@ -108,8 +107,6 @@ class Headers:
 
     def places(self) -> tuple[list[Places], bool]:
         """The places of each rank's array and result, and whether any array lies on a GPU."""
-        if all(row.startswith(_OF_NO_REGION, HEADER_BYTES) for row in self._rows):
-            return [NOWHERE] * len(self._rows), False
         places: list[Places] = []
         any_on_device = False
         for rank, call in enumerate(self.calls):
