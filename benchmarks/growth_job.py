@@ -51,8 +51,8 @@ def measure(backend: ms.CommunicationBackend, case: Case) -> dict[str, Any]:
     benchmark = StepBenchmark(
         "mlp", case.width, case.layers, case.batch, steps, 2, unit_size=case.unit_size
     )
-    (alone,) = benchmark.run(backend, ALONE)
-    (fsdp,) = benchmark.run(backend, "fsdp")
+    (alone,) = benchmark.run_one(backend, ALONE)
+    (fsdp,) = benchmark.run_one(backend, "fsdp")
     timing = Timing(fsdp.seconds)
     return {
         **asdict(case),
@@ -84,7 +84,7 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
     rows = (
         [] if backend.world_size == 1 else CollectiveBenchmark(kinds, SIZES, repeats=5).run(backend)
     )
-    collectives = [asdict(result) for results in rows for result in results]
+    collectives = [asdict(result) for result in rows]
     cases = [measure(backend, case) for case in STUDIES[arguments.study]]
     if backend.rank == 0:
         found = {"world_size": backend.world_size, "collectives": collectives, "cases": cases}

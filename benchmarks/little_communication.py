@@ -83,6 +83,9 @@ WAYS: dict[str, Way] = {
     "local steps, H = 50": local(50),
     "outer Nesterov 1.0, 0.5, H = 50": local(50, nesterov(1.0, 0.5)),
     "outer Nesterov 0.7, 0.8, H = 50": local(50, nesterov(0.7, 0.8)),
+    "outer Nesterov 1.0, 0.5, H = 3 for 300 steps, then 50, int8": local(
+        50, nesterov(1.0, 0.5), exchange="int8", start_step=300, start_period=3
+    ),
     "outer Nesterov 1.0, 0.5, H = 13, int8": local(13, nesterov(1.0, 0.5), exchange="int8"),
     "local steps, H = 13, int8": local(13, exchange="int8"),
     "late gradients, delay = 1": late(1),
@@ -269,7 +272,8 @@ def run(backend: Any, given: argparse.Namespace, settings: dict[str, Any]) -> No
     for name in [n for n in WAYS if any(w == n if w in WAYS else w in n for w in given.ways)]:
         found = train(backend, name, settings)
         step, loss, sent, seconds = found["rows"][-1]
-        backend.print(f"{name:28} {loss:.4f}  {sent / step / found['bytes']:7.2%}  {seconds:.0f} s")
+        share = sent / step / max(1, found["bytes"])  # one rank sends nothing
+        backend.print(f"{name:28} {loss:.4f}  {share:7.2%}  {seconds:.0f} s")
         if given.output and backend.rank == 0:
             with given.output.open("a") as file:
                 file.write(json.dumps(found) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import os
 import types
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ import numpy as np
 
 __all__ = [
     "adapter_hint",
+    "as_amount",
     "as_count",
     "as_flag",
     "as_integer",
@@ -25,6 +27,7 @@ __all__ = [
     "is_size",
     "name_of",
     "nearest",
+    "require_type",
     "take_plain_fields",
 ]
 
@@ -70,6 +73,19 @@ def as_count(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
+def as_amount(name: str, value: Any) -> float:
+    """``value`` as a finite float of at least 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, if it is no number, or another one.
+    """
+    if not 0 <= as_number(name, value) < math.inf:
+        raise ValueError(f"{name} must be 0 or more and finite, got {value}")
+    return float(value)
+
+
 def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
     """``value``, which a function of ``owner`` returned as a loss, as a float.
 
@@ -106,6 +122,20 @@ def as_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def require_type(name: str, value: Any, *kinds: type) -> None:
+    """Refuse a value that is of none of these types.
+
+    Raises
+    ------
+    TypeError
+        Naming the argument, the types and that of the value.
+    """
+    if not isinstance(value, kinds):
+        known = " or ".join(kind.__name__ for kind in kinds)
+        article = "an" if known[0] in "AEIOU" else "a"
+        raise TypeError(f"{name} must be {article} {known}, got {type(value).__name__}")
+
+
 def nearest(given: str, known: Iterable[str]) -> str:
     """End of an error about an unknown name: the known name that is nearest, if one is near."""
     found = difflib.get_close_matches(given, list(known), 1)
@@ -124,7 +154,7 @@ _ADAPTERS = {
     "equinox": "an Equinox module: wrap its loss in mpishard.adapters.JaxModel(loss, parameters), "
     "with equinox.partition(module, equinox.is_inexact_array)[0] as parameters",
 }
-"""Package -> what an object of it is, and what to use in its place."""
+"""Package -> the kind of its objects, and the adapter or rule to use in their place."""
 
 
 def adapter_hint(value: Any) -> str:
@@ -166,7 +196,7 @@ def check_path(name: str, path: Any) -> None:
     Raises
     ------
     TypeError
-        For what is neither a string nor a path.
+        For an object that is neither a string nor a path.
     ValueError
         For a blank string, for one with a NUL character, which no file system takes, and for one
         that the encoding of file names, which the locale chooses, cannot hold.

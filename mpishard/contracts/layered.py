@@ -151,7 +151,7 @@ class ILayeredModel(ABC):
         """The one dtype of parameters and activations."""
 
     def check_input(self, x: Array) -> None:
-        """Refuse what `as_input` refuses, and copy nothing to where the model computes.
+        """Refuse the inputs that `as_input` refuses, without a copy to the model's device.
 
         Raises
         ------
@@ -192,7 +192,7 @@ class IPipelineDecomposableModel(ABC):
 
     @abstractmethod
     def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array, Any]:
-        """B: the mean loss's gradient with respect to ``x``, and what W needs of it.
+        """B: the mean loss's gradient with respect to ``x``, and the values that W needs.
 
         Returns
         -------
@@ -204,7 +204,7 @@ class IPipelineDecomposableModel(ABC):
 
     @abstractmethod
     def compute_weight_gradients(self, x: Array, target: Array, cached: Any) -> Array:
-        """W: the mean loss's gradient of shape (parameter_count,), from what B cached.
+        """W: the mean loss's gradient of shape (parameter_count,), from the values that B cached.
 
         ``x`` and ``target`` are those that B had.
 

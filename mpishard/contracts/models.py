@@ -65,7 +65,7 @@ class ILossFunction(ABC):
     def forward(
         self, prediction: Array, target: Array, training: bool = True
     ) -> tuple[float, float, Any]:
-        """Sum of the losses, sum of their weights, and what `backward` needs.
+        """Sum of the losses, sum of their weights, and the values that `backward` needs.
 
         Nothing need be kept for `backward` if ``training`` is False.
         """
@@ -272,6 +272,7 @@ class IFullModel(
     def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
         """``theta -= learning_rate * gradients``."""
         parameters = self.get_parameters()
+        # NumPy would broadcast a gradient of one element over all parameters.
         if gradients.shape != parameters.shape:
             raise ValueError(
                 f"{type(self).__name__} has {self.parameter_count} parameters; got gradients of "

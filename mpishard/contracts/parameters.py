@@ -103,7 +103,7 @@ class IModelSerializer(ABC):
 
     @abstractmethod
     def deserialize(self, data: bytes) -> None:
-        """Take parameters from what `serialize` gave."""
+        """Take parameters from bytes of `serialize`."""
 
     @abstractmethod
     def save_model(self, path: PathLike) -> None:
@@ -132,11 +132,12 @@ class ICheckpointableModel(IModelSerializer):
         if not hasattr(stream, "write"):
             raise TypeError(f"save_state needs a binary stream, got {type(stream).__name__}")
         data = self.serialize()
+        # The length first, because other data may follow in the same stream.
         stream.write(len(data).to_bytes(_LENGTH_BYTES, "little"))
         stream.write(data)
 
     def load_state(self, stream: BinaryIO) -> None:
-        """Take from a stream, from where it stands, what `save_state` wrote, and no byte more.
+        """Take a model that `save_state` wrote from a stream's position on, and no byte more.
 
         Raises
         ------

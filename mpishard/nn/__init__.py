@@ -23,10 +23,9 @@ from mpishard.nn.layers.composites import Residual, Sequential
 from mpishard.nn.layers.convolution import Conv2D, Flatten, MaxPool2D
 from mpishard.nn.layers.dropout import Dropout
 from mpishard.nn.layers.embedding import Embedding, PositionalEmbedding
-from mpishard.nn.layers.layer import Context, Layer, ParameterSpec
+from mpishard.nn.layers.layer import Context, GradientTargets, Layer, ParameterSpec
 from mpishard.nn.layers.linear import FeatureLinear, Linear
 from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
-from mpishard.nn.layers.targets import GradientTargets
 from mpishard.nn.losses import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber, Loss
 from mpishard.nn.models.gpt import GPT, generate
 from mpishard.nn.models.linear_models import MLP, LinearModel, LinearRegression, LogisticRegression

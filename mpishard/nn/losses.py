@@ -77,7 +77,7 @@ class _ErrorLoss(Loss):
                 prediction[rows], target[rows], out=None if errors is None else errors[rows],
                 dtype=prediction.dtype, casting="same_kind",
             )  # fmt: skip
-            total += self._sum(error)
+            total += self._sum(error)  # in float64: sums of many small errors keep their digits
         return total / outputs, float(prediction.shape[0]), (errors, outputs) if training else None
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
@@ -106,7 +106,7 @@ class MSE(_ErrorLoss):
 
 
 class MAE(_ErrorLoss):
-    """Absolute error, abs(prediction - target), of which the slope at 0 is taken as 0.
+    """Absolute error, abs(prediction - target); its slope at 0 is taken as 0.
 
     It is averaged over the output dims and summed over the samples, each of which weighs 1.
     """

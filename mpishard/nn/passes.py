@@ -66,7 +66,7 @@ def compiled(loop: Callable[..., None], like: Array) -> Callable[..., None] | No
 
 
 def bits(array: Array) -> Array:
-    """``array``; of bfloat16 its bits, which is what numba can read."""
+    """``array`` itself, or the bits of a bfloat16 one, which numba cannot read otherwise."""
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
 

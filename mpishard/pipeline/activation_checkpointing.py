@@ -166,6 +166,7 @@ class ActivationCheckpointConfig:
         flops = {info.index: info.estimated_flops for info in layers if info.index in freed}
         all_flops, all_freed = sum(flops.values()), sum(freed.values())
         cheapest = sorted(freed, key=lambda index: flops[index] / freed[index])
+        # In products of integers, and not quotients: every rank finds the same layers.
         count = sum(flops[i] * all_freed <= all_flops * freed[i] for i in freed)
         if self.max_activations_in_memory:
             count = max(count, len(cheapest) - self.max_activations_in_memory)

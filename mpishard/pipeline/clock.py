@@ -284,11 +284,12 @@ class _Clock:
             0.0 if rank_of[g] == rank_of[g + 1] else seconds
             for g, seconds in enumerate(times.of_boundaries(count))
         ]
-        # By stage and micro-batch: the time at which it ended, and the rank that waits for it.
-        self._forward_ends: list[float | None] = [None] * (count * num_micro_batches)
-        self._backward_ends: list[float | None] = [None] * (count * num_micro_batches)
-        self._forward_waiters: dict[int, int] = {}
-        self._backward_waiters: dict[int, int] = {}
+        # Of forward (True) and backward, by stage and micro-batch: the time at which it ended, and
+        # the rank that waits for it.
+        self._ends: dict[bool, list[float | None]] = {
+            is_forward: [None] * (count * num_micro_batches) for is_forward in (True, False)
+        }
+        self._waiters: dict[tuple[bool, int], int] = {}
         self._timed: list[list[TimedOperation]] = [[] for _ in orders]
         # Ranks that may advance. A rank that waits is put back by the rank that it waits for.
         self._runnable = deque(range(len(orders)))
@@ -316,14 +317,11 @@ class _Clock:
             start = max(now, arrival)
             now = start + self._seconds[kind][stage]
             timed.append(TimedOperation(operation, stage, start, now))
-            waiter = None
-            if kind is FORWARD:
-                self._forward_ends[key] = now
-                waiter = self._forward_waiters.pop(key, None)
-            elif kind is not BACKWARD_WEIGHT:
-                self._backward_ends[key] = now
-                waiter = self._backward_waiters.pop(key, None)
+            if kind is BACKWARD_WEIGHT:  # for which nobody waits
+                continue
+            self._ends[kind is FORWARD][key] = now
             # At most one rank waits for each result: every forward and backward has one successor.
+            waiter = self._waiters.pop((kind is FORWARD, key), None)
             if waiter is not None:
                 self._runnable.append(waiter)
 
@@ -335,27 +333,20 @@ class _Clock:
         If another rank computes the input, this rank is noted as waiting for it. An input that
         the rank itself should have computed earlier wakes nobody.
         """
-        if kind is FORWARD:
-            if stage == 0:
-                return 0.0
-            before = key - self._num_micro_batches
-            end = self._forward_ends[before]
-            if end is None:
-                self._forward_waiters[before] = rank
-                return None
-            return end + self._boundaries[stage - 1]
         if kind is BACKWARD_WEIGHT:
             # Its own B comes first in any valid order; None here is a deadlock, found by `run`.
-            return self._backward_ends[key]
-        if stage == self._last_stage:
-            return self._forward_ends[key]
+            return self._ends[False][key]
+        is_forward = kind is FORWARD
+        if stage == (0 if is_forward else self._last_stage):
+            return 0.0 if is_forward else self._ends[True][key]
         # The stage behind goes back only after this one has gone forward.
-        behind = key + self._num_micro_batches
-        end = self._backward_ends[behind]
+        sender = stage - 1 if is_forward else stage + 1
+        needed = key + (sender - stage) * self._num_micro_batches
+        end = self._ends[is_forward][needed]
         if end is None:
-            self._backward_waiters[behind] = rank
+            self._waiters[is_forward, needed] = rank
             return None
-        return end + self._boundaries[stage]
+        return end + self._boundaries[min(sender, stage)]
 
     def _deadlock(self) -> str:
         """Describe the operation at which each rank stands, and the rank that it waits for."""

@@ -112,19 +112,11 @@ class PipelineRecord:
 
     def computing(self, kind: PipelineOperationType | None = None) -> float:
         """Seconds spent in operations of this kind, or of any."""
-        return sum(
-            times.ended - times.ready
-            for times in self.operations
-            if kind in (None, times.operation.type)
-        )
+        return sum(t.ended - t.ready for t in self.operations if kind in (None, t.operation.type))
 
     def waiting(self, kind: PipelineOperationType | None = None) -> float:
         """Seconds that operations of this kind, or of any, waited for their inputs."""
-        return sum(
-            times.ready - times.begun
-            for times in self.operations
-            if kind in (None, times.operation.type)
-        )
+        return sum(t.ready - t.begun for t in self.operations if kind in (None, t.operation.type))
 
 
 class PipelineExecutor:
@@ -325,7 +317,7 @@ class _Run:
     # ---------------------------------------------------------------------------------- messages
 
     def _tag(self, flow: Flow) -> int:
-        """One for each way into a stage; its messages come in the order they are sent in."""
+        """The tag of one way into a stage, whose messages come in the order they are sent in."""
         return self._first_tag + 2 * flow.stage + flow.is_gradient
 
     def _shape(self, flow: Flow, virtual_stage: int) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class IPipelinePartitionStrategy(ABC):
 
 
 class UniformPartitionStrategy(IPipelinePartitionStrategy):
-    """As many parameters for each stage; the remainder goes to the first ones.
+    """Equal numbers of parameters for the stages; the remainder goes to the first ones.
 
     Examples
     --------

@@ -148,7 +148,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """The steps of one rank, and what comes to it.
+    """The steps of one rank, and the messages that come to it.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The seven schedules, what they share, and their names."""
+"""The seven schedules, the rules that they share, and their names."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ _F, _B, _W = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT  # as the papers on zero b
 def _with_weights_put_off(
     num_micro_batches: int, warmup: int, most_pending: int, *, forward_first: bool
 ) -> list[PipelineOperation]:
-    """A rank's operations, of which up to ``most_pending`` weight gradients wait at any time.
+    """A rank's operations; up to ``most_pending`` weight gradients wait at any time.
 
     After ``warmup`` forwards, each round has one forward, if there is one left, one B, and the
     oldest W if more than ``most_pending`` would wait.

@@ -155,7 +155,7 @@ class ParameterAnalyzer:
         """
         length, world = _length(parameters), self.world_size
         base = max(self.minimum_group_size, length // (4 * world))
-        base = max(base // world, 1) * world
+        base = max(base // world, 1) * world  # each rank then has as much of every chunk
         return _cut(length, base, "Distributed", lambda rest: 0 < rest < base // 2)
 
     def calculate_distribution_stats(self, groups: Sequence[ParameterGroup]) -> dict[str, float]:
@@ -238,7 +238,7 @@ class ParameterAnalyzer:
 def _cut(
     length: int, size: int, kind: str, is_too_short: Callable[[int], bool]
 ) -> list[ParameterGroup]:
-    """Cut a vector into chunks of ``size``; what follows one joins it if it is too short."""
+    """Cut a vector into chunks of ``size``; a rest that is too short joins the last one."""
     groups: list[ParameterGroup] = []
     start = 0
     while start < length:

@@ -38,6 +38,7 @@ def by_node(config: ShardingConfiguration) -> ShardingConfiguration:
     size = _ranks_of_a_node(backend)
     if backend.node_count == 1 or size in (None, 1):
         return config
+    # A copy: the user's configuration may serve other models, of one replica.
     found = copy.copy(config)
     found._replica_size = size
     return found

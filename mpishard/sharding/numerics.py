@@ -46,7 +46,7 @@ def numerics_fingerprint() -> dict[str, str]:
 
 
 def numerics_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """In words, what of two fingerprints differs; empty if nothing does.
+    """Describe the differences of two fingerprints; empty if there are none.
 
     Examples
     --------

@@ -1,9 +1,9 @@
-"""Layers of which each rank of a tensor group computes a part.
+"""Tensor parallelism: each rank of a group computes a part of every layer that splits.
 
 Begin with ``linear.py``: column- and row-parallel linear layers. ``layer.py`` is what split layers
-share, with `DimSplit`, the partition of a dim. ``embedding.py``, ``attention.py``, ``losses.py``,
-``sequence.py`` and ``stage3.py`` split other layers; ``regions.py`` has the operators at the edges
-of a split region.
+share, with `DimSplit`, the partition of a dim. ``vocabulary.py``, ``attention.py``,
+``sequence.py`` and ``stage3.py`` split other layers and the loss; ``regions.py`` has the operators
+at the edges of a split region.
 
 ``partitioner.py`` turns a model's chain of layers into one rank's part of it: ``partition.py``
 finds the runs of layers that are split together, ``chain_split.py`` splits them. ``inference.py``
@@ -15,11 +15,9 @@ from mpishard.tensor.attention import (
     TensorParallelPagedAttention,
     TensorParallelTransformerBlock,
 )
-from mpishard.tensor.embedding import VocabularyParallelEmbedding
 from mpishard.tensor.inference import TensorParallelInference
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear, SplitLinear
-from mpishard.tensor.losses import GatheredOutputLoss, VocabularyParallelCrossEntropy, parallel_loss
 from mpishard.tensor.partition import LayerDecision, SplitKind, TensorPartition
 from mpishard.tensor.partitioner import (
     TensorParallelLayerPartitioner,
@@ -40,6 +38,12 @@ from mpishard.tensor.sequence import (
     TensorParallelDropout,
 )
 from mpishard.tensor.stage3 import Stage3ShardedLinear
+from mpishard.tensor.vocabulary import (
+    GatheredOutputLoss,
+    VocabularyParallelCrossEntropy,
+    VocabularyParallelEmbedding,
+    parallel_loss,
+)
 
 __all__ = [
     "ColumnParallelLinear",

@@ -1,15 +1,15 @@
-"""Self-attention, and a transformer block, of which each rank has some of the heads."""
+"""Self-attention and a transformer block, whose heads are dealt to the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpishard.arguments import check_sizes
+from mpishard.arguments import check_sizes, require_type
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.nn.layers.activations import ReLU
-from mpishard.nn.layers.attention import Attention, CausalAttention
+from mpishard.nn.layers.attention import Attention
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.composites import Residual, Sequential
 from mpishard.nn.layers.layer import Context, Layer, Parameters
@@ -42,6 +42,7 @@ class _SequenceChain(Sequential):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """x_BTD -> y_BTD, refused if the shape is another. Collective."""
+        # Before the first layer communicates, or the other ranks would wait for this one.
         self.output_shape(x.shape[1:])
         return super().forward(p, x, context)
 
@@ -186,8 +187,7 @@ def attention_layers(
 
     Errors are those of `TensorParallelAttention`, in the name of ``owner``.
     """
-    if not isinstance(backend, CommunicationBackend):
-        raise TypeError(f"backend must be a CommunicationBackend, got {type(backend).__name__}")
+    require_type("backend", backend, CommunicationBackend)
     groups = num_heads if num_kv_heads is None else num_kv_heads
     check_sizes(owner, embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=groups)
     ranks = backend.world_size
@@ -206,13 +206,13 @@ def attention_layers(
                 f"{name}, got {whole} = {whole // number} * {number} + {whole % number}"
             )
     size, shared = embed_dim // num_heads, num_heads // groups
-    core = Attention if not causal else CausalAttention
+    # Each rank's queries are those that share its keys and values: attention exchanges nothing.
     return {
         "qkv": ColumnParallelLinear(
             backend, embed_dim, embed_dim + 2 * groups * size, bias=False, parts=(shared, 1, 1),
             multiple=size,
         ),
-        "core": core(num_heads // ranks, kv_heads=groups // ranks),
+        "core": Attention(num_heads // ranks, causal=causal, kv_heads=groups // ranks),
         "projection": RowParallelLinear(backend, embed_dim, embed_dim, multiple=shared * size),
     }  # fmt: skip
 

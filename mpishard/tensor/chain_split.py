@@ -15,7 +15,6 @@ from mpishard.nn.layers.layer import Layer
 from mpishard.nn.layers.linear import Linear
 from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
 from mpishard.sharding import Box
-from mpishard.tensor.embedding import VocabularyParallelEmbedding
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from mpishard.tensor.partition import (
@@ -35,6 +34,7 @@ from mpishard.tensor.sequence import (
     SequenceParallelPositionalEmbedding,
     TensorParallelDropout,
 )
+from mpishard.tensor.vocabulary import VocabularyParallelEmbedding
 
 __all__ = ["ChainSplit", "Extent"]
 
@@ -154,7 +154,7 @@ class ChainSplit:
         return parts.layers, splits_output
 
     def _together(self, parts: _Parts, prefix: str, segment: Segment) -> None:
-        """Two linear layers and the layers between them, of which each rank has a part."""
+        """Split two linear layers and the layers between them: each rank has a part of all."""
         (first_name, first), *between, (last_name, last) = segment.layers
         assert isinstance(first, Linear)
         assert isinstance(last, Linear)
@@ -200,7 +200,7 @@ class ChainSplit:
         )  # fmt: skip
 
     def _inner(self, path: str, layer: Layer, split: DimSplit, share: float) -> Layer:
-        """A layer between a column and a row split, on this rank's features."""
+        """Return a layer between a column and a row split, for this rank's features."""
         kind, here = type(layer).__name__, split.local_size(self.backend.rank)
         if isinstance(layer, Attention):
             # The model's own layer keeps all its heads, for the plain model that is given back.
@@ -221,7 +221,7 @@ class ChainSplit:
     # --------------------------------------------------------------------------------- one by one
 
     def _alone(self, parts: _Parts, prefix: str, name: str, layer: Layer, end: _End) -> bool:
-        """A layer without partners; True if its output stays split."""
+        """Split a layer without partners; return True if its output stays split."""
         path, kind = prefix + name, type(layer)
         if kind is Residual:
             inner, _ = self.chain(
@@ -260,7 +260,7 @@ class ChainSplit:
         return f"no rule splits a {type(layer).__name__}"
 
     def _linear(self, parts: _Parts, path: str, name: str, layer: Linear, end: _End) -> bool:
-        """By outputs: gathered, or left split at the model's end."""
+        """Split a linear layer by outputs: gathered, or left split at the model's end."""
         ranks = self.backend.world_size
         obstacle = self.ties.obstacle(path, layer)
         if obstacle is None and layer.outputs < ranks:
@@ -296,7 +296,7 @@ class ChainSplit:
         return end.keeps_split
 
     def _embedding(self, parts: _Parts, path: str, name: str, layer: Embedding) -> None:
-        """By rows of the table."""
+        """Split an embedding by rows of its table."""
         rows, ranks = layer.vocabulary_size, self.backend.world_size
         obstacle = self.ties.obstacle(path, layer)
         if obstacle is None and rows < ranks:
@@ -317,7 +317,7 @@ class ChainSplit:
         )  # fmt: skip
 
     def _light(self, parts: _Parts, path: str, name: str, layer: Layer) -> None:
-        """A cheap layer, which is split along time or not at all."""
+        """Split a cheap layer along time, or leave it whole."""
         self._decide_light(path, layer, self.sequence_parallel)
         if not self.sequence_parallel:
             parts.add(name, layer)
@@ -344,7 +344,7 @@ class ChainSplit:
             )
 
     def _whole(self, parts: _Parts, path: str, name: str, layer: Layer, reason: str) -> None:
-        """On every rank, on all positions."""
+        """Leave a layer whole: on every rank, on all positions."""
         kind = type(layer).__name__
         self._decide(path, SplitKind.WHOLE, 1.0, f"{kind} on every rank: {reason}")
         parts.add(name, layer, Extent.ALL, Extent.ALL)

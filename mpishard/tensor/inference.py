@@ -71,6 +71,7 @@ class TensorParallelInference:
         try:
             return run_in_threads(world_size, forward)[0]
         except Exception as error:
+            # The other ranks raise that one of them failed; the first failure is the cause.
             ranks = [rank for rank, own in failed.items() if own is error]
             if not ranks:
                 raise

@@ -1,4 +1,4 @@
-"""Layers of which each rank of a tensor group holds a slice."""
+"""Split layers: each rank of a tensor group holds a slice of their parameters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import require_type
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
 from mpishard.layout import ShardLayout
@@ -22,7 +23,7 @@ __all__ = ["DimSplit", "TensorParallelLayer"]
 
 @dataclass(frozen=True, slots=True)
 class DimSplit:
-    """A dim of ``parts`` blocks, each of which is dealt in runs of elements.
+    """A dim of ``parts`` blocks, each dealt to the ranks in runs of elements.
 
     Queries, keys and values side by side are three blocks, and a run is an attention head. The
     runs of each block go to the ranks as `ShardLayout` deals them, so that a rank has as many
@@ -107,6 +108,15 @@ class DimSplit:
         low, high = self.within_block(rank)
         return sum(self._widths) * (high - low)
 
+    def require_local(self, owner: str, shape: tuple[int, ...], rank: int) -> None:
+        """Refuse a sample whose last dim is not what ``rank`` has: a ValueError of ``owner``."""
+        local = self.local_size(rank)
+        if not shape or shape[-1] != local:
+            raise ValueError(
+                f"{owner} needs an input whose last dim is {local} of {self.size} on rank {rank} "
+                f"of {self.world_size}, got sample shape {shape}"
+            )
+
     def take(self, x: Array, rank: int) -> Array:
         """The slice of x (..., size) that ``rank`` has: C-contiguous; x itself if it is all."""
         xp = array_namespace(x)
@@ -154,8 +164,7 @@ class TensorParallelLayer(Layer):
     computes_bfloat16 = True
 
     def __init__(self, backend: CommunicationBackend) -> None:
-        if not isinstance(backend, CommunicationBackend):
-            raise TypeError(f"backend must be a CommunicationBackend, got {type(backend).__name__}")
+        require_type("backend", backend, CommunicationBackend)
         self.backend = backend
 
     @property

@@ -1,4 +1,4 @@
-"""Linear layers of which each rank has some of the weight's rows, or some of its columns.
+"""Linear layers whose weight is dealt to the ranks by rows or by columns.
 
 Shape suffixes: N all leading dims taken together, I inputs, O outputs, R outputs of this rank,
 C inputs of this rank; B batch, T time. t is the size of the tensor group. The two are those of
@@ -163,7 +163,7 @@ def _constant(values: np.ndarray[Any, Any]) -> Initializer:
 
 
 class ColumnParallelLinear(SplitLinear):
-    """y = activation(x W^T + b), of which each rank computes some outputs: rows of W and of b.
+    """y = activation(x W^T + b); each rank computes some outputs, with its rows of W and b.
 
     All ranks have the same input, or, with ``sequence_parallel``, their slices of it along time.
     Bytes sent, summed over t ranks, for an input of S bytes and an output of Y, both whole:
@@ -289,14 +289,9 @@ class ColumnParallelLinear(SplitLinear):
         self._local.backward_weight((x, dy), g)
 
     def backward(
-        self,
-        p: Parameters,
-        saved: Any,
-        dy: Array,
-        g: Gradients,
-        *,
+        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Both halves; the input's gradient travels while the weight's is computed. Collective."""
         x, dy = saved[0], self._local_gradient(saved[1], dy)
         # First, so that it travels during the first product.
@@ -427,14 +422,9 @@ class RowParallelLinear(SplitLinear):
         self._local.backward_weight(pending, g)
 
     def backward(
-        self,
-        p: Parameters,
-        saved: Any,
-        dy: Array,
-        g: Gradients,
-        *,
+        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Both halves. Collective with ``sequence_parallel``."""
         return self._local.backward(
             p, saved[0], self._whole_gradient(saved[1], dy), g,

@@ -119,7 +119,7 @@ def walk_layers(layers: Mapping[str, Layer], prefix: str = "") -> Iterator[tuple
 
 
 class Ties:
-    """The ties of a model, of which a pipeline stage may hold one end alone.
+    """The ties of a model; a pipeline stage may hold one end of them alone.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class Ties:
                     self._users.setdefault(spec.tied_to, []).append((path, layer))
 
     def obstacle(self, path: str, layer: Layer) -> str | None:
-        """Why the layer called ``path`` must stay whole, if a tie is the reason.
+        """Reason for which the layer called ``path`` must stay whole, if it is a tie.
 
         An embedding and the linear layers that read logits from its table are split by rows of
         the table, all alike. Whatever else shares a weight needs all of it.
@@ -178,6 +178,8 @@ ACTIVATIONS = (GELU, ReLU, SiLU, Sigmoid, Tanh)
 """What works element by element, and so on any slice."""
 
 ATTENTIONS = (Attention, CausalAttention)
+
+_INNER = (*ACTIVATIONS, *ATTENTIONS, Dropout, SwiGLU)  # which a pair of linear layers may enclose
 
 
 class SegmentKind(Enum):
@@ -226,65 +228,43 @@ def find_segments(
     keeps_split : bool
         Whether the chain's output may stay split.
     """
-    chain = tuple(layers.items())
-    start = 0
+    chain, start = tuple(layers.items()), 0
     while start < len(chain):
         kind, stop = SegmentKind.ALONE, start + 1
-        end = _end_of_run(chain, start)
-        if end is not None and not (keeps_split and _widens(chain, end)):
-            found = _Run(chain[start : end + 1], prefix, world_size, ties).kind()
-            if found is not None:
-                kind, stop = found, end + 1
+        if type(chain[start][1]) is Linear:
+            end = start + 1
+            while end < len(chain) and type(chain[end][1]) in _INNER:
+                end += 1
+            last = chain[end][1] if end < len(chain) else None
+            if type(last) is Linear:
+                stays_alone = keeps_split and end == len(chain) - 1 and last.outputs > last.inputs
+                found = (
+                    None if stays_alone else _kind(chain[start : end + 1], prefix, world_size, ties)
+                )
+                if found is not None:
+                    kind, stop = found, end + 1
         yield Segment(kind, chain[start:stop])
         start = stop
 
 
-def _end_of_run(chain: tuple[tuple[str, Layer], ...], start: int) -> int | None:
-    """Index of the next linear layer, if all layers before it can be split like both."""
-    if type(chain[start][1]) is not Linear:
+def _kind(
+    layers: tuple[tuple[str, Layer], ...], prefix: str, world_size: int, ties: Ties
+) -> SegmentKind | None:
+    """The segment that two linear layers and those between them make; None if they make none."""
+    (first_name, first), *between, (last_name, last) = layers
+    assert isinstance(first, Linear)
+    assert isinstance(last, Linear)
+    # A shared weight is split by rows, which the second of a pair is not.
+    if ties.is_shared(prefix + last_name, last):
         return None
-    for i in range(start + 1, len(chain)):
-        kind = type(chain[i][1])
-        if kind is Linear:
-            return i
-        if kind not in (*ACTIVATIONS, *ATTENTIONS, Dropout, SwiGLU):
-            return None
-    return None
-
-
-def _widens(chain: tuple[tuple[str, Layer], ...], index: int) -> bool:
-    layer = chain[index][1]
-    return index == len(chain) - 1 and isinstance(layer, Linear) and layer.outputs > layer.inputs
-
-
-class _Run:
-    """Two linear layers and what stands between them."""
-
-    def __init__(
-        self, layers: tuple[tuple[str, Layer], ...], prefix: str, world_size: int, ties: Ties
-    ) -> None:
-        self.layers = layers
-        self.prefix = prefix
-        self.world_size = world_size
-        self.ties = ties
-
-    def kind(self) -> SegmentKind | None:
-        """The segment that they can be split as; None if they cannot be split together."""
-        (first_name, first), *between, (last_name, last) = self.layers
-        assert isinstance(first, Linear)
-        assert isinstance(last, Linear)
-        # A shared weight is split by rows, which the second of a pair is not.
-        if self.ties.is_shared(self.prefix + last_name, last):
-            return None
-        mixers = [layer for _, layer in between if isinstance(layer, Attention | SwiGLU)]
-        if not mixers:
-            is_whole = self.ties.obstacle(self.prefix + first_name, first) is not None
-            too_few = first.outputs < self.world_size
-            return None if is_whole or too_few else SegmentKind.PAIR
-        # The outputs of the first are then blocks of which each is dealt: not a table's rows.
-        mixer = between[0][1]
-        if mixers != [mixer] or self.ties.is_shared(self.prefix + first_name, first):
-            return None
-        if isinstance(mixer, Attention):
-            return SegmentKind.ATTENTION if mixer.kv_heads >= self.world_size else None
-        return SegmentKind.GATED if first.outputs >= 2 * self.world_size else None
+    mixers = [layer for _, layer in between if isinstance(layer, Attention | SwiGLU)]
+    if not mixers:
+        is_whole = ties.obstacle(prefix + first_name, first) is not None
+        return None if is_whole or first.outputs < world_size else SegmentKind.PAIR
+    # The outputs of the first are then blocks of which each is dealt: not a table's rows.
+    mixer = between[0][1]
+    if mixers != [mixer] or ties.is_shared(prefix + first_name, first):
+        return None
+    if isinstance(mixer, Attention):
+        return SegmentKind.ATTENTION if mixer.kv_heads >= world_size else None
+    return SegmentKind.GATED if first.outputs >= 2 * world_size else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from mpishard.arguments import require_type
 from mpishard.communication import CommunicationBackend
 from mpishard.nn.layers.convolution import Conv2D, Flatten, MaxPool2D
 from mpishard.nn.layers.layer import Layer
@@ -83,11 +84,9 @@ def partition_chain(
         ``split_output`` for a chain that does not end the model; for a layer that is tied to one
         not given.
     """
-    if not isinstance(backend, CommunicationBackend):
-        raise TypeError(f"backend must be a CommunicationBackend, got {type(backend).__name__}")
+    require_type("backend", backend, CommunicationBackend)
     for name, layer in layers.items():
-        if not isinstance(layer, Layer):
-            raise TypeError(f"{name} must be a Layer, got {type(layer).__name__}")
+        require_type(name, layer, Layer)
     if backend.world_size == 1:
         decisions = tuple(
             LayerDecision(path, SplitKind.WHOLE, 1.0, f"{type(layer).__name__} on the one rank")
@@ -96,6 +95,7 @@ def partition_chain(
         return TensorPartition(dict(layers), {}, splits_output=False, decisions=decisions)
     if sequence_parallel:
         _check_images(layers)
+    # A stage behind the model's last layer has none, and hands on what it is given.
     if not layers:
         return TensorPartition({}, {}, splits_output=False, decisions=())
     names, model_names = list(layers), list(model_layers or layers)
@@ -153,7 +153,7 @@ def check_sequence(layers: Mapping[str, Layer], input_shape: tuple[int, ...]) ->
 
 
 class TensorParallelLayerPartitioner:
-    """`partition_chain`, and what became of the computation.
+    """`partition_chain`, and figures of the result.
 
     Parameters
     ----------
@@ -169,8 +169,7 @@ class TensorParallelLayerPartitioner:
     """
 
     def __init__(self, backend: CommunicationBackend, *, sequence_parallel: bool = False) -> None:
-        if not isinstance(backend, CommunicationBackend):
-            raise TypeError(f"backend must be a CommunicationBackend, got {type(backend).__name__}")
+        require_type("backend", backend, CommunicationBackend)
         self.backend = backend
         self.sequence_parallel = sequence_parallel
         self._layers: Mapping[str, Layer] = {}
@@ -221,6 +220,7 @@ class TensorParallelLayerPartitioner:
         processor approach", AFIPS 1967.
         """
         flops = list(self._flops(input_shape))
+        # The first rank has the larger part of every layer whose size does not divide.
         busiest = sum(count * share for count, share in flops)
         return sum(count for count, _ in flops) / busiest if busiest else 1.0
 

@@ -131,7 +131,7 @@ class CopyToRegion(TensorParallelLayer):
 
 
 class ReduceFromRegion(TensorParallelLayer):
-    """The operator g: the sum of all ranks' x, of which each takes the gradient as it is.
+    """The operator g: the sum of all ranks' x; each rank takes the gradient as it is.
 
     Stands behind a region in which each rank computes a summand. Sends an all-reduce of the
     input's size forward, and nothing backward.
@@ -182,13 +182,7 @@ class GatherOutput(TensorParallelLayer):
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """(..., this rank's part of size) -> (..., size)."""
-        local = self.split.local_size(self.backend.rank)
-        if not input_shape or input_shape[-1] != local:
-            raise ValueError(
-                f"GatherOutput({self.split.size}) needs an input whose last dim is {local} on "
-                f"rank {self.backend.rank} of {self.backend.world_size}, got sample shape "
-                f"{input_shape}"
-            )
+        self.split.require_local("GatherOutput", input_shape, self.backend.rank)
         return (*input_shape[:-1], self.split.size)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
@@ -340,14 +334,9 @@ class Framed(Layer):
         self.layer.backward_weight(pending, g)
 
     def backward(
-        self,
-        p: Parameters,
-        saved: Any,
-        dy: Array,
-        g: Gradients,
-        *,
+        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Both halves. Collective."""
         dx = self.layer.backward(
             p, saved, self._layer_gradient(dy), g, needs_input_gradient=needs_input_gradient

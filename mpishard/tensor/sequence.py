@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import require_type
 from mpishard.arrays import Array, array_namespace
 from mpishard.bfloat16 import wide
 from mpishard.communication import CommunicationBackend
@@ -56,13 +57,12 @@ class SequenceParallelNorm(TensorParallelLayer):
 
     def __init__(self, backend: CommunicationBackend, norm: LayerNorm | RMSNorm) -> None:
         super().__init__(backend)
-        if not isinstance(norm, LayerNorm | RMSNorm):
-            raise TypeError(f"norm must be a LayerNorm or RMSNorm, got {type(norm).__name__}")
+        require_type("norm", norm, LayerNorm, RMSNorm)
         self.norm = norm
 
     @property
     def whole_parameters(self) -> Mapping[str, ParameterSpec]:
-        """Those of the norm, which all ranks hold."""
+        """Parameters of the norm, which all ranks hold."""
         return self.norm.parameters
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class SequenceParallelNorm(TensorParallelLayer):
         return self.norm.output_shape(input_shape)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Those of the norm on this slice."""
+        """FLOPs of the norm on this slice."""
         return self.norm.estimated_flops(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
@@ -88,6 +88,7 @@ class SequenceParallelNorm(TensorParallelLayer):
         # Apart from g, which may hold gradients of earlier micro-batches that were summed already.
         sums = array_namespace(first).zeros((len(targets), self.norm.width), dtype=first.dtype)
         self.norm.backward_weight(pending, dict(zip(targets, sums, strict=True)))
+        # One message for all parameters: they are vectors, and a message costs its latency.
         self.backend.all_reduce(sums)
         for name, part in zip(targets, sums, strict=True):
             targets[name] += part
@@ -115,10 +116,7 @@ class SequenceParallelPositionalEmbedding(TensorParallelLayer):
 
     def __init__(self, backend: CommunicationBackend, positional: PositionalEmbedding) -> None:
         super().__init__(backend)
-        if not isinstance(positional, PositionalEmbedding):
-            raise TypeError(
-                f"positional must be a PositionalEmbedding, got {type(positional).__name__}"
-            )
+        require_type("positional", positional, PositionalEmbedding)
         self.positional = positional
 
     @property
@@ -135,7 +133,7 @@ class SequenceParallelPositionalEmbedding(TensorParallelLayer):
         return input_shape
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """One for each element of the slice."""
+        """One addition for each element of the slice."""
         return math.prod(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
@@ -173,8 +171,7 @@ class _SlicedDropout(TensorParallelLayer):
 
     def __init__(self, backend: CommunicationBackend, dropout: Dropout) -> None:
         super().__init__(backend)
-        if not isinstance(dropout, Dropout):
-            raise TypeError(f"dropout must be a Dropout, got {type(dropout).__name__}")
+        require_type("dropout", dropout, Dropout)
         self.dropout = dropout
 
     @property
@@ -214,6 +211,7 @@ class SequenceParallelDropout(_SlicedDropout):
         """Mask x of shape (B, T / t, ...); saves the mask, of a byte for each element."""
         if not (context.training and self.is_random):
             return x, None
+        # A slice of the sequence is a run of each sample's elements.
         own, ranks, rank = math.prod(x.shape[1:]), self.backend.world_size, self.backend.rank
         part = (rank * own, (rank + 1) * own)
         stream = MaskStream(context, ranks * own, self.dropout.rate, part)
@@ -261,13 +259,7 @@ class TensorParallelDropout(_SlicedDropout):
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The input's shape, whose last dim must be this rank's part of the whole."""
-        local = self.split.local_size(self.backend.rank)
-        if not input_shape or input_shape[-1] != local:
-            raise ValueError(
-                f"TensorParallelDropout needs an input whose last dim is {local} of "
-                f"{self.split.size} on rank {self.backend.rank} of {self.backend.world_size}, got "
-                f"sample shape {input_shape}"
-            )
+        self.split.require_local("TensorParallelDropout", input_shape, self.backend.rank)
         return input_shape
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:

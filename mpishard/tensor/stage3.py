@@ -19,9 +19,9 @@ from mpishard.nn.layers.layer import (
     Layer,
     Parameters,
     ParameterSpec,
+    unwritten,
 )
 from mpishard.nn.layers.linear import Linear
-from mpishard.nn.layers.targets import unwritten
 from mpishard.sharding import Box
 from mpishard.tensor.linear import SplitLinear
 
@@ -140,6 +140,7 @@ class Stage3ShardedLinear(SplitLinear):
         """Add this rank's piece of W's gradient, and the bias's, over all samples. Collective."""
         xp = array_namespace(pending[1])
         dtype = wide_dtype(pending[1])
+        # All of it, for the time of the reduction: each rank has samples for every element.
         own = {
             "weight": xp.zeros((self.output_size, self.input_size), dtype=dtype),
             "bias": xp.zeros(self.output_size, dtype=dtype),
@@ -159,14 +160,9 @@ class Stage3ShardedLinear(SplitLinear):
             reduced.wait()
 
     def backward(
-        self,
-        p: Parameters,
-        saved: Any,
-        dy: Array,
-        g: Gradients,
-        *,
+        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Both halves, or the weight's alone, for which W is not gathered. Collective."""
         if needs_input_gradient:
             return super().backward(p, saved, dy, g)

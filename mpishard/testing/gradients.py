@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.nn.layers.initializers import parameter_generator
-from mpishard.nn.layers.layer import Context, Layer
-from mpishard.nn.layers.targets import GradientTargets
+from mpishard.nn.layers.layer import Context, GradientTargets, Layer
 from mpishard.sharding import ParameterTable
 from mpishard.sharding.table import nested
 from mpishard.tensor import TensorParallelLayer

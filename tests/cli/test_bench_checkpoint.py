@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from mpishard.checkpoint.format import disk
 from mpishard.cli import app
 from mpishard.cli.bench import checkpoint as bench_checkpoint
-from mpishard.cli.bench.checkpoint import CheckpointBenchmark, CheckpointResult, checkpoint_table
+from mpishard.cli.bench.checkpoint import CheckpointBenchmark, CheckpointResult
 
 
 def bench(*arguments: Any) -> Result:
@@ -56,7 +56,7 @@ def test_ratios_are_those_of_one_repeat() -> None:
              "save_async, call": (4.0, 1.0, 1.0)}  # fmt: skip
     others = {"save": "", "memory for copies": "", "save_async, call": "save"}
     rows = [CheckpointResult(way, t, 2**20, others[way]) for way, t in times.items()]
-    table = checkpoint_table(CheckpointBenchmark(2**20, 3, Path()), rows, 2)
+    table = CheckpointBenchmark(2**20, 3, Path()).table(rows, 2)
     assert list(table.columns[4].cells) == ["", "", "0.50"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.optimize
+import scipy  # loads scipy.optimize in the test that needs it
 
 import mpishard as ms
 from mpishard.errors import NoSampleError, ShardingError

@@ -10,7 +10,7 @@ from mpishard import nn
 from mpishard.arrays import is_device_array, to_host
 from mpishard.devices import Device
 from mpishard.errors import DeviceUnavailableError
-from mpishard.nn.layers.targets import GradientTargets
+from mpishard.nn.layers.layer import GradientTargets
 from mpishard.sharding import ParameterTable
 
 LAYERS = {

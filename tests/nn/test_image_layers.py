@@ -21,8 +21,7 @@ from mpishard.nn import (
     Sequential,
 )
 from mpishard.nn.layers.initializers import zeros
-from mpishard.nn.layers.layer import ParameterSpec
-from mpishard.nn.layers.targets import GradientTargets
+from mpishard.nn.layers.layer import GradientTargets, ParameterSpec
 from mpishard.sharding import ParameterTable
 from mpishard.testing.gradients import check_gradients, check_layer_gradients
 

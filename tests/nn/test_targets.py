@@ -9,8 +9,7 @@ import pytest
 
 from mpishard.nn import Context, GradientTargets, Linear, Residual, Sequential, Tanh
 from mpishard.nn.layers.initializers import zeros
-from mpishard.nn.layers.layer import ParameterSpec
-from mpishard.nn.layers.targets import unwritten
+from mpishard.nn.layers.layer import ParameterSpec, unwritten
 from mpishard.sharding import ParameterTable
 
 TABLE = ParameterTable(

@@ -89,6 +89,21 @@ def test_a_gradient_travels_while_the_next_steps_are_computed(backend):
     assert model.memory.held("gradients") == 3 * 8 * model.parameter_count
 
 
+@pytest.mark.usefixtures("messages_only")
+@in_worlds(1, 2, 3)
+def test_a_step_sends_the_bytes_of_ddp(backend):
+    model, optimizer = build(backend, delay=2)
+    optimizer.bind(model)
+    backend.traffic.reset()
+    backend.all_reduce(np.zeros(7))
+    small = backend.traffic.total_bytes
+    backend.traffic.reset()
+    train(backend, model, optimizer, 0, 4)
+    optimizer._state._store.parts(model.engine.pieces.updated)  # waits for the last two
+    sent = int(backend.all_reduce(np.array([backend.traffic.total_bytes - 4 * small]))[0])
+    assert sent == 4 * 2 * (backend.world_size - 1) * 8 * model.parameter_count
+
+
 @pytest.mark.parametrize("stop", [1, 7])
 @in_worlds(1, 2, 3)
 def test_a_checkpoint_has_the_gradients_under_way(backend, shared_path, stop):

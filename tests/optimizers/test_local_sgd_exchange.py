@@ -58,7 +58,7 @@ def told(exchange, values, key):
 class Textbook:
     """All replicas of ``group`` ranks each, one after the other."""
 
-    def __init__(self, units, world, exchange, fragments, overlap, outer, group=1):
+    def __init__(self, units, world, exchange, fragments, overlap, outer, group=1, start=0):
         size = world // group
         self.units, self.size, self.exchange, self.group = units, size, exchange, group
         self.fragments, self.overlap, self.outer = fragments, overlap, outer
@@ -68,7 +68,7 @@ class Textbook:
         self.velocities = [0 * self.agreed for _ in range(size)]
         self.momentum = 0 * self.agreed
         self.used = np.zeros((fragments, size))
-        self.counts = [0] * fragments
+        self.start = start  # steps; until then all agree every two
         self.coming = None
 
     def run(self, steps):
@@ -85,11 +85,17 @@ class Textbook:
                 self.used[:, rank] += len(x)
             if self.coming is not None and step == self.coming[0]:
                 self.take(0.5)
+            starts = step < self.start
             for number in range(self.fragments):
                 due = (number + 1) * PERIOD // self.fragments
-                if (step + 1 - due) % PERIOD == 0:
-                    self.coming = step + self.overlap, self.exchanged(number)
-                    if not self.overlap:
+                if (
+                    step % 2 == 1 or step + 1 == self.start
+                    if starts
+                    else (step + 1 - self.start - due) % PERIOD == 0
+                ):
+                    changes = self.exchanged(number, step + 1, self.outer and not starts)
+                    self.coming = step + self.overlap, changes
+                    if starts or not self.overlap:
                         self.take(0)
 
     def take(self, kept):
@@ -99,10 +105,9 @@ class Textbook:
                 theta[place] = kept * theta[place] + (1 - kept) * values
         self.coming = None
 
-    def exchanged(self, number):
+    def exchanged(self, number, step, outer):
         """Return the places of a fragment, and their next values."""
         weights, self.used[number] = self.used[number].copy(), 0
-        self.counts[number] += 1
         length, found = self.units[-1].stop, []
         for unit in self.units:
             if (unit.start + unit.stop) / 2 * self.fragments // length != number:
@@ -111,12 +116,12 @@ class Textbook:
             for owner in range(self.size):
                 start = unit.start + layout.start(owner)
                 place = slice(start, start + layout.size(owner))
-                key = (self.counts[number], unit.index, owner)
+                key = (step, unit.index, owner)
                 old, change = self.agreed[place], 0
                 for rank, theta in enumerate(self.thetas):
                     mine = (theta[place] - old) * weights[rank] / weights.sum()
                     change = change + told(self.exchange, mine, (*key, 1 + rank))
-                if self.outer:
+                if outer:
                     self.momentum[place] = 0.9 * self.momentum[place] - change
                     change = -0.7 * (-change + 0.9 * self.momentum[place])
                 found.append((place, old + told(self.exchange, change, (*key, 0))))
@@ -146,6 +151,33 @@ def test_fifty_steps_are_the_textbooks(backend, exchange, fragments, overlap, ou
     optimizer.settle()
     everyones = backend.all_gather(model.local_parameter_shard[None].copy())
     assert (everyones == everyones[0]).all()
+
+
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (3, 2)])
+@in_worlds(2, 3)
+def test_replicas_agree_often_until_the_start_ends(backend, fragments, overlap, shared_path):
+    given = {"exchange": "int8", "fragments": fragments, "overlap": overlap}
+    given |= {"outer": True, "start_step": 7, "start_period": 2}
+
+    def steps(model, optimizer, first, last):
+        for step in range(first, last):
+            optimizer.step(model, *share(step, backend.rank, backend.world_size))
+
+    model, optimizer = build(backend, **given)
+    steps(model, optimizer, 0, 4)
+    ms.checkpoint.save(shared_path, model, optimizer)
+    steps(model, optimizer, 4, 25)
+    everyones = backend.all_gather(model.local_parameter_shard[None].copy())
+    if backend.rank == 0:
+        book = Textbook(
+            model.units, backend.world_size, "int8", fragments, overlap, outer=True, start=7
+        )
+        book.run(25)
+        np.testing.assert_allclose(everyones, book.thetas, rtol=0, atol=1e-12)
+    again, other = build(backend, **given)
+    ms.checkpoint.load(shared_path, again, other)
+    steps(again, other, 4, 25)
+    assert again.local_parameter_shard.tobytes() == model.local_parameter_shard.tobytes()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -233,6 +265,8 @@ def test_arguments(backend):
     config = ms.ShardingConfiguration(backend)
     for given, error, match in (
         ({"exchange": "int4"}, ValueError, "exchange must be one of float32, bfloat16, int8"),
+        ({"start_step": -1}, ValueError, "start_step must be 0 or more, got -1"),
+        ({"start_period": 11}, ValueError, "start_period must be from 1 to .*, 10, got 11"),
         ({"fragments": 0}, ValueError, "fragments must be from 1 to synchronization_period, 10"),
         ({"fragments": 11}, ValueError, "got 11"),
         ({"fragments": 4, "overlap": 3}, ValueError, "overlap must be from 0 to .* 2,"),

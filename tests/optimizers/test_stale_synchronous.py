@@ -23,8 +23,8 @@ def plain():
     return nn.MLP([6, 8, 3], activation="tanh", seed=2)
 
 
-def build(backend, rule=None, staleness=2, model=None):
-    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+def build(backend, rule=None, staleness=2, model=None, unit=1):
+    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=unit)
     wrapped = ms.DDPModel(model or plain(), config)
     return wrapped, AsyncSGDOptimizer(rule or SGD(0.01, momentum=0.9), config, staleness)
 
@@ -135,6 +135,35 @@ def test_the_order_of_arrival_does_not_matter_to_a_linear_loss(backend):
     np.testing.assert_allclose(model.get_parameters(), expected, rtol=0, atol=1e-12)
     assert optimizer.steps == 20
     assert optimizer.clocks == (0,) * backend.world_size
+
+
+@pytest.mark.parametrize("unit", [1, 1000])
+@in_worlds(1, 2, 3)
+def test_frozen_parameters_stay(backend, unit):
+    rule = Adam(1e-3, parameter_options={"linear0.*": {"frozen": True}})
+    model, optimizer = build(backend, rule, unit=unit)
+    before = model.get_parameters()
+    for step in range(5):
+        optimizer.step(model, *share(step, backend.rank))
+    optimizer.settle()
+    after = model.get_parameters()
+    assert (backend.all_gather(after[None]) == after).all()
+    assert (after != before).tolist() == [False] * (model.parameter_count - 27) + [True] * 27
+
+
+@pytest.mark.usefixtures("messages_only")
+@in_worlds(2, 3)
+def test_the_messages_of_a_step_have_the_bytes_of_an_all_reduce(backend):
+    model, optimizer = build(backend, staleness=3)
+    optimizer.bind(model)
+    for step in range(4):
+        optimizer.step(model, *share(step, backend.rank))
+    sent = optimizer._state._group.traffic.total_bytes
+    optimizer.settle()
+    others = backend.world_size - 1
+    # Each of a rank's messages has its weight and its clock, too.
+    expected = 4 * 8 * (2 * others * model.parameter_count + 2 * backend.world_size * others)
+    assert int(backend.all_reduce(np.array([sent]))[0]) == expected
 
 
 @in_worlds(1, 2, 3)

@@ -1,4 +1,7 @@
-"""What the processes of a spawned job do: ``python scenarios.py NAME``."""
+"""What the processes of a spawned job do: ``python scenarios.py NAME``.
+
+Each rank of some hundred jobs imports this: what few scenarios need, they import themselves.
+"""
 
 import hashlib
 import os
@@ -16,8 +19,6 @@ from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.status import StatusReader
 from mpishard.communication.mpi import library
 from mpishard.errors import PeerError
-from mpishard.testing.communication import CommunicationConformance
-from mpishard.testing.reductions import ADVERSARIAL_VALUES
 
 LONG = np.ones(5000)
 SAMPLE = tuple(dtype for dtype in DTYPES if dtype.name in ("bool", "bfloat16", "float64"))
@@ -95,6 +96,8 @@ def hang_in_receive():
 
 
 def conformance():
+    from mpishard.testing.communication import CommunicationConformance
+
     backend = mpishard.init()
     dtypes = DTYPES if sys.argv[2:] == ["full"] else SAMPLE
     suite = CommunicationConformance(dtypes)
@@ -108,6 +111,8 @@ def conformance():
 
 def reduced_bits(backend):
     """What all_reduce makes of numbers whose order shows, short and long, as one digest."""
+    from mpishard.testing.reductions import ADVERSARIAL_VALUES
+
     numbers = np.array(ADVERSARIAL_VALUES)
     digest = hashlib.sha256()
     for dtype in (np.float16, np.float32, np.float64):
@@ -219,6 +224,8 @@ def many_groups():
 
 
 def several_nodes():
+    from mpishard.testing.communication import CommunicationConformance
+
     backend = mpishard.init()
     backend.print("nodes", backend.nodes, "of", backend.node_count)
     nodes = backend.nodes

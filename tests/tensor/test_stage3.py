@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpishard import nn
-from mpishard.nn.layers.targets import GradientTargets
+from mpishard.nn.layers.layer import GradientTargets
 from mpishard.sharding import ParameterEntry, ParameterTable, Placement, Slice
 from mpishard.tensor import Stage3ShardedLinear
 from mpishard.testing.worlds import in_worlds

@@ -2,9 +2,9 @@
 
 Begin with ``command.py``: it has the subcommands, starts the ranks, and shows and writes the
 results. Subcommands measure in ``collectives.py`` (beside MPI and PyTorch's gloo), ``step.py``
-(steps, and the cost of checks), ``speedup.py`` and ``checkpoint.py``: each has dataclasses with
-``run(backend)`` and functions that make tables. ``workload.py`` has the models, batches and steps
-that they train, and writes JSON. With ``-n`` each rank runs the same command again.
+(steps, and the cost of checks), ``speedup.py`` and ``checkpoint.py``: a benchmark is a dataclass
+with ``run(backend)`` and ``table(results, world_size)``. ``workload.py`` has the models, batches
+and steps that they train, and writes JSON. With ``-n`` each rank runs the same command again.
 
 It may import ``mpishard.cli.run`` and the shared modules of ``mpishard.cli``, no other command.
 """

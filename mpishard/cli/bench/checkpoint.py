@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from rich.table import Table
@@ -25,7 +25,7 @@ from mpishard.distributed import as_distributed
 from mpishard.observe import Timing
 from mpishard.optimizers import AdamW
 
-__all__ = ["CheckpointBenchmark", "CheckpointResult", "checkpoint_table"]
+__all__ = ["CheckpointBenchmark", "CheckpointResult"]
 
 _WIDTH = 1024
 _STEP_WIDTH = 1024  # of the matrix product that stands for a step of training
@@ -88,6 +88,7 @@ class CheckpointBenchmark:
     nbytes: int
     repeats: int
     folder: Path
+    key: ClassVar[str] = "checkpoint"
 
     def layers(self, world_size: int) -> int:
         """Return the number of layers of 1024 x 1024 that make up the size."""
@@ -114,6 +115,31 @@ class CheckpointBenchmark:
         finally:
             if backend.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def table(self, results: list[CheckpointResult], world_size: int) -> Table:
+        """Return the results as a table; a ratio is the median over repeats that have both."""
+        total = next(result.nbytes for result in results if result.nbytes)
+        title = (
+            f"MLP of {counted(self.layers(world_size), 'layer')} of width {_WIDTH}, AdamW, FSDP, "
+            f"{counted(world_size, 'rank')}: {bytes_text(total)} in {self.folder.resolve()}"
+        )
+        table = figures_table(
+            title, ("", "median", "spread", "bytes/s", "ratio", "to"), ("", "to"), 1
+        )
+        seconds: Mapping[str, np.ndarray[Any, Any]] = {r.way: np.array(r.seconds) for r in results}
+        for result in results:
+            timing, way, other = Timing(result.seconds), result.way, result.other
+            table.add_row(
+                way,
+                *timing_cells(timing),
+                f"{bytes_text(int(result.nbytes / timing.median))}/s" if result.nbytes else "",
+                f"{np.median(seconds[way] / seconds[other]):.2f}" if other else "",
+                other,
+            )
+        table.caption = (
+            "read and load: from the system's cache. stall: time that training waits in all"
+        )
+        return table
 
 
 class _Run:
@@ -218,27 +244,3 @@ def _read(file: Path, out: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     with file.open("rb", buffering=0) as opened:
         for start in range(0, out.size, _PART):
             opened.readinto(out[start : start + _PART].data)
-
-
-def checkpoint_table(
-    benchmark: CheckpointBenchmark, results: list[CheckpointResult], world_size: int
-) -> Table:
-    """Return the results as a table; a ratio is the median over repeats, each of which has both."""
-    total = next(result.nbytes for result in results if result.nbytes)
-    title = (
-        f"MLP of {counted(benchmark.layers(world_size), 'layer')} of width {_WIDTH}, AdamW, FSDP, "
-        f"{counted(world_size, 'rank')}: {bytes_text(total)} in {benchmark.folder.resolve()}"
-    )
-    table = figures_table(title, ("", "median", "spread", "bytes/s", "ratio", "to"), ("", "to"), 1)
-    seconds: Mapping[str, np.ndarray[Any, Any]] = {r.way: np.array(r.seconds) for r in results}
-    for result in results:
-        timing, way, other = Timing(result.seconds), result.way, result.other
-        table.add_row(
-            way,
-            *timing_cells(timing),
-            f"{bytes_text(int(result.nbytes / timing.median))}/s" if result.nbytes else "",
-            f"{np.median(seconds[way] / seconds[other]):.2f}" if other else "",
-            other,
-        )
-    table.caption = "read and load: from the system's cache. stall: time that training waits in all"
-    return table

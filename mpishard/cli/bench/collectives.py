@@ -10,12 +10,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from rich.table import Table
 
 from mpishard import settings
+from mpishard.arrays import Array
 from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend
@@ -23,24 +24,21 @@ from mpishard.communication.mpi.library import load_mpi
 from mpishard.layout import ShardLayout
 from mpishard.observe import Curve, Panel, Timing, time_alternately
 
-__all__ = [
-    "KINDS",
-    "CollectiveBenchmark",
-    "CollectiveResult",
-    "GlooGroup",
-    "collective_panels",
-    "collective_table",
-]
+__all__ = ["KINDS", "CollectiveBenchmark", "CollectiveResult", "collective_panels"]
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "barrier")
 """Collectives that are measured."""
 
 Way = Callable[[], object]
-Ways = dict[str, tuple[Way, Any]]
-"""Name -> what does the collective once, and the array that it leaves its result in, or None."""
+"""What does a collective once."""
 
 # It ends with the rank that started it, however that rank ends.
 _BUSY_LOOP = "import os; rank = os.getppid()\nwhile os.getppid() == rank: sum(range(10**6))"
+
+_GLOO_NAMES = {
+    "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
+    "all_gather": ("all_gather_single", "all_gather_into_tensor"),
+}
 
 _IN_PLACE, _MPI_IN_PLACE = "ours, in place", "MPI, in place"
 
@@ -92,165 +90,153 @@ class CollectiveBenchmark:
     dtype: str = "float32"
     repeats: int = 15
     busy: int = 0
+    key: ClassVar[str] = "collectives"
 
-    def run(self, backend: CommunicationBackend) -> Iterator[list[CollectiveResult]]:
+    def run(self, backend: CommunicationBackend) -> list[CollectiveResult]:
         """Measure one collective at one size after the other, each in all its ways. Collective."""
         mpi = load_mpi().COMM_WORLD if isinstance(backend, MPICommunicationBackend) else None
-        gloo = GlooGroup.join(backend) if mpi is not None else None
-        with _busy_loops(self.busy if backend.local_rank == 0 else 0):
+        results = []
+        with ExitStack() as stack:
+            torch = stack.enter_context(_gloo(backend)) if mpi is not None else None
+            # They keep cores busy as other users of the machine do.
+            for _ in range(self.busy if backend.local_rank == 0 else 0):
+                loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", _BUSY_LOOP]))
+                stack.callback(loop.kill)
             for kind in self.kinds:
                 for nbytes in self.sizes if kind != "barrier" else (0,):
-                    ways = _Ways(backend, mpi, gloo, nbytes, np.dtype(self.dtype)).of(kind)
+                    ways = _ways(backend, mpi, torch, kind, nbytes, np.dtype(self.dtype))
                     timings = time_alternately(backend, list(ways.values()), self.repeats)
-                    yield [
-                        CollectiveResult(kind, way, nbytes, timing.seconds)
-                        for way, timing in zip(ways, timings, strict=True)
-                    ]
-        if gloo is not None:
-            gloo.leave()
+                    for way, timing in zip(ways, timings, strict=True):
+                        results.append(CollectiveResult(kind, way, nbytes, timing.seconds))
+        return results
+
+    def table(self, results: Sequence[CollectiveResult], world_size: int) -> Table:
+        """Return the results as a table; ratios are to the same collective at the same size.
+
+        A ratio is the median over the repeats, in each of which the ways took turns. Collectives in
+        place are compared with the library's in place.
+        """
+        columns = ("collective", "size", "", "median", "spread", "bytes/s", "/ MPI", "/ copy")
+        table = figures_table(
+            f"{counted(world_size, 'rank')}, medians", columns, ("collective", ""), 1
+        )
+        seconds = {(r.collective, r.nbytes, r.way): np.array(r.seconds) for r in results}
+        seen = None
+        for result in results:
+            key = (result.collective, result.nbytes)
+            timing = Timing(result.seconds)
+            ratios = [
+                f"{np.median(result.seconds / seconds[*key, other]):.2f}"
+                if (*key, other) in seconds
+                else ""
+                for other in (_MPI_IN_PLACE if result.way == _IN_PLACE else "MPI", "memcpy")
+            ]
+            table.add_row(
+                *([result.collective, bytes_text(result.nbytes)] if key != seen else ["", ""]),
+                result.way,
+                *timing_cells(timing),
+                f"{bytes_text(int(result.nbytes / timing.median))}/s" if result.nbytes else "",
+                *ratios,
+            )
+            seen = key
+        if world_size == 1:
+            table.caption = "One rank has no other to communicate with: -n 2 starts two."
+        elif not any("shared" in result.way for result in results):
+            table.caption = "No rows of shared memory: there is none, or MPISHARD_ARENA is off."
+        return table
+
+    def panels(self, results: Sequence[CollectiveResult], world_size: int) -> list[Panel]:
+        """Return a panel of time against size for each collective that has sizes."""
+        return collective_panels(results)
+
+
+def _ways(
+    backend: CommunicationBackend, mpi: Any, torch: Any, kind: str, nbytes: int, dtype: Any
+) -> dict[str, Way]:
+    """Return the ways to do a collective once, after a look at the result of each."""
+    if kind == "barrier":
+        ways: dict[str, Way] = {"ours": backend.barrier}
+        ways |= {"MPI": mpi.Barrier} if mpi is not None else {}
+        return ways | ({"gloo": torch.distributed.barrier} if torch is not None else {})
+    world, rank, ours = backend.world_size, backend.rank, getattr(backend, kind)
+    length, is_gather = max(1, nbytes // dtype.itemsize), kind == "all_gather"
+    counts = list(ShardLayout(length, world).sizes)
+    source = np.full(counts[rank] if is_gather else length, rank + 1, dtype)
+    whole, mine = np.empty(length, dtype), np.arange(world)
+    size = counts[rank] if kind == "reduce_scatter" else length
+    out, mpi_out = np.empty(size, dtype), np.empty(size, dtype)
+    shared: Any = np.empty(size, dtype)
+    expected = np.repeat(mine + 1, counts) if is_gather else np.array([(mine + 1).sum()])
+    # Each way, and the array that it leaves its result in, or None.
+    found: dict[str, tuple[Way, Any]] = {"ours": (lambda: ours(source, out=out), out)}
+    if kind == "all_reduce":
+        zeros = np.zeros_like(source)  # which stay zeros, however often they are added up
+        found[_IN_PLACE] = (lambda: ours(zeros), None)
+        shared = backend.allocate_shared(length, dtype)
+    # Memory that peers can read.
+    buffer = None if is_gather else backend.allocate_shared(world * length, dtype)
+    if buffer is not None and shared is not None:
+        own = buffer[rank * length :][:length]
+        own[...] = rank + 1
+        found["ours, shared"] = (lambda: ours(own, out=shared), shared)
+    if mpi is not None:
+        calls: dict[str, Way] = {
+            "all_reduce": lambda: mpi.Allreduce(source, mpi_out),
+            "reduce_scatter": lambda: mpi.Reduce_scatter(source, mpi_out, counts),
+            "all_gather": lambda: mpi.Allgatherv(source, [mpi_out, counts]),
+        }
+        found["MPI"] = (calls[kind], mpi_out)
+    if mpi is not None and kind == "all_reduce":
+        mpi_zeros, in_place = np.zeros_like(source), load_mpi().IN_PLACE
+        found[_MPI_IN_PLACE] = (lambda: mpi.Allreduce(in_place, mpi_zeros), None)
+    if torch is not None and (kind == "all_reduce" or length % world == 0):
+        found["gloo"] = (_of_gloo(torch, kind, source, size), None)
+    found["memcpy"] = (lambda: np.copyto(whole, out if is_gather else source), None)
+    for way, (call, result) in found.items():
+        if result is not None:
+            call()
+            backend.barrier()
+            if not (result == expected).all():
+                raise ArithmeticError(f"{way} gives {result[:4]}.. and not {expected[:4]}..")
+    return {way: call for way, (call, _) in found.items()}
 
 
 @contextmanager
-def _busy_loops(number: int) -> Iterator[None]:
-    """Keep cores busy with other processes, as other users of the machine do."""
-    with ExitStack() as stack:
-        for _ in range(number):
-            loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", _BUSY_LOOP]))
-            stack.callback(loop.kill)
-        yield
+def _gloo(backend: CommunicationBackend) -> Iterator[Any]:
+    """Yield torch, a node's ranks joined in a group of gloo; None if one has none. Collective."""
+    here = importlib.util.find_spec("torch") is not None
+    if backend.node_count > 1 or backend.all_gather(np.array([here])).min() == 0:
+        yield None
+        return
+    import torch
+    import torch.distributed
+
+    folder = tempfile.TemporaryDirectory(prefix="mpishard-") if backend.rank == 0 else None
+    name = None if folder is None else np.frombuffer(os.fsencode(folder.name), np.uint8)
+    place = os.fsdecode(backend.broadcast(name).tobytes())
+    settings.write_default("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group(
+        "gloo", f"file://{place}/store", rank=backend.rank, world_size=backend.world_size
+    )
+    yield torch
+    # Not after an error, because the other ranks may never come.
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    if folder is not None:
+        folder.cleanup()
 
 
-class _Ways:
-    """Ways to do a collective on arrays of one size; the results that they leave are checked."""
-
-    def __init__(
-        self,
-        backend: CommunicationBackend,
-        mpi: Any,
-        gloo: GlooGroup | None,
-        nbytes: int,
-        dtype: np.dtype[Any],
-    ) -> None:
-        self.backend = backend
-        self.mpi = mpi
-        self.gloo = gloo
-        self.length = max(1, nbytes // dtype.itemsize)
-        self.dtype = dtype
-        self.layout = ShardLayout(self.length, backend.world_size)
-
-    def of(self, kind: str) -> dict[str, Way]:
-        """Return what does the collective once, for each way, after a look at its result."""
-        ways, expected = getattr(self, f"_{kind}")()
-        for way, (call, result) in ways.items():
-            if result is None:
-                continue
-            call()
-            self.backend.barrier()
-            if not (result == expected).all():
-                raise ArithmeticError(f"{way} gives {result[:4]}.. and not {expected[:4]}..")
-        return {way: call for way, (call, _) in ways.items()}
-
-    def _input(self, length: int) -> np.ndarray[Any, Any]:
-        return np.full(length, self.backend.rank + 1, self.dtype)
-
-    def _own_part_of_shared(self) -> Any:
-        """Return an input of this rank in memory that its peers can read, or None."""
-        buffer = self.backend.allocate_shared(self.backend.world_size * self.length, self.dtype)
-        if buffer is None:
-            return None
-        mine = buffer[self.backend.rank * self.length :][: self.length]
-        mine[...] = self.backend.rank + 1
-        return mine
-
-    def _sum(self) -> np.ndarray[Any, Any]:
-        """Return the sum of the ranks' inputs."""
-        return np.array([sum(range(1, self.backend.world_size + 1))])
-
-    def _all_reduce(self) -> tuple[Ways, Any]:
-        backend, array = self.backend, self._input(self.length)
-        out, mpi_out, copy = (np.empty_like(array) for _ in range(3))
-        zeros = np.zeros_like(array)  # which stay zeros, however often they are added up
-        ways: Ways = {
-            "ours": (lambda: backend.all_reduce(array, out=out), out),
-            _IN_PLACE: (lambda: backend.all_reduce(zeros), None),
-        }
-        mine = self._own_part_of_shared()
-        shared = backend.allocate_shared(self.length, self.dtype)
-        if mine is not None and shared is not None:
-            ways["ours, shared"] = (lambda: backend.all_reduce(mine, out=shared), shared)
-        if self.mpi is not None:
-            mpi_zeros, in_place = np.zeros_like(array), load_mpi().IN_PLACE
-            ways["MPI"] = (lambda: self.mpi.Allreduce(array, mpi_out), mpi_out)
-            ways[_MPI_IN_PLACE] = (lambda: self.mpi.Allreduce(in_place, mpi_zeros), None)
-        if self.gloo is not None:
-            ways["gloo"] = (self.gloo.all_reduce(array), None)
-        ways["memcpy"] = (lambda: np.copyto(copy, array), None)
-        return ways, self._sum()
-
-    def _reduce_scatter(self) -> tuple[Ways, Any]:
-        backend, array, counts = self.backend, self._input(self.length), list(self.layout.sizes)
-        out, mpi_out, shared = (np.empty(counts[backend.rank], self.dtype) for _ in range(3))
-        copy = np.empty_like(array)
-        ways: Ways = {"ours": (lambda: backend.reduce_scatter(array, out=out), out)}
-        mine = self._own_part_of_shared()
-        if mine is not None:
-            ways["ours, shared"] = (lambda: backend.reduce_scatter(mine, out=shared), shared)
-        if self.mpi is not None:
-            ways["MPI"] = (lambda: self.mpi.Reduce_scatter(array, mpi_out, counts), mpi_out)
-        if self.gloo is not None and self.length % backend.world_size == 0:
-            ways["gloo"] = (self.gloo.reduce_scatter(array), None)
-        ways["memcpy"] = (lambda: np.copyto(copy, array), None)
-        return ways, self._sum()
-
-    def _all_gather(self) -> tuple[Ways, Any]:
-        backend, counts = self.backend, list(self.layout.sizes)
-        piece = self._input(counts[backend.rank])
-        out, mpi_out, copy = (np.empty(self.length, self.dtype) for _ in range(3))
-        ways: Ways = {"ours": (lambda: backend.all_gather(piece, out=out), out)}
-        if self.mpi is not None:
-            ways["MPI"] = (lambda: self.mpi.Allgatherv(piece, [mpi_out, counts]), mpi_out)
-        if self.gloo is not None and self.length % backend.world_size == 0:
-            ways["gloo"] = (self.gloo.all_gather(piece, self.length), None)
-        ways["memcpy"] = (lambda: np.copyto(copy, out), None)
-        return ways, np.repeat(range(1, backend.world_size + 1), counts)
-
-    def _barrier(self) -> tuple[Ways, Any]:
-        ways: Ways = {"ours": (self.backend.barrier, None)}
-        if self.mpi is not None:
-            ways["MPI"] = (self.mpi.Barrier, None)
-        if self.gloo is not None:
-            ways["gloo"] = (self.gloo.barrier, None)
-        return ways, None
-
-
-def collective_table(results: Sequence[CollectiveResult], world_size: int) -> Table:
-    """Return the results as a table; ratios are to the same collective at the same size.
-
-    A ratio is the median over the repeats, in each of which the ways took turns. Collectives in
-    place are compared with the library's in place.
-    """
-    columns = ("collective", "size", "", "median", "spread", "bytes/s", "/ MPI", "/ copy")
-    table = figures_table(f"{counted(world_size, 'rank')}, medians", columns, ("collective", ""), 1)
-    seconds = {(r.collective, r.nbytes, r.way): np.array(r.seconds) for r in results}
-    seen = None
-    for result in results:
-        key = (result.collective, result.nbytes)
-        timing = Timing(result.seconds)
-        ratios = [
-            f"{np.median(result.seconds / seconds[*key, other]):.2f}"
-            if (*key, other) in seconds
-            else ""
-            for other in (_MPI_IN_PLACE if result.way == _IN_PLACE else "MPI", "memcpy")
-        ]
-        table.add_row(
-            *([result.collective, bytes_text(result.nbytes)] if key != seen else ["", ""]),
-            result.way,
-            *timing_cells(timing),
-            f"{bytes_text(int(result.nbytes / timing.median))}/s" if result.nbytes else "",
-            *ratios,
-        )
-        seen = key
-    return table
+def _of_gloo(torch: Any, kind: str, source: Array, size: int) -> Way:
+    """Return gloo's collective, which sums zeros in place, or leaves ``size`` elements."""
+    distributed = torch.distributed
+    if kind == "all_reduce":
+        zeros = torch.from_numpy(np.zeros_like(source))
+        return lambda: distributed.all_reduce(zeros)
+    # Newer versions have the same under another name, and warn of the old one.
+    new, old = _GLOO_NAMES[kind]
+    call = getattr(distributed, new if hasattr(distributed, new) else old)
+    tensor, out = torch.from_numpy(source), torch.from_numpy(np.empty(size, source.dtype))
+    return lambda: call(out, tensor)
 
 
 def collective_panels(results: Sequence[CollectiveResult]) -> list[Panel]:
@@ -271,62 +257,3 @@ def collective_panels(results: Sequence[CollectiveResult]) -> list[Panel]:
             )
         panels.append(Panel(kind.replace("_", "-"), "bytes", "milliseconds", curves))
     return panels
-
-
-class GlooGroup:
-    """The ranks of one node as a process group of ``torch.distributed``."""
-
-    def __init__(self, torch: Any, folder: tempfile.TemporaryDirectory[str] | None) -> None:
-        self._torch = torch
-        self._folder = folder
-
-    @classmethod
-    def join(cls, backend: CommunicationBackend) -> GlooGroup | None:
-        """Meet the other ranks; None on all where one has no PyTorch. Collective."""
-        here = importlib.util.find_spec("torch") is not None
-        if backend.node_count > 1 or backend.all_gather(np.array([here])).min() == 0:
-            return None
-        import torch
-        import torch.distributed
-
-        folder = tempfile.TemporaryDirectory(prefix="mpishard-") if backend.rank == 0 else None
-        name = None if folder is None else np.frombuffer(os.fsencode(folder.name), np.uint8)
-        place = os.fsdecode(backend.broadcast(name).tobytes())
-        settings.write_default("GLOO_SOCKET_IFNAME", "lo")
-        torch.distributed.init_process_group(
-            "gloo", f"file://{place}/store", rank=backend.rank, world_size=backend.world_size
-        )
-        return cls(torch, folder)
-
-    def leave(self) -> None:
-        """Part from the other ranks."""
-        self.barrier()
-        self._torch.distributed.destroy_process_group()
-        if self._folder is not None:
-            self._folder.cleanup()
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self._torch.distributed.barrier()
-
-    def all_reduce(self, array: np.ndarray[Any, Any]) -> Callable[[], object]:
-        """Sum zeros of the array's length and dtype, in place."""
-        tensor = self._torch.from_numpy(np.zeros_like(array))
-        return lambda: self._torch.distributed.all_reduce(tensor)
-
-    def reduce_scatter(self, array: np.ndarray[Any, Any]) -> Callable[[], object]:
-        """Sum the array, and keep this rank's piece."""
-        distributed = self._torch.distributed
-        # Newer versions have the same under another name, and warn of the old one.
-        scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
-        source = self._torch.from_numpy(array)
-        out = self._torch.empty(len(array) // distributed.get_world_size(), dtype=source.dtype)
-        return lambda: scatter(out, source)
-
-    def all_gather(self, piece: np.ndarray[Any, Any], length: int) -> Callable[[], object]:
-        """Put all ranks' pieces end to end."""
-        distributed = self._torch.distributed
-        gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
-        source = self._torch.from_numpy(piece)
-        out = self._torch.empty(length, dtype=source.dtype)
-        return lambda: gather(out, source)

@@ -5,39 +5,24 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.table import Table
 
 from mpishard import settings
-from mpishard.cli.bench.checkpoint import CheckpointBenchmark, checkpoint_table
-from mpishard.cli.bench.collectives import (
-    KINDS,
-    CollectiveBenchmark,
-    CollectiveResult,
-    collective_panels,
-    collective_table,
-)
-from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark, speedup_table
-from mpishard.cli.bench.step import (
-    ALONE,
-    ChecksBenchmark,
-    StepBenchmark,
-    checks_table,
-    step_panel,
-    step_table,
-)
+from mpishard.cli.bench.checkpoint import CheckpointBenchmark
+from mpishard.cli.bench.collectives import KINDS, CollectiveBenchmark
+from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark
+from mpishard.cli.bench.step import STRATEGIES, ChecksBenchmark, StepBenchmark
 from mpishard.cli.bench.workload import CONTEXT, write_json
 from mpishard.cli.tables import show
 from mpishard.cli.wording import check_choice, parse_bytes, refuse, refusing
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.errors import MPIUnavailableError
-from mpishard.observe import Panel, plot_panels
+from mpishard.observe import plot_panels
 from mpishard.pipeline import SCHEDULE_NAMES
 
 __all__ = ["bench"]
@@ -72,9 +57,6 @@ PlotOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the 
 _SIZES = {"mlp": (1024, 8, 64), "gpt": (256, 4, 8)}
 """Width, layers and batch per rank of the published figures."""
 
-# Strategies whose ranks compute samples of their own; `speedup` is for those that share them.
-_STRATEGIES = (ALONE, "ddp", "zero1", "zero2", "zero3", "fsdp")
-
 
 @bench.command()
 def collectives(
@@ -106,21 +88,7 @@ def collectives(
     with refusing("bench", "--sizes: "):
         lengths = [parse_bytes(text) for text in sizes.split(",")]
     benchmark = CollectiveBenchmark(chosen, lengths, dtype, repeats, busy)
-
-    def table(results: Sequence[CollectiveResult], size: int) -> Table:
-        made = collective_table(results, size)
-        if size == 1:
-            made.caption = "One rank has no other to communicate with: -n 2 starts two."
-        elif not any("shared" in result.way for result in results):
-            made.caption = "No rows of shared memory: there is none, or MPISHARD_ARENA is off."
-        return made
-
-    _Job(context, ranks, world_size, json, plot).measure(
-        "collectives",
-        lambda backend: [result for rows in benchmark.run(backend) for result in rows],
-        table,
-        lambda results, _: collective_panels(results),
-    )
+    _measure(context, benchmark, ranks, world_size, json, plot)
 
 
 @bench.command()
@@ -135,10 +103,7 @@ def checks(
     world_size: ThreadsOption = 0,
 ) -> None:
     """Measure the cost of checked and logged calls in a step of examples/train_gpt.py."""
-    benchmark = ChecksBenchmark(strategy, steps=steps)
-    _Job(context, ranks, world_size, json).measure(
-        "checks", benchmark.run, lambda result, size: checks_table(benchmark, result, size)
-    )
+    _measure(context, ChecksBenchmark(strategy, steps=steps), ranks, world_size, json)
 
 
 @bench.command()
@@ -147,7 +112,7 @@ def step(
     model: Annotated[Literal["mlp", "gpt"], typer.Option(help="Model that is trained.")] = "mlp",
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help=f"One of {', '.join(_STRATEGIES)}; may be repeated. Default: all."),
+        typer.Option(help=f"One of {', '.join(STRATEGIES)}; may be repeated. Default: all."),
     ] = None,
     width: Annotated[int, _count("Default 1024 for mlp, 256 for gpt.", 0)] = 0,
     layers: Annotated[int, _count("Default 8 for mlp, 4 for gpt.", 0)] = 0,
@@ -171,23 +136,18 @@ def step(
     world_size: ThreadsOption = 0,
 ) -> None:
     """Time training steps; the strategy alone is the same step without communication."""
-    chosen = strategy or [s for s in _STRATEGIES if s != "zero3"]  # which is fsdp
+    chosen = strategy or [s for s in STRATEGIES if s != "zero3"]  # which is fsdp
     for name in chosen:
-        check_choice("bench", "--strategy", name, _STRATEGIES)
+        check_choice("bench", "--strategy", name, STRATEGIES)
     usual = _SIZES[model]
     sizes = (width or usual[0], layers or usual[1], batch or usual[2])
     mixed = None if precision == "float32" else precision
     benchmark = StepBenchmark(
-        model, *sizes, steps, warmup, unit_size, checks, memory, mixed, tokens
+        model, *sizes, steps, warmup, unit_size, checks, memory, mixed, tokens, chosen
     )
     with refusing("bench"):  # sizes that do not fit each other
         benchmark.build_model()
-    _Job(context, ranks, world_size, json, plot).measure(
-        "steps",
-        lambda backend: [result for name in chosen for result in benchmark.run(backend, name)],
-        lambda results, size: step_table(benchmark, results, size),
-        lambda results, size: [step_panel(benchmark, results, size)],
-    )
+    _measure(context, benchmark, ranks, world_size, json, plot)
 
 
 @bench.command()
@@ -220,14 +180,10 @@ def speedup(
     size = ranks or world_size or settings.launched_world_size()
     if size == 1 or (not size and settings.launcher_variable() is None):
         refuse("bench", "speedup compares ranks that share a step with one alone: -n 2 starts two")
-    benchmark = SpeedupBenchmark(width, layers, batch, micro_batches, steps, warmup)
+    benchmark = SpeedupBenchmark(width, layers, batch, micro_batches, steps, warmup, chosen)
     with refusing("bench"):  # sizes that do not fit each other
         benchmark.build_model()
-    _Job(context, ranks, world_size, json).measure(
-        "speedup",
-        lambda backend: benchmark.run(backend, chosen),
-        lambda results, size: speedup_table(benchmark, results, size),
-    )
+    _measure(context, benchmark, ranks, world_size, json)
 
 
 @bench.command()
@@ -246,63 +202,51 @@ def checkpoint(
     with refusing("bench", "--size: "):
         benchmark = CheckpointBenchmark(parse_bytes(size), repeats, folder)
     with refusing("bench", errors=(OSError,)):
-        _Job(context, ranks, world_size, json).measure(
-            "checkpoint",
-            benchmark.run,
-            lambda results, count: checkpoint_table(benchmark, results, count),
-        )
+        _measure(context, benchmark, ranks, world_size, json)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Ranks that measure, and files for what they find.
+def _measure(
+    context: typer.Context,
+    benchmark: Any,
+    ranks: int,
+    threads: int,
+    json: Path | None,
+    plot: Path | None = None,
+) -> None:
+    """Run a benchmark on MPI ranks started for it, on threads, or on the ranks that there are.
 
-    ``ranks`` are MPI ranks that are started for it, ``world_size`` is a number of threads; if
-    both are 0 the ranks are those of this process.
+    Rank 0 shows its table and writes the files. A benchmark has a ``key`` in JSON,
+    ``run(backend)``, ``table(results, world_size)``, and ``panels(results, world_size)`` if it
+    can be plotted.
     """
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        refuse("bench", "--plot needs matplotlib: pip install 'mpishard[plot]'")
+    if ranks and threads:
+        refuse("bench", "-n starts MPI ranks and --world-size threads: give one of them")
+    launcher = settings.launcher_variable()
+    if launcher is not None and (ranks or threads):
+        text = f"this process is a rank already ({launcher} is set): leave out -n and "
+        refuse("bench", f"{text}--world-size")
+    if ranks:
+        words = ["run", "-n", str(ranks), "-m", "mpishard", "bench"]
+        words += [context.command.name or "", *_given(context)]
+        # In place of this process, so that signals and the exit code are those of the job.
+        os.execv(sys.executable, [sys.executable, "-m", "mpishard", *words])  # noqa: S606
 
-    context: typer.Context
-    ranks: int
-    world_size: int
-    json: Path | None
-    plot: Path | None = None
+    def body(backend: CommunicationBackend) -> None:
+        results = benchmark.run(backend)
+        if backend.rank > 0:
+            return
+        show(benchmark.table(results, backend.world_size))
+        if json is not None:
+            is_one = not isinstance(results, list)
+            rows = results.as_dict() if is_one else [asdict(result) for result in results]
+            write_json(json, {"world_size": backend.world_size, benchmark.key: rows})
+        if plot is not None:
+            plot_panels(plot, benchmark.panels(results, backend.world_size))
 
-    def measure(
-        self,
-        key: str,
-        run: Callable[[CommunicationBackend], Any],
-        table: Callable[[Any, int], Table],
-        panels: Callable[[Any, int], list[Panel]] = lambda *_: [],
-    ) -> None:
-        """Run a benchmark; rank 0 shows its table and writes the files."""
-        if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
-            refuse("bench", "--plot needs matplotlib: pip install 'mpishard[plot]'")
-        if self.ranks and self.world_size:
-            refuse("bench", "-n starts MPI ranks and --world-size threads: give one of them")
-        launcher = settings.launcher_variable()
-        if launcher is not None and (self.ranks or self.world_size):
-            text = f"this process is a rank already ({launcher} is set): leave out -n and "
-            refuse("bench", f"{text}--world-size")
-        if self.ranks:
-            words = ["run", "-n", str(self.ranks), "-m", "mpishard", "bench"]
-            words += [self.context.command.name or "", *_given(self.context)]
-            # In place of this process, so that signals and the exit code are those of the job.
-            os.execv(sys.executable, [sys.executable, "-m", "mpishard", *words])  # noqa: S606
-
-        def body(backend: CommunicationBackend) -> None:
-            results = run(backend)
-            if backend.rank > 0:
-                return
-            show(table(results, backend.world_size))
-            if self.json is not None:
-                is_one = not isinstance(results, list)
-                rows = results.as_dict() if is_one else [asdict(result) for result in results]
-                write_json(self.json, {"world_size": backend.world_size, key: rows})
-            if self.plot is not None:
-                plot_panels(self.plot, panels(results, backend.world_size))
-
-        with refusing("bench", errors=(MPIUnavailableError,)):
-            launch(body, world_size=self.world_size or None)
+    with refusing("bench", errors=(MPIUnavailableError,)):
+        launch(body, world_size=threads or None)
 
 
 def _given(context: typer.Context) -> list[str]:

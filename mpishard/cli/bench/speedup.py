@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from rich.table import Table
@@ -16,13 +16,13 @@ from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend
 from mpishard.models.programs.mesh_program import MeshProgram
-from mpishard.models.strategies.mesh_model import MeshModel
+from mpishard.models.strategies.mesh_parallel import MeshModel
 from mpishard.observe import Timing
 from mpishard.pipeline import measured_layer_costs
 from mpishard.sharding import ShardingConfiguration
 from mpishard.tensor import TensorParallelLayerPartitioner
 
-__all__ = ["TENSOR", "SpeedupBenchmark", "SpeedupResult", "speedup_table"]
+__all__ = ["TENSOR", "SpeedupBenchmark", "SpeedupResult"]
 
 TENSOR = "tensor"
 """The way that is not a schedule of a pipeline."""
@@ -82,6 +82,8 @@ class SpeedupBenchmark:
         Of pipelines.
     steps, warmup : int
         Steps that count, and steps before them.
+    ways : sequence of str
+        `TENSOR`, and names of schedules.
     """
 
     width: int
@@ -90,6 +92,8 @@ class SpeedupBenchmark:
     micro_batches: int
     steps: int = 10
     warmup: int = 2
+    ways: Sequence[str] = ()
+    key: ClassVar[str] = "speedup"
 
     def build_model(self) -> nn.GPT:
         """Return the model, without arrays yet.
@@ -101,7 +105,7 @@ class SpeedupBenchmark:
         """
         return gpt(self.width, self.layers, max(1, self.width // _HEAD_SIZE))
 
-    def run(self, backend: CommunicationBackend, ways: list[str]) -> list[SpeedupResult]:
+    def run(self, backend: CommunicationBackend) -> list[SpeedupResult]:
         """Measure, in turn from step to step, so that what disturbs one disturbs all. Collective.
 
         While rank 0 steps alone the others sleep. Stages are dealt by the measured time of each
@@ -113,7 +117,7 @@ class SpeedupBenchmark:
         costs = measured_layer_costs(self.build_model(), x[:rows], y[:rows])  # rank 0's count
         cut = {"partition_strategy": costs, "micro_batch_count": self.micro_batches}
         trained: dict[str, tuple[Any, Callable[[], object]]] = {}
-        for way in (_ONE, *ways):
+        for way in (_ONE, *self.ways):
             config = ShardingConfiguration(single if way == _ONE else backend)
             strategy = {_ONE: "ddp", TENSOR: TENSOR}.get(way, "pipeline")
             options: dict[str, Any] = {"schedule": way, **cut} if strategy == "pipeline" else {}
@@ -177,6 +181,32 @@ class SpeedupBenchmark:
             waiting=float(waits.max() / median),
         )
 
+    def table(self, results: list[SpeedupResult], world_size: int) -> Table:
+        """Return the results as a table."""
+        model = self.build_model()
+        title = (
+            f"GPT, {counted(self.layers, 'layer')} of width {self.width}, "
+            f"{model.parameter_count:,} parameters, {counted(self.batch, 'sequence')} of "
+            f"{CONTEXT} tokens on {counted(world_size, 'rank')} together, "
+            f"{counted(self.micro_batches, 'micro-batch')}, {counted(self.steps, 'step')}"
+        )
+        columns = (
+            "way", "median", "spread", "speed-up", "limit", "balance", "compute / 1 rank",
+            "waiting", "sent per step",
+        )  # fmt: skip
+        table = figures_table(title, columns, ("way",), 1)
+        for result in results:
+            table.add_row(
+                result.way,
+                *timing_cells(Timing(result.seconds)),
+                f"{result.speedup:.2f}",
+                f"{result.limit:.2f}",
+                *("" if np.isnan(v) else f"{v:.2f}" for v in (result.balance, result.overhead)),
+                "" if np.isnan(result.waiting) else f"{result.waiting:.0%}",
+                bytes_text(result.bytes_sent),
+            )
+        return table
+
 
 def _sent(model: Any) -> int:
     """Return the bytes that this rank has sent along the axes of the model's mesh."""
@@ -184,32 +214,3 @@ def _sent(model: Any) -> int:
         return 0
     groups = {id(g): g for g in (model.mesh.pipeline, model.mesh.tensor, model.mesh.world)}
     return sum(group.traffic.total_bytes for group in groups.values())
-
-
-def speedup_table(
-    benchmark: SpeedupBenchmark, results: list[SpeedupResult], world_size: int
-) -> Table:
-    """Return the results as a table."""
-    model = benchmark.build_model()
-    title = (
-        f"GPT, {counted(benchmark.layers, 'layer')} of width {benchmark.width}, "
-        f"{model.parameter_count:,} parameters, {counted(benchmark.batch, 'sequence')} of "
-        f"{CONTEXT} tokens on {counted(world_size, 'rank')} together, "
-        f"{counted(benchmark.micro_batches, 'micro-batch')}, {counted(benchmark.steps, 'step')}"
-    )
-    columns = (
-        "way", "median", "spread", "speed-up", "limit", "balance", "compute / 1 rank", "waiting",
-        "sent per step",
-    )  # fmt: skip
-    table = figures_table(title, columns, ("way",), 1)
-    for result in results:
-        table.add_row(
-            result.way,
-            *timing_cells(Timing(result.seconds)),
-            f"{result.speedup:.2f}",
-            f"{result.limit:.2f}",
-            *("" if np.isnan(v) else f"{v:.2f}" for v in (result.balance, result.overhead)),
-            "" if np.isnan(result.waiting) else f"{result.waiting:.0%}",
-            bytes_text(result.bytes_sent),
-        )
-    return table

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from rich.table import Table
@@ -23,19 +23,15 @@ from mpishard.optimizers.rules.compiled import uses_numba
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = [
-    "ALONE",
-    "LIMIT",
-    "ChecksBenchmark",
-    "ChecksResult",
-    "StepBenchmark",
+    "ALONE", "LIMIT", "STRATEGIES", "ChecksBenchmark", "ChecksResult", "StepBenchmark",
     "StepResult",
-    "checks_table",
-    "step_panel",
-    "step_table",
-]
+]  # fmt: skip
 
 ALONE = "alone"
 """The step that communicates with nobody: a lower bound of the others."""
+
+STRATEGIES = (ALONE, "ddp", "zero1", "zero2", "zero3", "fsdp")
+"""Those whose ranks compute samples of their own; `SpeedupBenchmark` is for the others."""
 
 _HEADS = 8
 
@@ -91,6 +87,8 @@ class StepBenchmark:
         See `ShardingConfiguration`; None computes in float32.
     context : int
         Tokens of a sequence, of ``gpt``.
+    strategies : sequence of str
+        Of `STRATEGIES`.
     """
 
     model: str
@@ -104,6 +102,8 @@ class StepBenchmark:
     memory: bool = False
     precision: str | None = None
     context: int = CONTEXT
+    strategies: Sequence[str] = ()
+    key: ClassVar[str] = "steps"
 
     def build_model(self) -> nn.Model:
         """Return the model, without arrays yet.
@@ -117,7 +117,11 @@ class StepBenchmark:
             return nn.MLP([self.width] * (self.layers + 1), dtype="float32")
         return gpt(self.width, self.layers, _HEADS, self.context)
 
-    def run(self, backend: CommunicationBackend, strategy: str) -> list[StepResult]:
+    def run(self, backend: CommunicationBackend) -> list[StepResult]:
+        """Measure one strategy after the other. Collective."""
+        return [result for name in self.strategies for result in self.run_one(backend, name)]
+
+    def run_one(self, backend: CommunicationBackend, strategy: str) -> list[StepResult]:
         """Measure one strategy. Collective; a result for each setting of the checks."""
         model = self.build_model()
         if self.model == "mlp":
@@ -164,44 +168,42 @@ class StepBenchmark:
             for suffix, timing in timings.items()
         ]
 
-
-def step_table(benchmark: StepBenchmark, results: list[StepResult], world_size: int) -> Table:
-    """Return the results as a table; ratios are to the step alone, if it was measured."""
-    title = (
-        f"{benchmark.model}, {counted(benchmark.layers, 'layer')} of width {benchmark.width}, "
-        f"{results[0].parameters:,} parameters, {benchmark.batch} per rank, "
-        f"{counted(world_size, 'rank')}, {counted(benchmark.steps, 'step')}, "
-        f"{benchmark.precision or 'float32'}, updates in "
-        f"{'numba' if uses_numba() else 'NumPy'}"
-    )
-    columns = ("strategy", "median", "spread", "/ alone", "sent per step", "resident", "peak")
-    table = figures_table(title, columns, ("strategy",))
-    bound = next((Timing(r.seconds).median for r in results if r.strategy == ALONE), None)
-    for result in results:
-        timing = Timing(result.seconds)
-        table.add_row(
-            result.strategy,
-            *timing_cells(timing),
-            "" if bound is None else f"{timing.median / bound:.2f}",
-            bytes_text(result.bytes_sent),
-            bytes_text(result.resting_bytes),
-            bytes_text(result.peak_bytes),
+    def table(self, results: list[StepResult], world_size: int) -> Table:
+        """Return the results as a table; ratios are to the step alone, if it was measured."""
+        title = (
+            f"{self.model}, {counted(self.layers, 'layer')} of width {self.width}, "
+            f"{results[0].parameters:,} parameters, {self.batch} per rank, "
+            f"{counted(world_size, 'rank')}, {counted(self.steps, 'step')}, "
+            f"{self.precision or 'float32'}, updates in "
+            f"{'numba' if uses_numba() else 'NumPy'}"
         )
-    return table
+        columns = ("strategy", "median", "spread", "/ alone", "sent per step", "resident", "peak")
+        table = figures_table(title, columns, ("strategy",))
+        bound = next((Timing(r.seconds).median for r in results if r.strategy == ALONE), None)
+        for result in results:
+            timing = Timing(result.seconds)
+            table.add_row(
+                result.strategy,
+                *timing_cells(timing),
+                "" if bound is None else f"{timing.median / bound:.2f}",
+                bytes_text(result.bytes_sent),
+                bytes_text(result.resting_bytes),
+                bytes_text(result.peak_bytes),
+            )
+        return table
 
-
-def step_panel(benchmark: StepBenchmark, results: list[StepResult], world_size: int) -> Panel:
-    """Return the time of each step, one curve for each strategy."""
-    curves = [
-        Curve(
-            f"{result.strategy}, median {milliseconds(Timing(result.seconds).median)}",
-            range(1, len(result.seconds) + 1),
-            [seconds * 1e3 for seconds in result.seconds],
-        )
-        for result in results
-    ]
-    title = f"{benchmark.model}, {results[0].parameters / 1e6:.1f}M, {counted(world_size, 'rank')}"
-    return Panel(title, "step", "milliseconds", curves, logarithmic="")
+    def panels(self, results: list[StepResult], world_size: int) -> list[Panel]:
+        """Return the time of each step, one curve for each strategy."""
+        curves = [
+            Curve(
+                f"{result.strategy}, median {milliseconds(Timing(result.seconds).median)}",
+                range(1, len(result.seconds) + 1),
+                [seconds * 1e3 for seconds in result.seconds],
+            )
+            for result in results
+        ]
+        title = f"{self.model}, {results[0].parameters / 1e6:.1f}M, {counted(world_size, 'rank')}"
+        return [Panel(title, "step", "milliseconds", curves, logarithmic="")]
 
 
 LIMIT = 0.02
@@ -282,6 +284,7 @@ class ChecksBenchmark:
     context: int = 128
     batch: int = 16
     steps: int = 30
+    key: ClassVar[str] = "checks"
 
     def run(self, backend: CommunicationBackend) -> ChecksResult:
         """Measure. Collective; ends with the backend as it was."""
@@ -319,6 +322,29 @@ class ChecksBenchmark:
             header.seconds,
         )
 
+    def table(self, result: ChecksResult, world_size: int) -> Table:
+        """Return the result as a table; percentages are of the step."""
+        title = (
+            f"GPT, {counted(self.layers, 'layer')} of width {self.width}, "
+            f"{self.strategy}, {counted(world_size, 'rank')}: {milliseconds(result.step)} a step, "
+            f"{result.collectives} collectives in it"
+        )
+        table = figures_table(title, ("", "a collective", "a step", "of the step", "limit"), ("",))
+        record, header = Timing(result.record_seconds).median, Timing(result.header_seconds).median
+        count = max(1, result.collectives)
+        for name, seconds, share in (
+            ("call log, clocked in the step", record / count, result.record_share),
+            ("header alone, there and back", header, result.header_share),
+        ):
+            table.add_row(
+                name, milliseconds(seconds), milliseconds(seconds * count), f"{share:.2%}"
+            )
+        both = result.record_share + result.header_share
+        table.add_row("both, at most", "", "", f"{both:.2%}", f"{LIMIT:.0%}")
+        for without in (_NO_CHECKS, _NO_LOG):
+            table.add_row(f"a step / one {without}", "", "", f"{result.difference(without):+.2%}")
+        return table
+
 
 class _Clocked:
     """Counts, and clocks, the calls that a status page records."""
@@ -333,25 +359,3 @@ class _Clocked:
         self._record(call, frame)
         self.seconds += time.perf_counter() - start
         self.count += 1
-
-
-def checks_table(benchmark: ChecksBenchmark, result: ChecksResult, world_size: int) -> Table:
-    """Return the result as a table; percentages are of the step."""
-    title = (
-        f"GPT, {counted(benchmark.layers, 'layer')} of width {benchmark.width}, "
-        f"{benchmark.strategy}, {counted(world_size, 'rank')}: {milliseconds(result.step)} a step, "
-        f"{result.collectives} collectives in it"
-    )
-    table = figures_table(title, ("", "a collective", "a step", "of the step", "limit"), ("",))
-    record, header = Timing(result.record_seconds).median, Timing(result.header_seconds).median
-    count = max(1, result.collectives)
-    for name, seconds, share in (
-        ("call log, clocked in the step", record / count, result.record_share),
-        ("header alone, there and back", header, result.header_share),
-    ):
-        table.add_row(name, milliseconds(seconds), milliseconds(seconds * count), f"{share:.2%}")
-    both = result.record_share + result.header_share
-    table.add_row("both, at most", "", "", f"{both:.2%}", f"{LIMIT:.0%}")
-    for without in (_NO_CHECKS, _NO_LOG):
-        table.add_row(f"a step / one {without}", "", "", f"{result.difference(without):+.2%}")
-    return table

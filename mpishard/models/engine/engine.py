@@ -27,7 +27,12 @@ from mpishard.models.engine.update import (
 )
 from mpishard.models.programs.leaves import GradientLeaves
 from mpishard.models.programs.program import Batch, Program
-from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients, squared_norm
+from mpishard.models.stores.gradient_store import (
+    BackwardPass,
+    GradientStore,
+    ReplicatedGradients,
+    squared_norm,
+)
 from mpishard.models.stores.offload import OffloadedGradients, UpdateStage
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
@@ -89,16 +94,11 @@ class Engine:
     """
 
     def __init__(
-        self,
-        program: Program,
-        parameters: ParameterStore,
-        make_gradients: Callable[[StoreLayout], GradientStore],
-        state_layout: StoreLayout,
-        stage: UpdateStage | None,
-        policy: Policy,
-        loss: ILossFunction | None,
+        self, program: Program, parameters: ParameterStore,
+        make_gradients: Callable[[StoreLayout], GradientStore], state_layout: StoreLayout,
+        stage: UpdateStage | None, policy: Policy, loss: ILossFunction | None,
         config: ShardingConfiguration,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.program = program
         self.parameters = parameters
         self.policy = policy
@@ -133,7 +133,7 @@ class Engine:
         self.freeze(program.frozen)
 
     def freeze(self, names: frozenset[str]) -> None:
-        """Train what is not among ``names``, which are names of parameters. Collective.
+        """Train all parameters but those called ``names``. Collective.
 
         Frozen parameters have no optimizer state and count for no norm. A unit that is frozen as a
         whole has no gradient, and is sent only if it must be gathered.
@@ -170,7 +170,7 @@ class Engine:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank's pieces go to a checkpoint: of replicas trained apart the first's."""
+        """True if this rank's pieces go to a checkpoint: of replicas apart those of the first."""
         across = self.replica.across
         return across is None or across.rank == 0
 
@@ -201,16 +201,9 @@ class Engine:
         return vector if owners is None else owners.all_reduce(vector)
 
     def step(
-        self,
-        x: Array,
-        y: Array,
-        rule: Rule,
-        *,
-        sample_start: int | None = None,
-        settings: Mapping[str, Any] | None = None,
-        apart: bool = False,
-        alone: bool = False,
-    ) -> StepReport:
+        self, x: Array, y: Array, rule: Rule, *, sample_start: int | None = None,
+        settings: Mapping[str, Any] | None = None, apart: bool = False, alone: bool = False,
+    ) -> StepReport:  # fmt: skip
         """One synchronised update on this rank's batch; inside `accumulate`, none yet.
 
         ``sample_start`` is the index of this rank's first sample among those of all ranks and of
@@ -293,15 +286,9 @@ class Engine:
         ]
 
     def _step(
-        self,
-        batches: Sequence[Part],
-        rule: Rule,
-        settings: Mapping[str, Any],
-        *,
-        is_local: bool,
-        apart: bool,
-        alone: bool,
-    ) -> StepReport:
+        self, batches: Sequence[Part], rule: Rule, settings: Mapping[str, Any], *, is_local: bool,
+        apart: bool, alone: bool,
+    ) -> StepReport:  # fmt: skip
         round_ = self.round
         # Only the last pass of a round reduces: earlier ones add to the gradient on this rank.
         is_whole = apart and self.replica.across is None  # this rank is a replica
@@ -420,7 +407,7 @@ class Engine:
         self.changed()
 
     def _change(self, rule: Rule, gradients: list[Array], report: StepReport) -> None:
-        """Let ``rule`` update; a step's observer may look at what it updates before and after."""
+        """Let ``rule`` update; a step's observer sees the parameters before and after."""
         owned = self.parameters.owned(self.pieces.updated), gradients
         stage = self._stage
         # An offloaded state is updated in host memory: gradients are copied there, and the new
@@ -449,7 +436,7 @@ class Engine:
         self.changed()
 
     def zeros_for_state(self) -> Array:
-        """A vector of an optimizer's state, as long as what this rank updates."""
+        """Zeros for an optimizer's state: one for each element that this rank updates."""
         length = sum(piece.length for piece in self.pieces.updated)
         # In the layout of the state: with offloading it lies in host memory, and the parameters on
         # a GPU.
@@ -486,23 +473,14 @@ class Engine:
         return report
 
     def run_pass(
-        self,
-        x: Array,
-        y: Array,
-        gradients: GradientStore,
-        *,
-        is_first: bool,
-        is_last: bool,
-        sample_start: int = 0,
-        loss: ILossFunction | None = None,
-    ) -> tuple[float, float]:
+        self, x: Array, y: Array, gradients: GradientStore, *, is_first: bool, is_last: bool,
+        sample_start: int = 0, loss: ILossFunction | None = None,
+    ) -> tuple[float, float]:  # fmt: skip
         """One forward and backward pass; this rank's loss sum and weight."""
-        gradients.begin(
-            is_first=is_first, is_last=is_last,
-            defer=self.round.defers or self.micro_batches > 1,
-            # Other stores are for a caller's gradient, which is never sent from here.
-            compresses=gradients is self.gradients and self._config.enable_gradient_compression,
-        )  # fmt: skip
+        # Other stores are for a caller's gradient, which is never sent from here.
+        compresses = gradients is self.gradients and self._config.enable_gradient_compression
+        defers = self.round.defers or self.micro_batches > 1
+        gradients.begin(BackwardPass(is_first, is_last, defers, compresses))
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
         batch = Batch(x, y, loss or self.loss, context)
         total, weight = self.program.train(self.parameters, gradients, batch)

@@ -78,7 +78,7 @@ class Replicas:
             )
 
     def require_one(self, purpose: str) -> None:
-        """Refuse what trains one replica of all ranks, if groups of ranks hold one each.
+        """Refuse training of one replica of all ranks, if groups of ranks hold one each.
 
         Raises
         ------
@@ -92,7 +92,7 @@ class Replicas:
             )
 
     def require_equal(self, purpose: str) -> None:
-        """Refuse what needs the same parameters on all ranks while replicas differ.
+        """Refuse a call that needs the same parameters on all ranks, while replicas differ.
 
         Raises
         ------
@@ -132,6 +132,7 @@ class Replicas:
         self.require_one("synchronize_gradients()")
         backend = self._parameters.backend
         if self._policy.shards_state:
+            # No replica can have drifted; the call stays collective, whatever the strategy is.
             backend.barrier()
             return False
         total = float(backend.all_reduce(np.array([self._weight]))[0])
@@ -139,6 +140,7 @@ class Replicas:
             return False
         whole = self._parameters.layout.pieces(sharded=False)
         for replica in self._parameters.owned(whole):
+            # In place, in the store's own memory: a second copy of all parameters may not fit.
             mine = replica
             mine *= self._weight / total
             backend.all_reduce(mine)

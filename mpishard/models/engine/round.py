@@ -81,13 +81,14 @@ class Round:
 
     def end(self) -> None:
         """Begin anew, after an update or an error."""
+        # What accumulates is not reset here: its block decides, also after an error in it.
         self.is_open = False
         self.loss = self.weight = 0.0
         self.parts.clear()
         self._samples = 0
 
     def require_none(self, purpose: str) -> None:
-        """Refuse what would make gradients stale that wait for their update.
+        """Refuse a change that would make gradients stale, which wait for their update.
 
         Raises
         ------
@@ -177,7 +178,7 @@ class Round:
         return total, weight, squared
 
     def _what_is_not_finite(self, losses: Sequence[float]) -> str:
-        """In words; of the ranks of a replica one tells its loss, and the others 0."""
+        """Name the ranks in words; of the ranks of a replica one tells its loss, the others 0."""
         if not losses:
             return "the loss or the gradient is not finite"
         sums = [sum(losses[rank] for rank in ranks) for ranks in self._replicas]

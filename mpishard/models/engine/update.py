@@ -88,6 +88,7 @@ class TrainingRecord:
         self.samples += report.weight
         self.seconds += seconds
         self.trained_at = time.time()
+        # A black box may tell no loss: NaN would stay the best for ever.
         if math.isfinite(report.loss):
             self.last_loss = report.loss
             if self.best_loss is None or report.loss < self.best_loss:
@@ -166,7 +167,7 @@ class UpdatePieces:
     def of(
         cls, program: Program, layout: StoreLayout, policy: Policy, leaves: GradientLeaves | None
     ) -> UpdatePieces:
-        """Those of a program, which says what of it is frozen; ``leaves`` hear of them."""
+        """The pieces of a program, without its frozen parameters; ``leaves`` are told of them."""
         without_gradient, trained = program.frozen_units, program.trained
         own, every = (
             tuple(piece for piece in pieces if piece.unit.index not in without_gradient)

@@ -13,8 +13,7 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
-from mpishard.nn.layers.layer import Context, Layer
-from mpishard.nn.layers.targets import GradientTargets
+from mpishard.nn.layers.layer import Context, GradientTargets, Layer
 from mpishard.sharding import ParameterEntry, Unit, nested_views
 
 __all__ = ["HeldLayer", "HeldLayers", "LayerChain"]

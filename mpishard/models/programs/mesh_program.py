@@ -198,7 +198,7 @@ class MeshProgram(LayeredProgram):
     def boundary_shape(
         self, stage: int, sample_shape: tuple[int, ...], *, whole_sequence: bool = False
     ) -> tuple[int, ...]:
-        """Shape of a sample of what enters ``stage``, on this rank; of the output behind all.
+        """Shape of a sample that enters ``stage`` on this rank; behind all stages, of the output.
 
         ``whole_sequence`` is without sequence parallelism, whatever was chosen.
         """

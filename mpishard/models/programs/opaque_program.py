@@ -24,7 +24,7 @@ __all__ = ["OpaqueProgram"]
 
 
 class OpaqueProgram(WholeProgram):
-    """A model of which only the flat vector and its gradient are known: one unit, one call.
+    """A model known by its flat vector and its gradient alone: one unit, one call.
 
     The user's object keeps its full vector. Its gradient is that of a mean over samples, and is
     scaled by their number, so that uneven batches average as they should.
@@ -81,13 +81,6 @@ class OpaqueProgram(WholeProgram):
         if not hasattr(x, "__len__"):
             raise TypeError(f"a batch needs a length, got {type(x).__name__}")
         return x
-
-    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
-        self.check(x)
-        require_plain(y)
-        if y is not None and len(x) != len(y):
-            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
-        return x, y
 
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         return loss is not None or hasattr(self._model, "compute_loss_and_gradients")

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.arrays import Array, require_plain
+from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.errors import MissingLossError, MissingMemberError, ShardingError
@@ -83,13 +83,13 @@ class IPlaceableModel(ABC):
         """A model of the same structure that holds ``parameters`` without a copy."""
 
     def deal_beside(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
-        """Take what rank 0's model holds beside parameters. Collective.
+        """Take the state that rank 0's model holds beside parameters. Collective.
 
         ``ranks`` are those that draw different random numbers.
         """
 
     def settle(self, ranks: CommunicationBackend) -> bool:
-        """Take what passes of rank 0 have changed beside parameters. Collective.
+        """Take the state beside parameters that passes of rank 0 have changed. Collective.
 
         Returns
         -------
@@ -100,12 +100,12 @@ class IPlaceableModel(ABC):
 
     @property
     def computes_together(self) -> bool:
-        """Whether a rank must make a pass without samples, because others wait for it there."""
+        """True if a rank must make a pass without samples, because others wait for it there."""
         return False
 
     @abstractmethod
     def check_input(self, x: Any) -> None:
-        """Refuse what cannot be computed with."""
+        """Refuse inputs that the model cannot compute with."""
 
     @abstractmethod
     def predict(self, x: Array) -> Array:
@@ -113,7 +113,7 @@ class IPlaceableModel(ABC):
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the model tells a loss if none is given, as `own_loss`."""
+        """True if the model has a loss of its own: see `own_loss`."""
         return False
 
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
@@ -175,17 +175,12 @@ class PlacedProgram(WholeProgram):
         return x
 
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
-        self.check(x)
-        require_plain(y)
         if not self.knows_loss(loss):
             raise MissingLossError("the model has no default loss; pass loss_function")
-        if y is None and loss is None:  # a loss of the model's own may need no targets
-            return x, y
-        if not hasattr(y, "__len__"):
+        # A loss of the model's own may need no targets.
+        if not (hasattr(y, "__len__") or (y is None and loss is None)):
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
-        if len(x) != len(y):
-            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
-        return x, y
+        return super().check_pair(x, y, loss)
 
     def knows_loss(self, loss: ILossFunction | None) -> bool:
         return loss is not None or self._model.has_own_loss
@@ -223,6 +218,7 @@ class PlacedProgram(WholeProgram):
         self._model.reclaim_parameters(gather())
 
     def copy(self) -> tuple[Program, Any]:
+        # Without values: the caller copies them from this program's store.
         model = self._model.with_parameters(np.empty(self.units[-1].stop, self.dtype))
         program = PlacedProgram(model, self._minimum_unit_size, self.replica.world)
         return self._copied(program), model
@@ -295,7 +291,7 @@ class Arrivals:
         self._open: tuple[Array, bool] | None = None
 
     def receive(self, index: int, gradient: Array) -> None:
-        """Take the gradient of a parameter, and reduce what is complete."""
+        """Take the gradient of a parameter, and reduce the units that are complete."""
         unit = self._unit_of[index]
         # A second gradient would come after its unit was reduced, and be lost.
         if index not in self._missing[unit]:
@@ -315,7 +311,7 @@ class Arrivals:
             self._reduce()
 
     def finish(self) -> None:
-        """Reduce what is left; a parameter without a gradient adds nothing."""
+        """Reduce the units that are left; a parameter without a gradient adds nothing."""
         while self._turn >= 0:
             self._write()
             if self._turn in self._without_gradient:
@@ -359,7 +355,7 @@ class Arrivals:
 
 
 def units_of_modules(entries: Sequence[ParameterEntry], minimum_unit_size: int) -> tuple[Unit, ...]:
-    """The units of named parameters, of which those of one module are a layer."""
+    """The units of named parameters; the parameters of one module are a layer."""
     layers = groupby(entries, lambda entry: entry.name.rpartition(".")[0])
     return build_units(
         [sum(entry.size for entry in layer) for _, layer in layers], minimum_unit_size

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array, beside
+from mpishard.arrays import Array, beside, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.devices import HOST, Device
@@ -101,7 +101,7 @@ class Program(ABC):
 
     @property
     def frozen_units(self) -> frozenset[int]:
-        """Indices of the units of which nothing is trained."""
+        """Indices of the units without a trained parameter."""
         if not self.frozen:
             return frozenset()
         trained = {
@@ -120,7 +120,7 @@ class Program(ABC):
         return pieces_within(pieces, ranges)
 
     def structure(self) -> dict[str, Any]:
-        """Name -> value, for JSON, of what must be the same on all ranks."""
+        """Name -> value, for JSON, of all that must be the same on all ranks."""
         units = {f"unit {u.index}": f"[{u.start}, {u.stop})" for u in self.units}
         frozen = {"frozen parameters": sorted(self.frozen)}
         return parameters_by_name(self.entries) | frozen | units
@@ -132,10 +132,10 @@ class Program(ABC):
         """Write the range of the model's own values that begins at ``start`` into ``out``."""
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
-        """Give every rank what rank 0's model holds beside parameters. Collective."""
+        """Give every rank the state that rank 0's model holds beside parameters. Collective."""
 
     def settle(self, backend: CommunicationBackend) -> bool:
-        """Give every rank what rank 0's passes have changed beside parameters. Collective.
+        """Give every rank the state beside parameters that rank 0's passes changed. Collective.
 
         Returns
         -------
@@ -157,7 +157,7 @@ class Program(ABC):
         return None
 
     def changed(self, parameters: ParameterStore) -> None:
-        """Do what a change of the parameters asks for. Collective."""
+        """Take note of a change of the parameters. Collective."""
 
     def give_back(self, gather: Callable[[], Array]) -> None:
         """Let the model have its parameters again, as ``gather`` gives them. Collective."""
@@ -170,6 +170,8 @@ class Program(ABC):
         """``program``, of a copy of the model, with this one's choices."""
         program.freeze(self.frozen)
         program.seed = self.seed
+        # Groups of ranks are communicators, which a copy must not split anew: it communicates
+        # nothing.
         if self.replica.across is not None:
             program.replica = self.replica
         return program
@@ -189,7 +191,7 @@ class Program(ABC):
         """Inputs and targets as `Batch` has them; refuses unfit ones. Communicates nothing."""
 
     def knows_loss(self, loss: ILossFunction | None) -> bool:
-        """Whether `forward` can tell the loss; a black box need only know its gradient."""
+        """True if `forward` can tell the loss; a black box need only know its gradient."""
         return loss is not None
 
     @abstractmethod
@@ -242,6 +244,13 @@ class WholeProgram(Program):
     needs_whole_parameters = True
     computes_in_place: ClassVar[bool]
 
+    def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
+        self.check(x)
+        require_plain(y)
+        if y is not None and len(x) != len(y):
+            raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
+        return x, y
+
     @abstractmethod
     def compute_with(self, full: Array, holder: str) -> None:
         """Compute with ``full``, shape (length,), from now on; the model may keep the array.
@@ -251,7 +260,7 @@ class WholeProgram(Program):
 
     @abstractmethod
     def contribute(self, saved: Any, add: Callable[[int, Array, float], None]) -> None:
-        """Compute the gradient of the loss's *sum* that belongs to what `forward` saved.
+        """Compute the gradient of the loss's *sum* from the values that `forward` saved.
 
         ``add(start, values, factor)`` is called with ranges of the flat vector, in any order:
         ``factor * values`` is to be added at ``start``.

@@ -1,4 +1,4 @@
-"""The ranks that hold one replica of the model together, and what they must agree on."""
+"""The ranks that hold one replica of the model together, and their agreement on a batch."""
 
 from __future__ import annotations
 
@@ -141,6 +141,7 @@ class MeshReplica(Replica):
 
     def train_apart(self) -> None:
         """Let each replica be trained apart: the data axis lies between them. Collective."""
+        # The data axis lies between replicas now: a rank reduces its gradients with nobody.
         alone = self.world.split(self.world.rank)
         assert alone is not None
         self.data, self.across = alone, self._mesh.data
@@ -156,6 +157,7 @@ class MeshReplica(Replica):
         mesh = self._mesh
         if mesh.replica.world_size == 1 or (call == "predict" and not self._predicts_together):
             return
+        # Checksums and not the batch itself: the message is as short as a barrier's.
         mine = [_CALLS.index(call), len(x), *(_checksum(array) for array in (x, y))]
         told = mesh.replica.all_gather(np.array([mine])).tolist()
         if any(row[0] != told[0][0] for row in told):  # then no other rank can be asked
@@ -191,5 +193,6 @@ def _checksum(values: Any) -> int:
     if not isinstance(dtype, np.dtype) or dtype.hasobject:
         return 0
     host = np.ascontiguousarray(to_host(values))
+    # Equal bytes of another dtype or shape are another batch.
     what = f"{host.dtype}{host.shape}".encode()
     return zlib.crc32(host.reshape(-1).view(np.uint8).data, zlib.crc32(what))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,7 +195,12 @@ class _Builder:
                 if spec.tied_to is None and name not in self.entries:
                     self._hold(name, spec, part.boxes.get(name))
             sizes.append(self._position - before)
-        self._cut(sizes, first)
+        start = self.units[-1].stop if self.units else 0
+        for unit in build_units(sizes, self._minimum_unit_size) if sum(sizes) else ():
+            self.units.append(
+                Unit(len(self.units), start + unit.start, start + unit.stop,
+                     first + unit.first_layer, first + unit.last_layer)
+            )  # fmt: skip
         for (_, prefix, specs), (name, layer) in zip(found, part.layers.items(), strict=True):
             entries = {
                 full.removeprefix(prefix): self.entries[spec.tied_to or full]
@@ -223,19 +228,3 @@ class _Builder:
             self._turns += name not in self._shared
         written = written_part(entry.size, turn, holder, holder_count)
         self.slices.append(Slice(entry, tuple(boxes), is_counted, written))
-
-    def _cut(self, sizes: Iterable[int], first: int) -> None:
-        sizes = list(sizes)
-        if not sum(sizes):
-            return
-        start = self.units[-1].stop if self.units else 0
-        for unit in build_units(sizes, self._minimum_unit_size):
-            self.units.append(
-                Unit(
-                    len(self.units),
-                    start + unit.start,
-                    start + unit.stop,
-                    first + unit.first_layer,
-                    first + unit.last_layer,
-                )
-            )

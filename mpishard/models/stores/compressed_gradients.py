@@ -12,7 +12,11 @@ from mpishard.communication import ReductionOperation
 from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.layout import ShardLayout
 from mpishard.models.stores.compression import Code, PowerSGD
-from mpishard.models.stores.gradient_store import CompressionBuffers, ReplicatedGradients
+from mpishard.models.stores.gradient_store import (
+    BackwardPass,
+    CompressionBuffers,
+    ReplicatedGradients,
+)
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import ParameterEntry, Unit
@@ -21,7 +25,7 @@ __all__ = ["CompressedGradients", "ErrorFeedback"]
 
 
 class ErrorFeedback:
-    """What compression has left out so far, which is added to the next gradient.
+    """The parts that compression has left out so far, which are added to the next gradient.
 
     Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
     2019, algorithm 2. All errors are of sums over samples. A step writes new ones beside the old,
@@ -152,16 +156,14 @@ class CompressedGradients(ReplicatedGradients):
     def _make_buffers(self) -> CompressionBuffers:
         raise AssertionError("the optimizer refuses a second compression")
 
-    def begin(
-        self, *, is_first: bool, is_last: bool, defer: bool = False, compresses: bool = False
-    ) -> None:
-        super().begin(is_first=is_first, is_last=is_last, defer=defer, compresses=compresses)
+    def begin(self, this: BackwardPass) -> None:
+        super().begin(this)
         self._errors.drop()
         self._is_finite = True
 
     @property
     def _is_whole(self) -> bool:
-        """Whether gradients of this step travel whole, as `DDPModel`'s."""
+        """True if gradients of this step travel whole, as those of `DDPModel` do."""
         return self._key()[1] < self._start_step
 
     def reduce(self, unit: Unit) -> None:
@@ -216,6 +218,7 @@ class CompressedGradients(ReplicatedGradients):
         ]
         for key, piece, mine in zip(keys, slices, sent, strict=True):
             code.decode(mine, new[piece], (*key, 1 + rank))
+        # The error is what this rank's own codes leave out, as their receivers decode them.
         np.subtract(given, new, out=new)
         pieces = []
         for sender, received in enumerate(backend.all_to_all(sent)):
@@ -224,6 +227,7 @@ class CompressedGradients(ReplicatedGradients):
             pieces.append(piece)
         total = np.empty_like(given[slices[rank]])
         self._reducer.reduce(pieces, ReductionOperation.SUM, total)
+        # The sum is encoded once more on its way back, and that error stays with its owner.
         total += old_sum
         codes = backend.all_gather(code.encode(total, (*keys[rank], 0)))
         position = 0
@@ -254,6 +258,8 @@ class CompressedGradients(ReplicatedGradients):
         firsts = self._summed([matrix @ second for _, _, matrix, second in matrices], given[rest])
         if rest.any():
             given[rest] = firsts.pop()
+        # A decomposition would raise for NaN, on the ranks that have it alone. The sums are NaN on
+        # all of them, and so every rank's step fails where totals are compared.
         is_finite = all(np.isfinite(first).all() for first in firsts)
         bases = [np.linalg.qr(first)[0] if is_finite else first for first in firsts]
         own = [matrix.T @ basis for (_, _, matrix, _), basis in zip(matrices, bases, strict=True)]

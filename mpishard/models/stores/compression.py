@@ -19,6 +19,11 @@ _LEAST_RANGE = 1e-12  # below it all elements are the least one
 _BLOCK = 128  # elements that share a scale of int8
 
 
+def _count(ratio: float, length: int) -> int:
+    """Number of elements that are sent: at least one, so that none waits for ever."""
+    return max(1, int(ratio * length)) if length else 0
+
+
 class Code(ABC):
     """An encoding of a vector of known length and dtype; `wire_bytes` of it travel."""
 
@@ -50,7 +55,7 @@ class Quantization(Code):
         low, high = values.min(), values.max()
         step = (high - low) / values.dtype.type(self.levels - 1)
         if high - low < _LEAST_RANGE:
-            step = step * 0
+            step = step * 0  # 0 in the dtype of the values
             codes = np.zeros(values.size, np.uint8)
         else:
             codes = np.rint((values - low) / step).astype(np.uint8)
@@ -114,23 +119,21 @@ class TopK(Code):
 
     ratio: float
 
-    def _count(self, length: int) -> int:
-        return max(1, int(self.ratio * length)) if length else 0
-
     def wire_bytes(self, length: int, itemsize: int) -> int:
-        return self._count(length) * (4 + itemsize)
+        return _count(self.ratio, length) * (4 + itemsize)
 
     def encode(self, values: Array, key: Key) -> Array:
-        count = self._count(values.size)
+        count = _count(self.ratio, values.size)
         if not count:
             return np.empty(0, np.uint8)
+        # A partition, because the order among the largest means nothing and a sort takes longer.
         places = np.sort(np.argpartition(np.abs(values), values.size - count)[-count:])
         return np.concatenate(
             [places.astype(np.uint32).view(np.uint8), values[places].view(np.uint8)]
         )
 
     def decode(self, code: Array, out: Array, key: Key) -> None:
-        header = 4 * self._count(out.size)
+        header = 4 * _count(self.ratio, out.size)
         out.fill(0)
         out[code[:header].copy().view(np.uint32)] = code[header:].copy().view(out.dtype)
 
@@ -145,12 +148,12 @@ class RandomK(Code):
     ratio: float
 
     def _places(self, length: int, key: Key) -> Array:
-        count = max(1, int(self.ratio * length)) if length else 0
+        count = _count(self.ratio, length)
         drawn = np.random.default_rng(key[:-1])  # whoever sends
         return np.sort(drawn.choice(length, count, replace=False)) if count else np.empty(0, int)
 
     def wire_bytes(self, length: int, itemsize: int) -> int:
-        return (max(1, int(self.ratio * length)) if length else 0) * itemsize
+        return _count(self.ratio, length) * itemsize
 
     def encode(self, values: Array, key: Key) -> Array:
         return values[self._places(values.size, key)].view(np.uint8)

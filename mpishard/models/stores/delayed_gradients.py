@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import Work
-from mpishard.models.stores.gradient_store import CompressionBuffers, ReplicatedGradients
+from mpishard.models.stores.gradient_store import (
+    BackwardPass,
+    CompressionBuffers,
+    ReplicatedGradients,
+)
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
@@ -41,6 +45,7 @@ class DelayedGradients(ReplicatedGradients):
         self.pending = 0
         self._delay = delay
         length = self.length_for(layout)
+        # One more than are under way, because backward writes another meanwhile.
         arrays = [layout.allocate(MemoryCategory.GRADIENTS, length) for _ in range(delay + 1)]
         self._ring = [layout.private_slot(array) for array in arrays]
         self._works: list[list[Work]] = [[] for _ in self._ring]
@@ -71,11 +76,9 @@ class DelayedGradients(ReplicatedGradients):
             work.wait()
         self._works[place].clear()
 
-    def begin(
-        self, *, is_first: bool, is_last: bool, defer: bool = False, compresses: bool = False
-    ) -> None:
+    def begin(self, this: BackwardPass) -> None:
         self._slot = self._ring[self._next]
-        super().begin(is_first=is_first, is_last=is_last, defer=defer, compresses=compresses)
+        super().begin(this)
 
     def _make_buffers(self) -> CompressionBuffers:
         raise AssertionError("the optimizer refuses bfloat16 on the wire")
@@ -98,6 +101,7 @@ class DelayedGradients(ReplicatedGradients):
         if self.pending > self._delay:
             return self._cut(self._places()[0], pieces)
         xp = array_namespace(self.vector)
+        # Views of one zero: a gradient that is not there takes no memory.
         zero = xp.zeros(1, self.layout.dtype)
         return [xp.broadcast_to(zero, (piece.length,)) for piece in pieces]
 
@@ -106,6 +110,7 @@ class DelayedGradients(ReplicatedGradients):
 
     def abandon(self) -> None:
         super().abandon()
+        # Messages under way cannot be recalled: who writes to their buffers next waits for them.
         for works in self._works:
             self._stale += works
             works.clear()

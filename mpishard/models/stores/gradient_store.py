@@ -20,6 +20,7 @@ from mpishard.sharding import Piece, Unit
 
 __all__ = [
     "ACCUMULATION",
+    "BackwardPass",
     "CompressionBuffers",
     "GradientStore",
     "NodeGradients",
@@ -34,6 +35,26 @@ ACCUMULATION = np.dtype(np.float32)
 """In what the ranks' contributions are summed."""
 
 _COMPRESSED = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPass:
+    """One backward pass of a round.
+
+    Parameters
+    ----------
+    is_first, is_last : bool
+        Whether it is its round's first, and its last.
+    defer : bool
+        Keep its gradients local until the round's last pass.
+    compresses : bool
+        Send gradients as bfloat16.
+    """
+
+    is_first: bool
+    is_last: bool
+    defer: bool = False
+    compresses: bool = False
 
 
 class GradientStore(ABC):
@@ -63,36 +84,29 @@ class GradientStore(ABC):
         self.backend = layout.backend
         self.in_flight: deque[Any] = deque()
         self._compression: CompressionBuffers | None = None
-        self._is_first = True
         self._is_last = True
 
-    def begin(
-        self, *, is_first: bool, is_last: bool, defer: bool = False, compresses: bool = False
-    ) -> None:
-        """Open a backward pass: whether it is its round's first, and its last.
-
-        ``defer`` keeps a pass's gradients local until the round's last; ``compresses`` sends them
-        as bfloat16.
-        """
-        self._is_first, self._is_last = is_first, is_last
-        if not compresses:
+    def begin(self, this: BackwardPass) -> None:
+        """Open a backward pass."""
+        self._is_last = this.is_last
+        if not this.compresses:
             self._compression = None
         elif self._compression is None:
             self._compression = self._make_buffers()
 
     @property
     def reduces_at_once(self) -> bool:
-        """Whether each micro-batch's gradient is reduced, so that nothing full is kept."""
+        """True if each micro-batch's gradient is reduced, so that no full gradient is kept."""
         return False
 
     @property
     def sends_now(self) -> bool:
-        """Whether `reduce` sends in this pass."""
+        """True if `reduce` sends in this pass."""
         return self._is_last
 
     @abstractmethod
     def _make_buffers(self) -> CompressionBuffers:
-        """Buffers for what travels. Collective."""
+        """Buffers in which gradients travel as bfloat16. Collective."""
 
     def gradient(self, unit: Unit) -> Array:
         """The unit's full gradient, shape (unit.length,), to add into until `reduce`."""
@@ -118,7 +132,7 @@ class GradientStore(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Drop what the round has added, after an error; communicates nothing.
+        """Drop the round's gradients, after an error; communicates nothing.
 
         Reductions under way may still use their buffers: the next pass waits for them.
         """
@@ -182,15 +196,13 @@ class ReplicatedGradients(GradientStore):
             self._slot = self.layout.private_slot(array)
         return self._slot
 
-    def begin(
-        self, *, is_first: bool, is_last: bool, defer: bool = False, compresses: bool = False
-    ) -> None:
-        super().begin(is_first=is_first, is_last=is_last, defer=defer, compresses=compresses)
+    def begin(self, this: BackwardPass) -> None:
+        super().begin(this)
         if not self._is_booked:
             self._is_booked = True
             self.layout.book(MemoryCategory.GRADIENTS, self.vector, int(self.vector.size))
         self._await_stale()
-        if is_first:
+        if this.is_first:
             self._touched.clear()
 
     def _await_stale(self) -> None:
@@ -283,7 +295,7 @@ class ScatteredGradients(ReplicatedGradients):
         return self.local([p for p in self._pieces if p.unit.index not in frozen])
 
     def spread(self) -> None:
-        """Give every rank what the owners of all pieces have. Collective."""
+        """Give every rank the owners' pieces. Collective."""
         for piece in self._pieces:
             if piece.unit.index in self.layout.frozen:
                 continue

@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from mpishard.arrays import Array, copy_into, is_device_array, synchronize, to_host
 from mpishard.devices import Device
 from mpishard.models.stores.gradient_store import (
+    BackwardPass,
     CompressionBuffers,
     GradientStore,
     ReplicatedGradients,
@@ -23,7 +23,6 @@ from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, ShardingConfiguration, Unit
 
 __all__ = [
-    "Offload",
     "OffloadedGradients",
     "OffloadedParameters",
     "UpdateStage",
@@ -33,28 +32,8 @@ __all__ = [
 _log = logging.getLogger("mpishard")
 
 
-@dataclass(frozen=True, slots=True)
-class Offload:
-    """The vectors that go to host memory."""
-
-    optimizer: bool
-    gradients: bool
-    parameters: bool
-
-    @classmethod
-    def of(cls, config: ShardingConfiguration, device: Device) -> Offload:
-        """The configuration's choice for a model on a GPU; nothing for one on the host."""
-        if not device.is_gpu:
-            return cls(optimizer=False, gradients=False, parameters=False)
-        return cls(
-            config.cpu_offload_optimizer,
-            config.cpu_offload_gradients,
-            config.cpu_offload_parameters,
-        )
-
-
 def say_what_is_ignored(config: ShardingConfiguration, device: Device) -> None:
-    """On rank 0, for a model that lies in host memory anyway: the flags change nothing."""
+    """Log on rank 0 that the flags change nothing, for a model that is in host memory anyway."""
     flags = ("cpu_offload_optimizer", "cpu_offload_gradients", "cpu_offload_parameters")
     ignored = ", ".join(flag for flag in flags if getattr(config, flag))
     if ignored and not device.is_gpu and config.communication_backend.rank == 0:
@@ -100,6 +79,7 @@ class OffloadedParameters(ParameterStore):
             buffer = self._pool.take(unit)
             copy_into(buffer[: unit.length], host)
             synchronize(buffer)  # the host's buffer is the next unit's
+            # The GPU has its copy, so that a unit that the host has gathered can go.
             self._inner.reshard(unit)
             self._buffers[unit.index] = buffer
         return buffer[: unit.length]
@@ -142,10 +122,8 @@ class OffloadedGradients(GradientStore):
         self._free: list[Array] = []
         self._open: dict[int, Array] = {}
 
-    def begin(
-        self, *, is_first: bool, is_last: bool, defer: bool = False, compresses: bool = False
-    ) -> None:
-        self._inner.begin(is_first=is_first, is_last=is_last, defer=defer, compresses=compresses)
+    def begin(self, this: BackwardPass) -> None:
+        self._inner.begin(this)
 
     @property
     def reduces_at_once(self) -> bool:

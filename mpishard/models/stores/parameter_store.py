@@ -1,4 +1,7 @@
-"""Stores of parameters: every rank has all, every rank its pieces, or every node all."""
+"""Stores of parameters: every rank has all, every rank its pieces, or every node all.
+
+`MixedParameters` puts two of them together, for layers that compute in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpishard.arrays import Array, copy_into
-from mpishard.communication import Work
+from mpishard.bfloat16 import round_into
+from mpishard.communication import CommunicationBackend, Work
 from mpishard.layout import ShardLayout
 from mpishard.models.stores.store_layout import StoreLayout, aligned
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
 
 __all__ = [
+    "MixedParameters",
     "NodeParameters",
     "ParameterStore",
     "ReplicatedParameters",
@@ -100,7 +105,7 @@ class ParameterStore(ABC):
         """Forget every unit in use, after an error; communicates nothing."""
 
     def changed(self) -> None:
-        """Note that this rank has written to parameters of which it holds all."""
+        """Note that this rank has written to parameters, all of which it holds."""
 
     def copy_from(self, other: ParameterStore) -> None:
         """Take the values of a store of the same strategy; communicates nothing."""
@@ -113,7 +118,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def publish(self, pieces: Sequence[Piece]) -> None:
-        """Make updates of the owned ``pieces`` known to whoever reads them. Collective."""
+        """Give the updated owned ``pieces`` to the ranks that read them. Collective."""
 
 
 class ReplicatedParameters(ParameterStore):
@@ -139,17 +144,8 @@ class ReplicatedParameters(ParameterStore):
         return [self._vector[p.start : p.stop] for p in pieces]
 
     def publish(self, pieces: Sequence[Piece]) -> None:
-        if self.backend.world_size == 1:
-            return
-        # All pieces at once: the messages of one unit overlap those of the next.
-        works = [
-            self.backend.all_gather_async(
-                self._vector[p.start : p.stop], out=self._vector[p.unit.start : p.unit.stop]
-            )
-            for p in pieces
-        ]
-        for work in works:
-            work.wait()
+        if self.backend.world_size > 1:
+            _gather(self.backend, pieces, lambda _, start, stop: self._vector[start:stop])
 
 
 class NodeParameters(ParameterStore):
@@ -219,16 +215,8 @@ class NodeParameters(ParameterStore):
         # On one node the values are where all read them; the barrier says that they are complete.
         if self.backend.node_count == 1:
             self.backend.barrier()
-            return
-        works = [
-            self.backend.all_gather_async(
-                self._view(p.unit, p.start, p.stop),
-                out=self._view(p.unit, p.unit.start, p.unit.stop),
-            )
-            for p in pieces
-        ]
-        for work in works:
-            work.wait()
+        else:
+            _gather(self.backend, pieces, self._view)
 
     def _view(self, unit: Unit, start: int, stop: int) -> Array:
         shift = self._shifts[unit.index]
@@ -267,6 +255,7 @@ class UnitBuffers:
             if unit.index not in self.kept:
                 self.kept[unit.index] = allocate(MemoryCategory.GATHERED, unit.length)
             return self.kept[unit.index]
+        # Any free one fits, because all are as long as the longest unit that passes.
         if self.free:
             return self.free.pop()
         return allocate(MemoryCategory.GATHERED, self.shared_length)
@@ -326,7 +315,13 @@ class ShardedParameters(ParameterStore):
     def prefetch(self, unit: Unit) -> None:
         if unit.index in self._buffers:
             return
-        buffer = self._take_buffer(unit)
+        while self._stale:
+            work, index, free = self._stale[0]
+            work.wait()
+            # Forgotten only after its wait: if that raises, the next gather waits once more.
+            del self._stale[0]
+            self._pool.give(index, free)
+        buffer = self._pool.take(unit)
         # Noted before the gather begins, so that `abandon` finds the buffer after an error in it.
         piece = self._shard[self.held[unit.index].in_shard]
         self._buffers[unit.index] = buffer
@@ -369,17 +364,109 @@ class ShardedParameters(ParameterStore):
         return views
 
     def publish(self, pieces: Sequence[Piece]) -> None:
-        """Nothing to tell: the next `unshard` gathers what the owners hold."""
+        """Do nothing: the next `unshard` gathers the owners' pieces."""
         # A gathered copy would show the parameters of before the update.
         assert not self._buffers, "a unit is still unsharded at the update"
 
-    def _take_buffer(self, unit: Unit) -> Array:
-        while self._stale:
-            work, index, buffer = self._stale[0]
-            work.wait()
-            del self._stale[0]
-            self._pool.give(index, buffer)
-        return self._pool.take(unit)
+
+class MixedParameters(ParameterStore):
+    """Float32 *masters*, which updates change, and bfloat16 copies, which layers compute with.
+
+    Whoever owns a piece rounds it when it has updated it, and the copies are published as
+    parameters of any dtype are: where a node's ranks share memory they stand once per node, and
+    between nodes they are half the bytes. If every rank updates all parameters, each has copies
+    of its own. Micikevicius et al., "Mixed Precision Training", ICLR 2018 (arXiv:1710.03740),
+    section 3.1: without masters, updates smaller than half a spacing of the rounded parameter are
+    lost.
+
+    Parameters
+    ----------
+    layout : StoreLayout
+        Of the masters, in float32.
+    masters : ParameterStore
+        All of them on every rank, or each rank's pieces.
+    copies : ParameterStore
+        The same parameters as bfloat16.
+    """
+
+    def __init__(
+        self, layout: StoreLayout, masters: ParameterStore, copies: ParameterStore
+    ) -> None:
+        super().__init__(layout)
+        self.held = masters.held
+        self.in_flight = copies.in_flight
+        self.owners_only = not isinstance(masters, ReplicatedParameters)
+        self._masters = masters
+        self._copies = copies
+
+    @property
+    def computed(self) -> ParameterStore:
+        return self._copies
+
+    def fill(self, unit: Unit, full: Array | None) -> None:
+        self._masters.fill(unit, full)
+        self._round([self.held[unit.index]])
+
+    def refresh(self) -> None:
+        self._masters.refresh()
+        self._round(self.held)
+
+    def prefetch(self, unit: Unit) -> None:
+        self._copies.prefetch(unit)
+
+    def unshard(self, unit: Unit) -> Array:
+        return self._copies.unshard(unit)
+
+    def reshard(self, unit: Unit) -> None:
+        self._copies.reshard(unit)
+
+    def read(self, unit: Unit, out: Array) -> None:
+        # Whoever asks for the model gets what updates change, and not its rounded copy.
+        self._masters.read(unit, out)
+
+    def abandon(self) -> None:
+        self._masters.abandon()
+        self._copies.abandon()
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        return self._masters.owned(pieces)
+
+    def publish(self, pieces: Sequence[Piece]) -> None:
+        self._masters.publish(pieces)
+        self._round(pieces)
+
+    def changed(self) -> None:
+        # Otherwise the owners have rounded and published their pieces already.
+        if not self.owners_only:
+            self._round(self.held)
+
+    def copy_from(self, other: ParameterStore) -> None:
+        assert isinstance(other, MixedParameters)
+        self._masters.copy_from(other._masters)
+        self._copies.copy_from(other._copies)
+
+    def _round(self, pieces: Sequence[Piece]) -> None:
+        """Round masters that this rank holds. Collective if only their owners do."""
+        masters, copies = self._masters.owned(pieces), self._copies.owned(pieces)
+        for master, copy in zip(masters, copies, strict=True):
+            round_into(copy, master)
+        if self.owners_only:
+            self._copies.publish(pieces)
+
+
+def _gather(
+    backend: CommunicationBackend, pieces: Sequence[Piece], view: Callable[[Unit, int, int], Array]
+) -> None:
+    """Give every rank the owners' pieces; ``view`` returns a unit's flat range. Collective."""
+    # All pieces at once: the messages of one unit overlap those of the next.
+    works = [
+        backend.all_gather_async(
+            view(p.unit, p.start, p.stop), out=view(p.unit, p.unit.start, p.unit.stop)
+        )
+        for p in pieces
+    ]
+    for work in works:
+        work.wait()
 
 
 def _read_only(array: Array) -> Array:

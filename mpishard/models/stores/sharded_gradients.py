@@ -1,4 +1,4 @@
-"""Gradients of which every rank holds its pieces alone."""
+"""Gradients that are sharded: every rank holds its pieces alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mpishard.arrays import Array, array_namespace
 from mpishard.communication import Arena, Work
 from mpishard.models.stores.gradient_store import (
     ACCUMULATION,
+    BackwardPass,
     CompressionBuffers,
     GradientStore,
     encode,
@@ -89,10 +90,8 @@ class ShardedGradients(GradientStore):
     def _make_buffers(self) -> CompressionBuffers:
         return CompressionBuffers(self.layout, self._slot_length, self.SLOTS)
 
-    def begin(
-        self, *, is_first: bool, is_last: bool, defer: bool = False, compresses: bool = False
-    ) -> None:
-        super().begin(is_first=is_first, is_last=is_last, defer=defer, compresses=compresses)
+    def begin(self, this: BackwardPass) -> None:
+        super().begin(this)
         while self._unbooked:
             slot = self._unbooked.pop()
             self.layout.book(MemoryCategory.FULL_GRADIENTS, slot.mine, self._slot_length)
@@ -100,10 +99,10 @@ class ShardedGradients(GradientStore):
             self._stale[0].work.wait()
             self._let_go(self._stale[0])
             del self._stale[0]
-        self._defers = defer
+        self._defers = this.defer
         # The round's last pass reduces all that earlier ones have added.
-        self._is_deferring = defer and not is_last
-        if is_first:
+        self._is_deferring = this.defer and not this.is_last
+        if this.is_first:
             self._reduced.clear()
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
@@ -223,7 +222,7 @@ class ShardedGradients(GradientStore):
 
 @dataclass(frozen=True, slots=True)
 class _Scatter:
-    """A reduction under way, and what it reads and writes until it is through."""
+    """A reduction under way, and the buffers that it reads and writes until it is through."""
 
     unit: Unit
     work: Work

@@ -125,6 +125,7 @@ class StoreLayout:
         if not self.arena or (self.device.is_gpu and not self.is_on_host):
             return None
         dtype = np.dtype(self.dtype if dtype is None else dtype)
+        # Vectors on cache lines of their own: ranks that write side by side share none.
         stride = aligned(max(1, length), dtype)
         arena = self.backend.allocate_arena(stride * count, dtype)
         if arena is None:

@@ -9,7 +9,8 @@ from itertools import groupby
 
 import numpy as np
 
-from mpishard.arrays import Array, copy_into, to_host
+from mpishard.arrays import Array, copy_into
+from mpishard.checkpoint.format.consensus import all_texts
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.layout import ShardLayout
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -317,22 +318,14 @@ def _exchange(replica: CommunicationBackend, placement: Placement) -> list[Place
         [held.entry.name, list(held.entry.shape), held.entry.start, held.boxes, held.is_counted]
         for held in placement.slices
     ]
-    text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
-    lengths = replica.all_gather(np.array([len(text)])).tolist()
-    raw = to_host(replica.all_gather(text.copy())).tobytes()
-    found = []
-    position = 0
-    for length in lengths:
-        slices = [
+    return [
+        Placement(placement.entries, [
             Slice(
                 ParameterEntry(name, tuple(shape), start),
                 tuple(tuple((low, high) for low, high in box) for box in boxes),
                 is_counted,
             )
-            for name, shape, start, boxes, is_counted in json.loads(
-                raw[position : position + length]
-            )
-        ]
-        found.append(Placement(placement.entries, slices))
-        position += length
-    return found
+            for name, shape, start, boxes, is_counted in json.loads(text)
+        ])
+        for text in all_texts(replica, json.dumps(mine))
+    ]  # fmt: skip

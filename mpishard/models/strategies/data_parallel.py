@@ -84,7 +84,7 @@ class ZeRO2Model(ShardedModelBase):
 
     @property
     def tracks_parameter_deltas(self) -> bool:
-        """Whether `parameter_delta_shard` is kept: off at first, for it takes a shard of memory."""
+        """True if `parameter_delta_shard` is kept: at first it is not, for it takes memory."""
         return self.engine.observer is not None
 
     @tracks_parameter_deltas.setter
@@ -109,7 +109,7 @@ class ZeRO2Model(ShardedModelBase):
         return self._delta
 
     def all_gather_parameter_shards(self) -> None:
-        """Give every rank what the owners hold now of each piece. Collective.
+        """Give every rank the owners' values of each piece. Collective.
 
         Every step ends with it; it is of use after writing to parameters by other ways.
         """
@@ -124,6 +124,7 @@ class ZeRO2Model(ShardedModelBase):
         before = np.concatenate(parameters) if parameters else np.empty(0, self.dtype)
         yield
         after = np.concatenate(parameters) if parameters else before
+        # In the place of the first copy: tracking then takes one shard of memory and not two.
         self._delta = np.subtract(after, before, out=before)
 
 

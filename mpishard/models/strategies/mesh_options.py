@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_flag, as_integer
+from mpishard.arguments import as_count, as_flag, as_integer
 from mpishard.communication.mesh import AXES, mesh_order, mesh_sizes
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.update import Policy
@@ -70,11 +70,11 @@ def checked_mesh_options(given: Mapping[str, Any]) -> dict[str, Any]:
     TypeError, ValueError
         Naming the argument, for a value that no mesh model takes.
     """
-    return {name: _CHECKS[name](value) for name, value in given.items()}
+    return {name: _checked(name, value) for name, value in given.items()}
 
 
 def axis_sizes(world_size: int, pipeline: Any, tensor: Any, data: Any) -> tuple[int, int, int]:
-    """Sizes of the three axes, of which ``data`` may be -1: what is left of the world.
+    """Sizes of the three axes; ``data`` may be -1, for the rest of the world.
 
     Raises
     ------
@@ -84,8 +84,7 @@ def axis_sizes(world_size: int, pipeline: Any, tensor: Any, data: Any) -> tuple[
         If they do not make up the world.
     """
     for name, size in (("pipeline_parallel_size", pipeline), ("tensor_parallel_size", tensor)):
-        if as_integer(name, size) < 1:
-            raise ValueError(f"{name} must be 1 or more, got {size}")
+        as_count(name, size)
     if as_integer("data_parallel_size", data) < 1 and data != -1:
         raise ValueError(
             f"data_parallel_size must be 1 or more, or -1 for what is left, got {data}"
@@ -93,10 +92,28 @@ def axis_sizes(world_size: int, pipeline: Any, tensor: Any, data: Any) -> tuple[
     return mesh_sizes(world_size, pipeline, tensor, data)
 
 
-def _micro_batch_count(given: Any) -> int:
-    if as_integer("micro_batch_count", given) < 1:
-        raise ValueError(f"micro_batch_count must be 1 or more, got {given}")
-    return int(given)
+def _checked(name: str, given: Any) -> Any:
+    match name:
+        case "micro_batch_count":
+            return as_count(name, given)
+        case "sequence_parallel":
+            return as_flag(name, given)
+        case "order":
+            return mesh_order(given)
+        case "schedule":
+            return _schedule(given)
+        case "partition_strategy":
+            return _partition_strategy(given)
+        case "checkpoint_config":
+            if not isinstance(given, ActivationCheckpointConfig | None):
+                raise TypeError(f"{name} must be an ActivationCheckpointConfig{_but(given)}")
+            return given
+        case "data_parallel_strategy":
+            known = str(given).lower().replace("-", "")
+            if known not in DATA_POLICIES:
+                raise ValueError(f"unknown {name} {given!r}; there are {', '.join(DATA_POLICIES)}")
+            return known
+    raise KeyError(name)
 
 
 def _schedule(given: Any) -> IPipelineSchedule:
@@ -112,6 +129,7 @@ def _schedule(given: Any) -> IPipelineSchedule:
 def _partition_strategy(given: Any) -> Any:
     if given is None or isinstance(given, IPipelinePartitionStrategy):
         return given
+    # A class can be called and a text is a sequence: neither was meant as costs of layers.
     is_class_or_name = isinstance(given, type | str | bytes)
     is_costs = isinstance(given, Sequence) or (isinstance(given, np.ndarray) and given.ndim == 1)
     if is_class_or_name or not (callable(given) or is_costs):
@@ -121,21 +139,6 @@ def _partition_strategy(given: Any) -> Any:
             f"LayerInfo, or one cost for each layer{what or _but(given)}"
         )
     return given
-
-
-def _checkpoint_config(given: Any) -> ActivationCheckpointConfig | None:
-    if not isinstance(given, ActivationCheckpointConfig | None):
-        raise TypeError(f"checkpoint_config must be an ActivationCheckpointConfig{_but(given)}")
-    return given
-
-
-def _data_parallel_strategy(given: Any) -> str:
-    name = str(given).lower().replace("-", "")
-    if name not in DATA_POLICIES:
-        raise ValueError(
-            f"unknown data_parallel_strategy {given!r}; there are {', '.join(DATA_POLICIES)}"
-        )
-    return name
 
 
 def _but(given: Any) -> str:
@@ -155,19 +158,9 @@ _DEFAULTS: dict[str, Any] = {
     "order": AXES,
 }
 
-_CHECKS: dict[str, Callable[[Any], Any]] = {
-    "micro_batch_count": _micro_batch_count,
-    "schedule": _schedule,
-    "partition_strategy": _partition_strategy,
-    "checkpoint_config": _checkpoint_config,
-    "sequence_parallel": lambda given: as_flag("sequence_parallel", given),
-    "data_parallel_strategy": _data_parallel_strategy,
-    "order": mesh_order,
-}
-
 
 def idle_axes(model: ILayeredModel, choices: MeshChoices) -> list[str]:
-    """In words, axes of which some ranks wait or repeat what others do. Communicates nothing.
+    """Describe the axes on which ranks wait or repeat others' work. Communicates nothing.
 
     Parameters
     ----------

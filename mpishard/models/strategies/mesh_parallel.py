@@ -2,15 +2,356 @@
 
 from __future__ import annotations
 
+import logging
+import zlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from mpishard.communication.mesh import AXES
-from mpishard.models.strategies.mesh_model import MeshModel
-from mpishard.pipeline import ActivationCheckpointConfig, IPipelineSchedule
-from mpishard.sharding import ShardingConfiguration
+import numpy as np
 
-__all__ = ["HybridShardedModel", "PipelineParallelModel", "TensorParallelModel"]
+from mpishard.checkpoint.format.consensus import differences
+from mpishard.communication import ProcessMesh
+from mpishard.communication.mesh import AXES
+from mpishard.contracts import ILayeredModel, ModelMetadata
+from mpishard.models.engine.engine import Engine
+from mpishard.models.engine.replicas import ALONE_ON_A_MESH
+from mpishard.models.engine.update import Policy
+from mpishard.models.programs.divided_program import DividedProgram
+from mpishard.models.programs.leaves import check_leaves
+from mpishard.models.programs.mesh_program import MeshChoices, MeshProgram
+from mpishard.models.programs.program import Program, WholeProgram
+from mpishard.models.programs.replica import MeshReplica
+from mpishard.models.strategies.data_parallel import DDPModel
+from mpishard.models.strategies.mesh_options import (
+    DATA_POLICIES,
+    MeshOptions,
+    axis_sizes,
+    idle_axes,
+)
+from mpishard.models.wrapper.base import ShardedModelBase
+from mpishard.models.wrapper.wrapping import program_of, require_bfloat16, require_free
+from mpishard.pipeline import (
+    ActivationCheckpointConfig,
+    GPipeSchedule,
+    IPipelinePartitionStrategy,
+    IPipelineSchedule,
+    RecomputeStrategy,
+    partition_layers,
+)
+from mpishard.sharding import ShardingConfiguration
+from mpishard.tensor import check_sequence
+
+__all__ = ["HybridShardedModel", "MeshModel", "PipelineParallelModel", "TensorParallelModel"]
+
+_log = logging.getLogger("mpishard")
+
+
+class MeshModel(ShardedModelBase):
+    """A model whose layers are dealt to pipeline stages, and split over the tensor axis.
+
+    The ranks with one data coordinate hold one replica together, compute one batch, and must be
+    given the same one; batches are dealt by `data_rank` of `data_size`. `HybridShardedModel` tells
+    of all options.
+    """
+
+    policy: Policy = DDPModel.policy
+    # Whether metadata describe the axis: a strategy of one axis says nothing of the other.
+    _tells_of_pipeline: ClassVar[bool] = True
+    _tells_of_tensor_axis: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        wrapped_model: Any,
+        config: ShardingConfiguration,
+        *,
+        pipeline: int,
+        tensor: int,
+        data: int,
+        **options: Any,
+    ) -> None:
+        self._sizes = pipeline, tensor, data
+        self._options = MeshOptions.of(**options)
+        super().__init__(wrapped_model, config)
+
+    def _check_leaves(self) -> None:
+        pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
+        check_leaves(self._config, self.world_size, replica_size=pipeline * tensor)
+
+    def _on_before_initialize_sharding(self) -> None:
+        is_layered = isinstance(self._wrapped_model, ILayeredModel)
+        pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
+        if self._config.precision is not None:
+            require_bfloat16(self._wrapped_model)  # before the ranks exchange anything
+            if pipeline * tensor > 1 and not is_layered:
+                raise NotImplementedError(
+                    f'precision="bfloat16": {type(self._wrapped_model).__name__} is computed whole '
+                    "by each rank of a pipeline or tensor axis, with float32 parameters: use ddp, "
+                    "zero1, zero2 or fsdp, or precision=None"
+                )
+        given = self._options.partition_strategy
+        if not (is_layered or given is None or isinstance(given, IPipelinePartitionStrategy)):
+            raise ValueError(
+                "partition_strategy gives costs of layers, and "
+                f"{type(self._wrapped_model).__name__} is a black box without layers: give an "
+                "IPipelinePartitionStrategy, which deals its flat vector to the stages, or None"
+            )
+        if not (is_layered or isinstance(self._options.schedule, GPipeSchedule)):
+            raise ValueError(
+                f"schedule {self._options.schedule.name} orders the work of pipeline stages, and "
+                f"{type(self._wrapped_model).__name__} is a black box, which each rank computes "
+                "whole: give schedule=None, or a model that implements ILayeredModel (mpishard.nn)"
+            )
+        if self._recomputes and not is_layered:
+            raise NotImplementedError(
+                f"{type(self._wrapped_model).__name__} is a black box, of whose activations "
+                "nothing is known: give checkpoint_config=None, or a model that implements "
+                "ILayeredModel (mpishard.nn)"
+            )
+        if not self._config.auto_sync_gradients:
+            raise ValueError(ALONE_ON_A_MESH)
+        size = self._config.replica_size
+        if size is not None and not size == pipeline * tensor > 1:
+            raise NotImplementedError(
+                f"replica_size={size}: the replicas of a mesh lie along its data axis, each of "
+                f"pipeline {pipeline} x tensor {tensor} = {pipeline * tensor} ranks. Give "
+                "replica_size that number, 2 or more; or use ddp, zero1, zero2 or fsdp"
+            )
+        require_free(self._wrapped_model)
+        self._require_same_choices()
+        self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._options.order)
+        if self.mesh.data_size > 1 and self._config.replica_size is None:
+            self.policy = DATA_POLICIES[self._options.data_parallel_strategy]
+        else:  # there is nobody to share with
+            self.policy = DDPModel.policy
+
+    def _initialize_sharding(self) -> None:
+        super()._initialize_sharding()
+        program = self.engine.program
+        if self.rank == 0 and isinstance(program, MeshProgram):
+            found = idle_axes(self._wrapped_model, program.choices)
+            if found:
+                _log.warning("%r: %s", self, "; ".join(found))
+
+    def _require_same_choices(self) -> None:
+        """Refuse ranks that would build different meshes or parts. Collective.
+
+        Before the first message whose meaning depends on it.
+        """
+        sizes = axis_sizes(self.world_size, *self._sizes)
+        model = self._wrapped_model
+        mine: dict[str, Any] = {
+            "class": type(self).__name__,
+            "mesh": " x ".join(map(str, sizes)),
+            "order": self._options.order,
+            "schedule": self._options.schedule.name,
+            "virtual_stages_per_rank": self._options.schedule.virtual_stages_per_rank,
+            "micro_batch_count": self._options.micro_batch_count,
+            "checkpoint_config": repr(self._options.checkpoint_config),
+            "sequence_parallel": self._options.sequence_parallel,
+            "data_parallel_strategy": self._options.data_parallel_strategy,
+            "minimum_parameter_group_size": self._config.minimum_parameter_group_size,
+            "model": type(model).__name__,
+        }
+        if isinstance(model, ILayeredModel):
+            infos = model.get_all_layer_info()
+            entries = model.parameter_table.entries
+            shapes = [(entry.name, entry.shape) for entry in entries]
+            kinds = [(info.name, type(info.layer).__name__) for info in infos]
+            mine |= {
+                "number of layers": len(infos),
+                "number of parameters": sum(entry.size for entry in entries),
+                "dtype": model.dtype.name,
+                "checksum of names, shapes and kinds of layers": zlib.crc32(
+                    repr((shapes, kinds)).encode()
+                ),
+            }
+        differing = differences(self.backend, mine)
+        if differing:
+            raise ValueError(
+                f"every rank must wrap the same model on the same mesh; by rank, {differing}"
+            )
+
+    @property
+    def _recomputes(self) -> bool:
+        config = self._options.checkpoint_config
+        return config is not None and config.strategy is not RecomputeStrategy.NONE
+
+    def _program(self) -> Program:
+        model = self._wrapped_model
+        program = program_of(model, self._config)
+        if not isinstance(program, WholeProgram):
+            program = self._mesh_program(model)
+        elif self.mesh.replica_size > 1:  # otherwise it is data parallelism
+            program = DividedProgram(program, self.mesh, self._options.partition_strategy)
+        if self._config.replica_size is not None:
+            assert isinstance(program.replica, MeshReplica)
+            program.replica.train_apart()
+        return program
+
+    def _mesh_program(self, model: ILayeredModel) -> MeshProgram:
+        if self._options.sequence_parallel and self.mesh.tensor_size > 1:
+            infos = model.get_all_layer_info()
+            layers = {info.name: layer for info, layer in zip(infos, model.layers, strict=True)}
+            check_sequence(layers, infos[0].input_shape)
+        choices = MeshChoices(
+            self.mesh,
+            self._options.schedule,
+            self._options.micro_batch_count,
+            self._deal_layers(model),
+            self._options.sequence_parallel,
+            self._options.checkpoint_config,
+        )
+        size = self._config.minimum_parameter_group_size
+        return MeshProgram(model, size, choices, mixed=self._config.precision is not None)
+
+    def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
+        engine = super()._build_engine(program, arena=arena)
+        if not isinstance(program, MeshProgram):  # which cuts batches itself
+            engine.micro_batches = self._options.micro_batch_count
+        return engine
+
+    def _say_what_stays_whole(self, reason: str) -> None:
+        if self.mesh.replica_size == 1:
+            super()._say_what_stays_whole(reason)
+            return
+        _log.warning(
+            "%s: the optimizer state of %s is divided over %s ranks, and its computation is not: "
+            "each rank computes the whole batch, in %s and with all parameters, %s",
+            type(self).__name__, type(self._wrapped_model).__name__, self.mesh.describe(),
+            self._micro_batches_in_words(), reason,
+        )  # fmt: skip
+
+    def _deal_layers(self, model: ILayeredModel) -> tuple[tuple[int, int], ...]:
+        """The layers of each of the model's stages: as rank 0 finds, whose clock may decide."""
+        count = self.mesh.pipeline_size * self._options.schedule.virtual_stages_per_rank
+
+        def can_cut(after: int) -> bool:
+            """True if shapes fit, and values of the model's dtype travel between the stages."""
+            takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
+            return model.validate_partition_point(after) and not takes_integers
+
+        given: Any = self._options.partition_strategy
+        is_strategy = given is None or isinstance(given, IPipelinePartitionStrategy)
+        stages = partition_layers(
+            model.get_all_layer_info(), count, given if is_strategy else None,
+            costs=None if is_strategy else given, can_cut=can_cut,
+        )  # fmt: skip
+        dealt = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
+        return tuple((int(first), int(stop)) for first, stop in dealt)
+
+    # ------------------------------------------------------------------------------- properties
+
+    def _described_ranks(self) -> str:
+        words = [self.mesh.describe()]
+        if not isinstance(self._wrapped_model, ILayeredModel):
+            words.append("computed whole")
+        elif self.mesh.pipeline_size > 1:  # elsewhere a schedule orders nothing
+            words.append(self._options.schedule.name)
+        return ", ".join([*words, self._micro_batches_in_words()])
+
+    def _micro_batches_in_words(self) -> str:
+        count = self._options.micro_batch_count
+        return f"{count} micro-batch{'es' * (count > 1)}"
+
+    @property
+    def data_parallel_strategy(self) -> str:
+        """Name of the data axis's strategy."""
+        return self._options.data_parallel_strategy
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """True if norms and dropout, too, are divided over the tensor axis."""
+        return self._options.sequence_parallel
+
+    def data_rank_of(self, rank: int) -> int:
+        return self.mesh.coordinates_of(rank)[2]
+
+    @property
+    def micro_batch_count(self) -> int:
+        """M, into how many parts along the batch dim a rank's batch is cut."""
+        return self._options.micro_batch_count
+
+    @property
+    def schedule(self) -> IPipelineSchedule:
+        """The order in which the ranks of a pipeline work."""
+        return self._options.schedule
+
+    @property
+    def estimated_bubble_fraction(self) -> float:
+        """The published fraction of time that a rank of the pipeline waits.
+
+        0 for one stage, and for a black box, of which no rank waits for another.
+        """
+        if not self.is_compute_partitioned:
+            return 0.0
+        return self._options.schedule.estimate_bubble_fraction(
+            self.mesh.pipeline_size, self._options.micro_batch_count
+        )
+
+    @property
+    def stage_layers(self) -> tuple[tuple[int, int], ...]:
+        """The layers ``(first, stop)`` of each of the model's stages; () of a black box."""
+        program = self.engine.program
+        return program.choices.stages if isinstance(program, MeshProgram) else ()
+
+    @property
+    def partition_log(self) -> tuple[str, ...]:
+        """The decision of the tensor axis on each layer of this rank's stages, and the reason."""
+        program = self.engine.program
+        return program.partition_log if isinstance(program, MeshProgram) else ()
+
+    @property
+    def is_compute_partitioned(self) -> bool:
+        """True if the ranks of a replica share its computation; each computes a black box whole."""
+        return isinstance(self.engine.program, MeshProgram)
+
+    def get_model_metadata(self) -> ModelMetadata:
+        metadata = super().get_model_metadata()
+        mesh = self.mesh
+        metadata.properties |= {
+            "PipelineParallelSize": mesh.pipeline_size,
+            "TensorParallelSize": mesh.tensor_size,
+            "DataParallelSize": mesh.data_size,
+            "PipelineRank": mesh.pipeline_rank,
+            "TensorRank": mesh.tensor_rank,
+            "DataRank": mesh.data_rank,
+            "DataParallelStrategy": self._options.data_parallel_strategy,
+            "ComputePartitioned": self.is_compute_partitioned,
+        }
+        if mesh.replica_size > 1:
+            metadata.properties |= {
+                "GradientsSharded": True,
+                "GradientsReplicated": False,
+                "OptimizerStateSharded": True,
+                # Of a black box every rank has all, beside what it owns.
+                "ParametersSharded": self.is_compute_partitioned,
+                "ParametersReplicated": not self.is_compute_partitioned,
+            }
+        if self._tells_of_pipeline:
+            strategy = self._options.partition_strategy
+            by = f"LoadBalanced by {'FLOPs' if strategy is None else 'given costs'}"
+            if isinstance(strategy, IPipelinePartitionStrategy):
+                by = type(strategy).__name__
+            metadata.properties |= {
+                "StageId": self.mesh.pipeline_rank,
+                "NumStages": self.mesh.pipeline_size,
+                "MicroBatchCount": self._options.micro_batch_count,
+                "Schedule": self._options.schedule.name if self.is_compute_partitioned else None,
+                "VirtualStagesPerRank": self._options.schedule.virtual_stages_per_rank,
+                "EstimatedBubbleFraction": self.estimated_bubble_fraction,
+                "ActivationCheckpointing": self._recomputes,
+                "PartitionStrategy": by,
+                "SupportsDecomposedBackward": self.is_compute_partitioned,
+            }
+        if self._tells_of_tensor_axis:
+            style = "ColumnThenRow" if self.is_compute_partitioned else "FlatVector"
+            if self._options.sequence_parallel:
+                style += "+Sequence"
+            metadata.properties |= {
+                "PartitioningStyle": style,
+                "PartitionLog": list(self.partition_log),
+            }
+        return metadata
 
 
 class HybridShardedModel(MeshModel):

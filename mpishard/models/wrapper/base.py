@@ -38,10 +38,15 @@ from mpishard.models.programs.leaves import check_leaves, check_leaves_of, say_w
 from mpishard.models.programs.program import Program
 from mpishard.models.programs.replica import GroupReplica
 from mpishard.models.stores.offload import say_what_is_ignored
-from mpishard.models.wrapper.digest import agreed_vector, compare_replicas
 from mpishard.models.wrapper.files import ModelFiles
-from mpishard.models.wrapper.held import HeldParameters
-from mpishard.models.wrapper.wrapped import feature_member, generate_tokens, holding, use_features
+from mpishard.models.wrapper.held import HeldParameters, compare_replicas
+from mpishard.models.wrapper.wrapped import (
+    agreed_vector,
+    feature_member,
+    generate_tokens,
+    holding,
+    use_features,
+)
 from mpishard.models.wrapper.wrapping import (
     build_engine,
     give_up_ownership,
@@ -112,7 +117,7 @@ class ShardedModelBase(IShardedModel):
         self._initialize_sharding()
 
     def _require(self, name: str) -> None:
-        """Refuse a class that lacks what a strategy declares, before anything is dealt."""
+        """Refuse a class that lacks a declaration of its strategy, before anything is dealt."""
         if not hasattr(self, name):
             raise TypeError(
                 f"{type(self).__name__} declares no {name!r}: use FSDPModel or another strategy, "
@@ -479,7 +484,7 @@ class ShardedModelBase(IShardedModel):
         return averaged
 
     def check_replicas(self) -> int:
-        """Compare what several ranks hold of the same parameters, bit by bit. Collective.
+        """Compare the ranks' copies of the same parameters, bit by bit. Collective.
 
         It detects failing memory, and changes that a script makes on some ranks alone: one small
         all-gather compares checksums. With DDP and ZeRO-1/2 every parameter has replicas, on a
@@ -509,7 +514,7 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def local_parameter_shard(self) -> Array:
-        """A copy of what this rank holds, its pieces end to end; all if replicated.
+        """A copy of this rank's pieces, end to end; of all parameters if they are replicated.
 
         In mixed precision it is what the rank holds in float32: the pieces that it updates.
         """
@@ -683,7 +688,7 @@ class ShardedModelBase(IShardedModel):
         self._engine = None
 
     def optimizer_state(self, names: Sequence[str]) -> dict[str, Array]:
-        """Zeros for an optimizer's state, one vector per name, as long as what is updated."""
+        """Zeros for an optimizer's state: by name a vector for the elements that it updates."""
         return {name: self.engine.zeros_for_state() for name in names}
 
     # ---------------------------------------------------------------------------- files and bytes
@@ -701,7 +706,7 @@ class ShardedModelBase(IShardedModel):
         return self._files.serialize()
 
     def deserialize(self, data: bytes) -> None:
-        """Take what `serialize` gave at any world size, or the plain model's. Collective.
+        """Take bytes of `serialize` at any world size, or of the plain model. Collective.
 
         Raises
         ------

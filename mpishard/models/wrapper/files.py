@@ -89,6 +89,7 @@ class ModelFiles:
     def arrays_to_write(self) -> checkpoint.Pieces:
         """The rank's own pieces; of replicas each rank writes one part."""
         self.engine.replicas.require_equal("a checkpoint")
+        # Of replicas that are trained apart one is saved; the others' ranks join the collectives.
         pieces = self.engine.own_pieces if self.engine.is_writer else ()
         return self._regions(pieces, written=True)
 

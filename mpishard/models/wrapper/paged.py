@@ -160,6 +160,7 @@ class PagedModel:
             for text in texts:
                 sequence, logits[sequence] = self._begin(np.array(text))
                 begun[sequence] = text
+            # One for each, so that a continuation does not depend on what is generated beside it.
             generators = {sequence: np.random.default_rng(seed) for sequence in begun}
             for count in range(length):
                 if count:
@@ -177,6 +178,7 @@ class PagedModel:
         try:
             return sequence, self._read([sequence], prompt[None])[0]
         except BaseException:
+            # Nobody else knows its number: its blocks would never be free again.
             self.cache.free(sequence)
             raise
 

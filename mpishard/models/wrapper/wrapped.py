@@ -1,4 +1,4 @@
-"""The user's own model, of which a black box need not have every member."""
+"""Members of the user's own model, and arguments of collective calls that ranks must share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.checkpoint.format.consensus import gather_texts, share_text
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IFeatureImportance, ILayeredModel
@@ -18,7 +18,14 @@ from mpishard.errors import MissingInterfaceError, MissingMemberError
 from mpishard.models.engine.engine import Engine
 from mpishard.nn import GPT, generate
 
-__all__ = ["feature_member", "generate_tokens", "holding", "require_alike", "use_features"]
+__all__ = [
+    "agreed_vector",
+    "feature_member",
+    "generate_tokens",
+    "holding",
+    "require_alike",
+    "use_features",
+]
 
 
 def holding(model: Any, parameters: Array) -> Any:
@@ -54,6 +61,7 @@ def use_features(model: Any, indices: Iterable[int], world: CommunicationBackend
     """Use these features and no others; refuse choices that differ between ranks. Collective."""
     set_indices = feature_member(model, "set_active_feature_indices")
     get_indices = feature_member(model, "get_active_feature_indices")
+    # Chosen first and compared then: only the model knows which indices it takes.
     before = list(get_indices())
     set_indices(indices)
     texts = gather_texts(world, json.dumps(sorted(int(index) for index in get_indices())))
@@ -91,3 +99,45 @@ def require_alike(world: CommunicationBackend, name: str, arguments: Any) -> Non
             f"{name}: the arguments differ between ranks (checksums {marks.tolist()}); every "
             "rank must pass the same"
         )
+
+
+def agreed_vector(engine: Engine, vector: Array, name: str, rate: float = 0.0) -> Array:
+    """``vector`` in host memory and the model's dtype, once all ranks have the same. Collective.
+
+    Parameters
+    ----------
+    engine : Engine
+        Engine of the model.
+    vector : Array
+        Shape (parameter_count,).
+    name : str
+        Name of the method that the user called.
+    rate : float
+        A learning rate that goes with it.
+
+    Raises
+    ------
+    TypeError
+        For what is no array of real numbers, before anything is communicated.
+    ValueError
+        For another length, before anything is communicated; on every rank for vectors, or rates,
+        that differ.
+    """
+    length, dtype = engine.placement.length, engine.layout.dtype
+    array_namespace(vector)
+    if vector.shape != (length,):
+        raise ValueError(f"{name}: expected a vector of shape ({length},), got {vector.shape}")
+    if not np.can_cast(vector.dtype, dtype, "same_kind"):
+        raise TypeError(f"{name}: expected real numbers, got a vector of {vector.dtype}")
+    # Checksums are of the bytes, so that layout and dtype must be the same on all ranks first.
+    vector = np.ascontiguousarray(to_host(vector), dtype=dtype)
+    own = np.array([[zlib.crc32(vector), rate]])  # float64 holds both
+    marks, rates = engine.world.all_gather(own).T
+    if (rates != rates[0]).any():
+        raise ValueError(f"{name}: the learning rates differ between ranks: {rates.tolist()}")
+    if (marks != marks[0]).any():
+        raise ValueError(
+            f"{name}: the vectors differ between ranks (checksums {marks.astype(int).tolist()}); "
+            "every rank must pass the same values"
+        )
+    return vector

@@ -20,6 +20,7 @@ from mpishard.errors import ShardingError
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.layered_program import LayeredProgram
+from mpishard.models.programs.leaves import LeafGradients
 from mpishard.models.programs.opaque_program import OpaqueProgram
 from mpishard.models.programs.placed_program import OWN_DTYPE, IPlaceableModel, PlacedProgram
 from mpishard.models.programs.program import Program
@@ -29,15 +30,13 @@ from mpishard.models.stores.gradient_store import (
     ReplicatedGradients,
     ScatteredGradients,
 )
-from mpishard.models.stores.leaf_gradients import LeafGradients
-from mpishard.models.stores.mixed_parameters import MixedParameters
 from mpishard.models.stores.offload import (
-    Offload,
     OffloadedGradients,
     OffloadedParameters,
     UpdateStage,
 )
 from mpishard.models.stores.parameter_store import (
+    MixedParameters,
     NodeParameters,
     ParameterStore,
     ReplicatedParameters,
@@ -57,6 +56,7 @@ __all__ = [
     "give_up_ownership",
     "is_owned_by",
     "make_gradient_store",
+    "make_leaf_store",
     "make_mixed_store",
     "make_parameter_store",
     "program_of",
@@ -140,7 +140,7 @@ def _without(layer: Layer) -> list[Layer]:
 
 
 def say_what_is_slow(config: ShardingConfiguration, program: Program) -> None:
-    """Warn on rank 0 if bfloat16 products are computed as float32, and what that costs."""
+    """Warn on rank 0 if bfloat16 products are computed as float32, with both speeds."""
     backend, is_ours = config.communication_backend, isinstance(program, LayeredProgram)
     if config.precision is None or not is_ours or backend.rank != 0 or library() is not None:
         return
@@ -198,7 +198,7 @@ def _require_unowned(thing: Any) -> None:
 
 
 def is_owned_by(model: Any, wrapper: IShardedModel) -> bool:
-    """Whether it is this wrapper that holds the object, and not the one it is a copy of."""
+    """True if this wrapper holds the object, and not the wrapper that it is a copy of."""
     with _owners_lock:
         return _owners.get(id(_owned_object(model))) is wrapper
 
@@ -262,11 +262,7 @@ def require_same_on_all_ranks(
 
 
 def build_engine(
-    program: Program,
-    policy: Policy,
-    config: ShardingConfiguration,
-    *,
-    arena: bool = True,
+    program: Program, policy: Policy, config: ShardingConfiguration, *, arena: bool = True
 ) -> Engine:
     """Stores as the policy says, and the engine that runs ``program`` through them.
 
@@ -275,11 +271,7 @@ def build_engine(
     they can.
     """
     if program.needs_whole_parameters:
-        policy = Policy(
-            shards_parameters=False,
-            shards_gradients=policy.shards_gradients,
-            shards_state=policy.shards_state,
-        )
+        policy = replace(policy, shards_parameters=False)
     reuse_freed_memory()
     device = program.device.for_rank(config.communication_backend.local_rank)
     device.use()
@@ -287,33 +279,27 @@ def build_engine(
         program.units, program.kept, program.dtype, program.replica.data, MemoryLedger(),
         arena, device=device,
     )  # fmt: skip
-    offload = Offload.of(config, device)
+    on_gpu = device.is_gpu  # otherwise nothing is offloaded: all is in host memory already
 
     def make_gradients(layout: StoreLayout) -> GradientStore:
-        make = make_gradient_store if config.gradient_leaves is None else _leaf_store
-        if offload.gradients:
+        make = make_gradient_store if config.gradient_leaves is None else make_leaf_store
+        if on_gpu and config.cpu_offload_gradients:
             return OffloadedGradients(make(layout.on_host, policy), layout)
         return make(layout, policy)
 
     parameters: ParameterStore
     if config.precision is not None:
         parameters = make_mixed_store(layout, policy)
-    elif offload.parameters:
+    elif on_gpu and config.cpu_offload_parameters:
         parameters = OffloadedParameters(make_parameter_store(layout.on_host, policy), layout)
     else:
         parameters = make_parameter_store(layout, policy)
-    state_layout = layout.on_host if offload.optimizer else layout
-    stage = UpdateStage(state_layout) if device.is_gpu else None
+    state_layout = layout.on_host if on_gpu and config.cpu_offload_optimizer else layout
+    stage = UpdateStage(state_layout) if on_gpu else None
     return Engine(
-        program,
-        parameters,
-        make_gradients,
-        state_layout,
-        stage,
-        policy,
-        program.default_loss,
+        program, parameters, make_gradients, state_layout, stage, policy, program.default_loss,
         config,
-    )
+    )  # fmt: skip
 
 
 def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
@@ -359,7 +345,8 @@ def make_gradient_store(
     return ReplicatedGradients(layout, slot)
 
 
-def _leaf_store(layout: StoreLayout, policy: Policy) -> LeafGradients:
+def make_leaf_store(layout: StoreLayout, policy: Policy) -> LeafGradients:
+    """The store that sums gradients leaf by leaf, sharded as ``policy`` says. Collective."""
     inner = make_gradient_store(layout, policy, in_leaves=True)
     assert isinstance(inner, ScatteredGradients | ShardedGradients)
     shows_all = policy.shards_state or isinstance(inner, NodeGradients)

@@ -62,7 +62,7 @@ class ComputationNode:
 
     @property
     def name(self) -> str:
-        """Name of an input or of a constant; "" of what has none."""
+        """Name of an input or of a constant; "" for other nodes."""
         return str(self.attributes.get("name", ""))
 
     def walk(self) -> Iterator[ComputationNode]:
@@ -274,19 +274,23 @@ def _attention(layer: Attention, _: _Constants, x: ComputationNode) -> Computati
     return _apply("merge_heads", _apply("weighted_sum", weights, v))
 
 
+def _one(op: str) -> Callable[..., ComputationNode]:
+    return lambda layer, p, x: _apply(op, x)
+
+
 _COMPOSITES: dict[type[Layer], Callable[..., ComputationNode]] = {
     Residual: lambda layer, p, x, sample: _apply("add", x, _trace(layer.inner, p, x, sample)),
     Sequential: _sequential,
 }
+_SAME_NAME = (Flatten, GELU, ReLU, SiLU, SwiGLU, Sigmoid, Softmax, Tanh)  # as their operation
 _LEAVES: dict[type[Layer], Callable[..., ComputationNode]] = {
+    **{kind: _one(kind.__name__.lower()) for kind in _SAME_NAME},
     Attention: _attention,
     CausalAttention: _attention,
     Conv2D: _convolution,
     Dropout: lambda layer, p, x: x,  # predictions drop nothing
     Embedding: lambda layer, p, x: _apply("take_rows", p["weight"], x),
     FeatureLinear: _feature_linear,
-    Flatten: lambda layer, p, x: _apply("flatten", x),
-    GELU: lambda layer, p, x: _apply("gelu", x),
     LayerNorm: lambda layer, p, x: _apply(
         "layer_norm", x, p["weight"], p["bias"], epsilon=layer.epsilon
     ),
@@ -296,10 +300,4 @@ _LEAVES: dict[type[Layer], Callable[..., ComputationNode]] = {
     ),
     PositionalEmbedding: lambda layer, p, x: _apply("add", x, _apply("first_rows", p["weight"], x)),
     RMSNorm: lambda layer, p, x: _apply("rms_norm", x, p["weight"], epsilon=layer.epsilon),
-    ReLU: lambda layer, p, x: _apply("relu", x),
-    SiLU: lambda layer, p, x: _apply("silu", x),
-    SwiGLU: lambda layer, p, x: _apply("swiglu", x),
-    Sigmoid: lambda layer, p, x: _apply("sigmoid", x),
-    Softmax: lambda layer, p, x: _apply("softmax", x),
-    Tanh: lambda layer, p, x: _apply("tanh", x),
 }

@@ -248,7 +248,7 @@ class Softmax(Layer):
     computes_bfloat16 = True
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The input's shape, of which the last dim must not be empty."""
+        """The input's shape, whose last dim must not be empty."""
         if not input_shape or input_shape[-1] == 0:
             raise ValueError(
                 f"Softmax needs an input with a last dim of at least 1, got {input_shape}"

@@ -154,7 +154,7 @@ class Attention(Layer):
     def _softmax(
         self, x: Array, q: Array, k: Array, mask_RR: Array, start: int
     ) -> tuple[Array, Array | None, Array]:
-        """A block's softmax in the dtype of x, what is left to divide it by, and its log-sums.
+        """A block's softmax in the dtype of x, the divisor that is left, and its log-sums.
 
         Divisors and logs of the denominators are one for each row, shape (B, G, P, 1). A compiled
         loop divides while a row is in the cache; NumPy's divisors are those of the output, which
@@ -267,6 +267,7 @@ class Attention(Layer):
         shared = self.heads // self.kv_heads
         size = x.shape[-1] // (self.heads + 2 * self.kv_heads)
         ends = self.heads * size, (self.heads + self.kv_heads) * size
+        # Views, so that products write gradients to the places where the next layer reads them.
         q = x[..., : ends[0]].reshape(*x.shape[:2], self.kv_heads, shared, size)
         k, v = (
             part.reshape(*x.shape[:2], self.kv_heads, size).swapaxes(1, 2)
@@ -329,7 +330,7 @@ class Attention(Layer):
 
 
 class CausalAttention(Attention):
-    """`Attention` in which a position sees itself and what came before.
+    """`Attention` in which a position sees itself and the positions before it.
 
     Parameters
     ----------

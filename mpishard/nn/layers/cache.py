@@ -136,6 +136,7 @@ class KeyValueCache:
                 f"{len(self._free)} of {self.block_count} are free: free a sequence, or make the "
                 "cache with more blocks"
             )
+        # Only now, when all of them fit: a refusal leaves no sequence with blocks it cannot use.
         for sequence, number in wanted.items():
             self._blocks[sequence] += self._free[:number]
             del self._free[:number]

@@ -125,25 +125,17 @@ class Sequential(Layer):
             child.backward_weight(pending.pop(), g.get(name, _NONE))
 
     def backward(
-        self,
-        p: Parameters,
-        saved: Any,
-        dy: Array,
-        g: Gradients,
-        *,
+        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Both halves of one layer after the other, in reverse, so that little is pending."""
         # Only the first layer may leave out its input gradient: the others' is the next one's dy.
         first = next(iter(self._children))
         for name, child in reversed(self._children.items()):
             dy = child.backward(
-                p.get(name, _NONE),
-                saved.pop(),
-                dy,
-                g.get(name, _NONE),
+                p.get(name, _NONE), saved.pop(), dy, g.get(name, _NONE),
                 needs_input_gradient=needs_input_gradient or name != first,
-            )
+            )  # fmt: skip
         return dy
 
 
@@ -191,7 +183,7 @@ class Residual(Layer):
         return input_shape
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Those of the inner layers, and one addition for each element."""
+        """FLOPs of the inner layers, and one addition for each element."""
         return self.inner.estimated_flops(input_shape) + math.prod(input_shape)
 
     def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
@@ -204,7 +196,7 @@ class Residual(Layer):
         return added(x, y), saved
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The inner gradient plus ``dy``, of which the inner layers get a copy to overwrite."""
+        """The inner gradient plus ``dy``; the inner layers get a copy of that to overwrite."""
         # The inner layers may overwrite their dy, and this one is needed for the sum below.
         dx, pending = self.inner.backward_input(p, saved, dy.copy())
         return added(dx, dy, out=dx), pending
@@ -214,14 +206,9 @@ class Residual(Layer):
         self.inner.backward_weight(pending, g)
 
     def backward(
-        self,
-        p: Parameters,
-        saved: Any,
-        dy: Array,
-        g: Gradients,
-        *,
+        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Both halves, layer by layer; always with the input's gradient."""
         dx = self.inner.backward(p, saved, dy.copy(), g)
         return added(dx, dy, out=dx)
@@ -266,7 +253,7 @@ def layer_infos(
 def dynamic_shapes(
     layer: Layer, input_shape: tuple[int, ...], dims: Iterable[int] | None = None
 ) -> DynamicShapeInfo:
-    """The dims of a sample for which a layer takes another size, and what follows behind.
+    """The dims of a sample for which a layer takes another size, and those of the output.
 
     A dim of n elements is tried with n - 1, n + 1 and 2 n: all dims, or ``dims``.
     """

@@ -22,8 +22,8 @@ from mpishard.nn.layers.layer import (
     Layer,
     Parameters,
     ParameterSpec,
+    unwritten,
 )
-from mpishard.nn.layers.targets import unwritten
 from mpishard.nn.products import add_column_sums, product
 
 __all__ = ["Conv2D", "Flatten", "MaxPool2D", "WindowColumns", "Windows", "size_pair"]
@@ -68,7 +68,7 @@ class Windows:
         return rows, columns
 
     def views(self, image: Array, counts: Pair) -> Iterator[Array]:
-        """For each position in a window, row by row, the elements that all windows have there.
+        """Yield, for each position in a window, the elements that all windows have there.
 
         ``image`` has shape (..., height, width), padding included; each view has shape
         (..., *counts).
@@ -139,6 +139,7 @@ class WindowColumns:
         self._inner = (..., slice(down, down + height), slice(right, right + width))
         self._frame: Array | None = None
         if down or right:
+            # Its border is written once, here: gathering fills the inner part alone.
             framed = (self._samples, channels, height + 2 * down, width + 2 * right)
             self._frame = xp.zeros(framed, dtype=dtype)
 
@@ -166,7 +167,7 @@ class WindowColumns:
         return flat.reshape(self._channels * positions, -1)
 
     def scatter(self, columns_BKS: Array, images_BCHW: Array) -> None:
-        """Write into each pixel the sum of what columns hold for it: the transpose of gathering."""
+        """Write into each pixel the sum of its columns' elements: the transpose of gathering."""
         samples = images_BCHW.shape[0]
         columns = columns_BKS.reshape(samples, self._channels, *self._rest())
         framed = images_BCHW if self._frame is None else self._frame[:samples]

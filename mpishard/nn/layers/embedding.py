@@ -113,7 +113,7 @@ def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
     if not tokens_N.size:
         return
     xp = array_namespace(dy_ND)
-    order_N = xp.argsort(tokens_N, kind="stable")
+    order_N = xp.argsort(tokens_N, kind="stable")  # stable keeps the order of the batch
     tokens_N = tokens_N[order_N]
     first_N = xp.ones(tokens_N.shape, dtype=bool)
     first_N[1:] = tokens_N[1:] != tokens_N[:-1]
@@ -198,6 +198,7 @@ class PositionalEmbedding(Layer):
             If there are fewer positions.
         """
         self.output_shape(x.shape[1:])
+        # Sequences of a cache are of different lengths: each row goes on at its own position.
         starts = [0] if context.cache is None else context.cache.starts
         longest = max(starts, default=0)
         if longest + x.shape[1] > self.context_length:

@@ -15,17 +15,20 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array, address, array_namespace
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.cache import KeyValueCache
+from mpishard.sharding import ParameterEntry
 
 __all__ = [
     "Context",
+    "GradientTargets",
     "Gradients",
     "Initializer",
     "Layer",
     "ParameterSpec",
     "Parameters",
+    "unwritten",
 ]
 
 
@@ -200,7 +203,7 @@ class Layer(ABC):
         return math.prod(self.output_shape(input_shape))
 
     def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
-        """Elements of one sample's output, and of what inner layers put out before it."""
+        """Elements of one sample's output, and of the outputs of inner layers."""
         return math.prod(self.output_shape(input_shape))
 
     @abstractmethod
@@ -234,14 +237,9 @@ class Layer(ABC):
         """Add the gradients of the layer's parameters into ``g``."""
 
     def backward(
-        self,
-        p: Parameters,
-        saved: Any,
-        dy: Array,
-        g: Gradients,
-        *,
+        self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """Both halves, leaf by leaf: add into ``g`` and return the input's gradient.
 
         If ``needs_input_gradient`` is False, as for the first layer of a model, a layer may
@@ -253,3 +251,103 @@ class Layer(ABC):
         dx, pending = self.backward_input(p, saved, dy)
         self.backward_weight(pending, g)
         return dx
+
+
+class GradientTargets(MutableMapping[str, Any]):
+    """The gradients that a layer adds into, in memory that nobody has cleared.
+
+    A layer that adds sees the mapping that `Layer.backward_weight` describes: a gradient without
+    contents is cleared when the layer asks for it. A layer that can write its whole gradient at
+    once asks `unwritten` instead. This saves three passes over memory: clearing, a temporary
+    array, and an addition.
+
+    Parameters
+    ----------
+    entries : mapping of str to ParameterEntry
+        Dotted name inside the layer -> entry of the parameter table.
+    find : callable
+        ``find(entry)`` is the 1-D array of the entry's elements.
+    unwritten : set of str
+        Names of the entries whose gradients have no contents yet. The set is kept up to date. The
+        caller and the targets of other layers share it, because tied weights are one entry.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, ParameterEntry],
+        find: Callable[[ParameterEntry], Array],
+        unwritten: set[str],
+    ) -> None:
+        self._entries = entries
+        self._find = find
+        self._unwritten = unwritten
+
+    def __getitem__(self, name: str) -> Any:
+        """The array to add into, or the targets of the inner layer ``name``."""
+        if name not in self._entries:
+            return self._inner(name)
+        array = self.unwritten(name)
+        if array is None:
+            return self._array(name)
+        array.fill(0)
+        return array
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Make ``value`` the gradient of ``name``, as ``g[name] += part`` does.
+
+        The memory stays the same: values of another array are copied into it.
+        """
+        array = self.unwritten(name)
+        if array is None:
+            array = self._array(name)
+            # ``g[name] += part`` has added in place, and assigns the array that it was given.
+            if type(value) is type(array) and address(value) == address(array):
+                return
+        array[...] = value
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"the gradient of {name!r} cannot be deleted")
+
+    def unwritten(self, name: str) -> Array | None:
+        """The array to *write*, whole and at once; None if the gradient already has contents."""
+        entry = self._entries[name]
+        if entry.name not in self._unwritten:
+            return None
+        self._unwritten.remove(entry.name)
+        return self._array(name)
+
+    def clear_unwritten(self) -> None:
+        """Clear every gradient that no layer has written or added to."""
+        for name, entry in self._entries.items():
+            if entry.name in self._unwritten:
+                self._unwritten.remove(entry.name)
+                self._array(name).fill(0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name.partition(".")[0] for name in self._entries))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _array(self, name: str) -> Array:
+        entry = self._entries[name]
+        return self._find(entry).reshape(entry.shape)
+
+    def _inner(self, name: str) -> GradientTargets:
+        prefix = f"{name}."
+        inner = {
+            inner_name.removeprefix(prefix): entry
+            for inner_name, entry in self._entries.items()
+            if inner_name.startswith(prefix)
+        }
+        if not inner:
+            raise KeyError(name)
+        return GradientTargets(inner, self._find, self._unwritten)
+
+
+def unwritten(g: Gradients, name: str) -> Array | None:
+    """The gradient of ``name``, to be written whole, if nothing was added to it yet.
+
+    None if it has contents, or if ``g`` is a plain mapping: then the layer adds into ``g[name]``.
+    """
+    return g.unwritten(name) if isinstance(g, GradientTargets) else None

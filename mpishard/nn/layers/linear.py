@@ -17,8 +17,8 @@ from mpishard.nn.layers.layer import (
     Layer,
     Parameters,
     ParameterSpec,
+    unwritten,
 )
-from mpishard.nn.layers.targets import unwritten
 from mpishard.nn.products import add_column_sums, product
 
 __all__ = ["FeatureLinear", "Linear"]

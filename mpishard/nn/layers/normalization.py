@@ -95,6 +95,7 @@ class LayerNorm(_Norm):
         xp = array_namespace(x)
         x_ND = x.reshape(-1, self.width)
         y_ND = xp.empty_like(x_ND)
+        # Prediction keeps no normalised input: it is made where the result will be.
         h_ND = xp.empty_like(x_ND) if context.training else y_ND
         dtype, weight, bias = wide_dtype(x), wide(p["weight"]), wide(p["bias"])
         inverse_N1 = xp.empty((x_ND.shape[0], 1), dtype=dtype)

@@ -156,7 +156,7 @@ class LinearModel(Model):
         return weight_OF
 
     def get_model_metadata(self) -> ModelMetadata:
-        """As of any model, with `get_feature_importance` if the parameters are here."""
+        """The metadata of any model, with the features' importance if the parameters are here."""
         metadata = super().get_model_metadata()
         if self._holder is None:
             metadata.feature_importance = self.get_feature_importance()
@@ -253,6 +253,7 @@ class LogisticRegression(LinearModel):
         if not is_size(classes, 2):
             raise ValueError(f"LogisticRegression needs an integer classes >= 2, got {classes!r}")
         self.classes = int(classes)
+        # Of two classes one logit says all: a second would only repeat its gradient.
         outputs, loss = (1, BinaryCrossEntropy()) if classes == 2 else (classes, CrossEntropy())
         super().__init__(
             features, outputs, loss, seed=seed, dtype=dtype, device=device,
@@ -274,7 +275,7 @@ class LogisticRegression(LinearModel):
         return array_namespace(logits).concatenate([sigmoid(-logits), sigmoid(logits)], axis=1)
 
     def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Softmax cannot see what all classes share: their mean is taken off."""
+        """The coefficients less their mean over the classes, which softmax cannot see."""
         return weight_OF - weight_OF.mean(axis=0) if self.classes > 2 else weight_OF
 
 

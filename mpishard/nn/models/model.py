@@ -169,7 +169,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
     # --------------------------------------------------------------------------------- parameters
 
     def _require_parameters(self) -> None:
-        """Refuse what needs the parameters, if somebody else holds them."""
+        """Refuse a call that needs the parameters, if a wrapper holds them."""
         if self._holder is not None:
             raise StructureOnlyError(
                 f"the parameters of this {type(self).__name__} are held by {self._holder}; ask "

@@ -15,8 +15,7 @@ from mpishard.arrays import Array, array_namespace, copy_into
 from mpishard.contracts import ILossFunction
 from mpishard.devices import HOST, Device
 from mpishard.nn.layers.composites import Sequential
-from mpishard.nn.layers.layer import Context
-from mpishard.nn.layers.targets import GradientTargets
+from mpishard.nn.layers.layer import Context, GradientTargets
 from mpishard.sharding import ParameterTable
 
 __all__ = ["ParameterVector", "TrainingPass", "VectorPart"]
@@ -158,8 +157,11 @@ class TrainingPass:
         """Gradient of the mean loss, shape (table.length,)."""
 
         def add(targets: GradientTargets) -> None:
-            views, dy = self._table.nested_views(self._vector), self._output_gradient.pop()
-            self.chain.backward(views, self._saved, dy, targets, needs_input_gradient=False)
+            # The gradient has no name here, which would hold it until the first layer is through.
+            self.chain.backward(
+                self._table.nested_views(self._vector), self._saved, self._output_gradient.pop(),
+                targets, needs_input_gradient=False,
+            )  # fmt: skip
 
         return self._mean_gradient(add)
 
@@ -177,7 +179,7 @@ class TrainingPass:
         return dx
 
     def weight_gradients(self) -> Array:
-        """The parameters' half, after `input_gradient`: what `gradients` would have given."""
+        """The parameters' half, after `input_gradient`: the same values as `gradients`."""
         self._is_pending = False
         pending, self._saved = self._saved, None
         return self._mean_gradient(lambda targets: self.chain.backward_weight(pending, targets))

@@ -54,7 +54,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def begin(self, values: Array, share: float, number: int) -> None:
-        """Send ``share`` of ``values``, shape (part.length,), for the ``number``-th time."""
+        """Send ``share`` of ``values``, shape (part.length,), after step ``number``."""
 
     @abstractmethod
     def mean(self) -> Array:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from mpishard.arguments import as_integer
+from mpishard.arguments import as_count, as_integer
 from mpishard.arrays import Array
 from mpishard.contracts import IOptimizer
 from mpishard.models import HybridShardedModel, ShardedModelBase
@@ -53,6 +54,11 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     what they have and what they have agreed on (their alpha is 0.5). Every run has the same bits.
     `settle` exchanges all fragments at once, and the cycle begins anew.
 
+    With ``start_step=N`` the replicas take their mean every ``start_period`` steps until step N,
+    with all fragments at once and without the outer rule, and the periods begin then: replicas
+    that change fast need to agree often, and what they change at the start costs most (Lin et al.,
+    "Don't Use Large Mini-batches, Use Local SGD", ICLR 2020, section 3, with a period of 1).
+
     A checkpoint has the inner state of each replica. As many replicas go on with the same bits; of
     another number N replica j takes the mean of the states of the replicas i of M before with
     i % N == j, or that of replica j % M if there are fewer. A replica may have other ranks.
@@ -77,6 +83,10 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         k: from 1 to H. At the first step, at most the number of the model's units.
     overlap : int
         Steps that an exchange may travel: from 0 to H // k.
+    start_step : int
+        N: 0 or more. The number of steps is in checkpoints.
+    start_period : int
+        From 1 to H.
 
     Raises
     ------
@@ -96,6 +106,8 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         exchange: str | None = None,
         fragments: int = 1,
         overlap: int = 0,
+        start_step: int = 0,
+        start_period: int = 1,
     ) -> None:
         super().__init__(wrapped_optimizer, config)
         self.model_class = data_model_class(strategy, hybrid=HybridShardedModel)
@@ -105,16 +117,13 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
                 f"strategy={strategy!r} shards a replica over its ranks, and here each rank is a "
                 'replica: give ShardingConfiguration(replica_size=), a number of ranks or "node"'
             )
-        if as_integer("synchronization_period", synchronization_period) < 1:
-            raise ValueError(
-                f"synchronization_period must be 1 or more, got {synchronization_period}"
-            )
-        if not 1 <= as_integer("fragments", fragments) <= synchronization_period:
-            raise ValueError(
-                "fragments must be from 1 to synchronization_period, "
-                f"{synchronization_period}, got {fragments}"
-            )
-        longest = synchronization_period // fragments
+        period = self.synchronization_period = as_count(
+            "synchronization_period", synchronization_period
+        )
+        self.fragments = _up_to_the_period("fragments", fragments, period)
+        self.start_step = as_count("start_step", start_step, least=0)
+        self.start_period = _up_to_the_period("start_period", start_period, period)
+        longest = period // self.fragments
         if not 0 <= as_integer("overlap", overlap) <= longest:
             raise ValueError(
                 f"overlap must be from 0 to synchronization_period // fragments, {longest}, "
@@ -141,14 +150,12 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
                     f"{type(rule).__name__} searches along one line on all ranks, and here each "
                     "rank trains alone: choose another rule"
                 )
-        self.synchronization_period = int(synchronization_period)
         self.outer = outer
         self.exchange = exchange
-        self.fragments, self.overlap = int(fragments), int(overlap)
+        self.overlap = int(overlap)
 
     def _settings(self) -> dict[str, Any]:
-        names = "synchronization_period", "outer", "exchange", "fragments", "overlap"
-        return {name: getattr(self, name) for name in names}
+        return {field.name: getattr(self, field.name) for field in fields(LocalSettings)}
 
     def _fingerprint(self) -> dict[str, Any]:
         outer = None if self.outer is None else self.outer.fingerprint()
@@ -203,3 +210,9 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
             "serialize": "the inner state is each replica's own, which bytes that are the same on "
             "all ranks cannot hold: use mpishard.checkpoint.save, or save_model",
         }
+
+
+def _up_to_the_period(name: str, value: int, period: int) -> int:
+    if not 1 <= as_integer(name, value) <= period:
+        raise ValueError(f"{name} must be from 1 to synchronization_period, {period}, got {value}")
+    return int(value)

@@ -40,6 +40,8 @@ class LocalSettings:
     fragments: int
     overlap: int
     exchange: str | None
+    start_step: int
+    start_period: int
 
 
 @dataclass
@@ -59,7 +61,7 @@ class _Fragment:
     due: int
     exchanges: list[Exchange] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
-    count: int = 0  # exchanges begun so far
+    count: int = 0  # steps of the outer rule so far
     used: float = 0.0  # weight of the replica's samples when the last one began
     began: int = 0  # step since all were equal
     is_answered: bool = False
@@ -176,6 +178,10 @@ class LocalState(ModelState):
         """Count a step, and do the part of an exchange that is due after it. Collective."""
         self.since += 1
         period, overlap = self._given.synchronization_period, self._given.overlap
+        if self.steps <= self._given.start_step:
+            if self.since >= self._given.start_period or self.steps == self._given.start_step:
+                self.settle()
+            return
         if self._given.fragments == 1 and not overlap:
             if self.since == period:
                 self.settle()
@@ -219,18 +225,17 @@ class LocalState(ModelState):
         total = float(self.model.backend.all_reduce(np.array([weight * tells]))[0])
         if total == 0:
             return False
-        fragment.count += 1
         fragment.began, fragment.is_answered = self.since, False
         values = engine.parameters.owned(fragment.parts)
         for exchange, part in zip(fragment.exchanges, values, strict=True):
-            exchange.begin(part, weight / total, fragment.count)
+            exchange.begin(part, weight / total, self.steps)
         self._under_way = fragment
         return True
 
     def _answer(self, fragment: _Fragment) -> None:
         """Send the mean of what this rank owns, or the outer rule's step towards it, to all."""
         means = {exchange.part.unit.index: exchange.mean() for exchange in fragment.exchanges}
-        if self._outer is not None:
+        if self._outer is not None and self.steps > self._given.start_step:
             self._step_outer(self._outer, fragment, means)
         for exchange in fragment.exchanges:
             exchange.answer(means[exchange.part.unit.index])
@@ -260,6 +265,7 @@ class LocalState(ModelState):
     ) -> None:
         """Update the anchor by the change of the mean, and write it to ``means``. Collective."""
         engine = self.model.engine
+        fragment.count += 1
         starts = {e.part.unit.index: e.part.start + e.own.start for e in fragment.exchanges}
         ranges, targets = [], []
         for piece in fragment.pieces:
