@@ -186,7 +186,7 @@ _ROOMS = {
         "ShardingConfiguration",
     ),
 }
-"""Where the names above are found: the rooms are loaded on first use (SPEC 1 of Scientific Python).
+"""Room -> the public names in it. The rooms are loaded on first use (SPEC 1 of Scientific Python).
 
 A process that only communicates, or prints a plan, is not kept waiting by models and optimizers.
 """
@@ -216,7 +216,7 @@ def __dir__() -> list[str]:
 
 
 def _join_job() -> None:
-    """On a rank let an exception end the job, and keep what signals ask for, from here on."""
+    """On a rank let an exception end the job, and keep the orders of signals, from here on."""
     if settings.launcher_variable() is not None:
         importlib.import_module("mpishard.communication")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import os
 import types
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ import numpy as np
 
 __all__ = [
     "adapter_hint",
+    "as_amount",
     "as_count",
     "as_flag",
     "as_integer",
@@ -87,6 +89,19 @@ def as_count(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
+def as_amount(name: str, value: Any) -> float:
+    """``value`` as a finite float of at least 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, if it is no number, or another one.
+    """
+    if not 0 <= as_number(name, value) < math.inf:
+        raise ValueError(f"{name} must be 0 or more and finite, got {value}")
+    return float(value)
+
+
 def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
     """``value``, which a function of ``owner`` returned as a loss, as a float.
 
@@ -155,7 +170,7 @@ _ADAPTERS = {
     "equinox": "an Equinox module: wrap its loss in mpishard.adapters.JaxModel(loss, parameters), "
     "with equinox.partition(module, equinox.is_inexact_array)[0] as parameters",
 }
-"""Package -> what an object of it is, and what to use in its place."""
+"""Package -> the kind of its objects, and the adapter or rule to use in their place."""
 
 
 def adapter_hint(value: Any) -> str:
@@ -197,7 +212,7 @@ def check_path(name: str, path: Any) -> None:
     Raises
     ------
     TypeError
-        For what is neither a string nor a path.
+        For an object that is neither a string nor a path.
     ValueError
         For a blank string, for one with a NUL character, which no file system takes, and for one
         that the encoding of file names, which the locale chooses, cannot hold.

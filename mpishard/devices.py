@@ -74,7 +74,7 @@ class Device:
         if text == "cpu":
             return HOST
         index = None if match[1] is None else int(match[1])
-        count = _device_count()
+        count = _device_count(load_cupy())
         if index is not None and index >= count:
             raise ValueError(f"device {text!r} was asked for, and this machine has GPUs 0 to "
                              f"{count - 1}")  # fmt: skip
@@ -99,7 +99,7 @@ class Device:
         """The GPU of the node's rank ``local_rank`` if no number was asked for."""
         if not self.is_gpu or self.index is not None:
             return self
-        return Device("cuda", local_rank % _device_count())
+        return Device("cuda", local_rank % _device_count(load_cupy()))
 
     def use(self) -> None:
         """Make it the calling thread's device; without a number, and on the host, nothing."""
@@ -114,7 +114,7 @@ class Device:
         if is_device_array(array):
             return beside(array, array)
         copy = self.namespace.empty(array.shape, array.dtype)
-        copy.set(np.asarray(array, order="C"))
+        copy.set(np.asarray(array, order="C"))  # CuPy copies from contiguous memory alone
         return copy
 
     def pinned(self, length: int, dtype: np.dtype[Any]) -> Array:
@@ -133,7 +133,7 @@ HOST = Device()
 
 
 @functools.cache
-def _count_of(cupy: ModuleType) -> int:
+def _device_count(cupy: ModuleType) -> int:
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -144,7 +144,3 @@ def _count_of(cupy: ModuleType) -> int:
     if count == 0:
         raise DeviceUnavailableError("device='cuda' was asked for, and this process may use no GPU")
     return count
-
-
-def _device_count() -> int:
-    return _count_of(load_cupy())

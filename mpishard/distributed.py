@@ -79,7 +79,7 @@ STRATEGY_OPTIONS: dict[str, tuple[str, ...]] = {
         *_PIPELINE, "sequence_parallel", "data_parallel_strategy", "order",
     ),
 }  # fmt: skip
-"""What `as_distributed` takes beside the strategy; others take nothing."""
+"""Options of `as_distributed` besides the strategy; other strategies take none."""
 
 
 @overload
@@ -192,7 +192,7 @@ or DistributedStrategy
         config = copy.copy(config)
         config.precision = precision
     if isinstance(model_or_optimizer, IOptimizer):
-        # It refuses what it cannot run.
+        # The class refuses an optimizer that it cannot run.
         return optimizer_class(model_or_optimizer, config, **options)
     return model_class(model_or_optimizer, config, **options)
 
@@ -433,7 +433,7 @@ def launch(
     world_size : int, optional
         Number of thread-ranks, default 1. Under a launcher its own number holds.
     on_failure : {"abort", "shrink"}
-        What becomes of the other ranks if one is killed, or raises what nobody catches. With
+        The fate of the other ranks if one is killed, or raises an error that nobody catches. With
         "abort" the job ends. With "shrink" they raise `PeerError`, and ``main`` begins again, in
         the same processes, on the smaller world of those that are left: it is to take up the newest
         checkpoint. Under MPI that needs Open MPI, started by ``mpishard run --on-failure shrink``.

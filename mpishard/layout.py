@@ -129,7 +129,7 @@ class LeafLayout:
     world_size: int
 
     def __post_init__(self) -> None:
-        ShardLayout(self.samples, self.world_size)  # refuses what is below 0 or 1
+        ShardLayout(self.samples, self.world_size)  # refuses numbers below 0 or 1
         if self.leaves < 1 or self.leaves % self.world_size:
             raise ValueError(
                 f"{self.leaves} leaves cannot be dealt evenly to {self.world_size} ranks"

@@ -90,7 +90,7 @@ class Timeline:
 
     @property
     def idle_fraction(self) -> float:
-        """1 - work / makespan: what is lost of a step that all ranks begin and end together.
+        """1 - work / makespan: the loss in a step that all ranks begin and end together.
 
         A rank that begins late because the first micro-batch comes late waits, too: the bubble
         fraction leaves that out.
@@ -305,7 +305,7 @@ def _draw(axes: Any, timeline: Timeline, inches: float, row: float) -> None:
 
 
 def _parts(done: TimedOperation, input_time: float) -> list[tuple[str, float, float]]:
-    """Colour, start and end of what an operation is made of."""
+    """Colour, start and end of the halves of an operation."""
     kind = done.operation.type
     if kind is PipelineOperationType.BACKWARD:
         middle = done.start + input_time

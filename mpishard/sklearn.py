@@ -62,7 +62,7 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         return model
 
     def _design_for(self, outputs: int) -> None:
-        """Note what the model is made from; settings that change later are for the next fit."""
+        """Note the design of the model; settings that change later are for the next fit."""
         if self.model is not None and not callable(self.model):
             raise TypeError(
                 "model must be a function (features, outputs, seed) that returns a model, got a "

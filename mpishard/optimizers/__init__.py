@@ -1,6 +1,6 @@
 """Update rules, schedules, sharded optimizers, and the training loop, in three chapters.
 
-`rules` has what an update computes: begin with `rules.elementwise`. `sharded` runs a rule on the
+`rules` has the arithmetic of updates: begin with `rules.elementwise`. `sharded` runs a rule on the
 part of a model that each rank owns: `sharded.base`, and `sharded.strategies` for the table of
 strategies. `loop` is `optimize`: epochs, evaluation, early stopping, checkpoints and resume, in
 `loop.loop`. Two modules stand above the chapters: `plain` runs a rule on plain models and vectors

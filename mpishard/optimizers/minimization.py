@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpishard import checkpoint as checkpoints
-from mpishard.arguments import as_integer, as_number, nearest
+from mpishard.arguments import as_count, as_number, nearest
 from mpishard.arrays import Array, array_namespace, require_plain
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import CommunicationBackend, ReductionOperation
@@ -151,14 +151,16 @@ def minimize(
     backend.initialize()
     # The optimizer takes a batch; here every batch is all of this rank's samples.
     samples = Samples.of(args, backend.rank, backend.world_size, local_data=local_data)
-    _require_same(backend, rule, {
-        **limits, "parameters": theta.size, "dtype": theta.dtype.name,
+    differing = differences(backend, {
+        **rule.fingerprint(), **limits, "parameters": theta.size, "dtype": theta.dtype.name,
         "bounds": None if box is None else zlib.crc32(np.stack(box).tobytes()),
         "data sets": len(args), "samples": None if local_data else len(args[0]) if args else 1,
         "local_data": local_data, "callback": callback is not None, "jac": jac is True,
         "checkpoint": checkpoint is not None, "checkpoint_every": checkpoint_every,
         "resume": resume is True if resume is None or isinstance(resume, bool) else "path",
     })  # fmt: skip
+    if differing:
+        raise ValueError(f"every rank must minimize the same function; by rank, {differing}")
     named = [getattr(given, "__name__", type(given).__name__)
              for given in (fun, jac, hessp) if callable(given)]  # fmt: skip
     objective = Objective(function, theta, hessp, " or ".join(named))
@@ -313,8 +315,8 @@ def _checked_args(args: Any, *, local_data: bool) -> tuple[Any, ...]:
     lengths = [check_dataset(a, f"args[{i}]", allow_empty=local_data) for i, a in enumerate(args)]
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"args must be arrays with as many samples each, got {lengths}; give what is no data "
-            "by functools.partial"
+            f"args must be arrays with as many samples each, got {lengths}; give other "
+            "arguments by functools.partial"
         )
     if local_data and not args:
         raise ValueError("local_data=True needs args: this rank's samples")
@@ -340,9 +342,7 @@ def _checked_rule(
                 + nearest(name, known)
             )
         elif name.startswith("max"):
-            limits[name] = as_integer(name, value)
-            if value < 1:
-                raise ValueError(f"{name} must be 1 or more, got {value}")
+            limits[name] = as_count(name, value)
         else:
             limits[name] = as_number(name, value)
             if not value >= 0:
@@ -402,14 +402,6 @@ def _checked_functions(
     return both
 
 
-def _require_same(
-    backend: CommunicationBackend, rule: SearchRule, choices: Mapping[str, Any]
-) -> None:
-    differing = differences(backend, {**rule.fingerprint(), **choices})
-    if differing:
-        raise ValueError(f"every rank must minimize the same function; by rank, {differing}")
-
-
 class Samples:
     """The part of the data that one rank evaluates: arrays of equal length, or nothing.
 
@@ -436,14 +428,9 @@ class Samples:
         if local_data:
             return cls(tuple(args), len(args[0]))
         part = ShardLayout(len(args[0]), world_size).slice(rank)
-        return cls(tuple(_cut(array, part) for array in args), part.stop - part.start)
-
-
-def _cut(array: Any, part: slice) -> Array:
-    """Return a view of an array, or the samples of what is read by index arrays."""
-    if isinstance(array, np.ndarray):
-        return array[part]
-    return take(array, np.arange(part.start, part.stop))
+        indices = np.arange(part.start, part.stop)
+        arrays = [a[part] if isinstance(a, np.ndarray) else take(a, indices) for a in args]
+        return cls(tuple(arrays), len(indices))
 
 
 class Objective:

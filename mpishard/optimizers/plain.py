@@ -86,7 +86,7 @@ class PlainTraining:
             model = DDPOptimizer.model_class(plain, sharded.sharding_configuration)
             try:
                 result = sharded.optimize(replace(data, model=model))
-            finally:
+            finally:  # also after an error the plain model has its parameters back
                 model.release()
         result.best_solution = plain
         return result

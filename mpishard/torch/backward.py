@@ -30,7 +30,7 @@ __all__ = ["BackwardPasses"]
 
 
 class BackwardPasses:
-    """What happens between the first gradient that autograd has and the end of ``backward()``.
+    """The way of gradients from autograd to the store, until the end of ``backward()``.
 
     `receive` takes each gradient and writes it to the store, which reduces each unit when it and
     all later units are complete. When autograd is through, the rest is reduced, and each part's
@@ -111,9 +111,9 @@ class BackwardPasses:
         )  # fmt: skip
 
     def _go_on(self, live: Sequence[bool]) -> None:
-        """Let gradients be added to what the passes before have left.
+        """Let gradients be added to those of the passes before.
 
-        The sum over ranks must count what is reduced already once.
+        The sum over ranks must count a gradient once that is reduced already.
         """
         gradients = self._gradients
         if self._is_reduced and isinstance(gradients, ReplicatedGradients):
@@ -125,19 +125,15 @@ class BackwardPasses:
             else:
                 gradients.vector[...] *= 1 / self._backend.world_size
         self._is_reduced = False
-        for part, is_live in zip(self._parts, live, strict=True):
-            if not is_live:
-                self._clear(part)
-
-    def _clear(self, part: Part) -> None:
-        """Zero what the round's earlier passes have left of a gradient that was set to None."""
-        gradients, unit = self._gradients, part.unit
-        if isinstance(gradients, ReplicatedGradients) or self._has_local:
-            full = gradients.gradient(unit)
-            full[part.entry.start - unit.start : part.entry.stop - unit.start] = 0
-        if not isinstance(gradients, ReplicatedGradients):
-            (owned,) = gradients.owned([part.piece])
-            owned[...] = 0
+        # A gradient that was set to None may have left values of the round's earlier passes.
+        for part in [p for p, is_live in zip(self._parts, live, strict=True) if not is_live]:
+            unit = part.unit
+            if isinstance(gradients, ReplicatedGradients) or self._has_local:
+                full = gradients.gradient(unit)
+                full[part.entry.start - unit.start : part.entry.stop - unit.start] = 0
+            if not isinstance(gradients, ReplicatedGradients):
+                (owned,) = gradients.owned([part.piece])
+                owned[...] = 0
 
     def trained_pieces(self) -> list[Piece]:
         """The pieces of this rank in units of which something is trained."""

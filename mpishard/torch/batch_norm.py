@@ -70,18 +70,17 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
         centered = x - (sums[:-1] / count).view(shape)
         squares = _SumOverRanks.apply(backend, (centered * centered).sum(others))
         if self.track_running_stats and count:  # a step without samples is refused later
-            self._track(sums.detach()[:-1] / count, squares.detach() / max(count - 1, 1))
+            self.num_batches_tracked.add_(1)
+            # Without a momentum it is the mean of all batches.
+            share = self.momentum
+            share = 1 / float(self.num_batches_tracked) if share is None else share
+            mean, variance = sums.detach()[:-1] / count, squares.detach() / max(count - 1, 1)
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+            self.running_var.lerp_(variance.to(self.running_var.dtype), share)
         y = centered * torch.rsqrt(squares / count + self.eps).view(shape)
         if self.affine:
             y = y * self.weight.view(shape) + self.bias.view(shape)
         return y
-
-    def _track(self, mean: Any, variance: Any) -> None:
-        self.num_batches_tracked.add_(1)
-        # Without a momentum it is the mean of all batches.
-        factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
 
 def convert_sync_batchnorm(module: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a module holds beside the parameters that are divided: rank 0's on every rank."""
+"""The tensors of a module besides the divided parameters: rank 0's on every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend, ReductionOperation
 
 __all__ = ["Buffers", "from_text", "to_text"]
@@ -82,7 +81,7 @@ class Buffers:
         return has_changed
 
     def saved(self, *, with_parameters: bool) -> dict[str, Any]:
-        """Copies of what a state dict has of the buffers, and of the parameters, by name."""
+        """Copies of the buffers in a state dict, and of the parameters, by name."""
         found = self._in_state(with_parameters=with_parameters)
         return {name: tensor.detach().clone() for name, tensor in found.items()}
 
@@ -118,7 +117,8 @@ class Buffers:
 def _send(tensors: Sequence[Any], backend: CommunicationBackend) -> None:
     if not tensors or backend.world_size == 1:
         return
-    raw = [_bytes_of(tensor) for tensor in tensors]
+    # Bytes in logical order: of a contiguous tensor, its memory.
+    raw = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
     packed = backend.broadcast(np.concatenate(raw), root=0)
     if backend.rank == 0:
         return
@@ -129,11 +129,6 @@ def _send(tensors: Sequence[Any], backend: CommunicationBackend) -> None:
         if not np.array_equal(old, new):  # else it may be a view, or read-only
             with torch.no_grad():
                 tensor.copy_(torch.from_numpy(new.copy()).view(tensor.dtype).view(tensor.shape))
-
-
-def _bytes_of(tensor: Any) -> Array:
-    """Return the bytes of a tensor, in logical order: of a contiguous one, its memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def to_text(values: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ __all__ = ["clip_grad_norm_", "norm_of"]
 def norm_of(parts: Sequence[Part], order: float = 2.0) -> float:
     """Return the p-norm of the gradients over all parts and ranks. Collective."""
     is_largest = math.isinf(order)
-    shared, alone = 0.0, 0.0  # of what ranks divide, and of what each has whole
+    shared, alone = 0.0, 0.0  # of divided gradients, and of those that each rank has whole
     for part in parts:
         gradient = part.tensor.grad
         if gradient is None:
@@ -68,7 +68,11 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0, got {norm_type}")
-    parts = _all_parts(parameters)
+    if isinstance(parameters, torch.nn.Module):
+        parts = module_of(parameters).parts
+    else:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        parts = [part_of(parameter) for parameter in given if parameter.requires_grad]
     owners = list(dict.fromkeys(part.owner for part in parts))
     for owner in owners:
         owner.require_reduced("clip_grad_norm_()")
@@ -85,10 +89,3 @@ def clip_grad_norm_(
                 part.tensor.grad.mul_(factor)
     dtype = parts[0].tensor.dtype if parts else torch.float32
     return torch.tensor(total, dtype=dtype)
-
-
-def _all_parts(parameters: Any) -> list[Part]:
-    if isinstance(parameters, torch.nn.Module):
-        return module_of(parameters).parts
-    given: Iterable[Any] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return [part_of(parameter) for parameter in given if parameter.requires_grad]

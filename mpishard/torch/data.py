@@ -16,7 +16,7 @@ __all__ = ["DataLoader"]
 class DataLoader(PlainLoader):  # type: ignore[misc]
     """A ``torch.utils.data.DataLoader`` that gives each rank its part of every batch.
 
-    The order of the samples depends on seed and epoch alone, and what the ranks get together is
+    The order of the samples depends on seed and epoch alone, and the parts of all ranks are
     the global batch of one process: results do not depend on the number of ranks. Each iteration
     over the loader is the next epoch.
 
@@ -70,6 +70,7 @@ class DataLoader(PlainLoader):  # type: ignore[misc]
                 "data.DataLoader, each rank with its samples, as DistributedSampler(dataset, "
                 "mst.world_size(), mst.rank()) gives them"
             )
+        # It deals sample r, r + N, ... to rank r: parts of one step are one run of the order.
         order = DistributedSampler(
             dataset, world.world_size, world.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
         )

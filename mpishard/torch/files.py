@@ -23,7 +23,7 @@ from mpishard.torch.sharded import ShardedModule
 
 __all__ = ["load", "save"]
 
-_STATE, _STEP, _USER = "torch", "step", "user"  # keys of what is saved beside the arrays
+_STATE, _STEP, _USER = "torch", "step", "user"  # keys of the metadata beside the arrays
 
 
 def save(
@@ -109,6 +109,7 @@ def load(
     owner = module_of(model)
     view = None if optimizer is None else _OptimizerView(owner, optimizer)
     if view is not None:
+        # A torch optimizer makes its states at the first step: the checkpoint tells their names.
         with checkpoint.CheckpointReader(path) as reader:
             view.expect(reader.kinds)
     document = checkpoint.load(path, _ModelView(owner), view)
@@ -222,7 +223,7 @@ class _OptimizerView:
         return {self._prefix + key: self._owner.placement.cut(a) for key, a in arrays.items()}
 
     def _written(self, key: str) -> Iterator[tuple[int, Array]]:
-        """Start and values of what this rank writes of a state: 0 where a parameter has none."""
+        """Start and values of this rank's part of a state; zeros if a parameter has none."""
         owner = self._owner
         pieces = owner.layout.pieces()
         for part in owner.parts:
@@ -239,7 +240,7 @@ class _OptimizerView:
                 yield start, flat[start - part.start : stop - part.start]
 
     def expect(self, kinds: Mapping[str, np.dtype[Any]]) -> None:
-        """Make room for what a checkpoint holds."""
+        """Make room for the states that a checkpoint holds."""
         for kind, dtype in kinds.items():
             if kind.startswith(self._prefix):
                 self._read[kind.removeprefix(self._prefix)] = {
@@ -275,7 +276,7 @@ class _OptimizerView:
         ]
 
     def finish(self, settings: Mapping[str, Any]) -> None:
-        """Take what was read, and the settings of the groups."""
+        """Take the arrays that were read, and the settings of the groups."""
         saved = [group["params"] for group in settings["groups"]]
         here = [group["params"] for group in self._groups()]
         if saved != here:

@@ -23,6 +23,16 @@ from mpishard.torch.placed import tensor_of
 __all__ = ["GatheredParameter", "GatheredUnits", "give_whole_tensors"]
 
 _RESIDENT = 2  # the unit in use, and the one before it, which modules often use in turn
+# Methods that need no values, and attributes that do: views, such as T, are of the values.
+_FREE_METHODS = frozenset(
+    [
+        "__hash__", "__len__", "__set__", "dim", "element_size", "get_device", "is_complex",
+        "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel", "register_hook",
+        "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
+        "storage_offset", "stride", "untyped_storage",
+    ]
+)  # fmt: skip
+_VALUES = frozenset(["data", "T", "H", "mT", "mH", "real", "imag"])
 
 
 class GatheredUnits:
@@ -164,7 +174,13 @@ class _Gathered:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if _needs_no_values(function):
+        name = getattr(function, "__name__", "")
+        if name == "__get__":  # of an attribute
+            attribute = getattr(function.__self__, "__name__", "")  # type: ignore[attr-defined]
+            is_free = attribute not in _VALUES
+        else:
+            is_free = name in _FREE_METHODS
+        if is_free:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
         return _compute(function, args, kwargs or {})
@@ -221,25 +237,6 @@ def _before_backward(uses: Sequence[Callable[..., None]], _gradients: Any) -> No
     """Hook: autograd comes to an operation that used parameters."""
     for use in uses:
         use(is_training=True)
-
-
-# What a tensor tells without its values. Attributes that give views, such as T, are not here.
-_FREE_METHODS = frozenset(
-    [
-        "__hash__", "__len__", "__set__", "dim", "element_size", "get_device", "is_complex",
-        "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel", "register_hook",
-        "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
-        "storage_offset", "stride", "untyped_storage",
-    ]
-)  # fmt: skip
-_VALUES = frozenset(["data", "T", "H", "mT", "mH", "real", "imag"])
-
-
-def _needs_no_values(function: Callable[..., Any]) -> bool:
-    name = getattr(function, "__name__", "")
-    if name == "__get__":
-        return getattr(function.__self__, "__name__", "") not in _VALUES  # type: ignore[attr-defined]
-    return name in _FREE_METHODS
 
 
 def give_whole_tensors(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

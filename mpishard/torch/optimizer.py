@@ -228,6 +228,7 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
         for group in made.param_groups
     ]
     backend = owners[0].backend
+    # Each rank updates other elements, so that different settings would raise no error.
     everyone = backend.all_gather(np.array([zlib.crc32(repr(chosen).encode())]))
     if (everyone != everyone[0]).any():
         raise ShardingError(
@@ -245,14 +246,14 @@ def _plain(value: Any) -> Any:
 
 @called_as("optimizer.step()")
 def _after_step(owners: list[ShardedModule], made: Any, *_: Any) -> None:
-    """Hook: let all ranks read what each has updated."""
+    """Hook: let all ranks read the parameters that each has updated."""
     for owner in owners:
         owner.publish()
     record("parameters", made)
 
 
 def _refuse_others(made: Any, *_: Any) -> None:
-    """Hook of every optimizer: those that are not ours would update what other ranks read."""
+    """Hook of every optimizer: others than ours would update parameters that other ranks read."""
     if hasattr(made, "_mpishard_parts"):
         return
     for group in made.param_groups:
@@ -321,7 +322,7 @@ def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, An
 
 
 def _whole(part: Part, value: Any) -> Any:
-    """The whole of what each rank has a part of. Collective."""
+    """The whole tensor of which each rank has a part. Collective."""
     gathered = part.owner.backend.all_gather(value.detach().contiguous().numpy())
     return torch.from_numpy(np.asarray(gathered)).view(part.entry.shape)
 

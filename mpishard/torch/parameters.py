@@ -18,7 +18,7 @@ native_gradient = torch.Tensor.grad
 
 
 class Uncopied:
-    """Something that a module refers to, and that its copies, also pickled ones, have not."""
+    """Base of objects that a module refers to; its copies, also pickled ones, have None instead."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -48,8 +48,8 @@ class Part:
     start, stop : int
         Flat range that this rank updates: all of the parameter under DDP.
     tensor : torch.nn.Parameter
-        Its values, in memory: what a torch optimizer is given. Shape (stop - start,), under DDP
-        the parameter's.
+        Its values, in memory: a torch optimizer is given this tensor. Shape (stop - start,),
+        under DDP the parameter's.
     storage : int
         Identity of the memory of the whole parameter.
     """
@@ -69,6 +69,7 @@ class Part:
         if owner.shards_state:
             backend = owner.backend
             mine = ShardLayout(unit.length, backend.world_size).slice(backend.rank)
+            # If this rank owns nothing of the parameter, the range is empty, and still inside it.
             self.start = min(max(entry.start, unit.start + mine.start), entry.stop)
             self.stop = max(min(entry.stop, unit.start + mine.stop), self.start)
 

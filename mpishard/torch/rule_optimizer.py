@@ -75,9 +75,11 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     "the rule a number"
                 )
             group["lr"] = rule.checked_rate(group["steps"])
+        parts = [self._parts[id(tensor)] for tensor in group["params"]]
+        owner = parts[0].owner
         trained = [
             part
-            for part in map(self._part, group["params"])
+            for part in parts
             if part.tensor.grad is not None and part.entry.name not in self._frozen
         ]
         scale = 1.0
@@ -87,20 +89,13 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             step=group["steps"] + 1,
             learning_rate=float(group["lr"]),
             gradient_scale=scale,
-            sum_over_owners=self._sum_over_owners,
+            sum_over_owners=owner.backend.all_reduce if owner.shards_state else lambda rows: rows,
             parameter_names=self._names,
             numbers=group["numbers"],
         )
         ranges = [self._range(part) for part in trained]  # of empty parts, too: all have state
         rule.update_all([owned for owned in ranges if owned.parameters.size], context)
         group["steps"] += 1
-
-    def _part(self, tensor: Any) -> Part:
-        return self._parts[id(tensor)]
-
-    def _sum_over_owners(self, rows: Any) -> Any:
-        owner = self._part(self.param_groups[0]["params"][0]).owner
-        return owner.backend.all_reduce(rows) if owner.shards_state else rows
 
     def _range(self, part: Part) -> OwnedRange:
         state = self.state[part.tensor]

@@ -1,4 +1,4 @@
-"""What holds the parameters, gradients and passes of one user's module."""
+"""The parameters, gradients and backward passes of one user's module."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ POLICIES = {
 
 
 class ShardedModule(Uncopied):
-    """What holds the parameters of one user's module: units, stores, and the backward passes.
+    """Holder of one user's module: its units, its stores and its backward passes.
 
     The parameters stand in memory that the ranks of a node share, whole, so that the module
     computes as before; each rank updates its part. If ranks share no memory, `GatheredUnits` makes
@@ -110,6 +110,7 @@ class ShardedModule(Uncopied):
         )  # fmt: skip
         self._make_parameters(policy, precision)
         self.gradients = self._make_gradients(policy)
+        # While the parameters are still the user's own: they become views of the stores below.
         ModelVector(self.placement).deal(self.parameters, backend, self.placed.fill)
         self.parts: list[Part] = []
         self._place()
@@ -165,7 +166,7 @@ class ShardedModule(Uncopied):
         return ReplicatedGradients(self.layout, slots[0] if slots else None)
 
     def _place(self) -> None:
-        """Let the parameters be views of the store, or of what is gathered from it."""
+        """Let the parameters be views of the store, or of the units that are gathered from it."""
         gathered, placed = self.gathered, self.placed
         whole = owned_pieces(self.units, 1, 0)
         vectors = [] if gathered is not None else self.parameters.computed.owned(whole)
@@ -234,7 +235,7 @@ class ShardedModule(Uncopied):
             self.gathered.release()
 
     def publish(self) -> None:
-        """Let all ranks read what each has updated. Collective."""
+        """Let all ranks read the parameters that each has updated. Collective."""
         if self.shards_state:
             self.parameters.publish(self.passes.trained_pieces())
         else:

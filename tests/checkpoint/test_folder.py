@@ -140,9 +140,9 @@ def test_what_killed_saves_left_is_removed(tmp_path: Path, fakes: Any) -> None:
 
 
 def test_wrong_arguments(tmp_path: Path, fakes: Any) -> None:
-    with pytest.raises(ValueError, match="keep_last must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="keep_last must be 1 or more, got 0"):
         CheckpointFolder(tmp_path, keep_last=0)
-    with pytest.raises(ValueError, match="keep_every must be at least 1, got -2"):
+    with pytest.raises(ValueError, match="keep_every must be 1 or more, got -2"):
         CheckpointFolder(tmp_path, keep_every=-2)
     with pytest.raises(ValueError, match="blank"):
         CheckpointFolder(" ")

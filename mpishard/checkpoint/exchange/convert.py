@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_flag, as_integer, check_path
+from mpishard.arguments import as_count, as_flag, check_path
 from mpishard.checkpoint.exchange.plain import CHOICES_HEADER, choices_in
 from mpishard.checkpoint.exchange.sources import CHECKPOINT_HEADER, INDEX, TensorSource, open_source
 from mpishard.checkpoint.format import disk
@@ -149,12 +149,11 @@ def convert(
     FileNotFoundError
         If there is nothing to read.
     CheckpointError
-        If the source is malformed, incomplete, or holds what the target cannot, and if there is
-        not enough room. Nothing is left behind then.
+        If the source is malformed, incomplete, or holds data that the target cannot, and if there
+        is not enough room. Nothing is left behind then.
     """
     wanted = None if form is None else CheckpointForm(form)
-    if as_integer("maximum_shard_bytes", maximum_shard_bytes) < 1:
-        raise ValueError(f"maximum_shard_bytes must be at least 1, got {maximum_shard_bytes}")
+    as_count("maximum_shard_bytes", maximum_shard_bytes)
     place = _fresh(target)
     with open_source(source) as found:
         if wanted is None:

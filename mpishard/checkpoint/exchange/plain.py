@@ -46,7 +46,7 @@ class PlainModelFiles(ICheckpointableModel):
         """Return name, shape and start of each parameter."""
 
     def choices(self) -> dict[str, Any]:
-        """Return what is saved beside the parameters, as JSON; empty for a model as made."""
+        """Return the values saved besides the parameters, as JSON; empty for a model as made."""
         return {}
 
     def check_choices(self, choices: Mapping[str, Any]) -> None:
@@ -95,7 +95,8 @@ class PlainModelFiles(ICheckpointableModel):
         ValueError
             For a blank path.
         OSError
-            If it cannot be written, a PermissionError if that is why; what was there is unchanged.
+            If it cannot be written, a PermissionError if that is why. The earlier file is
+            unchanged.
         """
         save(path, self)
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -24,6 +23,7 @@ from mpishard.checkpoint.format.tensor_file import DTYPES_OF_FILES, LazyTensor
 from mpishard.checkpoint.loading.reader import CheckpointReader
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
+from mpishard.sharding.table import ParameterEntry
 
 __all__ = ["CHECKPOINT_HEADER", "INDEX", "NOTHING_BESIDE", "TensorSource", "open_source"]
 
@@ -105,32 +105,26 @@ def open_source(path: str | os.PathLike[str]) -> Iterator[TensorSource]:
 
 
 def _checkpoint_source(reader: CheckpointReader) -> TensorSource:
+    def lazy(kind: str, entry: ParameterEntry, dtype: np.dtype[Any]) -> LazyTensor:
+        def blocks() -> Iterator[np.ndarray[Any, Any]]:
+            whole = Region.whole(entry.name, entry.shape)
+            step = max(1, _BLOCK_BYTES // dtype.itemsize)
+            for start in range(0, whole.length, step):
+                part = Region(entry.name, whole.box, start, min(start + step, whole.length))
+                block = np.empty(part.length, dtype)
+                reader.read(kind, part, block)
+                yield block
+
+        return LazyTensor(dtype, entry.shape, blocks)
+
     tensors = {
-        kind: {
-            entry.name: LazyTensor(
-                dtype, entry.shape, partial(_blocks_of_region, reader, kind, entry.name,
-                                            entry.shape, dtype)
-            )
-            for entry in reader.held(kind)
-        }
+        kind: {entry.name: lazy(kind, entry, dtype) for entry in reader.held(kind)}
         for kind, dtype in reader.kinds.items()
-    }  # fmt: skip
+    }
     if PARAMETERS not in tensors:
         raise CheckpointError(f"{reader.path} holds {sorted(tensors)}, and no {PARAMETERS}")
     frozen = frozenset(entry.name for entry in reader.parameters if not entry.trainable)
     return TensorSource(reader.path, True, tensors, {**NOTHING_BESIDE, **reader.metadata}, frozen)
-
-
-def _blocks_of_region(
-    reader: CheckpointReader, kind: str, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> Iterator[np.ndarray[Any, Any]]:
-    whole = Region.whole(name, shape)
-    step = max(1, _BLOCK_BYTES // dtype.itemsize)
-    for start in range(0, whole.length, step):
-        part = Region(name, whole.box, start, min(start + step, whole.length))
-        block = np.empty(part.length, dtype)
-        reader.read(kind, part, block)
-        yield block
 
 
 def _file_source(file: Path, stack: ExitStack) -> TensorSource:
@@ -219,21 +213,18 @@ def _tensor_of(opened: Any, file: Path, name: str) -> LazyTensor:
     dtype, shape = DTYPES_OF_FILES[part.get_dtype()], tuple(part.get_shape())
     if len(shape) > MOST_DIMS:
         raise CheckpointError(f"{file}: {name!r} has {len(shape)} dims; {MOST_DIMS} are the most")
-    return LazyTensor(dtype, shape, partial(_blocks_of_file, opened, name, shape, dtype))
 
+    def blocks() -> Iterator[np.ndarray[Any, Any]]:
+        if not shape:
+            yield opened.get_tensor(name).reshape(1)
+            return
+        # safetensors reads slices of the first dim, so that a block is some whole rows.
+        row = math.prod(shape[1:]) * dtype.itemsize
+        step = max(1, _BLOCK_BYTES // max(1, row))
+        for start in range(0, shape[0] if row else 0, step):
+            yield part[start : min(start + step, shape[0])].reshape(-1)
 
-def _blocks_of_file(
-    opened: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> Iterator[np.ndarray[Any, Any]]:
-    if not shape:
-        yield opened.get_tensor(name).reshape(1)
-        return
-    # safetensors reads slices of the first dim, so that a block is some whole rows.
-    row = math.prod(shape[1:]) * dtype.itemsize
-    step = max(1, _BLOCK_BYTES // max(1, row))
-    rows = opened.get_slice(name)
-    for start in range(0, shape[0] if row else 0, step):
-        yield rows[start : min(start + step, shape[0])].reshape(-1)
+    return LazyTensor(dtype, shape, blocks)
 
 
 def _json_object(file: Path, what: str, text: str | bytes) -> dict[str, Any]:

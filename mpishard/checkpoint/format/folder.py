@@ -9,7 +9,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpishard.arguments import as_integer, check_path
+from mpishard.arguments import as_count, as_integer, check_path
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
 from mpishard.errors import CheckpointError
@@ -190,8 +190,8 @@ class CheckpointFolder:
     ) -> None:
         check_path("the path of a folder of checkpoints", path)
         self.path = Path(path).resolve()
-        self.keep_last = _at_least_one("keep_last", keep_last)
-        self.keep_every = None if keep_every is None else _at_least_one("keep_every", keep_every)
+        self.keep_last = as_count("keep_last", keep_last)
+        self.keep_every = None if keep_every is None else as_count("keep_every", keep_every)
         # A manifest is read once, however many checkpoints a run keeps.
         self._manifests: dict[_FileMark, Manifest] = {}
         self._refused: dict[int, str] = {}
@@ -310,9 +310,3 @@ class _StepTarget(Target):
         # Only now, so that `latest` never names a directory that is not complete.
         disk.replace_file(self._folder.path / LATEST, [f"{self.path.name}\n".encode()])
         self._folder.prune()
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if as_integer(name, value) < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return int(value)

@@ -344,7 +344,7 @@ class Manifest:
                 str(name): FileRecord(int(file["bytes"]), tuple(int(crc) for crc in file["crc32"]))
                 for name, file in document["files"].items()
             },
-            metadata=unspelled(document["metadata"] | {}),  # refuses what is no object
+            metadata=unspelled(document["metadata"] | {}),  # refuses a value that is no object
         )
 
 

@@ -49,7 +49,7 @@ __all__ = [
 BLOCK_BYTES = 4 << 20
 """Bytes of a file that share a checksum; the last block may be shorter."""
 
-_PART_BYTES = 4 << 20  # what is given to the system at once
+_PART_BYTES = 4 << 20  # bytes given to the system at once
 _ALIGNMENT = 64  # bytes, of the first array, so that a memory map of the arrays is aligned
 
 _DTYPES = {

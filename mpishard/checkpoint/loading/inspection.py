@@ -184,7 +184,7 @@ def problems_in(
 def _read_through(
     file: Path, record: FileRecord, tensors: Mapping[str, tuple[int, int]]
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield ranges of bytes, in order, and what is wrong with each; "" if nothing is."""
+    """Yield ranges of bytes, in order, and the problem of each; "" if there is none."""
     try:
         if not file.is_file() and file.exists():
             yield 0, record.nbytes, "it is no file"

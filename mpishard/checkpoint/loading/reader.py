@@ -42,7 +42,7 @@ class CheckpointReader:
     ValueError
         For a blank path.
     FileNotFoundError
-        If there is no checkpoint; the message lists what is there instead.
+        If there is no checkpoint; the message lists the files that are there.
     CheckpointError
         If it is torn, corrupt or of a newer version.
 
@@ -84,6 +84,7 @@ class CheckpointReader:
         self._shapes = {entry.name: entry.shape for entry in found.parameters}
         self._tensors = found.tensors_by_file()
         self._files: dict[str, MappedFile] = {}
+        # A torn file is found by its length, before anybody allocates memory for it.
         self._check_sizes()
 
     def held(self, kind: str) -> list[ParameterEntry]:

@@ -101,6 +101,15 @@ def load_states(
     require_checkpointable(model)
     backend = model.checkpoint_backend
 
+    def find() -> str | os.PathLike[str]:
+        # Rank 0 looks for all: working directories may differ, and a folder may change between
+        # two looks.
+        with together(backend) as statements:
+            if backend is None or backend.rank == 0:
+                statements.own = path_text(find_single(path))
+        single = path_from(statements.everyone[0]) if statements.everyone else None
+        return single or newest_valid(path, backend) or path
+
     def verify(reader: CheckpointReader) -> dict[str, Pieces]:
         # All of it is compared before anything is read: a refused load changes nothing.
         reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
@@ -122,7 +131,7 @@ def load_states(
             reader.verify_region(kind, region)
         return wanted
 
-    reader, wanted = open_whole(lambda: _agree_on_one(path, backend) or path, backend, verify)
+    reader, wanted = open_whole(find, backend, verify)
     # From here on only a disk that fails between two reads can leave a model half loaded.
     with reader:
         with together(backend):
@@ -132,21 +141,6 @@ def load_states(
             with _using_metadata(reader, name):
                 state.restored(reader.metadata[name])
         return dict(reader.metadata["user"])
-
-
-def _agree_on_one(
-    path: str | os.PathLike[str], backend: CommunicationBackend | None
-) -> Path | None:
-    """Return the checkpoint at ``path``, or the newest in it that verifies; None if there is none.
-
-    Rank 0 looks for all: working directories may differ, and a folder change between two looks.
-    """
-    with together(backend) as statements:
-        if backend is None or backend.rank == 0:
-            statements.own = path_text(find_single(path))
-    for text in statements.everyone:  # rank 0's, if there is one
-        return path_from(text)
-    return newest_valid(path, backend)
 
 
 def _each(wanted: Mapping[str, Pieces]) -> Iterator[tuple[str, Region, Array]]:

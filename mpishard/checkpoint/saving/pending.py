@@ -209,7 +209,7 @@ class PendingSave:
         """Write no more, because this rank cannot go on with the others. Communicates nothing.
 
         If it is just being moved to its place it may still become a checkpoint. Otherwise the next
-        save to that place removes what is left of it.
+        save to that place removes the rest of it.
         """
         self._is_abandoned.set()
         self._thread.join(_ABANDON_SECONDS)

@@ -209,7 +209,7 @@ def write_checkpoint(
     arrays: Pieces,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Write the checkpoint ``path``, or leave what was there as it was. Collective.
+    """Write the checkpoint ``path``, or leave the earlier one unchanged. Collective.
 
     At every moment ``path``, or ``<path>.previous`` between two renames, is a complete checkpoint;
     `CheckpointReader` looks at both. The next save removes what a killed one left behind, so only

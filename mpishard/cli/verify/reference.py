@@ -17,6 +17,7 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.cli.verify.job import (
+    MESH_FLAGS,
     Problem,
     TargetError,
     VerifyJob,
@@ -193,9 +194,8 @@ def require_layers(job: VerifyJob, problem: Problem) -> None:
         cannot be cut into equal parts.
     """
     model, options = problem.model, job.mesh.options
-    flags = {"recompute": "--recompute", "sequence_parallel": "--sequence-parallel"}
-    for option, flag in flags.items():
-        if option in options and not isinstance(model, ILayeredModel):
+    for flag in ("--recompute", "--sequence-parallel"):
+        if MESH_FLAGS[flag] in options and not isinstance(model, ILayeredModel):
             raise TargetError(
                 f"{flag} is for models of layers, and {type(model).__name__} is a black box\n"
                 "leave it out, or return a model that implements ILayeredModel (mpishard.nn)"

@@ -39,7 +39,7 @@ class Recording:
     Parameters
     ----------
     folder : Path
-        Where `mpishard.torch.optimizer` left them.
+        Where `mpishard.torch.verification` left them.
     ranks : int
         Number of ranks.
     """

@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.callbacks.run import names_of
 from mpishard.checkpoint.format.consensus import differences, together
-from mpishard.checkpoint.format.protocol import CheckpointableOptimizer
+from mpishard.checkpoint.format.protocol import CheckpointState
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import count_samples, take
@@ -36,7 +36,7 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-class LoopOptimizer(CheckpointableOptimizer, Protocol):
+class LoopOptimizer(Protocol):
     """An optimizer that the training loop can run: every sharded optimizer."""
 
     allowed_ranks: tuple[int, int]
@@ -69,13 +69,17 @@ class LoopOptimizer(CheckpointableOptimizer, Protocol):
         ...
 
     def sum_over_reports(self, sums: Array) -> Array:
-        """Return what the reports of all ranks add up to. Collective if each has its own."""
+        """Return the sum over the reports of all ranks. Collective if each rank has its own."""
         ...
 
     def step_report(
         self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int | None = None
     ) -> StepReport:
         """Make one synchronised update. Collective."""
+        ...
+
+    def checkpoint_view(self, model: Any) -> CheckpointState:
+        """Return the state of ``model`` in the form that checkpoints read and write."""
         ...
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from mpishard.arguments import as_flag, as_integer, as_number, check_path
+from mpishard.arguments import as_amount, as_count, as_flag, as_integer, check_path
 from mpishard.callbacks.run import check_callbacks
 from mpishard.contracts import PathLike
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset, count_samples
@@ -196,8 +195,6 @@ class OptimizationInputData:
             value = getattr(self, name)
             if value is not None and not (name == "resume" and isinstance(value, bool)):
                 check_path(name, value)
-        if not 0 <= numbers["tolerance"] < math.inf:
-            raise ValueError(f"tolerance must be 0 or more and finite, got {self.tolerance}")
         if self.tolerance and self.patience is None:
             raise ValueError(f"tolerance {self.tolerance} needs patience, which it is part of")
         if self.user_state is not None:
@@ -211,20 +208,17 @@ class OptimizationInputData:
             raise ValueError("validate_every needs x_validation and y_validation")
         plain = replace(self, **numbers)
         if not plain.local_data:
-            plain.sampler()
+            plain.sampler()  # refuses a batch that the data cannot fill
         return plain
 
     def _refuse_without_checkpoint(self) -> None:
-        for name in ("checkpoint_every", "keep_every"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} needs checkpoint, the folder to write to")
-        if self.keep_last != type(self).keep_last:
-            raise ValueError(
-                f"keep_last needs checkpoint, the folder to write to; got keep_last="
-                f"{self.keep_last} without it"
-            )
-        if self.checkpoint_async:
-            raise ValueError("checkpoint_async needs checkpoint, the folder to write to")
+        for name in ("checkpoint_every", "keep_every", "keep_last", "checkpoint_async"):
+            value = getattr(self, name)
+            if value != getattr(type(self), name):  # the default
+                raise ValueError(
+                    f"{name} needs checkpoint, the folder to write to; got {name}={value} "
+                    "without it"
+                )
         if self.user_state is not None and self.resume is None:
             raise ValueError("user_state needs checkpoint or resume: it is saved and restored")
         if self.resume is True:
@@ -236,13 +230,11 @@ class OptimizationInputData:
             value = getattr(self, name)
             if value is None and name != "batch_size":
                 continue
-            numbers[name] = as_integer(name, value)
-            if numbers[name] < 1:
-                raise ValueError(f"{name} must be 1 or more, got {value}")
+            numbers[name] = as_count(name, value)
         if self.keep_best is not None:
             numbers["keep_best"] = as_flag("keep_best", self.keep_best)
         numbers["seed"] = as_integer("seed", self.seed)
-        numbers["tolerance"] = as_number("tolerance", self.tolerance)
+        numbers["tolerance"] = as_amount("tolerance", self.tolerance)
         return numbers
 
     def _check_pair(self, part: str) -> None:

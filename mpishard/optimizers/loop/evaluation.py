@@ -6,7 +6,6 @@ Shape suffixes: N samples of a batch, K outputs of a sample.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,20 +136,8 @@ def _measure(
     return prediction, *engine.program.measure(engine.loss, prediction, y)
 
 
-class Statistics(ABC):
-    """Statistics of predictions, summed over batches and then over ranks."""
-
-    @abstractmethod
-    def add(self, prediction: Array, target: Array) -> None:
-        """Add a batch: outputs and targets as the loss takes them."""
-
-    @abstractmethod
-    def total(self, backend: CommunicationBackend) -> dict[str, float]:
-        """Return the statistics over the samples of all ranks, NaN without any. Collective."""
-
-
-def statistics_for(loss: Any, output_count: int) -> Statistics | None:
-    """Return the statistics that belong to ``loss``; None for an unknown loss.
+def statistics_for(loss: Any, output_count: int) -> Classification | Regression | None:
+    """Return empty statistics of the kind that belongs to ``loss``; None for an unknown loss.
 
     Parameters
     ----------
@@ -166,7 +153,7 @@ def statistics_for(loss: Any, output_count: int) -> Statistics | None:
     return None
 
 
-class Classification(Statistics):
+class Classification:
     """``accuracy``: the share of targets whose class has the largest logit.
 
     Yes-or-no targets have one logit each: above 0 it means yes, as does a target above 1/2.
@@ -182,6 +169,7 @@ class Classification(Statistics):
         self._sums = np.zeros(2)  # right, counted
 
     def add(self, prediction: Array, target: Array) -> None:
+        """Add a batch: outputs and targets as the loss takes them."""
         if self._ignored is None:
             right = (prediction > 0) == (target > 0.5)
             self._sums += float(right.sum()), float(right.size)
@@ -191,11 +179,12 @@ class Classification(Statistics):
             self._sums += float(right.sum()), float(counted.sum())
 
     def total(self, backend: CommunicationBackend) -> dict[str, float]:
+        """Return the statistics over the samples of all ranks, NaN without any. Collective."""
         right, counted = backend.all_reduce(self._sums.copy())
         return {"accuracy": float(right / counted) if counted else math.nan}
 
 
-class Regression(Statistics):
+class Regression:
     """``mse`` and ``mae``, over all elements, and ``r2``, the mean over the outputs of
     1 - (sum of squared errors) / (sum of squared deviations from the target's mean).
 

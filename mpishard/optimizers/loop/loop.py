@@ -116,8 +116,11 @@ class TrainingRun:
         self.checkpoints = None
         if data.checkpoint is not None:
             self.checkpoints = RunCheckpoints(
-                data, model.backend, self._tell_saved, optimizer.allowed_ranks
-            )
+                data, model.backend, optimizer.allowed_ranks,
+                lambda folder: self.hooks.call(
+                    "on_checkpoint", replace(self.record, step=self.step, checkpoint=folder)
+                ),
+            )  # fmt: skip
         own = None if self.checkpoints is None else self.checkpoints.folder
         resumed = checkpoint_to_resume(data, model.backend, own)
         if resumed is not None:
@@ -138,13 +141,23 @@ class TrainingRun:
     def _hooks(self) -> Run:
         data, model = self.data, self.model
         callbacks = [*data.callbacks, self.stopping]
-        if model.rank == 0:  # the short forms come last: they write what the others log
+        if model.rank == 0:  # the short forms come last: they write the values that the others log
             callbacks += [JSONLines(data.metrics)] if data.metrics is not None else []
             callbacks += [ProgressLine()] if data.progress else []
-        return Run(
+        hooks = Run(
             callbacks, model.backend, model=model, total_steps=self.total,
             unit=data.throughput_unit, can_save=data.checkpoint is not None,
         )  # fmt: skip
+        if data.epochs is not None and data.max_steps is not None:
+            # Given both, users mistake one for the other: the log tells which one ends the run.
+            per_epoch = self.sampler.batches_per_epoch
+            steps = data.epochs * per_epoch
+            ends = "max_steps" if data.max_steps < steps else "epochs"
+            hooks.announcement = (
+                f"{self.total} steps: {data.epochs} epoch{'s' * (data.epochs != 1)} of {per_epoch} "
+                f"steps are {steps}, max_steps is {data.max_steps}; {ends} ends first"
+            )
+        return hooks
 
     @property
     def has_updated(self) -> bool:
@@ -166,9 +179,6 @@ class TrainingRun:
         if self.checkpoints is not None and self.step < self.total and not ends:
             self.checkpoints.reserve(self.model, self.optimizer, keeps_best=self.best is not None)
         hooks, data = self.hooks, self.data
-        if data.epochs is not None and data.max_steps is not None:
-            # Given both, users mistake one for the other: the log tells which one ends the run.
-            hooks.announcement = self._length_in_words(data.epochs, data.max_steps)
         with ExitStack() as stack:
             hooks.enter(stack)
             if data.callbacks:  # on all ranks
@@ -200,7 +210,12 @@ class TrainingRun:
             self.result.iterations = self.step
             self.result.stopped_early = ends and self.step < self.total
             if self.result.stopped_early:
-                hooks.ending = self._end_in_words()
+                kind = "training" if data.x_validation is None else "validation"
+                best = self.stopping
+                found = "" if best.best_step is None else (
+                    f": best {kind} loss {best.best_score:.4f} after step {best.best_step}"
+                )  # fmt: skip
+                hooks.ending = f"stopped early after step {self.step} of {self.total}{found}"
             hooks.call("on_stop", self.record)
         self.result.seconds = time.perf_counter() - self.started
         self._conclude()
@@ -304,32 +319,13 @@ class TrainingRun:
         if self.latest is not None and self.latest[0] == self.step:
             stats = self.latest[1].stats
             validation = {name: stats[name] for name in ("loss", "accuracy") if name in stats}
+        # If no callback listens to steps, the record is that of an earlier one.
         self.record = replace(self.record, step=self.step)
         found = replace(self.record, score=score, validation=validation)
         self.hooks.call("on_evaluate", found)
         if self.best is not None and self.stopping.best_step == self.step:
             self.optimizer.settle()
             self.best.keep()
-
-    def _tell_saved(self, folder: Path) -> None:
-        self.hooks.call("on_checkpoint", replace(self.record, step=self.step, checkpoint=folder))
-
-    def _length_in_words(self, epochs: int, max_steps: int) -> str:
-        steps = epochs * self.sampler.batches_per_epoch
-        ends = "max_steps" if max_steps < steps else "epochs"
-        return (
-            f"{self.total} steps: {epochs} epoch{'s' * (epochs != 1)} of "
-            f"{self.sampler.batches_per_epoch} steps are {steps}, max_steps is {max_steps}; "
-            f"{ends} ends first"
-        )
-
-    def _end_in_words(self) -> str:
-        kind = "training" if self.data.x_validation is None else "validation"
-        best = self.stopping
-        found = "" if best.best_step is None else (
-            f": best {kind} loss {best.best_score:.4f} after step {best.best_step}"
-        )  # fmt: skip
-        return f"stopped early after step {self.step} of {self.total}{found}"
 
     # --------------------------------------------------------------------------------------- end
 
@@ -439,6 +435,6 @@ def _by_data_rank(model: ShardedModelBase, given: Sequence[int], name: str) -> l
             raise ValueError(
                 f"ranks {first} and {rank} compute one batch together, and must be given the same "
                 f"data: of {name} rank {first} has {expected} samples, and rank {rank} has "
-                f"{length}. Choose what a rank brings by the model's data_rank, not by rank"
+                f"{length}. Choose a rank's data by the model's data_rank, not by rank"
             )
     return [found[data][1] for data in range(model.data_size)]

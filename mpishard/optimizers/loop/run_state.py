@@ -47,7 +47,7 @@ class BestParameters(CheckpointState):
 
     @property
     def _vector(self) -> Array:
-        if self._kept is None:
+        if self._kept is None:  # a run without an evaluation needs no memory for it
             length = sum(piece.length for piece in self._pieces)
             self._kept = self._engine.layout.allocate(MemoryCategory.BEST_PARAMETERS, length)
         return self._kept
@@ -160,7 +160,7 @@ class UserState:
             text = json.dumps(states)
             check_keys("user_state", states)
         texts = gather_texts(self._backend, text)
-        if len(set(texts)) == 1:
+        if len(set(texts)) == 1:  # equal states fit a world of any size
             texts = texts[:1]
         return {"names": list(self._parts), "ranks": [json.loads(text) for text in texts]}
 

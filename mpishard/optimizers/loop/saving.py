@@ -48,6 +48,17 @@ _log = logging.getLogger("mpishard")
 LOOP = "training_loop"
 """Key of the run's position in a checkpoint's metadata."""
 
+_STEP = Kind("a whole number, or null", lambda value: value is None or COUNT.holds(value))
+_FORM = {
+    "step": COUNT,
+    "epoch_sums": (NUMBER, NUMBER),
+    "fitness_history": [NUMBER],
+    "validation_history": [(COUNT, NUMBER)],
+    "stopping": {"best_score": NUMBER, "best_step": _STEP, "reference": NUMBER, "waited": COUNT},
+    "order": OBJECT,
+    "user_state": {"names": [TEXT], "ranks": [OBJECT]},
+}
+
 
 def folder_of(data: OptimizationInputData) -> CheckpointFolder:
     """Return the folder that a run saves to."""
@@ -102,19 +113,19 @@ class RunCheckpoints:
         The arguments of the run, with a ``checkpoint``.
     backend : CommunicationBackend
         The ranks that train together.
-    on_saved : callable
-        Called with the folder of each checkpoint that is on the disk, on all ranks.
     allowed_ranks : tuple of int
         The fewest and the most ranks that may go on with the run. If each rank has brought data of
         its own, only as many as now can.
+    on_saved : callable
+        Called with the folder of each checkpoint that is on the disk, on all ranks.
     """
 
     def __init__(
         self,
         data: OptimizationInputData,
         backend: CommunicationBackend,
-        on_saved: Callable[[Path], object] = str,
         allowed_ranks: tuple[int, int] = (1, sys.maxsize),
+        on_saved: Callable[[Path], object] = str,
     ) -> None:
         self._on_saved = on_saved
         self.folder = folder_of(data)
@@ -296,7 +307,15 @@ def check_position(
     """
     with together(backend):
         reader = CheckpointReader(path)
-        position = _position_in(reader)
+        try:
+            require_form(reader.metadata, {"user": {f"{LOOP}?": _FORM}}, "metadata")
+            position: Mapping[str, Any] | None = reader.metadata["user"].get(LOOP)
+            if position is not None:
+                state = position["user_state"]
+                form = [dict.fromkeys(state["names"], ANYTHING)]
+                require_form(state["ranks"], form, f"metadata.user.{LOOP}.user_state.ranks")
+        except ValueError as error:
+            raise CheckpointError(f"cannot use {reader.path / MANIFEST}: {error}") from None
         if position is None:
             raise ValueError(
                 f"{path} holds no position of a training loop; load it with model.load_model, and "
@@ -325,29 +344,3 @@ def check_position(
             )
         user_state.check(position["user_state"])
     return BestParameters.KIND in reader.kinds
-
-
-_STEP = Kind("a whole number, or null", lambda value: value is None or COUNT.holds(value))
-_FORM = {
-    "step": COUNT,
-    "epoch_sums": (NUMBER, NUMBER),
-    "fitness_history": [NUMBER],
-    "validation_history": [(COUNT, NUMBER)],
-    "stopping": {"best_score": NUMBER, "best_step": _STEP, "reference": NUMBER, "waited": COUNT},
-    "order": OBJECT,
-    "user_state": {"names": [TEXT], "ranks": [OBJECT]},
-}
-
-
-def _position_in(reader: CheckpointReader) -> Mapping[str, Any] | None:
-    """Return a checkpoint's position of a training loop; None without one."""
-    try:
-        require_form(reader.metadata, {"user": {f"{LOOP}?": _FORM}}, "metadata")
-        position: Mapping[str, Any] | None = reader.metadata["user"].get(LOOP)
-        if position is not None:
-            state = position["user_state"]
-            form = [dict.fromkeys(state["names"], ANYTHING)]
-            require_form(state["ranks"], form, f"metadata.user.{LOOP}.user_state.ranks")
-    except ValueError as error:
-        raise CheckpointError(f"cannot use {reader.path / MANIFEST}: {error}") from None
-    return position

@@ -1,4 +1,4 @@
-"""Update rules: the settings of each, and what an update computes.
+"""Update rules: the settings of each, and the arithmetic of its update.
 
 Begin with `elementwise`: six rules, each a dataclass of settings with one body. `compiled` runs a
 body: NumPy or CuPy on chunks, or numba's machine code. `lamb` needs norms of whole parameters;

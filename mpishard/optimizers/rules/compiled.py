@@ -76,6 +76,7 @@ def run(body: Body, arrays: Sequence[Array], clip: tuple[float, float] | None = 
         factors = [*map(float, body.factors)]
     else:
         factors = [*map(arrays[0].dtype.type, body.factors)]
+        # A compiled loop touches each element once, so that chunks would gain nothing.
         if clip is None:
             function(*arrays, *factors)
             return

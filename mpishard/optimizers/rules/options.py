@@ -10,7 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from mpishard.arguments import as_flag, as_number, take_plain_fields
+from mpishard.arguments import as_amount, as_count, as_flag, take_plain_fields
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.rules.ranges import Segment
 from mpishard.optimizers.rules.schedules import (
@@ -172,9 +172,7 @@ def _checked(place: str, name: str, value: Any) -> Any:
         return as_flag(place, value)
     if name == "learning_rate":
         return as_schedule(value, place)
-    if not 0 <= as_number(place, value) < float("inf"):
-        raise ValueError(f"{place} must be 0 or more, got {value}")
-    return float(value)
+    return as_amount(place, value)
 
 
 def named_parameters(model: Any) -> tuple[ParameterEntry, ...] | None:
@@ -275,8 +273,7 @@ class OptimizationAlgorithmOptions:
     def __post_init__(self) -> None:
         take_plain_fields(self)
         for name in ("max_iterations", "early_stopping_patience"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+            as_count(name, getattr(self, name))
         if not self.tolerance >= 0:
             raise ValueError(f"tolerance must be 0 or more, got {self.tolerance}")
         if not self.max_gradient_norm > 0:

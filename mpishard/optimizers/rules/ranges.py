@@ -1,4 +1,4 @@
-"""The arguments of an update rule: ranges of parameters, and what is known beside them."""
+"""The arguments of an update rule: ranges of parameters, and the values known besides them."""
 
 from __future__ import annotations
 
@@ -143,6 +143,7 @@ class ParameterCells:
         for segment in segments:
             low, high = piece.start + segment.start, piece.start + segment.stop
             first, stop = bisect_right(self._starts, low), bisect_left(self._starts, high)
+            # A part is numbered from the first one of its parameter, so that every world agrees.
             of_parameter = self._firsts[bisect_right(self._firsts, first - 1) - 1]
             bounds = [low, *self._starts[first:stop], high]
             for number, (start, end) in enumerate(pairwise(bounds), start=first - 1 - of_parameter):

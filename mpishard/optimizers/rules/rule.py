@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast, overload
 
-from mpishard.arguments import as_number, check_path, nearest
+from mpishard.arguments import as_amount, as_number, check_path, nearest
 from mpishard.arrays import Array
 from mpishard.checkpoint.format.disk import replace_file
 from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
@@ -39,12 +39,6 @@ _ELSEWHERE = {
 """Name of a setting in PyTorch, JAX and their relatives -> its name here."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # differs between processes
-
-
-def _at_least_zero(name: str, value: float) -> float:
-    if not 0 <= as_number(name, value) < math.inf:
-        raise ValueError(f"{name} must be 0 or more and finite, got {value}")
-    return float(value)
 
 
 def above_zero(name: str, value: float) -> float:
@@ -115,7 +109,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     # Setting -> its check, which returns the value that the rule keeps.
     checks: ClassVar[dict[str, Callable[[str, Any], Any]]] = {
         "learning_rate": lambda name, rate: as_schedule(rate, name),
-        "weight_decay": _at_least_zero,
+        "weight_decay": as_amount,
         "clip_global_norm": _above_zero_or_none,
         "clip_value": _above_zero_or_none,
         "parameter_options": lambda _, options: CheckedOptions(options or {}),
@@ -134,6 +128,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         TypeError
             For an unknown setting.
         """
+        # Python's own error would come from __init__, and tell no setting that was meant.
         known = inspect.signature(cls.__init__).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
         for name in () if takes_any else settings.keys() - known.keys():
@@ -234,6 +229,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             Step, rate and scale.
         """
         needed = self.needed_state()
+        # A body has a place for each state; numba compiles it for the states that are there.
         whole = [parameters, gradients]
         whole += [state[name] if name in needed else None for name in self.state_names]
         if self.clip_value is not None:  # then `run` scales the gradient, and clips it

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from mpishard.arguments import as_integer, as_number, as_positive, take_plain_fields
+from mpishard.arguments import as_count, as_number, as_positive, take_plain_fields
 
 __all__ = [
     "Constant",
@@ -57,7 +57,7 @@ class StepDecay:
     def __post_init__(self) -> None:
         take_plain_fields(self)
         as_positive("initial", self.initial)
-        _check_steps("every", self.every, least=1)
+        as_count("every", self.every)
         _check_factor(self.factor)
 
     def __call__(self, step: int) -> float:
@@ -101,7 +101,7 @@ class Cosine:
     def __post_init__(self) -> None:
         take_plain_fields(self)
         as_positive("peak", self.peak)
-        _check_steps("steps", self.steps, least=1)
+        as_count("steps", self.steps)
         if not 0 <= as_number("minimum", self.minimum) <= self.peak:
             raise ValueError(f"minimum must be in [0, peak={self.peak}], got {self.minimum}")
 
@@ -123,7 +123,7 @@ class WarmUp:
 
     def __post_init__(self) -> None:
         take_plain_fields(self)
-        _check_steps("steps", self.steps, least=0)
+        as_count("steps", self.steps, least=0)
         if not callable(self.then):
             raise TypeError(f"then must be a schedule, such as Constant(0.1), got {self.then!r}")
 
@@ -179,7 +179,7 @@ class OneCycle:
     def __post_init__(self) -> None:
         take_plain_fields(self)
         as_positive("peak", self.peak)
-        _check_steps("steps", self.steps, least=1)
+        as_count("steps", self.steps)
         longest = 0.5 if self.three_phases else 1.0
         if not 0 < as_number("rise", self.rise) <= longest or self.rise == 1:
             raise ValueError(
@@ -246,22 +246,17 @@ def rates(schedule: Schedule) -> list[float | str | None]:
 
     None stands for a step without a rate: a schedule may be a table, which ends.
     """
-    return [_told(schedule, step) for step in (0, 1, 10, 100, 1000, 10000)]
-
-
-def _told(schedule: Schedule, step: int) -> float | str | None:
-    try:
-        rate = rate_at(schedule, step)
-    except Exception:  # noqa: BLE001 - a run that comes to this step raises it
-        return None
-    return rate if math.isfinite(rate) else str(rate)  # NaN would differ from itself
+    found: list[float | str | None] = []
+    for step in (0, 1, 10, 100, 1000, 10000):
+        try:
+            rate = rate_at(schedule, step)
+        except Exception:  # noqa: BLE001 - a run that comes to this step raises it
+            found.append(None)
+        else:
+            found.append(rate if math.isfinite(rate) else str(rate))  # NaN differs from itself
+    return found
 
 
 def _check_factor(value: float) -> None:
     if not 0 < as_number("factor", value) <= 1:
         raise ValueError(f"factor must be in (0, 1], got {value}")
-
-
-def _check_steps(name: str, value: int, *, least: int) -> None:
-    if as_integer(name, value) < least:
-        raise ValueError(f"{name} must be {least} or more, got {value}")

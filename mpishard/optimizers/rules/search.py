@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arguments import as_integer
+from mpishard.arguments import as_count
 from mpishard.arrays import Array, array_namespace, is_device_array, to_host
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, places_of
 from mpishard.optimizers.rules.rule import Optimizer, fraction
@@ -27,12 +27,6 @@ __all__ = ["LBFGS", "NewtonCG", "NonlinearCG", "SearchRule"]
 _BLOCK = 4096  # elements whose products are summed as one; a power of two, the same everywhere
 _LONGEST = 1e10  # of all steps
 _EPSILON = float(np.finfo(np.float64).eps)
-
-
-def _at_least_one(name: str, value: Any) -> int:
-    if as_integer(name, value) < 1:
-        raise ValueError(f"{name} must be 1 or more, got {value}")
-    return int(value)
 
 
 @dataclass(eq=False)
@@ -54,7 +48,7 @@ class SearchRule(Optimizer):
     searches = True
     state_names: ClassVar[tuple[str, ...]] = ("base", "base_gradient", "direction")
     checks = Optimizer.checks | {
-        "c1": fraction, "c2": fraction, "max_line_search": _at_least_one,
+        "c1": fraction, "c2": fraction, "max_line_search": as_count,
     }  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -157,7 +151,7 @@ class SearchRule(Optimizer):
         else:
             context.numbers["stuck"] = "no step along the gradient lowers the loss enough"
 
-    # ------------------------------------------------------------------- what a rule is made of
+    # ------------------------------------------------------------------- for each rule to fill in
 
     def choose_direction(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
         """Write ``state["direction"]`` and `search`, or ask for evaluations first."""
@@ -192,7 +186,7 @@ class SearchRule(Optimizer):
         """Move the parameters to the base plus ``step`` times the direction."""
         for owned in ranges:
             p, xp = owned.parameters, array_namespace(owned.parameters)
-            if step == 0:
+            if step == 0:  # exactly, also if the direction is not finite
                 p[...] = owned.state["base"]
                 continue
             xp.multiply(owned.state["direction"], step, out=p)
@@ -300,7 +294,7 @@ class LBFGS(SearchRule):
     c1: float = 1e-3
     memory: int = 10
 
-    checks = SearchRule.checks | {"memory": _at_least_one}
+    checks = SearchRule.checks | {"memory": as_count}
 
     def needed_state(self) -> tuple[str, ...]:
         numbers = range(self.memory)
@@ -453,8 +447,8 @@ class NonlinearCG(SearchRule):
 class NewtonCG(SearchRule):
     """Newton's method with conjugate gradients: Nocedal and Wright, algorithm 7.1.
 
-    Products of the Hessian with a vector are differences of gradients, or what the model returns
-    as its gradient while ``numbers["product"]`` is true and its parameters are the vector.
+    Products of the Hessian with a vector are differences of gradients. Or the model returns them
+    as its gradient, while ``numbers["product"]`` is true and its parameters are the vector.
 
     Parameters
     ----------
@@ -471,7 +465,7 @@ class NewtonCG(SearchRule):
     max_products: int = 50
 
     state_names: ClassVar[tuple[str, ...]] = (*SearchRule.state_names, "residual", "probe")
-    checks = SearchRule.checks | {"max_products": _at_least_one}
+    checks = SearchRule.checks | {"max_products": as_count}
 
     def forget(self, numbers: dict[str, Any]) -> bool:
         had_any = not numbers.get("is_steepest", False)
@@ -506,6 +500,7 @@ class NewtonCG(SearchRule):
         inner = context.numbers["inner"]
         inner["probe"], inner["distance"] = probe, 1.0
         if not self.has_products and probe > 0:
+            # Rounding and truncation spoil about as many digits: Nocedal and Wright, section 8.1.
             inner["distance"] = math.sqrt(self.epsilon / probe) * (1 + math.sqrt(own))
         context.numbers.update(pending=True, product=True)
         for owned in ranges:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_integer
+from mpishard.arguments import as_count
 from mpishard.arrays import Array, copy_into
 from mpishard.checkpoint import Pieces
 from mpishard.checkpoint.format.consensus import differences
@@ -51,8 +51,8 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
     come meanwhile. An owner makes an update of every N gradients that arrive, in the order in which
     they do, whichever of the N ranks they are from: as many updates as DDP for the same samples.
     Two runs differ. Each step's report is of this rank's samples alone. `settle` waits for all
-    ranks, applies what is left, and gives all the same parameters; ``optimize`` calls it before
-    each evaluation and checkpoint. Sent: as DDP, in messages.
+    ranks, applies the gradients that are left, and gives all the same parameters; ``optimize``
+    calls it before each evaluation and checkpoint. Sent: as DDP, in messages.
 
     With ``allow_staleness=0`` and ``delay=0`` each step is DDP's.
 
@@ -85,9 +85,8 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         delay: int = 0,
     ) -> None:
         super().__init__(wrapped_optimizer, config)
-        for name, value in {"allow_staleness": allow_staleness, "delay": delay}.items():
-            if as_integer(name, value) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {value}")
+        self.allow_staleness = as_count("allow_staleness", allow_staleness, least=0)
+        self.delay = as_count("delay", delay, least=0)
         if allow_staleness and delay:
             raise ValueError(
                 f"allow_staleness={allow_staleness} lets ranks go their own pace, and "
@@ -102,8 +101,6 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
                 f"{needs} needs a norm of all parameters, and with allow_staleness no rank has "
                 "them at one time: leave it out, or use delay"
             )
-        self.allow_staleness = int(allow_staleness)
-        self.delay = int(delay)
 
     @property
     def max_staleness(self) -> int:
@@ -121,9 +118,7 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         ValueError
             For a negative iteration.
         """
-        if as_integer("iteration", iteration) < 0:
-            raise ValueError(f"iteration must be 0 or more, got {iteration}")
-        return iteration % (self.max_staleness + 1) == 0
+        return as_count("iteration", iteration, least=0) % (self.max_staleness + 1) == 0
 
     @property
     def clocks(self) -> tuple[int, ...]:
@@ -216,12 +211,12 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         return state.apply_pending() if isinstance(state, _DelayedState) else 0
 
     def sum_over_reports(self, sums: Array) -> Array:
-        """Return the sum of what each rank's own reports add up to. Collective, if they differ."""
+        """Return the sum over all ranks' reports. Collective, if they differ."""
         return self.backend.all_reduce(sums.copy()) if self.allow_staleness else sums
 
 
 class _DelayedState(ModelState):
-    """The rule's state, and what it needs to know of the gradients under way.
+    """The rule's state, and the weights of the gradients under way.
 
     Attributes
     ----------
@@ -253,7 +248,7 @@ class _DelayedState(ModelState):
         return store
 
     def settings(self) -> dict[str, Any]:
-        # A rank whose round failed alone has dropped what the others still have.
+        # A rank whose round failed alone has dropped gradients that the others still have.
         return {**super().settings(), "gradients under way": self._store.pending}
 
     def update(self, updates: list[Update], report: StepReport) -> None:
@@ -329,7 +324,7 @@ class _DelayedState(ModelState):
 
 
 class _StaleState(ModelState):
-    """The rule's state for the piece that this rank owns, and what the ranks tell each other.
+    """The rule's state for the piece that this rank owns, and the messages between ranks.
 
     A message of rank r to rank q has, as one array: r's gradient of what q owns, the parameters
     that r owns, the weight of the gradient, and r's clock, which is infinite in the last message
@@ -357,7 +352,7 @@ class _StaleState(ModelState):
         }
         for vector in self.vectors.values():
             vector.fill(0)
-        # Of each rank, what it owns of the units that are trained.
+        # The pieces that each rank owns of the units that are trained.
         units = [unit for unit in engine.layout.units
                  if unit.index not in engine.program.frozen_units]  # fmt: skip
         size, rank = backend.world_size, backend.rank
@@ -374,13 +369,13 @@ class _StaleState(ModelState):
             self._group = group
         self._coming: dict[int, Transfer] = {}
         self._closed: set[int] = set()
-        self._has_taken = False  # parameters that the program has not heard of
+        self._has_taken = False  # parameters of which the program was not told
         self.clocks = [0] * size
 
     # ------------------------------------------------------------------------------------- steps
 
     def wait_for_slow_ranks(self) -> None:
-        """Take what has come, and wait until no rank is more than s steps behind."""
+        """Take the messages that are here, and wait until no rank is more than s steps behind."""
         self._take_what_has_come()
         mine = self.clocks[self.model.rank]
         for rank in range(self.model.world_size):
@@ -391,7 +386,7 @@ class _StaleState(ModelState):
             self._has_taken = False
 
     def update(self, updates: list[Update], report: StepReport) -> None:
-        """Send this rank's gradient to the owners, and update what this rank owns."""
+        """Send this rank's gradient to the owners, and update the piece that this rank owns."""
         engine, rank = self.model.engine, self.model.rank
         assert isinstance(engine.gradients, ReplicatedGradients)
         engine.replicas.drift(1.0)
@@ -405,7 +400,7 @@ class _StaleState(ModelState):
                            self.clocks[rank])  # fmt: skip
 
     def _add(self, gradient: Array, weight: float) -> None:
-        """Count a gradient of what this rank owns; update if it is the N-th."""
+        """Count a gradient of this rank's piece; update if it is the N-th."""
         if self._arrived == 0:
             self._sum[...] = 0
         self._sum += gradient

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import check_path
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import Array
 from mpishard.checkpoint.format.consensus import together
 from mpishard.checkpoint.loading.restore import load_states
-from mpishard.checkpoint.saving.snapshot import save_states, write_checkpoint
+from mpishard.checkpoint.saving.snapshot import save_states
 from mpishard.communication import ReductionOperation
 from mpishard.contracts import (
     ICheckpointableModel,
@@ -38,7 +38,12 @@ from mpishard.optimizers.loop.loop import TrainingRun
 from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.rules.search import SearchRule
-from mpishard.optimizers.sharded.fitting import checked_rule, refuse_unfit, require_model
+from mpishard.optimizers.sharded.fitting import (
+    checked_data,
+    checked_rule,
+    refuse_unfit,
+    require_model,
+)
 from mpishard.optimizers.sharded.state import ModelState, search_step
 from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ShardingConfiguration
@@ -84,7 +89,6 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         self._given_model: Any = None
         self._state: ModelState | None = None  # None before the first step
         self._awaiting: StateBytes | None = None  # given to `deserialize` before the first step
-        self._last_gradient: tuple[float, int] | None = None  # its weight; parameters' version
 
     def __repr__(self) -> str:
         rate, ranks = self.get_current_learning_rate(), self.world_size
@@ -100,14 +104,6 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     @property
     def sharding_configuration(self) -> ShardingConfiguration:
         return self._config
-
-    @property
-    def rank(self) -> int:
-        return self._config.communication_backend.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._config.communication_backend.world_size
 
     @property
     def steps(self) -> int:
@@ -155,7 +151,6 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     def _forget_model(self) -> None:
         state, self._state = self._state, None
-        self._last_gradient = None
         # The model's gradients go back to the store that its strategy chose.
         if state is not None and state.keeps_gradients:
             state.model.engine.lend_gradients(None)
@@ -200,12 +195,12 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if model is not self.model:  # then the ranks meet in bind, which a bad batch must not do
             self._require_model_of_this_kind(model)
             model.engine.program.check_pair(x, y, model.engine.loss)
-        state = self._bound(model)
+        state = self.bind(model)
         # A step that fails has overwritten the gradient of the one before it.
-        self._last_gradient = None
+        state.last_gradient = None
         report = self._run_step(state, x, y, sample_start)
         if report.gradient_norm is not None:
-            self._last_gradient = report.weight, model.engine.version
+            state.last_gradient = report.weight, model.engine.version
         return report
 
     def _run_step(
@@ -259,8 +254,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 "does not tell: use step, optimize or mpishard.minimize"
             )
         vector = agreed_vector(model.engine, gradients, "apply_gradients")
-        state = self._bound(model)
-        self._last_gradient = None
+        state = self.bind(model)
+        state.last_gradient = None
         model.engine.apply(vector, state.update)
 
     @property
@@ -279,17 +274,13 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             For an optimizer whose steps make no such gradient.
         """
         self._require_offered("last_computed_gradients")
-        model = self.model
-        weight, version = self._last_gradient or (0.0, -1)
-        if model is None or version != model.engine.version:
+        mean = None if self._state is None else self._state.mean_gradient()
+        if mean is None:
             raise ShardingError(
                 "there is no gradient of a last step: it is there after step, until the model's "
                 "parameters change or a round of accumulate() begins"
             )
-        gradients = model.engine.gradients.owned(model.engine.pieces.owned)
-        if not gradients:
-            return np.zeros(0, model.dtype)
-        return array_namespace(gradients[0]).concatenate(gradients) / weight
+        return mean
 
     def update_parameters(self, parameters: Any, gradients: Any) -> Any:
         """Refuse: the state belongs to a model's shards, so there is none for a vector.
@@ -320,8 +311,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     # -------------------------------------------------------------------------------------- state
 
-    def bind(self, model: ShardedModelBase) -> None:
-        """Make state for ``model``; one optimizer trains one model until `reset`. Collective.
+    def bind(self, model: ShardedModelBase) -> ModelState:
+        """Return the state of ``model``, made at the first call. Collective.
+
+        One optimizer trains one model until `reset`.
 
         Raises
         ------
@@ -334,9 +327,6 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             the strategy cannot step with; if other parameters than before are to be frozen; on
             every rank, if their rules differ. Nothing has changed then.
         """
-        self._bound(model)
-
-    def _bound(self, model: ShardedModelBase) -> ModelState:
         state = self._state
         if state is not None and model is state.model:
             state.require_same_frozen()
@@ -459,9 +449,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """
         self._require_offered("serialize")
         if self._state is not None:
-            return self._bound(self._state.model).gathered().to_bytes()
-        fresh = StateBytes(type(self._rule).__name__, self._rule.fingerprint(), 0, {})
-        return (self._awaiting or fresh).to_bytes()
+            return self.bind(self._state.model).gathered().to_bytes()
+        return (self._awaiting or StateBytes.fresh(self._rule)).to_bytes()
 
     def deserialize(self, data: bytes) -> None:
         """Take state and step count from bytes of `serialize`, of any layout. Collective.
@@ -493,7 +482,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     def checkpoint_view(self, model: ShardedModelBase) -> ModelState:
         """Return the state of ``model`` in the form that checkpoints read and write."""
-        return self._bound(model)
+        return self.bind(model)
 
     def save_model(self, path: PathLike) -> None:
         """Write the state alone to a checkpoint directory. Collective; nothing is gathered.
@@ -512,13 +501,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             raise ShardingError("the state that was loaded waits for its model: call bind(model)")
         if self._state is not None:
             model = self._state.model
-            save_states(path, model, {"optimizer": self._bound(model)})
+            save_states(path, model, {"optimizer": self.bind(model)})
             return
-        own = {"settings": self._rule.fingerprint(), "optimizer_steps": 0}
-        document = {"model": None, "optimizer": own, "user": {}}
-        # A manifest names a dtype even if there is no parameter: any will do.
         check_path("the path of a checkpoint", path)
-        write_checkpoint(path, self.backend, (), np.dtype(np.float64), {}, document)
+        StateBytes.fresh(self._rule).to_checkpoint(path, self.backend)
 
     def load_model(self, path: PathLike) -> None:
         """Take the state from a checkpoint of any world size and strategy. Collective.
@@ -535,9 +521,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """
         if self._state is not None:
             model = self._state.model
-            load_states(path, model, {"optimizer": self._bound(model)})
+            load_states(path, model, {"optimizer": self.bind(model)})
             return
         check_path("the path of a checkpoint", path)
+        # Without a model no rank knows its part yet, so that each reads the whole.
         with together(self.backend):
             self._awaiting = StateBytes.from_checkpoint(path, self._rule)
 
@@ -579,7 +566,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             For a second model, or one of another strategy or backend; inside ``accumulate()``,
             and before the step that ends its round.
         """
-        data = self._checked(input_data)
+        data = checked_data(
+            input_data, self._given_model, self._config, self._rule,
+            differing=type(self).__name__ if self._replicas_differ else "",
+        )  # fmt: skip
         bound = self.model
         # The plain model gave its parameters to the wrapper in an earlier call: training goes on
         # there.
@@ -597,29 +587,6 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         self.bind(model)
         lengths = refuse_early(model, self._config, data, model.data_size)
         return TrainingRun(self, model, data, lengths).run()
-
-    def _checked(self, data: OptimizationInputData) -> OptimizationInputData:
-        if not isinstance(data, OptimizationInputData):
-            raise TypeError(f"optimize needs an OptimizationInputData, got {type(data).__name__}")
-        if data.model is None:
-            data = replace(data, model=self._given_model)
-        data = data.checked()
-        is_sharded = isinstance(data.model, ShardedModelBase)
-        config = data.model.sharding_configuration if is_sharded else self._config
-        if not config.auto_sync_gradients:
-            raise ValueError(
-                "optimize reports one loss and one solution, and with auto_sync_gradients=False "
-                "each rank has its own: call step() in a loop, and synchronize_gradients() on the "
-                "model, or set auto_sync_gradients=True"
-            )
-        if data.digest_every is not None and self._replicas_differ:
-            raise ValueError(
-                f"digest_every compares replicas, and those of {type(self).__name__} differ "
-                "between two synchronisations: leave it out"
-            )
-        # Options of the mirrored hierarchy bring an end of training with them.
-        options = self._rule.algorithm_options
-        return data if options is None else options.applied(data)
 
     def _optimize_plain(self, data: OptimizationInputData) -> OptimizationResult:
         """Train a plain model in a wrapper, which ends here if no update was made."""

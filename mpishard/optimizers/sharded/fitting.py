@@ -1,14 +1,19 @@
-"""Refusals of rules and models that do not fit an optimizer; nothing is communicated."""
+"""Refusals of rules, models and data that do not fit an optimizer; nothing is communicated."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IGradientBasedOptimizer, IOptimizer, IShardedOptimizer
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
+from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.rules.rule import Optimizer
+from mpishard.sharding import ShardingConfiguration
 
-__all__ = ["checked_rule", "refuse_unfit", "require_model"]
+__all__ = ["checked_data", "checked_rule", "refuse_unfit", "require_model"]
 
 
 def checked_rule(candidate: object, wrapper: str) -> Optimizer:
@@ -88,3 +93,54 @@ def refuse_unfit(model: ShardedModelBase, rule: str) -> None:
         raise ValueError(
             f"{rule} searches along one line on all ranks; it needs auto_sync_gradients=True"
         )
+
+
+def checked_data(
+    data: OptimizationInputData,
+    model: Any,
+    config: ShardingConfiguration,
+    rule: Optimizer,
+    *,
+    differing: str,
+) -> OptimizationInputData:
+    """Return the data that `optimize` goes through, with the end of training that ``rule`` brings.
+
+    Parameters
+    ----------
+    data : OptimizationInputData
+        The user's.
+    model : object
+        Trained if ``data`` has none.
+    config : ShardingConfiguration
+        Choices for a plain model.
+    rule : Optimizer
+        The rule.
+    differing : str
+        Name of the optimizer if its replicas differ between two steps; otherwise empty.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For input that cannot be trained.
+    """
+    if not isinstance(data, OptimizationInputData):
+        raise TypeError(f"optimize needs an OptimizationInputData, got {type(data).__name__}")
+    if data.model is None:
+        data = replace(data, model=model)
+    data = data.checked()
+    if isinstance(data.model, ShardedModelBase):
+        config = data.model.sharding_configuration
+    if not config.auto_sync_gradients:
+        raise ValueError(
+            "optimize reports one loss and one solution, and with auto_sync_gradients=False "
+            "each rank has its own: call step() in a loop, and synchronize_gradients() on the "
+            "model, or set auto_sync_gradients=True"
+        )
+    if data.digest_every is not None and differing:
+        raise ValueError(
+            f"digest_every compares replicas, and those of {differing} differ between two "
+            "synchronisations: leave it out"
+        )
+    # Options of the mirrored hierarchy bring an end of training with them.
+    options = rule.algorithm_options
+    return data if options is None else options.applied(data)

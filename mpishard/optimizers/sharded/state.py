@@ -1,4 +1,4 @@
-"""A rule's state for one sharded model: what this rank holds of it, and the update."""
+"""A rule's state for one sharded model: this rank's part of it, and the update."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, array_namespace
 from mpishard.checkpoint import CheckpointState, Pieces
 from mpishard.checkpoint.format.metadata import require_form
 from mpishard.errors import NonFiniteLossError, ShardingError
@@ -33,7 +33,7 @@ _log = logging.getLogger("mpishard")
 
 
 class ModelState(CheckpointState):
-    """State vectors of what this rank updates of a model, and the number of updates.
+    """State vectors for the parameters that this rank updates, and the number of updates.
 
     It is also the `mpishard.checkpoint` view of the state: the rule's name is part of the kinds,
     so that another rule's state is refused unread.
@@ -54,7 +54,10 @@ class ModelState(CheckpointState):
     steps : int
         Number of updates.
     numbers : dict
-        What the rule keeps beside the vectors: see `UpdateContext`.
+        The rule's numbers besides the vectors: see `UpdateContext`.
+    last_gradient : (float, int) or None
+        Weight of the last step's gradient, which the model's store holds as a sum, and the version
+        of the parameters after that step; None without one.
     """
 
     keeps_gradients: ClassVar[bool] = False
@@ -66,6 +69,7 @@ class ModelState(CheckpointState):
         self.frozen = frozen
         self.steps = 0
         self.numbers: dict[str, Any] = {}
+        self.last_gradient: tuple[float, int] | None = None
         # Setting options makes a new object, so that a step compares identities only.
         self._options = rule.parameter_options
         self._described = rule.checked_options.description  # the options of `frozen`
@@ -147,6 +151,7 @@ class ModelState(CheckpointState):
     def update(self, updates: list[Update], report: StepReport) -> None:
         """Update the parameters that this rank updates, as the engine's step asks for it."""
         self.run(self.rule.update_all, updates, report)
+        # The trials of a line search are evaluations of one update.
         self.steps += not (self.rule.searches and self.is_searching)
 
     @property
@@ -160,7 +165,7 @@ class ModelState(CheckpointState):
         updates: list[Update],
         report: StepReport,
     ) -> None:
-        """Run a function of the rule on what this rank updates."""
+        """Run a function of the rule on the parameters that this rank updates."""
         assert report.gradient_norm is not None
         rule = self.rule
         context = UpdateContext(
@@ -184,10 +189,21 @@ class ModelState(CheckpointState):
         ]  # fmt: skip
         function(ranges, context)
 
+    def mean_gradient(self) -> Array | None:
+        """Return the rank's part of the last step's mean gradient; None if it is gone."""
+        engine = self.model.engine
+        weight, version = self.last_gradient or (0.0, -1)
+        if version != engine.version:
+            return None
+        gradients = engine.gradients.owned(engine.pieces.owned)
+        if not gradients:
+            return np.zeros(0, self.model.dtype)
+        return array_namespace(gradients[0]).concatenate(gradients) / weight
+
     # ------------------------------------------------------------------------ bytes and checkpoints
 
     def synchronize(self) -> None:
-        """Take what the ranks that write a checkpoint hold, and rank 0's steps. Collective."""
+        """Take the state of the ranks that write a checkpoint, and rank 0's steps. Collective."""
         saved, engine = self.gathered(), self.model.engine
         saved.fill(self.vectors, engine.pieces.updated, engine.placement)
         self.steps = int(self.model.backend.broadcast(np.array([self.steps]))[0])

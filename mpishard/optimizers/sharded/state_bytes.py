@@ -14,6 +14,7 @@ from mpishard.arrays import Array, to_host
 from mpishard.checkpoint.format.metadata import COUNT, OBJECT, require_form
 from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
 from mpishard.checkpoint.loading.reader import CheckpointReader
+from mpishard.checkpoint.saving.snapshot import write_checkpoint
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import PathLike
 from mpishard.errors import CheckpointError
@@ -47,7 +48,7 @@ class StateBytes:
     tensors : mapping of str to array
         NumPy arrays in the parameters' shapes; frozen parameters have none.
     numbers : mapping
-        What the rule keeps beside them, as JSON.
+        The rule's numbers besides them, as JSON.
     """
 
     rule: str
@@ -55,6 +56,11 @@ class StateBytes:
     steps: int
     tensors: Mapping[str, np.ndarray[Any, Any]]
     numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def fresh(cls, rule: Optimizer) -> StateBytes:
+        """Return the state before the first step: settings alone."""
+        return cls(type(rule).__name__, rule.fingerprint(), 0, {})
 
     def to_bytes(self) -> bytes:
         """Return the bytes, the same for the same content."""
@@ -107,6 +113,13 @@ class StateBytes:
             except ValueError as error:
                 raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
         return saved
+
+    def to_checkpoint(self, path: PathLike, backend: CommunicationBackend) -> None:
+        """Write a state without tensors as a checkpoint of its own. Collective."""
+        own = {"settings": self.settings, "optimizer_steps": self.steps}
+        document = {"model": None, "optimizer": own, "user": {}}
+        # A manifest names a dtype even if there is no parameter: any will do.
+        write_checkpoint(path, backend, (), np.dtype(np.float64), {}, document)
 
     @property
     def is_fresh(self) -> bool:
@@ -162,7 +175,7 @@ class StateBytes:
         ``placement`` tells the tensors that the pieces are parts of.
         """
         for name, vector in state.items():
-            if self.is_fresh:
+            if self.is_fresh:  # there are no tensors: the state begins anew
                 vector[...] = 0
                 continue
             for region, values in placement.cut((p.start, vector[p.in_shard]) for p in pieces):
@@ -193,6 +206,7 @@ def gather_state(
         The model's parameters that have state.
     """
     mine = [region for p in pieces for region, _ in placement.regions(p.start, p.stop)]
+    # On a mesh a rank holds boxes of tensors: all must know whose elements come in which order.
     regions = _gather_regions(backend, mine, placement.entries)
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for name, vector in state.items():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mpishard.arguments import as_integer, nearest
+from mpishard.arguments import as_count, as_integer, nearest
 from mpishard.contracts import IOptimizer
 from mpishard.errors import ShardingError
 from mpishard.models import (
@@ -154,9 +154,10 @@ class _MeshOptimizer(ShardedOptimizerBase):
                     f"{_named_option(getattr(model, name))}; give both the same"
                 )
         if model.mesh.sizes != self.sizes:
+            named = [" x ".join(map(str, sizes)) for sizes in (model.mesh.sizes, self.sizes)]
             raise ShardingError(
-                f"the model's mesh is {_named(model.mesh.sizes)} (pipeline, tensor, data), the "
-                f"optimizer's {_named(self.sizes)}; give both the same sizes"
+                f"the model's mesh is {named[0]} (pipeline, tensor, data), the optimizer's "
+                f"{named[1]}; give both the same sizes"
             )
 
     def synchronize_optimizer_state(self) -> None:
@@ -190,12 +191,8 @@ def _named_option(value: Any) -> str:
     return str(value)
 
 
-def _named(sizes: tuple[int, int, int]) -> str:
-    return " x ".join(map(str, sizes))
-
-
 class TensorParallelOptimizer(_MeshOptimizer):
-    """Updates a `TensorParallelModel`: each rank its slices, and all ranks what is whole on all.
+    """Updates a `TensorParallelModel`: each rank its slices, all ranks the whole parameters.
 
     Parameters and errors are those of `ShardedOptimizerBase`; ``model_options`` are keyword
     arguments of `TensorParallelModel`, for a plain model that `optimize` wraps. They are checked at
@@ -243,9 +240,7 @@ class PipelineParallelOptimizer(_MeshOptimizer):
         num_micro_batches: int = 1,
         **model_options: Any,
     ) -> None:
-        if as_integer("num_micro_batches", num_micro_batches) < 1:
-            raise ValueError(f"num_micro_batches must be 1 or more, got {num_micro_batches}")
-        count = int(num_micro_batches)
+        count = as_count("num_micro_batches", num_micro_batches)
         if count > 1 and model_options.setdefault("micro_batch_count", count) != count:
             raise ValueError(
                 f"num_micro_batches {count} and micro_batch_count "
@@ -258,7 +253,7 @@ class PipelineParallelOptimizer(_MeshOptimizer):
 
 
 class HybridShardedOptimizer(_MeshOptimizer):
-    """Updates a `HybridShardedModel`: each rank what it owns of its stages' slices.
+    """Updates a `HybridShardedModel`: each rank its pieces of its stages' slices.
 
     Parameters
     ----------
@@ -267,7 +262,7 @@ class HybridShardedOptimizer(_MeshOptimizer):
     config : ShardingConfiguration
         Backend and choices.
     pipeline_parallel_size, tensor_parallel_size, data_parallel_size : int
-        Sizes of the axes, which must be the model's; -1 takes what is left of the world.
+        Sizes of the axes, which must be the model's; -1 takes the rest of the world.
     **model_options
         Further arguments of `HybridShardedModel`, for a plain model that `optimize` wraps. A
         wrapped model must have the same.
@@ -346,14 +341,13 @@ class ElasticOptimizer(ShardedOptimizerBase):
         strategy: str = "ddp",
     ) -> None:
         super().__init__(wrapped_optimizer, config)
-        if as_integer("min_workers", min_workers) < 1:
-            raise ValueError(f"min_workers must be 1 or more, got {min_workers}")
+        self.min_workers = as_count("min_workers", min_workers)
         if as_integer("max_workers", max_workers) < min_workers:
             raise ValueError(
                 f"max_workers must be min_workers, {min_workers}, or more, got {max_workers}"
             )
         self.model_class = data_model_class(strategy)
-        self.min_workers, self.max_workers = int(min_workers), int(max_workers)
+        self.max_workers = int(max_workers)
         self.allowed_ranks = self.min_workers, self.max_workers
         self._require_bounds()
 
