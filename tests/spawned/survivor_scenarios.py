@@ -42,7 +42,9 @@ def train(backend, folder, x, steps=STEPS, asynchronous=False):
     """Train to ``steps``, from the newest checkpoint in ``folder``; all parameters. Collective."""
     y = x.rows @ np.linspace(-1, 1, 5)[:, None]
     model = ms.as_distributed(ms.nn.MLP([5, 16, 1], seed=3), backend, "fsdp")
-    optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-2), backend, "fsdp")
+    optimizer = ms.ElasticOptimizer(
+        ms.optimizers.AdamW(1e-2), model.sharding_configuration, 1, 4, strategy="fsdp"
+    )
     optimizer.optimize(
         ms.OptimizationInputData(
             model=model, x_train=x, y_train=y, batch_size=24, epochs=10, max_steps=steps,
