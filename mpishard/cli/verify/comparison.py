@@ -111,6 +111,7 @@ class Comparison:
     @property
     def is_equal(self) -> bool:
         """True if everything that was compared is within the tolerance, on every rank."""
+        # A prediction of NaN says that the model predicts nothing.
         errors = (self.built, self.parameters, self.losses, np.nan_to_num(self.predictions))
         if (self.gradients > self.tolerances[0]).any():
             return False
@@ -172,6 +173,7 @@ class Comparison:
                 f"step {step + 1}: on {ranks} {most} bfloat16 parameters are not the nearest to "
                 "those that their owners hold in float32. The fault is mpishard's"
             )
+        # A wrong gradient makes all later parameters wrong, too: the first difference is the cause.
         wrong = (self.parameters > self.tolerance).any(axis=(0, 2))
         first_wrong = int(wrong.argmax()) if wrong.any() else len(wrong)
         off = self.gradients > self.tolerances[0]
@@ -238,11 +240,13 @@ def compare(
     rows: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for step in range(job.steps):
         x, y, begin = job.read_share(problem, step, model.data_rank)
+        # By checksum, because the samples of the reference stay in its process.
         given = checksum(x, y, dtype=job.precision and "float32")
         rows["inputs"].append(given != reference.inputs[step, model.data_rank])
         if step < len(reference.gradients):
             expected = reference.gradients[step, model.data_rank]
             own = model.compute_gradients(x, y, problem.loss)
+            # A bound on the error of roundings is known for norms alone.
             if job.precision is not None:
                 rows["gradients"].append(_norms_of_errors(entries, own, expected))
             else:  # relative to the largest element of the whole gradient

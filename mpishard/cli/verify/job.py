@@ -212,11 +212,14 @@ class VerifyJob:
 
     def batch(self, step: int, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the samples of a step's global batch."""
+        # A function of seed and step, so that every process finds the same samples by itself.
         generator = np.random.default_rng([self.seed, step])
         return generator.choice(samples, min(samples, self.batch_size), replace=False)
 
     def share(self, step: int, size: int, data_rank: int) -> slice:
         """Return a part of a batch: no two parts alike, and every third step one is empty."""
+        # Equal shares would hide a mean of means; without an empty one nobody would see a rank
+        # that leaves a collective out when it has no samples.
         weights = 1.0 + (np.arange(self.data_size) + step) % self.data_size
         if step % 3 == 2 and self.data_size > 1:
             weights[step % self.data_size] = 0

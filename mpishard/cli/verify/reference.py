@@ -170,6 +170,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
                 f"step {step + 1} of training alone: the loss or its gradient is not finite\n"
                 "lower --learning-rate, or look at the data"
             )
+        # With a delay each update has the gradient of an earlier step.
         under_way.append(g)
         if step >= job.delay:
             direction = textbook_direction(

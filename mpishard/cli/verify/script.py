@@ -148,6 +148,7 @@ def verify_script(
         dtype = first[0][0][2].dtype.name
         limit = tolerance or default_tolerance(dtype)
         names = [{name for name, _, _ in parts} for parts in first]
+        # Names, because each world cuts the parameters into other parts.
         if alone.steps != together.steps or names[0] != names[1]:
             typer.echo(
                 f"DIFFERENT: one rank made {counted(alone.steps, 'step')} and {ranks} ranks made "
