@@ -145,10 +145,8 @@ class Restarts:
             first = failures[0]
             which = "the first start" if failed_first == 1 else f"start {failed_first}"
             logs = "" if first.logs is None else f" (logs: {first.logs})"
-            self.say(
-                f"the job failed for good, after {counted(len(failures) - 1, 'restart')}; root "
-                f"cause, in {which}: {first.cause}{logs}"
-            )
+            text = f"the job failed for good, after {counted(len(failures) - 1, 'restart')}"
+            self.say(f"{text}; root cause, in {which}: {first.cause}{logs}")
         return failures[-1].verdict.code
 
     def _change(self, outcome: Outcome) -> tuple[int, Sequence[str], str] | None:
