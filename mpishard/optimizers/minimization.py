@@ -151,15 +151,15 @@ def minimize(
     backend.initialize()
     # The optimizer takes a batch; here every batch is all of this rank's samples.
     samples = Samples.of(args, backend.rank, backend.world_size, local_data=local_data)
-    differing = differences(backend, {
+    choices = {
         **rule.fingerprint(), **limits, "parameters": theta.size, "dtype": theta.dtype.name,
         "bounds": None if box is None else zlib.crc32(np.stack(box).tobytes()),
         "data sets": len(args), "samples": None if local_data else len(args[0]) if args else 1,
         "local_data": local_data, "callback": callback is not None, "jac": jac is True,
         "checkpoint": checkpoint is not None, "checkpoint_every": checkpoint_every,
         "resume": resume is True if resume is None or isinstance(resume, bool) else "path",
-    })  # fmt: skip
-    if differing:
+    }  # fmt: skip
+    if differing := differences(backend, choices):
         raise ValueError(f"every rank must minimize the same function; by rank, {differing}")
     named = [getattr(given, "__name__", type(given).__name__)
              for given in (fun, jac, hessp) if callable(given)]  # fmt: skip
