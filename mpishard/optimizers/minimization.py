@@ -138,7 +138,9 @@ def minimize(
     args = _checked_args(args, local_data=local_data)
     rule, limits = _checked_rule(method, options)
     box = _checked_bounds(bounds, theta, rule, method)
-    function = _checked_functions(fun, jac, hessp, method)
+    function = _checked_functions(fun, jac, hessp, callback, method)
+    if not isinstance(backend, CommunicationBackend | None):
+        raise TypeError(f"backend must be a CommunicationBackend, got {backend!r}")
     if isinstance(rule, NewtonCG):
         rule.has_products = hessp is not None
         rule.epsilon = float(np.finfo(theta.dtype).eps)
@@ -381,10 +383,10 @@ def _checked_bounds(
 
 
 def _checked_functions(
-    fun: Any, jac: Any, hessp: Any, method: str
+    fun: Any, jac: Any, hessp: Any, callback: Any, method: str
 ) -> Callable[..., tuple[float, Array]]:
-    for name, function in (("fun", fun), ("hessp", hessp)):
-        if not callable(function) and not (name == "hessp" and function is None):
+    for name, function in (("fun", fun), ("hessp", hessp), ("callback", callback)):
+        if not callable(function) and not (name != "fun" and function is None):
             raise TypeError(f"{name} must be a function, got {function!r}")
     if hessp is not None and _RULES[method.lower()] is not NewtonCG:
         raise ValueError(f"hessp needs method 'Newton-CG', got {method!r}")

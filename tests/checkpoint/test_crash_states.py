@@ -77,7 +77,7 @@ def test_every_prefix(
 def test_lost_operations(tmp_path: Path, fakes: Any, torture: Any) -> None:
     """Of a save's operations, any that were not synced: crashes in a row, then a save that ends."""
     recordings: dict[Any, Recording] = {}
-    count, number, crashes, kept = torture.count(120, 5000), 0, 0, 0
+    count, number, crashes, kept = torture.count(200, 5000), 0, 0, 0
     while crashes < count:
         number += 1
         dice = torture.dice(number)

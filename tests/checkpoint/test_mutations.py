@@ -99,7 +99,7 @@ def test_spoilt_files(tmp_path: Path, fakes: Any, torture: Any) -> None:
     arrays = checkpoint.load_arrays(tmp_path / "good" / "one")
     watch = Watch(tmp_path)
     kinds, outcomes = sorted(MUTATIONS), Counter[str]()
-    count = torture.count(300, 50_000)
+    count = torture.count(500, 50_000)
     place = tmp_path / "spoilt"
 
     def load_arrays() -> None:
