@@ -22,6 +22,7 @@ __all__ = [
     "as_integer",
     "as_loss",
     "as_number",
+    "as_positive",
     "check_path",
     "check_sizes",
     "is_size",
@@ -42,6 +43,21 @@ def as_number(name: str, value: Any) -> float:
     """
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def as_positive(name: str, value: Any) -> float:
+    """``value`` as a float that is above 0 and finite.
+
+    Raises
+    ------
+    TypeError
+        As `as_number`.
+    ValueError
+        Naming the argument, if it is another number.
+    """
+    if not 0 < as_number(name, value) < float("inf"):
+        raise ValueError(f"{name} must be above 0 and finite, got {value}")
     return float(value)
 
 

@@ -69,6 +69,7 @@ def run(
     )
     with refusing("trace"):
         folder.mkdir(parents=True, exist_ok=True)
+        # An earlier job may have had more ranks, whose traces would be merged with these.
         for old in (*folder.glob("rank_*.json"), folder / _MERGED):
             old.unlink(missing_ok=True)
     code = job.run()

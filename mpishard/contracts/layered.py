@@ -124,6 +124,7 @@ class ILayeredModel(ABC):
             For an index outside [0, layer_count).
         """
         info = self.get_layer_info(after)
+        # Behind the last layer there is nothing left to be a stage.
         if after == self.layer_count - 1:
             return False
         return info.output_shape == self.get_layer_info(after + 1).input_shape

@@ -242,6 +242,7 @@ class GlobalBatchSampler:
         order = _order(
             self.length, name, self.batch_size, self.shuffle_block_size, shuffle=self.shuffle
         )
+        # One epoch only: an order has 8 bytes for each sample of the data set.
         self._last[:] = [(epoch, order)]
         return order
 

@@ -138,7 +138,9 @@ def minimize(
     args = _checked_args(args, local_data=local_data)
     rule, limits = _checked_rule(method, options)
     box = _checked_bounds(bounds, theta, rule, method)
-    function = _checked_functions(fun, jac, hessp, method)
+    function = _checked_functions(fun, jac, hessp, callback, method)
+    if not isinstance(backend, CommunicationBackend | None):
+        raise TypeError(f"backend must be a CommunicationBackend, got {backend!r}")
     if isinstance(rule, NewtonCG):
         rule.has_products = hessp is not None
         rule.epsilon = float(np.finfo(theta.dtype).eps)
@@ -151,15 +153,15 @@ def minimize(
     backend.initialize()
     # The optimizer takes a batch; here every batch is all of this rank's samples.
     samples = Samples.of(args, backend.rank, backend.world_size, local_data=local_data)
-    differing = differences(backend, {
+    choices = {
         **rule.fingerprint(), **limits, "parameters": theta.size, "dtype": theta.dtype.name,
         "bounds": None if box is None else zlib.crc32(np.stack(box).tobytes()),
         "data sets": len(args), "samples": None if local_data else len(args[0]) if args else 1,
         "local_data": local_data, "callback": callback is not None, "jac": jac is True,
         "checkpoint": checkpoint is not None, "checkpoint_every": checkpoint_every,
         "resume": resume is True if resume is None or isinstance(resume, bool) else "path",
-    })  # fmt: skip
-    if differing:
+    }  # fmt: skip
+    if differing := differences(backend, choices):
         raise ValueError(f"every rank must minimize the same function; by rank, {differing}")
     named = [getattr(given, "__name__", type(given).__name__)
              for given in (fun, jac, hessp) if callable(given)]  # fmt: skip
@@ -381,10 +383,10 @@ def _checked_bounds(
 
 
 def _checked_functions(
-    fun: Any, jac: Any, hessp: Any, method: str
+    fun: Any, jac: Any, hessp: Any, callback: Any, method: str
 ) -> Callable[..., tuple[float, Array]]:
-    for name, function in (("fun", fun), ("hessp", hessp)):
-        if not callable(function) and not (name == "hessp" and function is None):
+    for name, function in (("fun", fun), ("hessp", hessp), ("callback", callback)):
+        if not callable(function) and not (name != "fun" and function is None):
             raise TypeError(f"{name} must be a function, got {function!r}")
     if hessp is not None and _RULES[method.lower()] is not NewtonCG:
         raise ValueError(f"hessp needs method 'Newton-CG', got {method!r}")

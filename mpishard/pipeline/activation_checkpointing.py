@@ -135,21 +135,19 @@ class ActivationCheckpointConfig:
         if self.strategy is RecomputeStrategy.NONE or not layers:
             return ()
         if self.strategy is RecomputeStrategy.FULL:
-            segments = self._equal_segments(layers)
+            # Of one length: the memory of a pass is that of the longest, and of all inputs.
+            first, stop = layers[0].index, layers[-1].index + 1
+            if not self._may_recompute(layers[0]):
+                first += 1
+            every = self.checkpoint_every_n_layers
+            length = math.isqrt(len(layers) - 1) + 1 if every == "sqrt" else int(every)
+            if self.max_activations_in_memory:
+                length = max(length, math.ceil((stop - first) / self.max_activations_in_memory))
+            segments = [range(i, min(i + length, stop)) for i in range(first, stop, length)]
         else:
             segments = self._cheap_layers(layers, itemsize)
         is_last = segments and segments[-1].stop == layers[-1].index + 1
         return tuple(segments[:-1] if keeps_last and is_last else segments)
-
-    def _equal_segments(self, layers: Sequence[LayerInfo]) -> list[range]:
-        first, stop = layers[0].index, layers[-1].index + 1
-        if not self._may_recompute(layers[0]):
-            first += 1
-        every = self.checkpoint_every_n_layers
-        length = math.isqrt(max(len(layers) - 1, 0)) + 1 if every == "sqrt" else int(every)
-        if self.max_activations_in_memory:
-            length = max(length, math.ceil((stop - first) / self.max_activations_in_memory))
-        return [range(start, min(start + length, stop)) for start in range(first, stop, length)]
 
     def _cheap_layers(self, layers: Sequence[LayerInfo], itemsize: int) -> list[range]:
         """Layers whose work for each byte freed is no more than the average of all that free any.

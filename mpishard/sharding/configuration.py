@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, Self, cast
 
-from mpishard.arguments import as_count, as_flag, as_integer, as_number
+from mpishard.arguments import as_count, as_flag, as_integer, as_positive
 from mpishard.communication import CommunicationBackend
 
 __all__ = ["ShardingConfiguration", "by_node", "shared_choices"]
@@ -49,12 +49,6 @@ def _ranks_of_a_node(backend: CommunicationBackend) -> int | None:
     size, rest = divmod(backend.world_size, backend.node_count)
     is_even = not rest and backend.nodes == tuple(r // size for r in range(backend.world_size))
     return size if is_even else None
-
-
-def _step_size(name: str, value: Any) -> float:
-    if not 0 < as_number(name, value) < float("inf"):
-        raise ValueError(f"{name} must be above 0 and finite, got {value}")
-    return float(value)
 
 
 def _power_of_two(name: str, value: Any) -> int | None:
@@ -299,7 +293,7 @@ class ShardingConfiguration:
             )
         return int(given)
 
-    learning_rate: float = _choice("learning_rate", _step_size, "Step size of ``model.train``.")
+    learning_rate: float = _choice("learning_rate", as_positive, "Step size of ``model.train``.")
     minimum_parameter_group_size: int = _choice(
         "minimum_parameter_group_size", as_count, "Elements below which a unit takes a layer."
     )

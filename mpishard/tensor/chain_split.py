@@ -177,10 +177,9 @@ class ChainSplit:
             tied_to=first.parameters["weight"].tied_to, parts=blocks, multiple=multiple,
             sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
-        self._place(prefix + first_name, column)
         parts.add(first_name, column, self.between, Extent.ALL)
-        self._decide(
-            prefix + first_name, SplitKind.COLUMN, share,
+        self._note(
+            prefix + first_name, column, SplitKind.COLUMN, share,
             f"{_sizes(first)} split by rows, {column.local_output_size} here; pairs with "
             f"{prefix}{last_name}",
         )  # fmt: skip
@@ -191,10 +190,9 @@ class ChainSplit:
             initializer=last.parameters["weight"].initializer, multiple=run,
             sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
-        self._place(prefix + last_name, row)
         parts.add(last_name, row, None, self.between)
-        self._decide(
-            prefix + last_name, SplitKind.ROW, share,
+        self._note(
+            prefix + last_name, row, SplitKind.ROW, share,
             f"{_sizes(last)} split by columns, {row.local_input_size} here; sums what "
             f"{prefix}{first_name} began",
         )  # fmt: skip
@@ -207,13 +205,11 @@ class ChainSplit:
             own = layer.copy()
             own.kv_heads = here // split.multiple
             own.heads = heads = own.kv_heads * (layer.heads // layer.kv_heads)
-            self._decide(
-                path, SplitKind.HEADS, share, f"{kind} of {heads} of {layer.heads} heads here"
-            )
+            reason = f"{kind} of {heads} of {layer.heads} heads here"
+            self._note(path, own, SplitKind.HEADS, share, reason)
             return own
-        self._decide(
-            path, SplitKind.FEATURES, share, f"{kind} of {here} of {split.size} features here"
-        )
+        reason = f"{kind} of {here} of {split.size} features here"
+        self._note(path, layer, SplitKind.FEATURES, share, reason)
         if isinstance(layer, Dropout):
             return TensorParallelDropout(self.backend, layer, split.size, multiple=split.multiple)
         return layer
@@ -275,7 +271,6 @@ class ChainSplit:
             initializer=weight.initializer, tied_to=weight.tied_to,
             sequence_parallel=takes_slices,
         )  # fmt: skip
-        self._place(path, column)
         parts.add(name, column, self.between if takes_slices else Extent.ALL, Extent.ALL)
         if end.keeps_split:
             outcome = "its output stays split for the loss"
@@ -289,8 +284,8 @@ class ChainSplit:
                 "saved for each element sent"
             )
         share = column.split.local_size(0) / layer.outputs
-        self._decide(
-            path, SplitKind.COLUMN, share,
+        self._note(
+            path, column, SplitKind.COLUMN, share,
             f"{_sizes(layer)} split by rows, {column.local_output_size} here; {outcome}",
         )  # fmt: skip
         return end.keeps_split
@@ -308,11 +303,10 @@ class ChainSplit:
             self.backend, rows, layer.width, layer.parameters["weight"].initializer,
             sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
-        self._place(path, own)
         parts.add(name, own, Extent.ALL, self.between)
         here = own.split.local_size(self.backend.rank)
-        self._decide(
-            path, SplitKind.VOCABULARY, own.split.local_size(0) / rows,
+        self._note(
+            path, own, SplitKind.VOCABULARY, own.split.local_size(0) / rows,
             f"Embedding of {rows} x {layer.width} split by rows, {here} here",
         )  # fmt: skip
 
@@ -335,27 +329,25 @@ class ChainSplit:
     def _decide_light(self, path: str, layer: Layer, is_sliced: bool) -> None:
         kind, ranks = type(layer).__name__, self.backend.world_size
         if is_sliced:
-            self._decide(
-                path, SplitKind.POSITIONS, 1 / ranks, f"{kind} of this rank's slice of the sequence"
-            )
+            reason = f"{kind} of this rank's slice of the sequence"
+            self._note(path, layer, SplitKind.POSITIONS, 1 / ranks, reason)
         else:
-            self._decide(
-                path, SplitKind.WHOLE, 1.0, f"{kind} on every rank: it has little to compute"
-            )
+            reason = f"{kind} on every rank: it has little to compute"
+            self._note(path, layer, SplitKind.WHOLE, 1.0, reason)
 
     def _whole(self, parts: _Parts, path: str, name: str, layer: Layer, reason: str) -> None:
         """Leave a layer whole: on every rank, on all positions."""
-        kind = type(layer).__name__
-        self._decide(path, SplitKind.WHOLE, 1.0, f"{kind} on every rank: {reason}")
+        reason = f"{type(layer).__name__} on every rank: {reason}"
+        self._note(path, layer, SplitKind.WHOLE, 1.0, reason)
         parts.add(name, layer, Extent.ALL, Extent.ALL)
 
     # ------------------------------------------------------------------------------------ records
 
-    def _decide(self, path: str, kind: SplitKind, share: float, reason: str) -> None:
+    def _note(self, path: str, layer: Layer, kind: SplitKind, share: float, reason: str) -> None:
+        """Note a decision, and this rank's boxes of the layer's parameters if it splits them."""
         self.decisions.append(LayerDecision(path, kind, share, reason))
-
-    def _place(self, path: str, layer: TensorParallelLayer) -> None:
-        """Note this rank's boxes of the layer's parameters."""
+        if not isinstance(layer, TensorParallelLayer):
+            return
         for name, spec in layer.whole_parameters.items():
             if layer.is_split(name):
                 self.boxes[f"{path}.{name}"] = layer.boxes(name)

@@ -373,6 +373,7 @@ class RowParallelLinear(SplitLinear):
             bias=bias, initializer=initializer, tied_to=tied_to,
         )  # fmt: skip
         self.sequence_parallel = sequence_parallel
+        # In the runs in which the column split before it deals its outputs: nothing is exchanged.
         self.split = DimSplit(self.input_size, backend.world_size, 1, multiple)
         self._local = Linear(self.local_input_size, self.output_size, bias)
 

@@ -110,7 +110,7 @@ def test_ranks_come_in_any_order_and_call_in_any_way(world):
     draw = np.random.default_rng(world.rank)
     under_way = []
     for number in range(100):
-        length = (16, 600, 9, 3)[number % 4]
+        length = (16, 600, 9, 20, 3, 40)[number % 6]
         data = arrays(world, number, length)
         wanted, mine = tree_reduce(data, SUM), data[world.rank]
         way = draw.integers(5)

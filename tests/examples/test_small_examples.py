@@ -22,7 +22,7 @@ from mpishard.testing.worlds import in_worlds
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {"fit_autograd": "autograd", "custom_loop": "numpy", "train_digits": "sklearn"}
 SHORT: dict[str, dict[str, Any]] = {
-    "fit_autograd": {"experiments": 16, "steps": 15},
+    "fit_autograd": {"experiments": 8, "steps": 15},
     "custom_loop": {"steps": 90},
     "train_digits": {"epochs": 1},
 }

@@ -8,6 +8,7 @@ recomputation. docs/proof.md has the figures.
 
 from __future__ import annotations
 
+import functools
 import os
 from itertools import combinations, product
 from typing import Any
@@ -100,6 +101,7 @@ def candidates(world_size: int) -> Any:
     return np.column_stack([mesh, divided, *drawn])
 
 
+@functools.cache
 def sample() -> list[tuple[Any, ...]]:
     """Rows in which all pairs meet that do something.
 

@@ -301,11 +301,13 @@ def test_bad_arguments_are_refused_before_anything_is_communicated(backend):
          {"bounds": [(0, 1), (2, 1), *[(0, 1)] * 3]}),
         (ValueError, "jac must be True", START, {"jac": False}),
         (TypeError, "hessp must be a function", START, {"hessp": 3, "method": "Newton-CG"}),
+        (TypeError, "callback must be a function, got 3", START, {"callback": 3}),
+        (TypeError, "backend must be a Comm.*, got 'memory'", START, {"backend": "memory"}),
         (ValueError, "checkpoint_every needs checkpoint", START, {"checkpoint_every": 2}),
         (ValueError, "0 < c1 < c2", START, {"options": {"c1": 0.95}}),
     ):  # fmt: skip
         with pytest.raises(error, match=match):
-            ms.minimize(logistic, theta, (X, Y), backend=backend, **given)
+            ms.minimize(logistic, theta, (X, Y), **({"backend": backend} | given))
     with pytest.raises(ValueError, match=r"as many samples each, got \[61, 60\]"):
         ms.minimize(logistic, START, (X, Y[1:]), backend=backend)
     with pytest.raises(TypeError, match="fun must be a function"):

@@ -1,6 +1,7 @@
 """What the ranks of tests/spawned/test_survivors.py do; it imports this file, too.
 
-``python survivor_scenarios.py NAME ...`` is one rank of a job.
+``python survivor_scenarios.py NAME ...`` is one rank of a job. What few scenarios need, they import
+themselves: a rank that only communicates then starts in half the time.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from pathlib import Path
 
 import mpishard as ms  # isort: skip - before NumPy, whose BLAS kernels it chooses
 import numpy as np
-import pytest
 
-from mpishard.checkpoint.format import disk
 from mpishard.errors import NotInitializedError, PeerError
 
 STEPS, EVERY = 12, 3
@@ -76,6 +75,8 @@ def end_at(count):
 
 def end_in_save(number):
     """End this process in the thread that writes its part of its ``number``-th checkpoint."""
+    from mpishard.checkpoint.format import disk
+
     real, left = disk.write_file, [number]
 
     def write(file, parts):
@@ -126,6 +127,8 @@ def training(folder, *plan):
 
 def every_call(*_):
     """Rank 1 is killed while the others are in all sorts of calls; then every world refuses."""
+    import pytest
+
     backend = ms.init(on_failure="shrink")
     pair = backend.split(int(backend.rank == 1))
     shared = backend.allocate_shared(8, np.float64)
@@ -175,6 +178,8 @@ def go_on(backend):
 
 def among_messages(*_):
     """Of two ranks that swap messages, one is killed while the other waits for its first."""
+    import pytest
+
     backend = ms.init(on_failure="shrink")
     backend.check_collectives = False  # data come first, with no header before
     if backend.rank == 1:

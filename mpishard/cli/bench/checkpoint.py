@@ -186,6 +186,7 @@ class _Run:
 
     def _save_beside_steps(self, path: Path) -> None:
         self._backend.barrier()
+        # Just before the save, so that both kinds of steps find the machine in one state.
         alone = float(np.median([self._step() for _ in range(10)]))
         self._backend.barrier()
         begun = time.perf_counter()
@@ -225,10 +226,12 @@ class _Run:
 
     def _note(self, way: str, seconds: float) -> None:
         """Note the slowest rank's time. Collective."""
+        # Training goes on when the last rank is ready.
         slowest = float(self._backend.all_gather(np.array([seconds])).max())
         self._seconds.setdefault(way, []).append(slowest)
 
     def _remove(self, path: Path) -> None:
+        # The first barrier waits for ranks that still write, the second for the removal.
         self._backend.barrier()
         if self._backend.rank == 0:
             shutil.rmtree(path)

@@ -127,6 +127,7 @@ class SpeedupBenchmark:
         sent = dict.fromkeys(trained, 0)
         for number in range(-self.warmup, self.steps):
             for way, (model, step) in trained.items():
+                # Together, because the delay of a rank would be measured as the others' waiting.
                 backend.barrier()
                 before = _sent(model)
                 begun = time.perf_counter()

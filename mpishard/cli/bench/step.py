@@ -137,6 +137,7 @@ class StepBenchmark:
             precision=self.precision,
         )
         _, step = training_step(config, model, "ddp" if own is not backend else strategy, x, y)
+        # The first steps allocate buffers and compile loops.
         time_chain(step, 1, self.warmup - 1)
         if self.checks == "both":
             seconds: dict[bool, list[float]] = {True: [], False: []}

@@ -51,6 +51,7 @@ def tokens(seed: int, sequences: int, context: int = CONTEXT) -> tuple[Matrix, M
 
 def alone() -> CommunicationBackend:
     """Return a backend of one rank, which communicates with nobody."""
+    # Ranks of one environment find each other by its name: nobody else has this one.
     backend = InMemoryCommunicationBackend(0, 1, f"alone-{uuid.uuid4()}")
     backend.initialize()
     return backend

@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import shlex
+import shutil
 import socket
 import stat
 import sys
@@ -344,10 +345,9 @@ def look_at_shared_memory() -> Iterator[Finding]:
 def free_bytes() -> int | None:
     """Return the bytes free in /dev/shm; None if there is no such folder."""
     try:
-        status = os.statvfs(FOLDER)
+        return shutil.disk_usage(FOLDER).free
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize
 
 
 def larger_folder() -> str:
@@ -362,8 +362,7 @@ def _folder() -> Finding:
     name, mend, free = "memory.folder", larger_folder(), free_bytes()
     if free is None:
         return Finding(name, f"{FOLDER} cannot be read", None, mend, is_problem=True)
-    status = os.statvfs(FOLDER)
-    total = status.f_blocks * status.f_frsize
+    total = shutil.disk_usage(FOLDER).total
     value = {"free": free, "total": total}
     try:
         with tempfile.TemporaryFile(dir=FOLDER) as file:
@@ -384,13 +383,10 @@ def _memfd() -> Finding:
     if not hasattr(os, "memfd_create"):
         return Finding(name, "this system has no memfd", value=False)
     try:
-        handle = os.memfd_create("mpishard-doctor")
-        try:
-            os.pwrite(handle, b"mpishard", 0)
-            path = f"/proc/{os.getpid()}/fd/{handle}"
+        with os.fdopen(os.memfd_create("mpishard-doctor"), "wb", 0) as file:
+            file.write(b"mpishard")
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
             answer = ask(python_command(_OPEN, path), _LIMIT_SECONDS["memfd"])
-        finally:
-            os.close(handle)
         if answer.found == "mpishard":
             return Finding(name, "can be made, and opened by other processes", value=True)
         text = f"cannot be opened by another process ({answer.reason})"

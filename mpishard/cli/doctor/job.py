@@ -214,6 +214,7 @@ def main() -> None:
         _try_on_gpu(sys.argv[1])
         return
     backend = init("mpi")
+    # Both ranks can read all of it; each has its input in one half.
     shared = backend.allocate_shared(2 * SIZES[-1] // 8, np.float64)
     found = {
         "world_size": backend.world_size,

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -203,6 +203,8 @@ class Launcher:
 def find_launcher(library: MPILibrary) -> Launcher:
     """Return the launcher that belongs to ``library``; ``srun`` inside a SLURM allocation.
 
+    The folders nearest to the library come first.
+
     Raises
     ------
     MPIUnavailableError
@@ -217,12 +219,16 @@ def find_launcher(library: MPILibrary) -> Launcher:
             f"mpi4py loads {library}, whose launcher mpishard does not know: "
             "start the script with that library's own mpiexec"
         )
+    # <prefix>/lib/libmpi.so, <prefix>/lib/<platform>/libmpi.so, <prefix>/lib/release/libmpi.so
+    near = [] if library.file is None else [up / "bin" for up in library.file.parents[1:4]]
+    folders = [*near, Path(sys.prefix) / "bin", *settings.program_folders()]
     strangers = []
-    for candidate in _candidates(library, family):
-        owner = launcher_family(candidate)
-        if owner is family:
-            return Launcher(candidate, library)
-        strangers.append(f"{candidate} ({owner or 'unknown'})")
+    for program in dict.fromkeys(f / name for f in folders for name in family.launcher_names):
+        if program.is_file() and os.access(program, os.X_OK):
+            owner = launcher_family(program)
+            if owner is family:
+                return Launcher(program, library)
+            strangers.append(f"{program} ({owner or 'unknown'})")
     found = f"; found only {', '.join(strangers)}" if strangers else ""
     raise MPIUnavailableError(
         f"mpi4py loads {library}, and no mpiexec that belongs to it is on PATH{found}.\n"
@@ -251,20 +257,6 @@ def loaded_library() -> MPILibrary:
         )
     files = [Path(name) for name in answer.found["files"] if _LIBRARY_FILE.match(Path(name).name)]
     return MPILibrary(answer.found["version"], files[0] if files else None)
-
-
-def _candidates(library: MPILibrary, family: MPIFamily) -> Iterator[Path]:
-    """Yield the launchers on this machine, nearest to the library first, each once."""
-    # <prefix>/lib/libmpi.so, <prefix>/lib/<platform>/libmpi.so, <prefix>/lib/release/libmpi.so
-    near = [] if library.file is None else [up / "bin" for up in library.file.parents[1:4]]
-    on_path = settings.program_folders()
-    seen = set()
-    for folder in [*near, Path(sys.prefix) / "bin", *on_path]:
-        for name in family.launcher_names:
-            candidate = folder / name
-            if candidate not in seen and candidate.is_file() and os.access(candidate, os.X_OK):
-                seen.add(candidate)
-                yield candidate
 
 
 def launcher_family(program: Path) -> MPIFamily | None:

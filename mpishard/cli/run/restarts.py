@@ -142,7 +142,11 @@ class Restarts:
             if self.received:
                 return self._interrupted()
         if len(failures) > 1:
-            self._say_root_cause(failures[0], failed_first, len(failures) - 1)
+            first = failures[0]
+            which = "the first start" if failed_first == 1 else f"start {failed_first}"
+            logs = "" if first.logs is None else f" (logs: {first.logs})"
+            text = f"the job failed for good, after {counted(len(failures) - 1, 'restart')}"
+            self.say(f"{text}; root cause, in {which}: {first.cause}{logs}")
         return failures[-1].verdict.code
 
     def _change(self, outcome: Outcome) -> tuple[int, Sequence[str], str] | None:
@@ -189,14 +193,6 @@ class Restarts:
         number = self.received[0]
         self.say(f"{number.name}: no restart")
         return 128 + number.value
-
-    def _say_root_cause(self, first: Outcome, number: int, restarts: int) -> None:
-        which = "the first start" if number == 1 else f"start {number}"
-        logs = "" if first.logs is None else f" (logs: {first.logs})"
-        self.say(
-            f"the job failed for good, after {counted(restarts, 'restart')}; root cause, in "
-            f"{which}: {first.cause}{logs}"
-        )
 
     def _say_all(self, lines: Sequence[str]) -> None:
         for line in lines:

@@ -13,14 +13,13 @@ import typer
 from mpishard import settings
 from mpishard.cli.run.launcher import find_launcher, loaded_library
 from mpishard.cli.tables import show
-from mpishard.cli.verify.comparison import Comparison, Verdict
+from mpishard.cli.verify.comparison import Comparison
 from mpishard.cli.verify.job import (
     DATA_STRATEGIES,
     MESH_FLAGS,
     STRATEGIES,
     WRAPPERS,
     MeshChoice,
-    UsageError,
     VerifyJob,
 )
 from mpishard.cli.verify.reference import RULES
@@ -137,7 +136,7 @@ def verify(
         pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
         sequence_parallel or None, recompute, data_parallel_strategy,
     )  # fmt: skip
-    with refusing("verify", errors=(UsageError,)):
+    with refusing("verify"):
         mesh = MeshChoice.of(strategy, ranks, dict(zip(MESH_FLAGS, given, strict=True)))
     is_mpi = _can_start_mpi(backend)
     # The reference and the ranks are processes of their own: settings and results are files.
@@ -196,13 +195,19 @@ def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
     whom = counted(ranks, "MPI rank" if is_mpi else "thread-rank")
     are_equal = True
     for name in job.mesh.schedules:
-        comparison = Comparison.read(job.folder, name)
+        found = Comparison.read(job.folder, name, tolerance)
         where = f"{job.strategy}{job.mesh.describe(name)} on {whom}"
-        if comparison is None:
+        if found is None:
             # Ranks that left no result have failed, also those whose script ended with code 0.
             code = code or 1
             break
-        are_equal &= _show(job, where, comparison, tolerance)
+        typer.echo(
+            f"{job.target}: {where} against training alone, {counted(job.steps, 'step')} of "
+            f"{job.optimizer}, {job.precision or found.dtype}"
+        )
+        show(found.table())
+        typer.echo("\n".join(found.lines()))
+        are_equal &= found.is_equal
     if code:
         text = f"alone the model trains, and {where} ended with exit code {code}: see above"
         typer.echo(f"mpishard verify: {text}", err=True)
@@ -221,18 +226,6 @@ def _can_start_mpi(backend: Backend) -> bool:
         typer.echo(f"mpishard verify: {text}", err=True)
         return False
     return True
-
-
-def _show(job: VerifyJob, where: str, found: Comparison, tolerance: float | None) -> bool:
-    """Print the comparison of one schedule, and tell whether all agree."""
-    verdict = Verdict.of(found, tolerance)
-    typer.echo(
-        f"{job.target}: {where} against training alone, {counted(job.steps, 'step')} of "
-        f"{job.optimizer}, {job.precision or found.dtype}"
-    )
-    show(verdict.table())
-    typer.echo("\n".join(verdict.lines()))
-    return verdict.is_equal
 
 
 def _run(*arguments: str) -> int:

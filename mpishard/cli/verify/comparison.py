@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,10 @@ from mpishard.optimizers import (
     GradientCompressionOptimizer,
     LocalSGDOptimizer,
 )
-from mpishard.pipeline import ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
-__all__ = ["Comparison", "Verdict", "compare", "default_tolerance", "rounding_bounds"]
+__all__ = ["Comparison", "compare", "default_tolerance", "rounding_bounds"]
 
-_SEGMENT = 2  # layers: a small model has several segments, too
 _FILE = "comparison-{}.npz"
 _LEAST_EXPONENT = -125  # of float32's normal numbers, as frexp has it
 
@@ -92,13 +91,120 @@ class Comparison:
         np.savez(folder / _FILE.format(schedule), **asdict(self))
 
     @classmethod
-    def read(cls, folder: Path, schedule: str) -> Comparison | None:
-        """Return what was written to ``folder``; None if the ranks did not get so far."""
+    def read(cls, folder: Path, schedule: str, tolerance: float | None = None) -> Comparison | None:
+        """Return what was written to ``folder``; None if the ranks did not get so far.
+
+        Its own tolerances hold unless one is given.
+        """
         path = folder / _FILE.format(schedule)
         if not path.is_file():
             return None
         with np.load(path) as found:
-            return cls(**found)
+            given = {} if tolerance is None else {"tolerances": np.full(2, tolerance)}
+            return cls(**{**found, **given})
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error, except of gradients."""
+        return float(self.tolerances[1])
+
+    @property
+    def is_equal(self) -> bool:
+        """True if everything that was compared is within the tolerance, on every rank."""
+        # A prediction of NaN says that the model predicts nothing.
+        errors = (self.built, self.parameters, self.losses, np.nan_to_num(self.predictions))
+        if (self.gradients > self.tolerances[0]).any():
+            return False
+        return not (self.inputs.any() or self.copies.any()) and all(map(self._within, errors))
+
+    def _within(self, errors: Array) -> bool:
+        return bool((errors <= self.tolerance).all())
+
+    def table(self) -> Table:
+        """Return each parameter's error, the worst first."""
+        figures = [
+            Column(name, justify="right") for name in ("error", "on rank", "above from step")
+        ]
+        texts = [Column(name, overflow="fold") for name in ("parameter", "shape")]
+        table = Table(*texts, *figures, box=None, pad_edge=False)
+        # Step 0 is before training.
+        errors = np.concatenate([self.built[:, None], self.parameters], axis=1)
+        worst = errors.max(axis=(0, 1))
+        for i in np.argsort(-worst, kind="stable"):
+            steps = np.flatnonzero((errors[:, :, i] > self.tolerance).any(axis=0))
+            rank, first = errors[:, :, i].max(axis=1).argmax(), f"{steps[0]}" if steps.size else ""
+            row = self.names[i], self.shapes[i], f"{worst[i]:.1e}", rank, first
+            table.add_row(*map(str, row), style="bold red" if steps.size else None)
+        return table
+
+    def lines(self) -> list[str]:
+        """Return what else was compared, what it means, and the verdict last."""
+        others = [f"losses {self.losses.max():.1e}", f"own gradients {self.gradients.max():.1e}"]
+        if not np.isnan(self.predictions).any():
+            others.append(f"predictions {self.predictions.max():.1e}")
+        lines = [f"worst error of {', '.join(others)}"]
+        if self.computed == "repeated":
+            lines.append(
+                "the computation was not partitioned, because the model is a black box: every rank "
+                "computed all of its batch. A model that implements ILayeredModel (mpishard.nn) is "
+                "computed in parts"
+            )
+        errors = np.maximum(self.built, self.parameters.max(axis=1))
+        worst, names = f"{self.tolerance:.0e} (worst {errors.max():.1e})", len(self.names)
+        if self.is_equal:
+            ranks = counted(len(self.built), "rank")
+            return [*lines, f"EQUAL: all {names} parameters on {ranks} are within {worst}"]
+        above = int((errors > self.tolerance).any(axis=0).sum())
+        return [*lines, self._reason(), f"DIFFERENT: {above} of {names} parameters exceed {worst}"]
+
+    def _reason(self) -> str:
+        """Return the first thing that differs, and what may cause it."""
+        if not self._within(self.built) or self.inputs.any():
+            what = "other data" if self._within(self.built) else "other first parameters"
+            ranks = self.inputs.any(axis=1) | (self.built > self.tolerance).any(axis=1)
+            return (
+                f"{_ranks(ranks)} got {what} than a process alone: factory(seed) must depend on "
+                "its seed and on nothing else"
+            )
+        if self.copies.any():
+            step = int(self.copies.any(axis=0).argmax())
+            most, ranks = self.copies[:, step].max(), _ranks(self.copies.any(axis=1))
+            return (
+                f"step {step + 1}: on {ranks} {most} bfloat16 parameters are not the nearest to "
+                "those that their owners hold in float32. The fault is mpishard's"
+            )
+        # A wrong gradient makes all later parameters wrong, too: the first difference is the cause.
+        wrong = (self.parameters > self.tolerance).any(axis=(0, 2))
+        first_wrong = int(wrong.argmax()) if wrong.any() else len(wrong)
+        off = self.gradients > self.tolerances[0]
+        first_off = int(off.any(axis=(0, 2)).argmax()) if off.any() else len(wrong) + 1
+        if first_off <= first_wrong:
+            name = self.names[self.gradients[:, first_off].max(axis=0).argmax()]
+            if self.computed == "together":
+                return (
+                    f"step {first_off + 1}: the gradient of one batch that several ranks compute "
+                    f"together is not what a process alone computes of it (worst {name}). Does a "
+                    "layer look at the batch as a whole (statistics of it), or depend on its rank? "
+                    "If not, the fault is mpishard's"
+                )
+            return (
+                f"step {first_off + 1}: on {_ranks(off[:, first_off].any(axis=1))} the gradient of "
+                f"the rank's own samples is not what a process alone computes of them (worst "
+                f"{name}). The model depends on its rank, or on something else beside parameters "
+                "and data: an environment variable, the process or thread, the time, np.random's "
+                "global state, earlier calls"
+            )
+        if wrong.any():
+            return (
+                f"step {first_wrong + 1}: each rank's gradient of its own samples is right, and "
+                "the update is not. Is the loss a mean over the samples, and is each sample's part "
+                "free of the others (no sum, no statistics of the batch)? Then the fault is "
+                "mpishard's"
+            )
+        what = "predictions" if self._within(self.losses) else "losses"
+        rows = self.predictions[:, None] if what == "predictions" else self.losses
+        ranks = (rows > self.tolerance).any(axis=1)
+        return f"the parameters agree, and the {what} of {_ranks(ranks)} differ"
 
 
 def compare(
@@ -116,31 +222,31 @@ def compare(
     config = ShardingConfiguration(
         backend, minimum_parameter_group_size=unit_size, precision=job.precision
     )
-    options = _options(job, schedule)
+    options = {**job.mesh.options, **({"schedule": schedule} if schedule else {})}
     model = as_distributed(problem.model, config, job.strategy, **options)
     if problem.loss is not None:
         model.engine.loss = problem.loss
     rule = RULES[job.optimizer](job.learning_rate)
-    optimizer: Any
-    if job.wrapper == "local-sgd":
-        optimizer = LocalSGDOptimizer(rule, config, synchronization_period=1)
-    elif job.wrapper == "elastic":
-        optimizer = ElasticOptimizer(rule, config, strategy=job.strategy)
-    elif job.wrapper == "compression":  # of all elements, so that nothing is left out
-        optimizer = GradientCompressionOptimizer(rule, config, 1.0, method="top-k")
-    elif job.wrapper == "async" or job.delay:
-        optimizer = AsyncSGDOptimizer(rule, config, delay=job.delay)
-    else:
-        optimizer = as_distributed(rule, config, job.strategy, **options)
+    wrappers: dict[str | None, Callable[[], Any]] = {
+        None: lambda: as_distributed(rule, config, job.strategy, **options),
+        "local-sgd": lambda: LocalSGDOptimizer(rule, config, synchronization_period=1),
+        "elastic": lambda: ElasticOptimizer(rule, config, strategy=job.strategy),
+        # Of all elements, so that nothing is left out.
+        "compression": lambda: GradientCompressionOptimizer(rule, config, 1.0, method="top-k"),
+        "async": lambda: AsyncSGDOptimizer(rule, config, delay=job.delay),
+    }
+    optimizer = wrappers["async" if job.delay else job.wrapper]()
     kinds = ("parameters", "losses", "gradients", "inputs", "copies")
     rows: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for step in range(job.steps):
         x, y, begin = job.read_share(problem, step, model.data_rank)
+        # By checksum, because the samples of the reference stay in its process.
         given = checksum(x, y, dtype=job.precision and "float32")
         rows["inputs"].append(given != reference.inputs[step, model.data_rank])
         if step < len(reference.gradients):
             expected = reference.gradients[step, model.data_rank]
             own = model.compute_gradients(x, y, problem.loss)
+            # A bound on the error of roundings is known for norms alone.
             if job.precision is not None:
                 rows["gradients"].append(_norms_of_errors(entries, own, expected))
             else:  # relative to the largest element of the whole gradient
@@ -229,17 +335,6 @@ def _norms_of_errors(
     return [norm if np.isfinite(norm) else np.inf for norm in norms]
 
 
-def _options(job: VerifyJob, schedule: str) -> dict[str, Any]:
-    """Return the options of `as_distributed` for one comparison."""
-    options = dict(job.mesh.options)
-    if "recompute" in options:
-        strategy = RecomputeStrategy(options.pop("recompute"))
-        options["checkpoint_config"] = ActivationCheckpointConfig(
-            enabled=True, checkpoint_every_n_layers=_SEGMENT, recompute_strategy=strategy
-        )
-    return options | ({"schedule": schedule} if schedule else {})
-
-
 def _errors(
     entries: tuple[ParameterEntry, ...], actual: Array, expected: Array, floor: float = 1.0
 ) -> list[float]:
@@ -249,141 +344,9 @@ def _errors(
     return [relative_error(actual[each], expected[each], floor) for each in ranges]
 
 
-def _train_and_compare(backend: CommunicationBackend, job: VerifyJob, factory: Any) -> None:
-    for schedule in job.mesh.schedules:
-        dtype = "float32" if job.precision else job.dtype
-        problem = build_problem(factory, job.seed, dtype)  # wrapping took the last one's arrays
-        comparison = compare(backend, job, problem, Reference.read(job.folder), schedule)
-        if backend.rank == 0:
-            comparison.write(job.folder, schedule)
-
-
 def default_tolerance(dtype: str) -> float:
     """Return the relative error that rounding explains over some steps."""
     return 1e-10 if dtype == "float64" else 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A comparison, and the error that it may have.
-
-    Parameters
-    ----------
-    comparison : Comparison
-        Errors that the ranks found.
-    tolerance, gradient_tolerance : float
-        Largest relative errors.
-    """
-
-    comparison: Comparison
-    tolerance: float
-    gradient_tolerance: float
-
-    @classmethod
-    def of(cls, comparison: Comparison, tolerance: float | None = None) -> Verdict:
-        """Return the verdict at the comparison's own tolerances, or at one that is given."""
-        gradient, other = (tolerance or float(own) for own in comparison.tolerances)
-        return cls(comparison, other, gradient)
-
-    @property
-    def is_equal(self) -> bool:
-        """True if everything that was compared is within the tolerance, on every rank."""
-        c = self.comparison
-        errors = (c.built, c.parameters, c.losses, np.nan_to_num(c.predictions))
-        if (c.gradients > self.gradient_tolerance).any():
-            return False
-        return not (c.inputs.any() or c.copies.any()) and all(map(self._within, errors))
-
-    def _within(self, errors: Array) -> bool:
-        return bool((errors <= self.tolerance).all())
-
-    def table(self) -> Table:
-        """Return each parameter's error, the worst first."""
-        figures = [
-            Column(name, justify="right") for name in ("error", "on rank", "above from step")
-        ]
-        texts = [Column(name, overflow="fold") for name in ("parameter", "shape")]
-        table = Table(*texts, *figures, box=None, pad_edge=False)
-        c = self.comparison
-        # Step 0 is before training.
-        errors = np.concatenate([c.built[:, None], c.parameters], axis=1)
-        worst = errors.max(axis=(0, 1))
-        for i in np.argsort(-worst, kind="stable"):
-            steps = np.flatnonzero((errors[:, :, i] > self.tolerance).any(axis=0))
-            rank, first = errors[:, :, i].max(axis=1).argmax(), f"{steps[0]}" if steps.size else ""
-            row = c.names[i], c.shapes[i], f"{worst[i]:.1e}", rank, first
-            table.add_row(*map(str, row), style="bold red" if steps.size else None)
-        return table
-
-    def lines(self) -> list[str]:
-        """Return what else was compared, what it means, and the verdict last."""
-        c = self.comparison
-        others = [f"losses {c.losses.max():.1e}", f"own gradients {c.gradients.max():.1e}"]
-        if not np.isnan(c.predictions).any():
-            others.append(f"predictions {c.predictions.max():.1e}")
-        lines = [f"worst error of {', '.join(others)}"]
-        if c.computed == "repeated":
-            lines.append(
-                "the computation was not partitioned, because the model is a black box: every rank "
-                "computed all of its batch. A model that implements ILayeredModel (mpishard.nn) is "
-                "computed in parts"
-            )
-        errors = np.maximum(c.built, c.parameters.max(axis=1))
-        worst, names = f"{self.tolerance:.0e} (worst {errors.max():.1e})", len(c.names)
-        if self.is_equal:
-            ranks = counted(len(c.built), "rank")
-            return [*lines, f"EQUAL: all {names} parameters on {ranks} are within {worst}"]
-        above = int((errors > self.tolerance).any(axis=0).sum())
-        return [*lines, self._reason(), f"DIFFERENT: {above} of {names} parameters exceed {worst}"]
-
-    def _reason(self) -> str:
-        """Return the first thing that differs, and what may cause it."""
-        c = self.comparison
-        if not self._within(c.built) or c.inputs.any():
-            what = "other data" if self._within(c.built) else "other first parameters"
-            ranks = c.inputs.any(axis=1) | (c.built > self.tolerance).any(axis=1)
-            return (
-                f"{_ranks(ranks)} got {what} than a process alone: factory(seed) must depend on "
-                "its seed and on nothing else"
-            )
-        if c.copies.any():
-            step = int(c.copies.any(axis=0).argmax())
-            return (
-                f"step {step + 1}: on {_ranks(c.copies.any(axis=1))} {c.copies[:, step].max()} "
-                "bfloat16 parameters are not the nearest to those that their owners hold in "
-                "float32. The fault is mpishard's"
-            )
-        wrong = (c.parameters > self.tolerance).any(axis=(0, 2))
-        first_wrong = int(wrong.argmax()) if wrong.any() else len(wrong)
-        off = c.gradients > self.gradient_tolerance
-        first_off = int(off.any(axis=(0, 2)).argmax()) if off.any() else len(wrong) + 1
-        if first_off <= first_wrong:
-            name = c.names[c.gradients[:, first_off].max(axis=0).argmax()]
-            if c.computed == "together":
-                return (
-                    f"step {first_off + 1}: the gradient of one batch that several ranks compute "
-                    f"together is not what a process alone computes of it (worst {name}). Does a "
-                    "layer look at the batch as a whole (statistics of it), or depend on its rank? "
-                    "If not, the fault is mpishard's"
-                )
-            return (
-                f"step {first_off + 1}: on {_ranks(off[:, first_off].any(axis=1))} the gradient of "
-                f"the rank's own samples is not what a process alone computes of them (worst "
-                f"{name}). The model depends on its rank, or on something else beside parameters "
-                "and data: an environment variable, the process or thread, the time, np.random's "
-                "global state, earlier calls"
-            )
-        if wrong.any():
-            return (
-                f"step {first_wrong + 1}: each rank's gradient of its own samples is right, and "
-                "the update is not. Is the loss a mean over the samples, and is each sample's part "
-                "free of the others (no sum, no statistics of the batch)? Then the fault is "
-                "mpishard's"
-            )
-        what = "predictions" if self._within(c.losses) else "losses"
-        rows = c.predictions[:, None] if what == "predictions" else c.losses
-        ranks = (rows > self.tolerance).any(axis=1)
-        return f"the parameters agree, and the {what} of {_ranks(ranks)} differ"
 
 
 def _ranks(which: Array) -> str:
@@ -394,13 +357,17 @@ def _ranks(which: Array) -> str:
 def main() -> None:
     """Be one rank of a job, or all of them as threads: ``FOLDER mpi|memory``."""
     job = VerifyJob.read(Path(sys.argv[1]))
-    launch(
-        _train_and_compare,
-        job,
-        load_factory(job.target),
-        backend=sys.argv[2],
-        world_size=job.world_size,
-    )
+    factory = load_factory(job.target)
+
+    def train(backend: CommunicationBackend) -> None:
+        for schedule in job.mesh.schedules:
+            dtype = "float32" if job.precision else job.dtype
+            problem = build_problem(factory, job.seed, dtype)  # wrapping took the last one's arrays
+            found = compare(backend, job, problem, Reference.read(job.folder), schedule)
+            if backend.rank == 0:
+                found.write(job.folder, schedule)
+
+    launch(train, backend=sys.argv[2], world_size=job.world_size)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import json
+import pickle
 import sys
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,7 @@ from mpishard.communication.mesh import AXES, mesh_sizes
 from mpishard.contracts import ILossFunction, IShardedModel
 from mpishard.data import check_dataset, take
 from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
-from mpishard.pipeline import SCHEDULE_NAMES
+from mpishard.pipeline import SCHEDULE_NAMES, ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "MeshChoice",
     "Problem",
     "TargetError",
-    "UsageError",
     "VerifyJob",
     "build_problem",
     "checksum",
@@ -41,10 +40,11 @@ __all__ = [
     "relative_error",
 ]
 
-_SETTINGS = "job.json"
+_SETTINGS = "job.pickle"
 # In files, for all ranks' gradients of their own samples: of large models in fewer steps.
 _GRADIENT_BYTES = 256 * 2**20
 _MICRO_BATCHES = 4
+_SEGMENT = 2  # layers: a small model has several segments, too
 
 MESH_FLAGS = {
     "--pipeline-parallel-size": "pipeline_parallel_size",
@@ -71,10 +71,6 @@ WRAPPERS = {
 """Choices of ``--wrapper``, and the strategies that each goes with."""
 
 
-class UsageError(ValueError):
-    """Raised for flags that do not go together; says which, with numbers."""
-
-
 @dataclass(frozen=True, slots=True)
 class MeshChoice:
     """The mesh of the ranks, and the schedules that are compared.
@@ -84,7 +80,7 @@ class MeshChoice:
     sizes : tuple of int
         Of the pipeline, tensor and data axes.
     options : mapping
-        Of `as_distributed`, except the schedule; ``recompute`` is the name of a strategy.
+        Of `as_distributed`, except the schedule.
     schedules : tuple of str
         One comparison each; the one name "" if there is none to choose.
     """
@@ -99,7 +95,7 @@ class MeshChoice:
 
         Raises
         ------
-        UsageError
+        ValueError
             For a flag that the strategy does not take, and sizes that do not make up the ranks.
         typer.Exit
             For unknown names, after printing the known ones.
@@ -108,7 +104,7 @@ class MeshChoice:
         for flag in given:
             takers = [s for s, names in STRATEGY_OPTIONS.items() if MESH_FLAGS[flag] in names]
             if strategy not in takers:
-                raise UsageError(f"{flag} is for --strategy {' and '.join(takers)}; got {strategy}")
+                raise ValueError(f"{flag} is for --strategy {' and '.join(takers)}; got {strategy}")
         if "--data-parallel-strategy" in given:
             name = given["--data-parallel-strategy"]
             check_choice("verify", "--data-parallel-strategy", name, DATA_STRATEGIES)
@@ -120,13 +116,17 @@ class MeshChoice:
             given.setdefault("--micro-batches", _MICRO_BATCHES)
         options = {MESH_FLAGS[flag]: value for flag, value in given.items()}
         if "--recompute" in given:
-            options["recompute"] = options.pop("checkpoint_config")
+            options["checkpoint_config"] = ActivationCheckpointConfig(
+                enabled=True,
+                checkpoint_every_n_layers=_SEGMENT,
+                recompute_strategy=RecomputeStrategy(given["--recompute"]),
+            )
         pipeline = ranks if strategy == "pipeline" else options.get("pipeline_parallel_size", 1)
         tensor = ranks if strategy == "tensor" else options.get("tensor_parallel_size", 1)
         try:
             mesh = mesh_sizes(ranks, pipeline, tensor, options.get("data_parallel_size", -1))
         except ValueError as error:
-            raise UsageError(f"-n {ranks}: {error}") from None
+            raise ValueError(f"-n {ranks}: {error}") from None
         return cls(mesh, options, schedules)
 
     def describe(self, schedule: str) -> str:
@@ -139,7 +139,7 @@ class MeshChoice:
         for option, text in (
             ("data_parallel_strategy", "{} over data"),
             ("sequence_parallel", "sequence parallel"),
-            ("recompute", "{} recomputation"),
+            ("checkpoint_config", "{.recompute_strategy.value} recomputation"),
         ):
             if option in self.options:
                 words.append(text.format(self.options[option]))
@@ -202,24 +202,24 @@ class VerifyJob:
 
     def write(self) -> None:
         """Leave the settings for `read`."""
-        settings = asdict(self) | {"folder": None}
-        (self.folder / _SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+        (self.folder / _SETTINGS).write_bytes(pickle.dumps(self))
 
-    @classmethod
-    def read(cls, folder: Path) -> VerifyJob:
-        """Return the job that was written to ``folder``."""
-        settings = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
-        mesh = settings["mesh"]
-        choice = MeshChoice(tuple(mesh["sizes"]), mesh["options"], tuple(mesh["schedules"]))
-        return cls(**settings | {"folder": folder, "mesh": choice})
+    @staticmethod
+    def read(folder: Path) -> VerifyJob:
+        """Return the job that was written to ``folder``, which is temporary and this user's."""
+        job: VerifyJob = pickle.loads((folder / _SETTINGS).read_bytes())  # noqa: S301
+        return job
 
     def batch(self, step: int, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the samples of a step's global batch."""
+        # A function of seed and step, so that every process finds the same samples by itself.
         generator = np.random.default_rng([self.seed, step])
         return generator.choice(samples, min(samples, self.batch_size), replace=False)
 
     def share(self, step: int, size: int, data_rank: int) -> slice:
         """Return a part of a batch: no two parts alike, and every third step one is empty."""
+        # Equal shares would hide a mean of means; without an empty one nobody would see a rank
+        # that leaves a collective out when it has no samples.
         weights = 1.0 + (np.arange(self.data_size) + step) % self.data_size
         if step % 3 == 2 and self.data_size > 1:
             weights[step % self.data_size] = 0

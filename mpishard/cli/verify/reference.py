@@ -17,6 +17,7 @@ import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.cli.verify.job import (
+    MESH_FLAGS,
     Problem,
     TargetError,
     VerifyJob,
@@ -169,6 +170,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
                 f"step {step + 1} of training alone: the loss or its gradient is not finite\n"
                 "lower --learning-rate, or look at the data"
             )
+        # With a delay each update has the gradient of an earlier step.
         under_way.append(g)
         if step >= job.delay:
             direction = textbook_direction(
@@ -193,9 +195,8 @@ def require_layers(job: VerifyJob, problem: Problem) -> None:
         cannot be cut into equal parts.
     """
     model, options = problem.model, job.mesh.options
-    flags = {"recompute": "--recompute", "sequence_parallel": "--sequence-parallel"}
-    for option, flag in flags.items():
-        if option in options and not isinstance(model, ILayeredModel):
+    for flag in ("--recompute", "--sequence-parallel"):
+        if MESH_FLAGS[flag] in options and not isinstance(model, ILayeredModel):
             raise TargetError(
                 f"{flag} is for models of layers, and {type(model).__name__} is a black box\n"
                 "leave it out, or return a model that implements ILayeredModel (mpishard.nn)"

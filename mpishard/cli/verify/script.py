@@ -39,7 +39,7 @@ class Recording:
     Parameters
     ----------
     folder : Path
-        Where `mpishard.torch.optimizer` left them.
+        Where `mpishard.torch.verification` left them.
     ranks : int
         Number of ranks.
     """
@@ -148,6 +148,7 @@ def verify_script(
         dtype = first[0][0][2].dtype.name
         limit = tolerance or default_tolerance(dtype)
         names = [{name for name, _, _ in parts} for parts in first]
+        # Names, because each world cuts the parameters into other parts.
         if alone.steps != together.steps or names[0] != names[1]:
             typer.echo(
                 f"DIFFERENT: one rank made {counted(alone.steps, 'step')} and {ranks} ranks made "

@@ -105,6 +105,7 @@ class _Page(BaseHTTPRequestHandler):
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
+        # A browser that goes back to the page would show the state of that time.
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
         self.wfile.write(content)

@@ -8,6 +8,7 @@ import socket
 import time
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,9 @@ class RunState:
             error = str(failure)
         modified = self._curves.modified
         folder = newest_start(self.logs)
-        ended = _read_ended(folder / ENDED)
+        ended: dict[str, Any] | None = None
+        with suppress(OSError, ValueError):  # the job runs; or the file is being written
+            ended = json.loads((folder / ENDED).read_text(encoding="utf-8"))
         records = [] if ended else records_in(folder / CALLS)
         if not ended and not records:
             records = records_at(pages_beside(self._curves.path))
@@ -234,14 +237,6 @@ def _kind(record: RankRecord) -> str:
     if record.is_stopped:
         return "stopped"
     return "waits" if record.waited > _STALLED_SECONDS else "runs"
-
-
-def _read_ended(path: Path) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the job runs; or the file is being written
-        return None
-    return found
 
 
 def _curve(x: Array, y: Array) -> list[list[float]]:

@@ -63,7 +63,6 @@ from mpishard.logs import set_up_logging
 __all__ = ["CommunicationBackend"]
 
 _LINE_BYTES = 64
-_NOTHING: Mapping[str, int] = {}
 
 
 class CommunicationBackend(ITransport):
@@ -104,7 +103,7 @@ class CommunicationBackend(ITransport):
         self._reducer = TreeReducer()
         self._regions = Regions()
         self._session = Session(rank=0)
-        self.traffic = Traffic(self)
+        self.traffic = Traffic()
         """Bytes that this rank has sent and read."""
         self.check_collectives = True
         """Whether every collective compares the ranks' calls before data is mixed.
@@ -871,12 +870,8 @@ class CommunicationBackend(ITransport):
             For a rank outside the world or this one, or a negative tag.
         """
         self._check_send(array, destination_rank, tag, "send")
-        in_flight = self._record_message(self.rank, destination_rank, tag, array)
-        with self._session:
-            self._send(array, destination_rank, tag)
-        if in_flight is not None:
-            in_flight.done()
-            in_flight.blocked(in_flight.start)
+        steps = ITransport._steps_send(self, array, destination_rank, tag)  # of a copy
+        self._begin(steps, destination_rank, tag, array).wait()
 
     def send_async(self, array: Array, destination_rank: int, tag: int = 0) -> Transfer:
         """As `send`, without a copy where the transport can do without.
@@ -905,9 +900,8 @@ class CommunicationBackend(ITransport):
         [[2, 20], [0, 0], [1, 10]]
         """
         self._check_send(array, destination_rank, tag, "send_async")
-        in_flight = self._record_message(self.rank, destination_rank, tag, array)
         steps = self._steps_send(array, destination_rank, tag)
-        return self._begin(steps, destination_rank, tag, in_flight, is_send=True)
+        return self._begin(steps, destination_rank, tag, array)
 
     def receive(self, source_rank: int, count: int, tag: int = 0) -> Array:
         """Wait for the next message of ``source_rank`` with ``tag`` and return it.
@@ -934,7 +928,8 @@ class CommunicationBackend(ITransport):
             If the message has another number of elements; it then stays queued.
         """
         self._check_receive(source_rank, count, tag)
-        transfer = self._begin_receive(source_rank, count, tag, None)
+        steps = self._steps_receive(source_rank, count, tag, None)
+        transfer = self._begin(steps, source_rank, tag)
         try:
             return transfer.wait()
         except BaseException:
@@ -974,19 +969,17 @@ class CommunicationBackend(ITransport):
         expected = np.dtype(dtype)
         if expected not in DTYPES:
             raise ValueError(f"receive_async cannot take dtype {expected.name}")
-        return self._begin_receive(source_rank, count, tag, expected)
+        steps = self._steps_receive(source_rank, count, tag, expected)
+        return self._begin(steps, source_rank, tag)
 
-    def _begin_receive(
-        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
-    ) -> Transfer:
-        in_flight = self._record_message(source, self.rank, tag)
-        steps = self._steps_receive(source, count, tag, dtype)
-        return self._begin(steps, source, tag, in_flight, is_send=False)
-
-    def _begin(
-        self, steps: Steps, peer: int, tag: int, in_flight: MessageInFlight | None, *, is_send: bool
-    ) -> Transfer:
-        """Issue a message. It stands beside the collectives: they do not wait for it."""
+    def _begin(self, steps: Steps, peer: int, tag: int, sent: Array | None = None) -> Transfer:
+        """Issue a message: ``sent``, or a receive. Collectives do not wait for it."""
+        is_send, in_flight, recorder = sent is not None, None, current_recorder.get()
+        if recorder is not None:
+            source, destination = (self.rank, peer) if is_send else (peer, self.rank)
+            way = {"group": self.group, "source": source, "destination": destination, "tag": tag}
+            way |= {"axis": self.axis} if self.axis else {}
+            in_flight = MessageInFlight(recorder, way, sent)
         message = MessageWait(self.world_ranks[peer], tag, is_send, self.label)
         transfer = Transfer(self, steps, in_flight, message)
         with self._session:
@@ -996,16 +989,6 @@ class CommunicationBackend(ITransport):
         if in_flight is not None:
             in_flight.blocked(in_flight.start)
         return transfer
-
-    def _record_message(
-        self, source: int, destination: int, tag: int, sent: Array | None = None
-    ) -> MessageInFlight | None:
-        """Begin the event of a message in the trace; None if no trace is recorded."""
-        recorder = current_recorder.get()
-        if recorder is None:
-            return None
-        way = {"group": self.group, "source": source, "destination": destination, "tag": tag}
-        return MessageInFlight(recorder, way | ({"axis": self.axis} if self.axis else {}), sent)
 
     def begin_round(self) -> int:
         """The number, from 0, of a round of messages that is told from others by its tags.
@@ -1080,7 +1063,7 @@ class CommunicationBackend(ITransport):
         root: int = -1,
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
-        sends: Mapping[str, int] = _NOTHING,
+        sends: Mapping[str, int] = {},
     ) -> Work:
         """Number, record and begin a collective: ``steps`` of its `Call` and ``arguments``."""
         if not self._initialized:

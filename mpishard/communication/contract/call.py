@@ -11,7 +11,6 @@ import functools
 import math
 import struct
 import sys
-import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +61,6 @@ _DIMS = settings.MAXIMUM_DIMS
 _DESCRIPTION = "bbbbiiq4x"
 _DESCRIPTIONS = [struct.Struct(f"={_DESCRIPTION}{n}q{8 * (_DIMS - n)}x") for n in range(_DIMS + 1)]
 _FIELDS = struct.Struct(f"=q{_DESCRIPTION}{_DIMS}q")
-_NOTHING: Mapping[str, int] = {}
 _OF_PATHS = "surrogateescape"  # bytes of a script's path that the locale cannot decode
 HEADER_BYTES = _FIELDS.size
 """Number of bytes that describe a call on the wire."""
@@ -85,10 +83,7 @@ class Kind(IntEnum):
     @property
     def label(self) -> str:
         """The method's name."""
-        return _LABELS[self]
-
-
-_LABELS = {kind: kind.name.lower() for kind in Kind}
+        return self.name.lower()
 
 
 @dataclass(slots=True)
@@ -138,7 +133,7 @@ class Call:
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
         group: str = "",
-        sends: Mapping[str, int] = _NOTHING,
+        sends: Mapping[str, int] = {},
     ) -> Call:
         """The call of ``kind`` with ``array``."""
         dtype, shape, size, nbytes, code, dims, ndim = None, None, 0, 0, -1, (), -1
@@ -245,24 +240,13 @@ class Traffic:
     as a reduce_scatter and an all_gather. A piece that a rank keeps for
     itself is not counted, nor are headers. A broadcast is counted on the root: (world size - 1)
     times the array.
-
-    Parameters
-    ----------
-    backend : CommunicationBackend
-        The rank's, for its place among the others.
     """
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = weakref.proxy(backend)  # which holds this
+    def __init__(self) -> None:
         # Each call adds to these, and a Counter takes four times as long.
         self.bytes_sent: defaultdict[str, int] = defaultdict(int)
         self.bytes_read: defaultdict[str, int] = defaultdict(int)
         self.calls: defaultdict[str, int] = defaultdict(int)
-
-    @functools.cached_property
-    def _nodes(self) -> Any:
-        """`CommunicationBackend.topology`."""
-        return self._backend.topology
 
     @property
     def total_bytes(self) -> int:
@@ -285,9 +269,14 @@ class Traffic:
         """Add ``nbytes`` that a call of ``kind`` read from memory of other ranks."""
         self.bytes_read[kind] += nbytes
 
-    def share_reduce(self, call: Call, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
-        """Note that ``call`` reduces to pieces of ``sizes`` arrays that each node's ranks share."""
-        nodes, sent = self._nodes, 0
+    def share_reduce(
+        self, call: Call, nodes: Any, sizes: Sequence[int], dtype: np.dtype[Any]
+    ) -> None:
+        """Note that ``call`` reduces to pieces of ``sizes`` arrays that each node's ranks share.
+
+        ``nodes`` is `CommunicationBackend.topology`.
+        """
+        sent = 0
         if nodes.clients:
             sums = len(nodes.subtrees(nodes.own))
             sent = sum(sizes[rank] for rank in nodes.clients) * sums
@@ -296,9 +285,10 @@ class Traffic:
         read = (len(nodes.peers) - 1) * sizes[nodes.rank] * dtype.itemsize
         self.count_read("reduce_scatter", read)
 
-    def share_gather(self, call: Call, sizes: Sequence[int], dtype: np.dtype[Any]) -> None:
-        """Note that ``call`` gathers pieces of ``sizes`` once on each node."""
-        nodes = self._nodes
+    def share_gather(
+        self, call: Call, nodes: Any, sizes: Sequence[int], dtype: np.dtype[Any]
+    ) -> None:
+        """Note that ``call`` gathers pieces of ``sizes`` once on each of ``nodes``."""
         sent = sizes[nodes.rank] * (nodes.count - 1) * dtype.itemsize
         call.sends = {**call.sends, "all_gather": sent}
 

@@ -394,19 +394,13 @@ def pages_beside(file: Path) -> list[Path]:
         with contextlib.suppress(OSError):  # another user's, or it has ended
             parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
             for path in (process / "fd").iterdir():
-                link = _link(path)
-                if _PAGE_LINK.match(link):
-                    pages.setdefault(parent, []).append(path)
-                elif link == name:
-                    parents.add(parent)
+                with contextlib.suppress(OSError):  # it was closed meanwhile
+                    link = str(path.readlink())
+                    if _PAGE_LINK.match(link):
+                        pages.setdefault(parent, []).append(path)
+                    elif link == name:
+                        parents.add(parent)
     return [page for parent in parents for page in pages.get(parent, ())]
-
-
-def _link(path: Path) -> str:
-    try:
-        return str(path.readlink())
-    except OSError:  # it was closed meanwhile
-        return ""
 
 
 _PAGE_LINK = re.compile(r"/memfd:rank-\d+-\d+-\d+\.calls ")

@@ -79,9 +79,10 @@ class Collectives:
         places: Places = NOWHERE,
         *,
         on_device: bool = False,
+        is_dealt: bool = False,
     ) -> Steps:
         """Exchange headers and refuse calls that do not match; return the `Headers`."""
-        row = make_row(call, payload, places, on_device=on_device)
+        row = make_row(call, payload, places, on_device=on_device, is_dealt=is_dealt)
         group = self._group
         if self._world_size == 1:
             headers = Headers([row], call, 0)
@@ -110,8 +111,13 @@ class Collectives:
         for call, encoded in zip(calls, lines, strict=True):
             decode_place(encoded.tobytes(), call)
 
-    def _open_reduction(self, call: Call, array: Array, out: Array) -> Steps:
-        """Headers if a reduction needs them, the places of shared arrays, and the channel."""
+    def _open_reduction(
+        self, call: Call, array: Array, out: Array, whole: Sequence[Array] = ()
+    ) -> Steps:
+        """Headers if a reduction needs them, the places of shared arrays, and the channel.
+
+        ``whole`` are parts for the channel that may go before the header, which saves a fence.
+        """
         # Without checks, and as long as no memory was shared, data alone need no header.
         small = array.nbytes <= INLINE_BYTES
         device = type(array) is not np.ndarray and is_device_array(array)
@@ -119,7 +125,12 @@ class Collectives:
             return None, None, self._group.channel
         seeks_places = self._regions.count and not small
         places = self._backend._places(array, out) if seeks_places else NOWHERE
-        headers = yield from self.open(call, array, places, on_device=device)
+        # Before data are dealt, all earlier collectives must have ended: see `RowChannel`.
+        is_dealt = (
+            bool(whole) and not (small or device) and places == NOWHERE
+            and self._backend._pending[0].awaited is call and self._group.channel.deal(whole)
+        )  # fmt: skip
+        headers = yield from self.open(call, array, places, on_device=device, is_dealt=is_dealt)
         if headers.all_inline or not (self._regions.count or self._by_pointer):
             return headers, None, self._group.channel
         all_places, any_on_device = headers.places()
@@ -153,8 +164,12 @@ class Collectives:
     def all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
         """See `CommunicationBackend._steps_all_reduce`; so for all collectives here."""
         assert call.operation is not None
-        headers, places, channel = yield from self._open_reduction(call, array, out)
         flat = array if array.ndim == 1 else array.reshape(-1)
+        whole: list[Array] = []
+        to_others = flat.nbytes * (self._world_size - 1)
+        if to_others <= min(_WHOLE_BYTES, self._group.channel.bytes_each):
+            whole = [flat] * self._world_size
+        headers, places, channel = yield from self._open_reduction(call, array, out, whole)
         result = flat if out is array else out if out.ndim == 1 else out.reshape(-1)
         if headers is not None and headers.all_inline:
             self._reduce_inline(headers, call.operation, result)
@@ -173,14 +188,14 @@ class Collectives:
                 flat = flat.copy()
             sizes = even_sizes(result.size, self._world_size)
             starts = starts_of(sizes)
-            to_others = flat.nbytes * (self._world_size - 1)
-            if to_others <= min(_WHOLE_BYTES, channel.bytes_each) and (
-                headers is None or all(into == PRIVATE for _, into in headers.places()[0])
+            if whole and (
+                not self._regions.count or all(into == PRIVATE for _, into in headers.places()[0])
             ):
                 # To wait for the others again takes longer than to combine their pieces, too. An
                 # ``out`` that they see, or that lies on another's array, is written by its ranks.
-                whole = [flat] * self._world_size
-                yield from channel.reduce(whole, call.operation, result, [*starts, flat.size])
+                whole = [flat] * self._world_size  # perhaps a copy by now
+                cuts, is_dealt = [*starts, flat.size], headers is not None and headers.all_dealt()
+                yield from channel.reduce(whole, call.operation, result, cuts, is_dealt=is_dealt)
                 return out
             start = starts[self._rank]
             piece = result[start : start + sizes[self._rank]]
@@ -255,11 +270,10 @@ class Collectives:
             self._backend._places(array, out) if self._regions.count else NOWHERE,
             on_device=is_device_array(array),
         )
-        rows = [c.shape[0] for c in headers.calls if c.shape is not None]
+        sizes = [call.size for call in headers.calls]
         if out is None:
-            out = array_namespace(array).empty((sum(rows), *array.shape[1:]), array.dtype)
-        row = math.prod(array.shape[1:])
-        sizes = [count * row for count in rows]
+            rows = sum(call.shape[0] for call in headers.calls)
+            out = array_namespace(array).empty((rows, *array.shape[1:]), array.dtype)
         flat, result = array.reshape(-1), out.reshape(-1)
         if headers.all_inline:
             arrays = [headers.inline(r) for r in range(self._world_size)]
@@ -275,7 +289,7 @@ class Collectives:
             if self._nodes.results_are_shared(places):
                 if self._nodes.count > 1:
                     yield from self._exchange_pieces(pieces)
-                self._traffic.share_gather(call, sizes, array.dtype)
+                self._traffic.share_gather(call, self._nodes, sizes, array.dtype)
                 # The other ranks' pieces are complete, and may be read, when all have come here.
                 yield self._group.exchange.fence()
                 return out
@@ -320,10 +334,9 @@ class Collectives:
         """All ranks' rows, a new array, on the root."""
         headers = yield from self.open(call, array)
         is_root = self._rank == root
-        rows = [c.shape[0] for c in headers.calls if c.shape is not None]
-        row = math.prod(array.shape[1:])
-        sizes = [count * row for count in rows]
-        result = np.empty((sum(rows), *array.shape[1:]), array.dtype) if is_root else None
+        sizes = [call.size for call in headers.calls]
+        rows = sum(call.shape[0] for call in headers.calls)
+        result = np.empty((rows, *array.shape[1:]), array.dtype) if is_root else None
         if headers.all_inline:
             if result is not None:
                 arrays = [headers.inline(rank) for rank in range(self._world_size)]
@@ -444,7 +457,7 @@ class Collectives:
                 if source != self._rank:
                     piece[...] = arrays[source][layout.slice(rank)]
                     self._traffic.count_read("all_gather", piece.nbytes)
-        self._traffic.share_gather(call, layout.sizes, out.dtype)
+        self._traffic.share_gather(call, self._nodes, layout.sizes, out.dtype)
         yield self._group.exchange.fence()
 
     def _reduce_in_place(
@@ -455,7 +468,7 @@ class Collectives:
         assert operation is not None
         mine = slice(starts[self._rank], starts[self._rank] + sizes[self._rank])
         own = [array[mine] for array in arrays.values()]
-        self._traffic.share_reduce(call, sizes, own[0].dtype)
+        self._traffic.share_reduce(call, self._nodes, sizes, own[0].dtype)
         if self._nodes.count == 1:
             self._reducer.reduce(own, operation, piece)
             return

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.communication.contract.arena import NOWHERE, PRIVATE, Places
+from mpishard.communication.contract.arena import NOWHERE, Places
 from mpishard.communication.contract.call import HEADER_BYTES, Call
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.mpi.messages import Pending
@@ -45,8 +45,8 @@ ROW_BYTES = HEADER_BYTES + INLINE_BYTES
 """Most bytes that each rank sends."""
 
 _HEADER = struct.Struct(f"=q{HEADER_BYTES - 8}s")
-_PLACES = struct.Struct("=4q?")
-_OF_NO_REGION = _PLACES.pack(*PRIVATE, *PRIVATE, False)
+_PLACES = struct.Struct("=4q??")
+_DEALT = HEADER_BYTES + _PLACES.size - 1
 
 
 def make_row(
@@ -55,19 +55,20 @@ def make_row(
     places: Places = NOWHERE,
     *,
     on_device: bool = False,
+    is_dealt: bool = False,
 ) -> bytes:
     """The row of one rank: up to `ROW_BYTES` bytes.
 
     ``payload`` is an array. If it is larger than `INLINE_BYTES`, the row holds instead ``places``,
     where it and the result lie in memory that the node's ranks share, and whether it lies
-    ``on_device``.
+    ``on_device``. ``is_dealt`` says that its data are in the channel already.
     """
     content = b""
     if payload is not None:
         if payload.nbytes <= INLINE_BYTES:
             content = payload.tobytes()
         else:
-            content = _PLACES.pack(*places[0], *places[1], on_device)
+            content = _PLACES.pack(*places[0], *places[1], on_device, is_dealt)
     return _HEADER.pack(call.sequence, call.description) + content
 
 
@@ -106,18 +107,20 @@ class Headers:
 
     def places(self) -> tuple[list[Places], bool]:
         """The places of each rank's array and result, and whether any array lies on a GPU."""
-        if all(row.startswith(_OF_NO_REGION, HEADER_BYTES) for row in self._rows):
-            return [NOWHERE] * len(self._rows), False
         places: list[Places] = []
         any_on_device = False
         for rank, call in enumerate(self.calls):
             if call.nbytes <= INLINE_BYTES:
                 places.append(NOWHERE)
                 continue
-            *numbers, on_device = _PLACES.unpack_from(self._rows[rank], HEADER_BYTES)
+            *numbers, on_device, _ = _PLACES.unpack_from(self._rows[rank], HEADER_BYTES)
             places.append(((numbers[0], numbers[1]), (numbers[2], numbers[3])))
             any_on_device |= on_device
         return places, any_on_device
+
+    def all_dealt(self) -> bool:
+        """Whether each rank had dealt out its data, more than go inline, before its header."""
+        return all(row[_DEALT] for row in self._rows)
 
     def integers(self, count: int) -> list[list[int]]:
         """The ``count`` int64 values that each rank sent in its header."""

@@ -181,10 +181,13 @@ class MessageChannel:
         operation: ReductionOperation,
         piece: Array,
         cuts: Sequence[int] = (),
+        *,
+        is_dealt: bool = False,
     ) -> Steps:
         """Send ``parts[r]`` to rank r; combine what comes, and this rank's own, into ``piece``.
 
         ``piece`` may be this rank's own part. ``cuts`` are those of `TreeReducer.reduce`.
+        ``is_dealt`` if `deal` of all ranks has sent the parts.
         """
         own = parts[self._rank]
         nbytes, others = own.nbytes, self._world_size - 1
@@ -202,6 +205,13 @@ class MessageChannel:
         self._reducer.reduce(incoming, operation, piece, cuts)
         if not on_device:
             self._pool.give(buffer)
+
+    def deal(self, parts: Sequence[Array]) -> bool:
+        """Send the parts of the next `reduce` before its headers; return whether that is done.
+
+        Here it is not: the library asks for one order of messages on all ranks.
+        """
+        return False
 
     def spread(self, parts: Sequence[Array]) -> Steps:
         """Send this rank's part to all; receive ``parts[r]`` from rank r."""

@@ -36,7 +36,9 @@ class RowChannel:
 
     Each rank of a group has two rows of that memory, which it alone writes, and writes in turn:
     a rank that writes a row has passed a fence since the others read it. In a round every rank
-    copies what the others need to its row; after a fence each reads from the others' rows.
+    copies what the others need to its row; after a fence each reads from the others' rows. Data
+    that were dealt before their header need no fence: a rank deals early only if all its earlier
+    collectives have ended, so its header says that it reads no other row any more.
 
     Parameters
     ----------
@@ -84,18 +86,23 @@ class RowChannel:
         operation: ReductionOperation,
         piece: Array,
         cuts: Sequence[int] = (),
+        *,
+        is_dealt: bool = False,
     ) -> Steps:
         """See `MessageChannel`."""
         own = parts[self._rank]
-        contributions = self._deal_out(parts, [own.size] * len(parts))
+        if not is_dealt:
+            self.deal(parts)
+            yield self._fence()
+        contributions = self._take(own.dtype, [own.size] * len(parts))
         contributions[self._rank] = own
-        yield self._fence()
         self._reducer.reduce(contributions, operation, piece, cuts)
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
         """See `MessageChannel`."""
-        sent = self._deal_out(outgoing, [part.size for part in incoming])
+        self.deal(outgoing)
         yield self._fence()
+        sent = self._take(outgoing[0].dtype, [part.size for part in incoming])
         for other, part in enumerate(incoming):
             if other != self._rank:
                 part[...] = sent[other]
@@ -103,9 +110,10 @@ class RowChannel:
     def spread(self, parts: Sequence[Array]) -> Steps:
         """See `MessageChannel`."""
         own, rank = parts[self._rank], self._rank
-        rows = self._rows(own.dtype)
+        rows = self._next_rows(own.dtype)
         rows[rank][: own.size] = own
         yield self._fence()
+        self._turn = 1 - self._turn
         for other, part in enumerate(parts):
             if other != rank:
                 part[...] = rows[other][: part.size]
@@ -115,25 +123,25 @@ class RowChannel:
         ranks = range(self._sets.shape[1])
         yield from self.spread([array if rank == root else array[:0] for rank in ranks])
 
-    def _deal_out(self, parts: Sequence[Array], lengths: Sequence[int]) -> list[Array]:
-        """Copy ``parts[r]`` to the slot of rank r in this rank's row.
-
-        Returns this rank's slots in the rows of the others, of these ``lengths``. They may be read
-        after a fence.
-        """
-        dtype, rank = parts[0].dtype, self._rank
-        rows, slot = self._rows(dtype), self.bytes_each // dtype.itemsize
-        sent = []
+    def deal(self, parts: Sequence[Array]) -> bool:
+        """See `MessageChannel`: copy ``parts[r]`` to the slot of rank r in this rank's row."""
+        dtype = parts[0].dtype
+        row, slot = self._next_rows(dtype)[self._rank], self.bytes_each // dtype.itemsize
         for other, part in enumerate(parts):
-            if other != rank:
-                rows[rank][other * slot : other * slot + part.size] = part
-            sent.append(rows[other][rank * slot : rank * slot + lengths[other]])
-        return sent
+            if other != self._rank:
+                row[other * slot : other * slot + part.size] = part
+        return True
 
-    def _rows(self, dtype: np.dtype[Any]) -> list[Array]:
-        """The ranks' rows of the set whose turn it is, as arrays of ``dtype``."""
+    def _take(self, dtype: np.dtype[Any], lengths: Sequence[int]) -> list[Array]:
+        """Return this rank's slots in all rows, of these ``lengths``; the round then ends."""
+        rows, start = self._next_rows(dtype), self._rank * (self.bytes_each // dtype.itemsize)
+        self._turn = 1 - self._turn
+        return [row[start : start + n] for row, n in zip(rows, lengths, strict=True)]
+
+    def _next_rows(self, dtype: np.dtype[Any]) -> list[Array]:
+        """The ranks' rows of the set whose turn comes, as arrays of ``dtype``."""
         # With one set a rank would have to wait for the readers of its last round.
-        self._turn = turn = 1 - self._turn
+        turn = 1 - self._turn
         rows = self._views.get((turn, dtype))
         if rows is None:
             rows = self._views[turn, dtype] = [row.view(dtype) for row in self._sets[turn]]

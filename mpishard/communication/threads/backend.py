@@ -320,8 +320,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             if not out_is_shared or self.topology.agent(rank) == self._rank:
                 copy_into(result[starts[rank] : starts[rank + 1]], other)
         if out_is_shared and self.topology.arrays_are_shared(places):
-            self.traffic.share_reduce(call, sizes, array.dtype)
-            self.traffic.share_gather(call, sizes, array.dtype)
+            self.traffic.share_reduce(call, self.topology, sizes, array.dtype)
+            self.traffic.share_gather(call, self.topology, sizes, array.dtype)
         # A piece in GPU memory would be used for something else as soon as its rank lets it go.
         if out_is_shared or any(is_device_array(other) for other, _ in given):
             yield from self._meet(call, 2, None, result)
@@ -345,7 +345,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             out[...] = piece
         if self.topology.arrays_are_shared([where for _, where in given]):
             row = math.prod(array.shape[1:])
-            self.traffic.share_reduce(call, [count * row for count in counts], array.dtype)
+            self.traffic.share_reduce(
+                call, self.topology, [count * row for count in counts], array.dtype
+            )
         return out
 
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
@@ -368,7 +370,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         if overlaps:
             out[...] = target
         if out_is_shared:
-            self.traffic.share_gather(call, [other.size for other, _ in given], array.dtype)
+            self.traffic.share_gather(
+                call, self.topology, [other.size for other, _ in given], array.dtype
+            )
         return out
 
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from mpishard.pipeline import (
     IPipelineSchedule,
     schedule_by_name,
 )
-from mpishard.tensor import LayerDecision, SplitKind, partition_chain
+from mpishard.tensor import SplitKind, partition_chain
 
 __all__ = ["DATA_POLICIES", "MeshOptions", "axis_sizes", "checked_mesh_options", "idle_axes"]
 
@@ -191,8 +191,20 @@ def idle_axes(model: ILayeredModel, choices: MeshChoices) -> list[str]:
             f"has {layers}{uncut}"
         )
     if mesh.tensor_size > 1:
+        names = [info.name for info in model.get_all_layer_info()]
+        layers_by_name = dict(zip(names, model.layers, strict=True))
+        # Stage by stage, as long as nothing is split: one split layer keeps the axis busy.
+        decisions = (
+            decision
+            for first, stop in choices.stages if first < stop
+            for decision in partition_chain(
+                {name: layers_by_name[name] for name in names[first:stop]}, mesh.tensor,
+                model_layers=layers_by_name, sequence_parallel=choices.sequence_parallel,
+                split_output=stop == len(names),
+            ).decisions
+        )  # fmt: skip
         reasons = []
-        for decision in _decisions(model, choices):
+        for decision in decisions:
             if decision.kind is not SplitKind.WHOLE:
                 break
             reasons.append(str(decision))
@@ -203,16 +215,3 @@ def idle_axes(model: ILayeredModel, choices: MeshChoices) -> list[str]:
                 f"{'; '.join(reasons[:3])}{more}"
             )
     return found
-
-
-def _decisions(model: ILayeredModel, choices: MeshChoices) -> Iterator[LayerDecision]:
-    """The decision of the tensor axis on each leaf layer of the model, stage by stage."""
-    names = [info.name for info in model.get_all_layer_info()]
-    model_layers = dict(zip(names, model.layers, strict=True))
-    for first, stop in choices.stages:
-        if first < stop:
-            yield from partition_chain(
-                {name: model_layers[name] for name in names[first:stop]}, choices.mesh.tensor,
-                model_layers=model_layers, sequence_parallel=choices.sequence_parallel,
-                split_output=stop == len(names),
-            ).decisions  # fmt: skip

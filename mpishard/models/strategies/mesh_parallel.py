@@ -193,14 +193,26 @@ class MeshModel(ShardedModelBase):
             infos = model.get_all_layer_info()
             layers = {info.name: layer for info, layer in zip(infos, model.layers, strict=True)}
             check_sequence(layers, infos[0].input_shape)
+        count = self.mesh.pipeline_size * self._options.schedule.virtual_stages_per_rank
+
+        def can_cut(after: int) -> bool:
+            """True if shapes fit, and values of the model's dtype travel between the stages."""
+            takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
+            return model.validate_partition_point(after) and not takes_integers
+
+        given: Any = self._options.partition_strategy
+        is_strategy = given is None or isinstance(given, IPipelinePartitionStrategy)
+        stages = partition_layers(
+            model.get_all_layer_info(), count, given if is_strategy else None,
+            costs=None if is_strategy else given, can_cut=can_cut,
+        )  # fmt: skip
+        # Rank 0 decides, because costs may be times that its clock has measured.
+        dealt = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
         choices = MeshChoices(
-            self.mesh,
-            self._options.schedule,
-            self._options.micro_batch_count,
-            self._deal_layers(model),
-            self._options.sequence_parallel,
-            self._options.checkpoint_config,
-        )
+            self.mesh, self._options.schedule, self._options.micro_batch_count,
+            tuple((int(first), int(stop)) for first, stop in dealt),
+            self._options.sequence_parallel, self._options.checkpoint_config,
+        )  # fmt: skip
         size = self._config.minimum_parameter_group_size
         return MeshProgram(model, size, choices, mixed=self._config.precision is not None)
 
@@ -220,24 +232,6 @@ class MeshModel(ShardedModelBase):
             type(self).__name__, type(self._wrapped_model).__name__, self.mesh.describe(),
             self._micro_batches_in_words(), reason,
         )  # fmt: skip
-
-    def _deal_layers(self, model: ILayeredModel) -> tuple[tuple[int, int], ...]:
-        """The layers of each of the model's stages: as rank 0 finds, whose clock may decide."""
-        count = self.mesh.pipeline_size * self._options.schedule.virtual_stages_per_rank
-
-        def can_cut(after: int) -> bool:
-            """True if shapes fit, and values of the model's dtype travel between the stages."""
-            takes_integers = getattr(model.layers[after + 1], "takes_integers", False)
-            return model.validate_partition_point(after) and not takes_integers
-
-        given: Any = self._options.partition_strategy
-        is_strategy = given is None or isinstance(given, IPipelinePartitionStrategy)
-        stages = partition_layers(
-            model.get_all_layer_info(), count, given if is_strategy else None,
-            costs=None if is_strategy else given, can_cut=can_cut,
-        )  # fmt: skip
-        dealt = self.backend.broadcast(np.array(stages, np.int64).reshape(count, 2))
-        return tuple((int(first), int(stop)) for first, stop in dealt)
 
     # ------------------------------------------------------------------------------- properties
 

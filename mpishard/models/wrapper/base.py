@@ -6,14 +6,14 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
 from mpishard import checkpoint
-from mpishard.arguments import as_number
+from mpishard.arguments import as_number, require_type
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import (
@@ -67,6 +67,23 @@ _log = logging.getLogger("mpishard")
 Answer = TypeVar("Answer")
 
 
+def _as_dealt(name: str, read: Callable[[int, int], int]) -> Any:
+    """A property that `read` takes from a rank's one range; another value than it is refused."""
+
+    def get(model: ShardedModelBase) -> int:
+        return read(*model._only_range)
+
+    def set_(model: ShardedModelBase, given: int) -> None:
+        # All ranks communicate by the ranges that the strategy has dealt.
+        if given != get(model):
+            raise ShardingError(
+                f"{name} is {get(model)}, as {model.strategy} deals the parameters, and cannot "
+                f"become {given}: for other ranges derive from another strategy"
+            )
+
+    return property(get, set_)
+
+
 class ShardedModelBase(IShardedModel):
     """A model whose parameters, gradients and optimizer state live on several ranks.
 
@@ -102,8 +119,7 @@ class ShardedModelBase(IShardedModel):
     def __init__(self, wrapped_model: Any, config: ShardingConfiguration) -> None:
         if wrapped_model is None:
             raise TypeError("wrapped_model must be a model, got None")
-        if not isinstance(config, ShardingConfiguration):
-            raise TypeError(f"config must be a ShardingConfiguration, got {type(config).__name__}")
+        require_type("config", config, ShardingConfiguration)
         if isinstance(wrapped_model, IShardedModel):
             raise TypeError(f"the model is sharded already, as {type(wrapped_model).__name__}")
         self._require("strategy")
@@ -544,29 +560,8 @@ class ShardedModelBase(IShardedModel):
     def _local_shard(self, values: Array) -> None:
         self._held.write(values)
 
-    @property
-    def _shard_start_index(self) -> int:
-        return self._only_range[0]
-
-    @_shard_start_index.setter
-    def _shard_start_index(self, start: int) -> None:
-        self._require_dealt("_shard_start_index", start, self._shard_start_index)
-
-    @property
-    def _shard_size(self) -> int:
-        return self._only_range[1] - self._only_range[0]
-
-    @_shard_size.setter
-    def _shard_size(self, size: int) -> None:
-        self._require_dealt("_shard_size", size, self._shard_size)
-
-    def _require_dealt(self, name: str, given: int, dealt: int) -> None:
-        """Refuse another range than the strategy's, by which all ranks communicate."""
-        if given != dealt:
-            raise ShardingError(
-                f"{name} is {dealt}, as {self.strategy} deals the parameters, and cannot become "
-                f"{given}: for other ranges derive from another strategy"
-            )
+    _shard_start_index: int = _as_dealt("_shard_start_index", lambda start, stop: start)
+    _shard_size: int = _as_dealt("_shard_size", lambda start, stop: stop - start)
 
     @property
     def _only_range(self) -> tuple[int, int]:

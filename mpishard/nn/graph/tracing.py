@@ -274,17 +274,15 @@ def _attention(layer: Attention, _: _Constants, x: ComputationNode) -> Computati
     return _apply("merge_heads", _apply("weighted_sum", weights, v))
 
 
-def _one(op: str) -> Callable[..., ComputationNode]:
-    return lambda layer, p, x: _apply(op, x)
-
-
 _COMPOSITES: dict[type[Layer], Callable[..., ComputationNode]] = {
     Residual: lambda layer, p, x, sample: _apply("add", x, _trace(layer.inner, p, x, sample)),
     Sequential: _sequential,
 }
 _SAME_NAME = (Flatten, GELU, ReLU, SiLU, SwiGLU, Sigmoid, Softmax, Tanh)  # as their operation
 _LEAVES: dict[type[Layer], Callable[..., ComputationNode]] = {
-    **{kind: _one(kind.__name__.lower()) for kind in _SAME_NAME},
+    **{
+        kind: lambda layer, p, x, kind=kind: _apply(kind.__name__.lower(), x) for kind in _SAME_NAME
+    },
     Attention: _attention,
     CausalAttention: _attention,
     Conv2D: _convolution,

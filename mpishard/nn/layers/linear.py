@@ -166,6 +166,7 @@ class FeatureLinear(Linear):
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Map x of shape (..., I) to (..., O); saves x, masked where a feature is inactive."""
         if len(self._active) < self.inputs:
+            # The input is the caller's, and a product with a zero weight would hand on its NaN.
             x = x.copy()
             self._clear_inactive(x)
         return super().forward(p, x, context)

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from mpishard.arguments import require_type
 from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.contracts import (
@@ -275,6 +276,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
     def clone(self) -> Self:
         """A copy that shares the parameters' array, and has layer descriptions of its own."""
         model = super().clone()
+        # Layers remember choices, such as the features in use: those of a copy are its own.
         model.chain = self.chain.copy()
         model._features = dict(_feature_layers(model.chain))
         # The infos refer to layers, and those of the copy are its own.
@@ -378,8 +380,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             raise MissingLossError(
                 f"this {type(self).__name__} has no default loss; pass loss_function"
             )
-        if not isinstance(loss, ILossFunction):
-            raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
+        require_type("loss_function", loss, ILossFunction)
         x = self.as_input(x)
         # Before any computation, so that a wrong target leaves nothing half done.
         loss.check_target(self._prediction_shape(x), y)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -17,16 +16,15 @@ from mpishard.arrays import (
     to_host,
 )
 from mpishard.optimizers.rules.compiled import in_chunks
+from mpishard.optimizers.rules.elementwise import Adam
 from mpishard.optimizers.rules.options import OptionRange
 from mpishard.optimizers.rules.ranges import Cell, OwnedRange, Segment, UpdateContext, places_of
-from mpishard.optimizers.rules.rule import Optimizer, above_zero, fraction
-from mpishard.optimizers.rules.schedules import Schedule
 
 __all__ = ["LAMB"]
 
 
 @dataclass(eq=False)
-class LAMB(Optimizer):
+class LAMB(Adam):
     """Adam's direction, scaled for each parameter to the length of the parameter itself.
 
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR
@@ -40,21 +38,12 @@ class LAMB(Optimizer):
     ----------
     learning_rate : float or Schedule
         Step size, as a share of each parameter's norm.
-    beta1, beta2 : float
-        Decay rates of the first and second moment, in [0, 1).
-    epsilon : float
-        Added to the root of the second moment; above 0.
-    weight_decay, clip_global_norm, clip_value, parameter_options
-        See `Optimizer`.
+    beta1, beta2, epsilon, weight_decay, clip_global_norm, clip_value, parameter_options
+        See `Adam`.
     """
 
-    learning_rate: float | Schedule = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
     epsilon: float = 1e-6
 
-    state_names: ClassVar[tuple[str, ...]] = ("first_moment", "second_moment")
-    checks = Optimizer.checks | {"beta1": fraction, "beta2": fraction, "epsilon": above_zero}
     _merges_segments = False
 
     def update(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from mpishard.arguments import as_count, as_number, take_plain_fields
+from mpishard.arguments import as_count, as_number, as_positive, take_plain_fields
 
 __all__ = [
     "Constant",
@@ -35,7 +35,7 @@ class Constant:
 
     def __post_init__(self) -> None:
         take_plain_fields(self)
-        _check_rate("rate", self.rate)
+        as_positive("rate", self.rate)
 
     def __call__(self, step: int) -> float:
         """Return the rate."""
@@ -56,7 +56,7 @@ class StepDecay:
 
     def __post_init__(self) -> None:
         take_plain_fields(self)
-        _check_rate("initial", self.initial)
+        as_positive("initial", self.initial)
         as_count("every", self.every)
         _check_factor(self.factor)
 
@@ -76,7 +76,7 @@ class Exponential:
 
     def __post_init__(self) -> None:
         take_plain_fields(self)
-        _check_rate("initial", self.initial)
+        as_positive("initial", self.initial)
         _check_factor(self.factor)
         if not 0 <= as_number("minimum", self.minimum) <= as_number("maximum", self.maximum):
             raise ValueError(f"minimum must be in [0, maximum={self.maximum}], got {self.minimum}")
@@ -100,7 +100,7 @@ class Cosine:
 
     def __post_init__(self) -> None:
         take_plain_fields(self)
-        _check_rate("peak", self.peak)
+        as_positive("peak", self.peak)
         as_count("steps", self.steps)
         if not 0 <= as_number("minimum", self.minimum) <= self.peak:
             raise ValueError(f"minimum must be in [0, peak={self.peak}], got {self.minimum}")
@@ -178,7 +178,7 @@ class OneCycle:
 
     def __post_init__(self) -> None:
         take_plain_fields(self)
-        _check_rate("peak", self.peak)
+        as_positive("peak", self.peak)
         as_count("steps", self.steps)
         longest = 0.5 if self.three_phases else 1.0
         if not 0 < as_number("rise", self.rise) <= longest or self.rise == 1:
@@ -221,7 +221,7 @@ def as_schedule(rate: float | Schedule, name: str = "learning_rate") -> Schedule
     """Return a schedule as it is, and a number as a constant one. Errors call it ``name``."""
     if callable(rate):
         return rate
-    _check_rate(name, rate)
+    as_positive(name, rate)
     return Constant(float(rate))
 
 
@@ -255,11 +255,6 @@ def rates(schedule: Schedule) -> list[float | str | None]:
         else:
             found.append(rate if math.isfinite(rate) else str(rate))  # NaN differs from itself
     return found
-
-
-def _check_rate(name: str, value: float) -> None:
-    if not 0 < as_number(name, value) < float("inf"):
-        raise ValueError(f"{name} must be above 0 and finite, got {value}")
 
 
 def _check_factor(value: float) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpishard.arguments import check_path
 from mpishard.arrays import Array
-from mpishard.checkpoint.format.consensus import together
+from mpishard.checkpoint.format.consensus import differences, together
 from mpishard.checkpoint.loading.restore import load_states
 from mpishard.checkpoint.saving.snapshot import save_states
 from mpishard.communication import ReductionOperation
@@ -23,12 +23,7 @@ from mpishard.contracts import (
     IShardedOptimizer,
     PathLike,
 )
-from mpishard.errors import (
-    CommunicationError,
-    NonFiniteLossError,
-    NoSampleError,
-    ShardingError,
-)
+from mpishard.errors import CommunicationError, NonFiniteLossError, NoSampleError, ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport
 from mpishard.models.wrapper.wrapped import agreed_vector
@@ -38,12 +33,7 @@ from mpishard.optimizers.loop.loop import TrainingRun
 from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.rules.search import SearchRule
-from mpishard.optimizers.sharded.fitting import (
-    checked_data,
-    checked_rule,
-    refuse_unfit,
-    require_model,
-)
+from mpishard.optimizers.sharded.fitting import checked_data, checked_rule, require_model
 from mpishard.optimizers.sharded.state import ModelState, search_step
 from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ShardingConfiguration
@@ -283,13 +273,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         return mean
 
     def update_parameters(self, parameters: Any, gradients: Any) -> Any:
-        """Refuse: the state belongs to a model's shards, so there is none for a vector.
-
-        Raises
-        ------
-        NotImplementedError
-            Always, naming the calls that do it.
-        """
+        """Raise NotImplementedError: the state belongs to a model's shards, not to vectors."""
         raise NotImplementedError(
             f"{type(self).__name__} keeps its state for the pieces of a sharded model, not for "
             "vectors: use apply_gradients(gradients, model), or "
@@ -297,13 +281,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         )
 
     def reverse_update(self, updated: Array, gradients: Array) -> Array:
-        """Refuse: no rank keeps the state from before an update.
-
-        Raises
-        ------
-        NotImplementedError
-            Always, naming the calls that do it.
-        """
+        """Raise NotImplementedError: no rank keeps the state from before an update."""
         raise NotImplementedError(
             f"{type(self).__name__} keeps no copy of the state from before an update: save a "
             "checkpoint before it, or use wrapped_optimizer.reverse_update, whose state is its own"
@@ -346,8 +324,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         return {}
 
     def _require_offered(self, member: str) -> None:
-        reason = self._refusals().get(member)
-        if reason is not None:
+        if reason := self._refusals().get(member):
             raise NotImplementedError(f"{type(self).__name__}.{member}: {reason}")
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -369,11 +346,9 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """Refuse a model that this optimizer cannot train. Communicates nothing."""
         if model is self.model:
             return
-        require_model(model, type(self).__name__, self.model_class, self.backend)
+        require_model(model, type(self).__name__, self.model_class, self.backend, self._rule)
         self._refuse_second_model()
         self._require_one_replica(model)
-        if self._rule.searches:
-            refuse_unfit(model, type(self._rule).__name__)
         if not model.sharding_configuration.auto_sync_gradients:
             model.engine.replicas.require_drifting()
 
@@ -469,11 +444,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._state is not None:
             saved.require_fit(self._state.model, self._state.frozen, self._rule.needed_state())
         # Ranks with different bytes would train different models and never notice.
-        checksums = self.backend.all_gather(np.array([zlib.crc32(data)]))
-        if (checksums != checksums[0]).any():
+        found = differences(self.backend, {"their checksum": zlib.crc32(data)})
+        if found:
             raise ValueError(
-                f"deserialize: the bytes differ between ranks (checksums {checksums.tolist()}); "
-                "every rank must pass the same"
+                f"deserialize: the bytes differ between ranks, {found}; every rank must pass the "
+                "same"
             )
         if self._state is None:
             self._awaiting = saved

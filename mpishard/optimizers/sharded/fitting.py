@@ -13,7 +13,7 @@ from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.sharding import ShardingConfiguration
 
-__all__ = ["checked_data", "checked_rule", "refuse_unfit", "require_model"]
+__all__ = ["checked_data", "checked_rule", "require_model"]
 
 
 def checked_rule(candidate: object, wrapper: str) -> Optimizer:
@@ -35,9 +35,9 @@ def checked_rule(candidate: object, wrapper: str) -> Optimizer:
 
 def require_model(
     model: object, optimizer: str, model_class: type[ShardedModelBase],
-    backend: CommunicationBackend,
+    backend: CommunicationBackend, rule: Optimizer,
 ) -> None:  # fmt: skip
-    """Refuse a model that an optimizer for ``model_class`` on ``backend`` cannot train.
+    """Refuse a model that an optimizer for ``model_class`` on ``backend`` cannot train by ``rule``.
 
     Raises
     ------
@@ -45,6 +45,9 @@ def require_model(
         For a model that is not sharded.
     ShardingError
         For another strategy or backend, and a model whose gradients another optimizer keeps.
+    ValueError
+        With a rule that searches along a line: for a black box that tells no loss, a model with
+        dropout, and replicas that drift apart.
     """
     if not isinstance(model, ShardedModelBase):
         raise TypeError(
@@ -68,30 +71,23 @@ def require_model(
             f"{model.engine.gradients_user} trains this model, and keeps errors or sums of "
             "its gradients; call its reset() first"
         )
-
-
-def refuse_unfit(model: ShardedModelBase, rule: str) -> None:
-    """Refuse a model whose loss is no function of its parameters alone. Communicates nothing.
-
-    Raises
-    ------
-    ValueError
-        For a black box that tells no loss, a model with dropout, and replicas that drift apart.
-    """
-    engine = model.engine
+    if not rule.searches:
+        return
+    # A line search compares values of one function: the loss must depend on parameters alone.
+    engine, name = model.engine, type(rule).__name__
     if not engine.program.knows_loss(engine.loss):
         raise ValueError(
-            f"{rule} compares losses, and {type(model.wrapped_model).__name__} tells none: give it "
+            f"{name} compares losses, and {type(model.wrapped_model).__name__} tells none: give it "
             "compute_loss_and_gradients, or a default_loss_function"
         )
     if engine.program.is_random:
         raise ValueError(
-            f"{rule} evaluates one function at several points, and dropout makes another one of it "
+            f"{name} evaluates one function at several points, and dropout makes another one of it "
             "each time: leave dropout out"
         )
     if not model.sharding_configuration.auto_sync_gradients:
         raise ValueError(
-            f"{rule} searches along one line on all ranks; it needs auto_sync_gradients=True"
+            f"{name} searches along one line on all ranks; it needs auto_sync_gradients=True"
         )
 
 
