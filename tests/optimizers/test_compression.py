@@ -293,6 +293,29 @@ def test_a_checkpoint_has_the_errors_of_each_rank(backend, method, start_step, s
 
 
 @by_method
+@pytest.mark.parametrize(("pattern", "unit"), [("linear0.*", 1), ("*.bias", 1000)])
+@in_worlds(1, 2, 3)
+def test_a_checkpoint_of_a_model_with_frozen_parameters(
+    backend, method, pattern, unit, shared_path
+):
+    def run(first, last, at):
+        model, optimizer = build(backend, method, unit=unit)
+        optimizer.wrapped_optimizer.parameter_options = {pattern: {"frozen": True}}
+        optimizer.bind(model)
+        if first:
+            ms.checkpoint.load(shared_path / "at2", model, optimizer)
+        for step in range(first, last):
+            if step == at:
+                ms.checkpoint.save(shared_path / "at2", model, optimizer)
+            optimizer.step(model, *share(step, backend.rank, backend.world_size))
+        return model.get_parameters()
+
+    whole = run(0, 4, 2)
+    assert run(2, 4, None).tobytes() == whole.tobytes()
+    assert (whole != plain().get_parameters()).any()
+
+
+@by_method
 def test_another_number_of_ranks_takes_the_same_sum_of_errors(method, tmp_path):
     def errors(backend, write):
         model, optimizer = build(backend, method)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,6 +130,9 @@ class CompressedGradients(ReplicatedGradients):
         Returns seed and step.
     start_step : int
         Earlier steps all-reduce whole gradients, and neither use nor write errors.
+    frozen : collection of str
+        Names of the parameters that are not trained. They have no error, because checkpoints
+        hold nothing of them.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class CompressedGradients(ReplicatedGradients):
         *,
         keeps_errors: bool = True,
         start_step: int = 0,
+        frozen: Collection[str] = (),
     ) -> None:
         super().__init__(layout)
         self._entries = entries
@@ -150,6 +154,7 @@ class CompressedGradients(ReplicatedGradients):
         self._key = key
         self._keeps_errors = keeps_errors
         self._start_step = start_step
+        self._frozen = [(entry.start, entry.stop) for entry in entries if entry.name in frozen]
         self._reducer = TreeReducer()
         self._is_finite = True
 
@@ -189,6 +194,10 @@ class CompressedGradients(ReplicatedGradients):
         if not self._keeps_errors:
             new.fill(0)
             new_sum.fill(0)
+        own = part.start(self.backend.rank)
+        for start, stop in self._frozen:
+            for begin, errors in ((unit.start, new), (unit.start + own, new_sum)):
+                errors[max(0, start - begin) : max(0, stop - begin)] = 0
         copy_into(full, result)
 
     def settle(self) -> None:

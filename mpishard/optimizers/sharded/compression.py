@@ -196,7 +196,8 @@ class _CompressedState(ModelState):
         self._layout = layout
         return CompressedGradients(
             layout, self.model.engine.program.entries, self._code, self.errors,
-            lambda: (self._seed, self.steps), **self._choices,
+            lambda: (self._seed, self.steps), frozen=self.model.engine.program.frozen,
+            **self._choices,
         )  # fmt: skip
 
     # Kinds: "error<r>" of rank r's gradients, "reduced_error" of the sums, and "factors".
@@ -243,13 +244,14 @@ class _CompressedState(ModelState):
         """Return the regions of a vector of all trained units, or of the pieces of them."""
         backend = self.model.backend
         size, rank = (1, 0) if whole else (backend.world_size, backend.rank)
-        starts = self.errors.places
+        starts, engine = self.errors.places, self.model.engine
         pieces = []
         for piece in owned_pieces(self._layout.units, size, rank):
             if piece.unit.index in starts:
-                start = starts[piece.unit.index][not whole]
-                pieces.append((piece.start, vector[start : start + piece.length]))
-        return self.model.engine.placement.cut(pieces)
+                start = starts[piece.unit.index][not whole] - piece.start
+                pieces += [(part.start, vector[start + part.start : start + part.stop])
+                           for part in engine.program.trained([piece])]  # fmt: skip
+        return engine.placement.cut(pieces)
 
     def _factor_places(self) -> list[tuple[str, slice, tuple[int, int]]]:
         """Return the places of PowerSGD's factors: at the beginning of their parameters."""
@@ -257,7 +259,7 @@ class _CompressedState(ModelState):
         found = []
         for entry in self.model.engine.program.entries:
             shape = self._code.shape_of(entry.shape)
-            if shape is not None:
+            if shape is not None and entry.name not in self.frozen:
                 factor = shape[1], self._code.rank
                 place = slice(entry.start, entry.start + factor[0] * factor[1])
                 found.append((entry.name, place, factor))
@@ -273,5 +275,8 @@ class _CompressedState(ModelState):
             for name, place, _ in self._factor_places():
                 if name in self.errors.factors:
                     vector[place] = self.errors.factors[name].ravel()
-        mine = not writes or self.model.rank == 0
-        return {f"{self._kind}/factors": engine.placement.cut([(0, vector)]) if mine else []}
+        trained = engine.program.trained(engine.layout.pieces(sharded=False))
+        mine = trained if not writes or self.model.rank == 0 else ()
+        return {f"{self._kind}/factors": engine.placement.cut(
+            (piece.start, vector[piece.start : piece.stop]) for piece in mine
+        )}  # fmt: skip
