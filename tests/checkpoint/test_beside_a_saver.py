@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mpishard import checkpoint, run_in_threads
-from mpishard.checkpoint.loading.reader import CheckpointReader
+from mpishard.checkpoint.format.folder import previous_of
+from mpishard.checkpoint.loading.reader import CheckpointReader, find_checkpoint
 from mpishard.errors import CheckpointError
 from mpishard.testing.worlds import in_worlds
 
@@ -117,6 +118,26 @@ def test_other_damage_is_told_at_once(fakes: Any, tmp_path: Path, monkeypatch: A
     with pytest.raises(CheckpointError, match="somebody, changed them"):
         load(None, fakes, path)
     assert len(looks) == 1
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_a_save_that_ends_during_the_search_is_found(
+    fakes: Any, tmp_path: Path, monkeypatch: Any, looks: int
+) -> None:
+    path, left = tmp_path / "c", [looks]
+    save(fakes, path, 0)
+    path.rename(previous_of(path))  # as between the two renames of a save
+    look = Path.is_file
+
+    def look_and_end(asked: Path) -> bool:
+        found = look(asked)
+        left[0] -= 1
+        if left[0] == 0 and previous_of(path).exists():
+            previous_of(path).rename(path)
+        return found
+
+    monkeypatch.setattr(Path, "is_file", look_and_end)
+    assert find_checkpoint(path) == path
 
 
 def test_many_loads_beside_a_saver(fakes: Any, tmp_path: Path) -> None:

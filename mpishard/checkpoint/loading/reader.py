@@ -298,13 +298,12 @@ def find_single(path: str | os.PathLike[str]) -> Path | None:
     """
     check_path("the path of a checkpoint", path)
     target = Path(path).resolve()
-    # A save that was killed between its two renames leaves the former checkpoint at `previous_of`.
-    for directory in (target, previous_of(target)):
+    # Between the two renames of a save the former checkpoint is at `previous_of`, where a killed
+    # save leaves it. A save that ends meanwhile has put its own at the target.
+    for directory in (target, previous_of(target), target):
         if (directory / MANIFEST).is_file():
             return directory
-        if directory.is_dir():
-            return None
-        if directory.exists():
+        if directory.is_file():
             raise CheckpointError(f"{directory} is a file; a checkpoint is a directory")
     return None
 
