@@ -31,6 +31,7 @@ __all__ = ["IN_INIT", "Job", "library_files"]
 
 _SPIN_SECONDS = 2e-3  # ranks mostly leave together
 _DOZE_SECONDS = 1e-3
+_FINISH_SECONDS = 1.0  # for collectives that nobody waits for: their data may be under way
 
 IN_INIT = "in init() for the other ranks to call it"
 
@@ -201,11 +202,31 @@ class Job:
                     f"called at {call.place}: other ranks left without it, and nobody waited for "
                     "its result"
                 )
+        deadline = time.monotonic() + _FINISH_SECONDS
+        while (unfinished := self._unfinished()) and time.monotonic() < deadline:
+            self.session.progress()
+            self.stir()
+            yield_processor()
         waiting = groups
         while waiting := [group for group in waiting if not group.is_drained()]:
             yield_processor()
         for group in groups:
-            group.free()
+            if group not in unfinished:
+                group.free()
+
+    def _unfinished(self) -> list[Group]:
+        """The worlds with a collective that all ranks have begun, and this one has not ended.
+
+        A message of it that comes when its communicator is freed would meet the next one that MPI
+        gives the same identity.
+        """
+        found = []
+        for group, reference in self._groups.items():
+            last = min(group.departures().values(), default=group.sequence)
+            works = getattr(reference(), "_pending", ())
+            if any(not work.done and work.awaited.sequence <= last for work in works):
+                found.append(group)
+        return found
 
     # ------------------------------------------------------------------------ where a rank is gone
 
