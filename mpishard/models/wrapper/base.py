@@ -15,7 +15,7 @@ import numpy as np
 from mpishard import checkpoint
 from mpishard.arguments import as_number, require_type
 from mpishard.arrays import Array
-from mpishard.communication import CommunicationBackend
+from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import (
     DynamicShapeInfo,
     ILayeredModel,
@@ -36,7 +36,6 @@ from mpishard.models.engine.evaluation import (
 from mpishard.models.engine.update import Policy, descent
 from mpishard.models.programs.leaves import check_leaves, check_leaves_of, say_what_may_differ
 from mpishard.models.programs.program import Program
-from mpishard.models.programs.replica import GroupReplica
 from mpishard.models.stores.offload import say_what_is_ignored
 from mpishard.models.wrapper.files import ModelFiles
 from mpishard.models.wrapper.held import HeldParameters, compare_replicas
@@ -171,7 +170,8 @@ class ShardedModelBase(IShardedModel):
         """The computation of the wrapped model on this rank."""
         program = program_of(self._wrapped_model, self._config)
         if self._config.replica_size is not None:
-            program.replica = GroupReplica(self.backend, self._config.replica_size)
+            replicas = self.world_size // self._config.replica_size
+            program.replica.train_apart(ProcessMesh(self.backend, replica=replicas))
         return program
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
@@ -523,7 +523,7 @@ class ShardedModelBase(IShardedModel):
         engine = self.engine
         return compare_replicas(
             engine.parameters, engine.placement, self.backend, engine.step_number,
-            is_on_mesh=engine.replica.is_on_mesh,
+            is_on_mesh=engine.replica.is_on_mesh or engine.replica.across is not None,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ shards and full parameters
