@@ -70,7 +70,13 @@ def _as_dealt(name: str, read: Callable[[int, int], int]) -> Any:
     """A property that `read` takes from a rank's one range; another value than it is refused."""
 
     def get(model: ShardedModelBase) -> int:
-        return read(*model._only_range)
+        ranges = model.owned_ranges
+        if len(ranges) > 1:
+            raise ShardingError(
+                f"this rank owns a piece of each of {len(ranges)} units, which have no one start "
+                "and size: owned_ranges lists them"
+            )
+        return read(*(ranges[0] if ranges else (0, 0)))  # more ranks than parameters
 
     def set_(model: ShardedModelBase, given: int) -> None:
         # All ranks communicate by the ranges that the strategy has dealt.
@@ -564,16 +570,6 @@ class ShardedModelBase(IShardedModel):
     _shard_size: int = _as_dealt("_shard_size", lambda start, stop: stop - start)
 
     @property
-    def _only_range(self) -> tuple[int, int]:
-        ranges = self.owned_ranges
-        if len(ranges) > 1:
-            raise ShardingError(
-                f"this rank owns a piece of each of {len(ranges)} units, which have no one start "
-                "and size: owned_ranges lists them"
-            )
-        return ranges[0] if ranges else (0, 0)  # more ranks than parameters
-
-    @property
     def _cached_full_parameters(self) -> Array | None:
         """The last gathered vector, while somebody holds it and parameters have not changed."""
         full, version = self._remembered or (None, -1)
@@ -583,9 +579,6 @@ class ShardedModelBase(IShardedModel):
     def _cached_full_parameters(self, full: Array | None) -> None:
         # Weak, because a cache that kept the full vector alive would undo the sharding.
         self._remembered = None if full is None else (weakref.ref(full), self.engine.version)
-
-    def _invalidate_cache(self) -> None:
-        self._remembered = None
 
     def _update_local_shard_from_full(self, full: Array) -> None:
         """Take this rank's part of ``full``, which is the same on every rank. Collective."""
@@ -654,7 +647,7 @@ class ShardedModelBase(IShardedModel):
         """
         model = copy.copy(self)
         program, model._wrapped_model = self.engine.program.copy()
-        model._invalidate_cache()
+        model._remembered = None
         engine = model._engine = model._build_engine(program, arena=False)
         engine.parameters.copy_from(self.engine.parameters)
         engine.continue_as(self.engine)
