@@ -523,7 +523,7 @@ class ShardedModelBase(IShardedModel):
         engine = self.engine
         return compare_replicas(
             engine.parameters, engine.placement, self.backend, engine.step_number,
-            is_on_mesh=engine.replica.is_on_mesh,
+            is_on_mesh=engine.replica.is_on_mesh or engine.replica.across is not None,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ shards and full parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from mpishard.arrays import reuse_freed_memory
 from mpishard.bfloat16 import BFLOAT16
 from mpishard.checkpoint.format.consensus import differences
+from mpishard.communication import CommunicationBackend
 from mpishard.compilation import numba_module
 from mpishard.contracts import ILayeredModel, IShardedModel
 from mpishard.devices import HOST
@@ -24,6 +26,13 @@ from mpishard.models.programs.leaves import LeafGradients
 from mpishard.models.programs.opaque_program import OpaqueProgram
 from mpishard.models.programs.placed_program import OWN_DTYPE, IPlaceableModel, PlacedProgram
 from mpishard.models.programs.program import Program
+from mpishard.models.stores.exchanged_gradients import (
+    ExchangedGradients,
+    Part,
+    SumExchange,
+    parameters_of,
+    parts_of,
+)
 from mpishard.models.stores.gradient_store import (
     GradientStore,
     NodeGradients,
@@ -55,6 +64,7 @@ __all__ = [
     "build_engine",
     "give_up_ownership",
     "is_owned_by",
+    "make_exchanged_store",
     "make_gradient_store",
     "make_leaf_store",
     "make_mixed_store",
@@ -343,6 +353,47 @@ def make_gradient_store(
     if policy.shards_state or in_leaves:  # leaves: only the sum of all goes to every rank
         return ScatteredGradients(layout, slot)
     return ReplicatedGradients(layout, slot)
+
+
+def make_exchanged_store(
+    engine: Engine,
+    layout: StoreLayout,
+    make_exchange: Callable[[CommunicationBackend, tuple[Part, ...]], SumExchange],
+    *,
+    by_parameter: bool,
+) -> ExchangedGradients:
+    """The store that sums gradients inside a replica, and exchanges them between replicas.
+
+    If no replica has several ranks each rank is one. ``make_exchange`` is given the ranks that hold
+    the same parts of all replicas, and the parts: one of each unit, or on a mesh with
+    ``by_parameter`` one of each parameter. Collective.
+    """
+    replica = engine.replica
+    inner: ReplicatedGradients | ShardedGradients
+    if replica.across is None:
+        inner = ReplicatedGradients(layout)
+        pieces = layout.pieces(sharded=False)
+    else:
+        made = make_gradient_store(layout, engine.policy, in_leaves=True)
+        assert isinstance(made, ReplicatedGradients | ShardedGradients)
+        inner, pieces = made, layout.pieces()
+    trained = [piece for piece in pieces if piece.unit.index not in layout.frozen]
+    if by_parameter and not engine.placement.is_whole:
+        parts = parameters_of(trained, engine.placement, engine.program.frozen)
+    else:
+        # Replicas of one rank have the same keys with and without ``replica_size``.
+        place = () if replica.across is None or replica.data.world_size == 1 else (
+            replica.data.rank,
+        )  # fmt: skip
+        parts = parts_of(trained, *place)
+    return ExchangedGradients(
+        inner, make_exchange(replica.across or engine.world, parts),
+        is_alone=replica.across is None,
+        gathers=(
+            replica.across is not None and layout.backend.world_size > 1
+            and not engine.policy.shards_state and not isinstance(inner, NodeGradients)
+        ),
+    )  # fmt: skip
 
 
 def make_leaf_store(layout: StoreLayout, policy: Policy) -> LeafGradients:
