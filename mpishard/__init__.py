@@ -215,10 +215,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _join_job() -> None:
-    """On a rank let an exception end the job, and keep the orders of signals, from here on."""
-    if settings.launcher_variable() is not None:
-        importlib.import_module("mpishard.communication")
-
-
-_join_job()
+if settings.launcher_variable() is not None:
+    # On a rank an exception ends the job, and orders of signals are kept, from here on.
+    importlib.import_module("mpishard.communication")

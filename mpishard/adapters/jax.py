@@ -179,7 +179,15 @@ class JaxModel(TreeModel):
         self, arrays: Sequence[Array], holder: str, ranks: CommunicationBackend
     ) -> None:
         super().place_parameters(arrays, holder, ranks)
-        _warn_of_threads()
+        allowed = settings.xla_threads()
+        names = [_text(task / "comm") for task in Path("/proc/self/task").glob("*")]
+        threads = names.count("tf_XLAEigen")
+        if allowed is not None and threads > allowed:
+            _log.warning(
+                "XLA has %d threads in each rank, and %d would be enough: JAX made its first array "
+                "before mpishard.init(). Call init() or launch() before, or set NPROC=%d",
+                threads, allowed, allowed,
+            )  # fmt: skip
 
     def check_input(self, x: Any) -> None:
         if not isinstance(x, Samples) and not getattr(x, "shape", ()):
@@ -216,19 +224,6 @@ class JaxModel(TreeModel):
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with its result copied to a NumPy array."""
     return lambda *arguments: np.array(function(*arguments))
-
-
-def _warn_of_threads() -> None:
-    """Say so if XLA started with more threads than `mpishard.init` would give to this rank."""
-    allowed = settings.xla_threads()
-    names = [_text(task / "comm") for task in Path("/proc/self/task").glob("*")]
-    threads = names.count("tf_XLAEigen")
-    if allowed is not None and threads > allowed:
-        _log.warning(
-            "XLA has %d threads in each rank, and %d would be enough: JAX made its first array "
-            "before mpishard.init(). Call init() or launch() before, or set NPROC=%d",
-            threads, allowed, allowed,
-        )  # fmt: skip
 
 
 def _text(path: Path) -> str:

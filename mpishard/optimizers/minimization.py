@@ -24,6 +24,7 @@ from mpishard.contracts import PathLike
 from mpishard.data import check_dataset, take
 from mpishard.layout import ShardLayout
 from mpishard.models import ZeRO2Model
+from mpishard.optimizers.inverse_hessian import InverseHessian
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.saving import RunCheckpoints, checkpoint_to_resume
 from mpishard.optimizers.rules.search import LBFGS, NewtonCG, NonlinearCG, SearchRule
@@ -110,7 +111,7 @@ def minimize(
     Returns
     -------
     OptimizeResult
-        The fields of SciPy's but for ``hess_inv``, the same on every rank.
+        The fields of SciPy's, the same on every rank.
 
     Raises
     ------
@@ -293,6 +294,10 @@ class _Run:
         )
         if isinstance(self.rule, NewtonCG):
             result["nhev"] = products
+        if isinstance(self.rule, LBFGS):
+            vectors, pairs = self.optimizer.state, numbers.get("pairs", [])
+            steps, changes = ([vectors[f"{kind}{k}"] for k in pairs] for kind in ("step", "change"))
+            result["hess_inv"] = InverseHessian(self.backend, steps, changes, result.x.size)
         # The function is the user's object, and can be minimized again.
         self.model.release()
         return result
@@ -510,7 +515,11 @@ class OptimizeResult(dict[str, Any]):
     nit, nfev, njev : int
         Iterations; evaluations of loss and gradient, of this run and those it went on from.
     nhev : int
-        Products of the Hessian with a vector, or differences of gradients in their place.
+        Of "Newton-CG": products of the Hessian with a vector, or differences of gradients in their
+        place.
+    hess_inv : InverseHessian
+        Of "L-BFGS": the approximate inverse Hessian, whose products are collective. CG and
+        Newton-CG have none, as SciPy's.
     success : bool
         Whether a tolerance was reached.
     status : int

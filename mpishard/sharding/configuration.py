@@ -150,9 +150,8 @@ class ShardingConfiguration:
         `LocalSGDOptimizer`, `GradientCompressionOptimizer` and `AsyncSGDOptimizer` with ``delay``:
         inside a replica the strategy goes on as ever, and between replicas travels what the
         optimizer says. "node" means all ranks of a node. For a `HybridShardedModel` it is the
-        product of its pipeline and tensor axes, and the replicas lie along its data axis. Default:
-        None, one replica of all ranks; for a plain model that these optimizers wrap, a node or a
-        rank.
+        product of its pipeline, tensor and data axes. Default: None, one replica of all ranks; for
+        a plain model that these optimizers wrap, a node or a rank.
 
     Raises
     ------

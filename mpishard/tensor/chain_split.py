@@ -242,18 +242,15 @@ class ChainSplit:
         elif kind in (Dropout, LayerNorm, RMSNorm, PositionalEmbedding):
             self._light(parts, path, name, layer)
         else:
-            self._whole(parts, path, name, layer, self._obstacle(layer))
+            ranks = self.backend.world_size
+            reason = f"no rule splits a {kind.__name__}"
+            if isinstance(layer, Attention) and layer.kv_heads < ranks:
+                heads = "heads" if layer.kv_heads == layer.heads else "heads of keys and values"
+                reason = f"{layer.kv_heads} {heads} cannot be dealt to {ranks} ranks"
+            elif kind in ATTENTIONS:
+                reason = "it does not stand between two linear layers with weights of their own"
+            self._whole(parts, path, name, layer, reason)
         return False
-
-    def _obstacle(self, layer: Layer) -> str:
-        """Reason why a layer that stands alone is whole."""
-        ranks = self.backend.world_size
-        if isinstance(layer, Attention) and layer.kv_heads < ranks:
-            kind = "heads" if layer.kv_heads == layer.heads else "heads of keys and values"
-            return f"{layer.kv_heads} {kind} cannot be dealt to {ranks} ranks"
-        if type(layer) in ATTENTIONS:
-            return "it does not stand between two linear layers with weights of their own"
-        return f"no rule splits a {type(layer).__name__}"
 
     def _linear(self, parts: _Parts, path: str, name: str, layer: Linear, end: _End) -> bool:
         """Split a linear layer by outputs: gathered, or left split at the model's end."""

@@ -170,7 +170,7 @@ def rates(float32):
 def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     monkeypatch.setattr(doctor_host, "better_kernel", lambda loaded: "SkylakeX")
-    asked = answers(doctor_host, HASWELL, rates(122), rates(235))
+    asked = answers(doctor_host, [HASWELL], rates(122), rates(235))
     found = by_name(doctor_host.look_at_numpy(quick=False))
     assert asked[2][1] == {"OPENBLAS_CORETYPE": "SkylakeX"}
     assert found["numpy.kernel"].mend == "export OPENBLAS_CORETYPE=SkylakeX"
@@ -181,11 +181,11 @@ def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
 def test_a_kernel_that_is_hardly_faster_is_no_advice(monkeypatch, answers):
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     monkeypatch.setattr(doctor_host, "better_kernel", lambda loaded: "SkylakeX")
-    answers(doctor_host, HASWELL, rates(100), rates(105))
+    answers(doctor_host, [HASWELL], rates(100), rates(105))
     found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.kernel"]
     assert (found.verdict, found.value["better"]) == (OK, None)
     assert "105 instead of 100 GFLOP/s" in found.text
-    answers(doctor_host, HASWELL)  # nothing is measured: what the processor's name tells
+    answers(doctor_host, [HASWELL])  # nothing is measured: what the processor's name tells
     found = by_name(doctor_host.look_at_numpy(quick=True))["numpy.kernel"]
     assert (found.verdict, found.value["better"]) == (NOTE, "SkylakeX")
 
@@ -195,7 +195,7 @@ def test_threads_that_fight_for_cores(all_threads, verdict, monkeypatch, answers
     monkeypatch.setattr(doctor_host, "better_kernel", lambda kernel: None)
     measured = {"1": {"float32": 101, "float64": 46}}
     measured["2"] = {"float32": all_threads, "float64": all_threads}
-    answers(doctor_host, HASWELL, measured)
+    answers(doctor_host, [HASWELL], measured)
     found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.speed"]
     assert found.verdict is verdict
     assert ("slower than one" in found.text) == (verdict is NOTE)
@@ -206,7 +206,7 @@ def test_threads_that_fight_for_cores(all_threads, verdict, monkeypatch, answers
 def test_a_kernel_of_the_users_choice(monkeypatch, without, verdict, answers):
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
     own = {**HASWELL, "architecture": "SkylakeX"}
-    asked = answers(doctor_host, HASWELL, rates(100), own, rates(without))
+    asked = answers(doctor_host, [HASWELL], rates(100), [own], rates(without))
     found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.kernel"]
     assert [variables for _, variables in asked[2:]] == [{"OPENBLAS_CORETYPE": None}] * 2
     assert found.verdict is verdict
@@ -217,7 +217,7 @@ def test_more_threads_than_cores(monkeypatch, answers):
     monkeypatch.setattr(doctor_host, "usable_cores", lambda: 2)
     monkeypatch.setattr(doctor_host, "core_quota", lambda: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    answers(doctor_host, {**HASWELL, "internal_api": "mkl", "num_threads": 8})
+    answers(doctor_host, [{**HASWELL, "internal_api": "mkl", "num_threads": 8}])
     found = by_name(doctor_host.look_at_numpy(quick=True))
     assert found["numpy.threads"].mend == "export OMP_NUM_THREADS=2"
     assert "from OMP_NUM_THREADS=8" in found["numpy.threads"].text
@@ -243,7 +243,7 @@ def test_bfloat16_names_unit_library_and_speeds(monkeypatch, answers):
 
 
 def test_numpy_without_a_library_and_numpy_that_does_not_load(monkeypatch, answers):
-    answers(doctor_host, None)
+    answers(doctor_host, [])
     assert by_name(doctor_host.look_at_numpy(quick=True))["numpy.blas"].verdict is NOTE
     answers(doctor_host, Answer(1, "", "ImportError: libgfortran.so.5\n", 30))
     found = by_name(doctor_host.look_at_numpy(quick=True))["numpy.blas"]

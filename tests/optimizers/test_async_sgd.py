@@ -45,7 +45,7 @@ def train(backend, model, optimizer, first, last):
 
 LAYOUTS = [
     (1, "ddp"), (3, "ddp"), (2, "zero1/1"), (4, "ddp/2"), (4, "zero2/2"), (6, "fsdp/3"),
-    (6, "fsdp/2"), (4, "1x2"), (4, "2x1"),
+    (6, "fsdp/2"), (4, "1x2"), (4, "2x1"), (8, "1x2x2 fsdp"), (8, "2x1x2 ddp"),
 ]  # fmt: skip
 in_layouts = pytest.mark.parametrize(
     ("world_size", "layout"), [(1, "ddp"), (3, "ddp"), (4, "ddp/2"), (4, "fsdp/2"), (4, "1x2")]
@@ -83,7 +83,7 @@ def textbook(rule, delay, size, steps):
 @in_worlds()
 def test_fifty_steps_are_the_textbooks_on_every_rank(backend, rule, delay, layout):
     given = Adam(1e-3) if rule == "adam" else None
-    unit = 1 if delay < 3 else 1000 if "x" not in layout else 40
+    unit = 1 if delay < 3 else 1000
     model, optimizer = build(backend, given, unit=unit, layout=layout, delay=delay)
     losses = train(backend, model, optimizer, 0, 50)
     expected = textbook(rule, delay, model.data_size, 50)
@@ -162,7 +162,13 @@ def test_any_number_of_ranks_goes_on_with_them(tmp_path):
     for world, written in ((3, "ddp"), (4, "fsdp/2"), (4, "1x2")):
         ms.run_in_threads(world, run, 0, 5, written)
         expected = ms.run_in_threads(1, run, 5, 9)[0]
-        for size, layout in ((4, "ddp"), (6, "zero2/3"), (4, "ddp/2"), (4, "2x1")):
+        for size, layout in (
+            (4, "ddp"),
+            (6, "zero2/3"),
+            (4, "ddp/2"),
+            (4, "2x1"),
+            (4, "1x2x2 zero1"),
+        ):
             found = ms.run_in_threads(size, run, 5, 9, layout)[0]
             np.testing.assert_allclose(found, expected, atol=1e-14)
     fewer = ms.run_in_threads(2, run, 5, 5, "ddp", 1)  # takes the newest one of two

@@ -109,39 +109,64 @@ def approximate(method, values, key):
 def dealt(model):
     """Return the parts that replicas exchange: places in the model's vector, key, matrices.
 
-    A matrix is its index, its place in the part, and its shape. Collective.
+    The key is None of what travels whole. A matrix is its index, its place in the part, and its
+    shape. Collective.
     """
     replica, placement = model.engine.replica, model.engine.placement
     found = []
-    if replica.is_on_mesh:  # each parameter, or slice of one, that a rank of a replica holds
-        for held in placement.slices:
-            number = [entry.name for entry in placement.entries].index(held.entry.name)
-            ranges = list(placement.ranges(held.entry.start, held.entry.stop))
-            matrices = [(number, 0, held.entry.shape)] if len(held.entry.shape) == 2 else []
-            found.append((ranges, [number], matrices))
-    else:  # of each unit a piece, of whose matrices the whole rows
-        count = 1 if replica.across is None else replica.together.world_size
-        place = 0 if replica.across is None else replica.together.rank
-        for unit in model.units:
-            layout = ms.ShardLayout(unit.length, count)
-            start = unit.start + layout.start(place)
-            stop, matrices = start + layout.size(place), []
-            for number, entry in enumerate(placement.entries):
+    count = 1 if replica.across is None else replica.data.world_size
+    place = 0 if replica.across is None else replica.data.rank
+    slices = [held.entry for held in placement.slices]
+    alike = []
+    if replica.is_on_mesh:  # what its ranks hold alike travels whole
+        held = {each.entry.name: each.boxes for each in placement.slices}
+        pipeline, tensor = model.mesh.pipeline_rank, model.mesh.tensor_rank
+        everyones = [json.loads(text) for text in all_texts(model.backend, json.dumps(
+            [pipeline, tensor, held]))]  # fmt: skip
+        mine = json.loads(json.dumps(held))
+        alike = [name for name in mine if any(
+            their[:2] != [pipeline, tensor] and their[2].get(name) == mine[name]
+            for their in everyones
+        )]  # fmt: skip
+    for unit in model.engine.layout.units:
+        layout = ms.ShardLayout(unit.length, count)
+        start = unit.start + layout.start(place)
+        stop = start + layout.size(place)
+        runs = [(start, stop)]
+        for entry in slices:
+            if entry.name in alike:
+                runs = [
+                    cut
+                    for a, b in runs
+                    for cut in ((a, min(b, entry.start)), (max(a, entry.stop), b))
+                    if cut[0] < cut[1]
+                ]
+                low, high = max(start, entry.start), min(stop, entry.stop)
+                if low < high:
+                    found.append((list(placement.ranges(low, high)), None, [], low))
+        for start_, stop_ in runs:
+            matrices = []
+            for entry in slices:
                 if len(entry.shape) == 2:
                     width = entry.shape[1]
                     rows = [r for r in range(entry.shape[0])
-                            if start <= entry.start + r * width <= stop - width]  # fmt: skip
+                            if start_ <= entry.start + r * width <= stop_ - width]  # fmt: skip
                     if rows:
-                        first = entry.start + rows[0] * width - start
+                        first = entry.start + rows[0] * width - start_
+                        number = [e.name for e in placement.entries].index(entry.name)
                         matrices.append((number, first, (len(rows), width)))
-            key = [unit.index, place] if count > 1 else [unit.index]
-            found.append(([(start, stop)], key, matrices))
+            size = 1 if replica.across is None else replica.together.world_size
+            key = [unit.index] if size == 1 else [unit.index, replica.together.rank]
+            key += [start_ - unit.start] if alike else []
+            found.append((list(placement.ranges(start_, stop_)), key, matrices, start_))
+    found.sort(key=lambda part: part[3])
     everyones = {}
     for text in all_texts(model.backend, json.dumps(found)):
-        for ranges, key, matrices in json.loads(text):
-            places = np.concatenate([np.arange(first, last) for first, last in ranges])
-            everyones[tuple(places), tuple(key)] = places, tuple(key), matrices
-    mine = [np.concatenate([np.arange(*pair) for pair in ranges]) for ranges, _, _ in found]
+        for ranges, key, matrices, _ in json.loads(text):
+            places = np.concatenate([np.arange(0), *(np.arange(*pair) for pair in ranges)])
+            everyones[tuple(places), str(key)] = places, key, matrices
+    mine = [np.concatenate([np.arange(0), *(np.arange(*pair) for pair in ranges)])
+            for ranges, *_ in found]  # fmt: skip
     return list(everyones.values()), mine
 
 
@@ -172,6 +197,11 @@ class Textbook:
 
     def _codes(self, given, result, step):
         for places, key, _ in self.parts:
+            if key is None:
+                result[places] = sum(g[places] for g in given)
+                for error in self.errors:
+                    error[places] = 0
+                continue
             layout = ms.ShardLayout(len(places), self.size)
             for owner in range(self.size):
                 piece = places[layout.slice(owner)]
@@ -186,25 +216,25 @@ class Textbook:
                 self.sums[piece] = total - result[piece]
 
     def _powers(self, given, result):
-        for places, key, matrices in self.parts:
+        for places, _, matrices in self.parts:
             result[places] = sum(g[places] for g in given)
             compressed = []
             for number, first, shape in matrices:
                 size = shape[0] * shape[1]
                 if RANK * sum(shape) < size:
-                    compressed.append((places[first : first + size], (*key, number), shape))
+                    compressed.append((places[first : first + size], number, shape))
             exact = np.setdiff1d(places, np.concatenate([[], *(m[0] for m in compressed)]))
             for error in self.errors:
                 error[exact] = 0
-            for place, name, shape in compressed:
-                start = np.random.default_rng((SEED, name[-1])).standard_normal((shape[1], RANK))
-                second = self.factors.get((name, place[0]), start)
+            for place, number, shape in compressed:
+                start = np.random.default_rng((SEED, number)).standard_normal((shape[1], RANK))
+                second = self.factors.get((number, place[0]), start)
                 values = [g[place].reshape(shape) for g in given]
                 basis, _ = np.linalg.qr(sum(m @ second for m in values))
                 pairs = [m.T @ basis for m in values]
                 for error, pair in zip(self.errors, pairs, strict=True):
                     error[place] -= (basis @ pair.T).ravel()
-                self.factors[name, place[0]] = sum(pairs)
+                self.factors[number, place[0]] = sum(pairs)
                 result[place] = (basis @ sum(pairs).T).ravel()
 
 
@@ -242,7 +272,8 @@ ROWS = [
     *((4, "1x2", method) for method in METHODS), (1, "ddp", "quantization"), (2, "ddp", "top-k"),
     (2, "zero1/1", "int8"), (4, "ddp/2", "powersgd"), (4, "ddp/2", "int8"),
     (6, "zero2/2", "random-k"), (6, "fsdp/3", "powersgd"), (6, "fsdp/3", "int8"),
-    (4, "2x1", "powersgd"), (4, "2x1", "top-k"),
+    (4, "2x1", "powersgd"), (4, "2x1", "top-k"), (8, "1x2x2 fsdp", "int8"),
+    (8, "1x2x2 ddp", "quantization"), (8, "2x1x2 zero2", "powersgd"), (4, "1x1x2 fsdp", "top-k"),
 ]  # fmt: skip
 
 
@@ -264,7 +295,7 @@ def test_fifty_steps_are_the_textbooks(backend, method, layout):
     across = model.engine.replica.across or backend
     errors = optimizer._state.errors
     assert errors.own.size == sum(map(len, places))
-    own = np.concatenate([book.errors[across.rank][each] for each in places])
+    own = np.concatenate([np.zeros(0), *(book.errors[across.rank][each] for each in places)])
     np.testing.assert_allclose(errors.own, own, rtol=0, atol=1e-9)
     assert errors.own.any() or not len(errors.own)
 
@@ -412,11 +443,13 @@ def test_another_layout_of_ranks_takes_the_same_sum_of_errors(method, tmp_path):
         kept = state.errors.factors if layout == "ddp" else {}
         return np.concatenate([*sums, *(kept[name].ravel() for name in sorted(kept))])
 
-    for written in ("fsdp/2", "ddp"):
-        expected = ms.run_in_threads(4, lambda b, on=written: errors(b, on, write=True))[0]
+    for written in ("fsdp/2", "ddp", "1x2x2 fsdp"):
+        size = 8 if "x" in written else 4
+        expected = ms.run_in_threads(size, lambda b, on=written: errors(b, on, write=True))[0]
         assert expected.any()
         for size, layout in (
             (1, "ddp"), (3, "ddp"), (5, "ddp"), (4, "fsdp/2"), (6, "zero1/3"), (4, "1x2"),
+            (4, "1x2x2 fsdp"),
         ):  # fmt: skip
             for found in ms.run_in_threads(size, errors, layout):
                 count = min(len(found), len(expected))  # without factors, if one has none

@@ -124,6 +124,7 @@ def test_every_method_finds_the_minimum(backend, method):
         assert found.success, found
         np.testing.assert_allclose(found.x, 1, atol=1e-4)
         assert ("nhev" in found) == (method == "Newton-CG")
+        assert ("hess_inv" in found) == (method == "l-bfgs-b")
     best = ms.minimize(logistic, START, (X, Y), backend=backend, options={"gtol": 1e-10, "ftol": 0})
     hessp = logistic_product if method == "Newton-CG" else None
     found = ms.minimize(
@@ -159,6 +160,50 @@ def test_bounds_hold_at_every_evaluation_and_the_minimum_is_scipys(backend):
     evaluated = np.array(seen)
     assert (evaluated >= np.array([-np.inf if b is None else b for b in low])).all()
     assert (evaluated <= np.array([np.inf if b is None else b for b in high])).all()
+
+
+@in_worlds(1, 2, 3, 4)
+def test_the_inverse_hessian_is_scipys_of_the_same_history(backend):
+    columns = np.random.default_rng(3).standard_normal((5, 3))
+    for length, given in ((5, {}), (5, {"bounds": [(None, 0.1), *[(-1, None)] * 4]}), (2, {})):
+        fun, args = (logistic, (X, Y)) if length == 5 else (rosenbrock, ())
+        start, options = far(length), {"maxcor": 4, "maxiter": 9}
+        if "bounds" in given:
+            start = START
+        found = ms.minimize(fun, start, args, backend=backend, options=options, **given).hess_inv
+        parts = [[v.copy() for v in kind] for kind in (found.steps, found.changes)]
+        assert all(part.size == ms.ShardLayout(length, backend.world_size).size(backend.rank)
+                   for part in parts[0])  # fmt: skip
+        history = [np.array([backend.all_gather(v) for v in kind]) for kind in parts]
+        expected = scipy.optimize.LbfgsInvHessProduct(*history)
+        assert (found.shape, found.dtype, found.n_corrs) == (expected.shape, expected.dtype, 4)
+        largest = abs(expected.todense()).max()
+        right = columns[:length]
+        taken = scipy.sparse.linalg.aslinearoperator(found)
+        for own, scipys in (
+            (found.todense(), expected.todense()),
+            (found @ right, expected @ right),
+            (found.matvec(right[:, :1]), expected.matvec(right[:, :1])),
+            (found.dot(right[:, 1]), expected.dot(right[:, 1])),
+            (found @ list(range(length)), expected @ np.arange(length)),
+            (taken.rmatvec(right[:, 1]), expected.dot(right[:, 1])),
+        ):
+            assert own.shape == scipys.shape
+            np.testing.assert_allclose(own, scipys, atol=1e-12 * largest, rtol=0)
+    assert "2x2 InverseHessian of 4 pairs" in repr(found)
+    # The order of the pairs is that of the run: the newest pair satisfies the secant equation.
+    np.testing.assert_allclose(found @ history[1][-1], history[0][-1], rtol=1e-9)
+    before = backend._sequence
+    with pytest.raises(ValueError, match=r"shape \(2,\) or \(2, 1\), got \(3,\)"):
+        found @ np.ones(3)
+    with pytest.raises(ValueError, match=r"columns of shape \(2, k\), got \(3, 1\)"):
+        found.matmat(np.ones((3, 1)))
+    assert backend._sequence == before
+    # At its first point a run has no pairs, and SciPy's matrix is the identity.
+    bowl = ms.minimize(lambda t: (t @ t, 2 * t), np.zeros(12_000), backend=backend).hess_inv
+    np.testing.assert_array_equal(bowl @ np.arange(12_000.0), np.arange(12_000.0))
+    with pytest.raises(ValueError, match=r"12,000 x 12,000 numbers, 1\.1 GiB on every rank"):
+        bowl.todense()
 
 
 @in_worlds(2, 3, 4)
@@ -210,6 +255,9 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(backend, shared_pa
         )
         assert rest.x.tobytes() == whole.x.tobytes()
         assert (rest.nit, rest.nfev, rest.fun) == (whole.nit, whole.nfev, whole.fun)
+        if method == "L-BFGS":
+            matrices = [result.hess_inv.todense().tobytes() for result in (rest, whole)]
+            assert matrices[0] == matrices[1]
         done = ms.minimize(logistic, START, (X, Y), **arguments, checkpoint=folder, resume=True)
         assert (done.nit, done.message) == (rest.nit, rest.message)
     assert "Objective" not in caplog.text
@@ -334,8 +382,8 @@ def test_jac_callback_and_integers_are_taken_as_scipy_takes_them(backend):
     assert seen[-1].tobytes() == whole.x.tobytes()
     single = ms.minimize(lambda t, x: (t @ t, 2 * t), [2.0], X, backend=backend)
     assert single.success
-    with pytest.raises(AttributeError, match="the result has no 'hess_inv', but x, fun"):
-        _ = single.hess_inv
+    with pytest.raises(AttributeError, match="the result has no 'allvecs', but x, fun"):
+        _ = single.allvecs
 
 
 def test_a_rank_that_fails_is_every_ranks_error():

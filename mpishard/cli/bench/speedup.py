@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,13 +47,14 @@ class SpeedupResult:
         Upper bound of the speed-up: for a pipeline its ranks, times 1 - bubble, times the
         balance of the stages; for the tensor axis by the FLOPs that are split (Amdahl).
     balance : float
-        Mean over largest computing time of a rank in a step; 1 if all compute alike. NaN if it
+        Mean over largest computing time of a rank in a step; 1 if all compute alike. None if it
         was not measured.
     overhead : float
         Computing time of all ranks together, over the one rank's step: smaller micro-batches
-        make smaller matrix products. NaN if it was not measured.
+        make smaller matrix products. None if it was not measured.
     waiting : float
-        Share of a step that the rank with most waiting waits for its neighbours.
+        Share of a step that the rank with most waiting waits for its neighbours. None if it was
+        not measured.
     bytes_sent : int
         In one step, by all ranks.
     """
@@ -62,10 +63,10 @@ class SpeedupResult:
     seconds: tuple[float, ...]
     speedup: float = 1.0
     limit: float = 1.0
-    balance: float = float("nan")
-    overhead: float = float("nan")
-    waiting: float = float("nan")
     bytes_sent: int = 0
+    balance: float | None = None
+    overhead: float | None = None
+    waiting: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +165,18 @@ class SpeedupBenchmark:
         self, way: str, seconds: list[float], one: float, rows: np.ndarray[Any, Any], model: Any
     ) -> SpeedupResult:
         median = float(np.median(seconds))
-        result = SpeedupResult(way, tuple(seconds), one / median)
-        if not isinstance(model, MeshModel):
-            return result
         computes, waits, sent = rows.T
-        result = replace(result, bytes_sent=int(sent.sum()))
+        limit = 1.0
+        measured: tuple[float, ...] = ()
         if way == TENSOR:
             partitioner = TensorParallelLayerPartitioner(model.mesh.tensor)
             partitioner.partition(dict(self.build_model().chain.children), split_output=True)
-            return replace(result, limit=partitioner.estimated_speedup((CONTEXT,)))
-        balance = float(computes.mean() / computes.max())
-        return replace(
-            result,
-            limit=len(rows) * (1 - model.estimated_bubble_fraction) * balance,
-            balance=balance,
-            overhead=float(computes.sum() / one),
-            waiting=float(waits.max() / median),
-        )
+            limit = partitioner.estimated_speedup((CONTEXT,))
+        elif way != _ONE:
+            balance = float(computes.mean() / computes.max())
+            limit = len(rows) * (1 - model.estimated_bubble_fraction) * balance
+            measured = (balance, float(computes.sum() / one), float(waits.max() / median))
+        return SpeedupResult(way, tuple(seconds), one / median, limit, int(sent.sum()), *measured)
 
     def table(self, results: list[SpeedupResult], world_size: int) -> Table:
         """Return the results as a table."""
@@ -202,8 +198,8 @@ class SpeedupBenchmark:
                 *timing_cells(Timing(result.seconds)),
                 f"{result.speedup:.2f}",
                 f"{result.limit:.2f}",
-                *("" if np.isnan(v) else f"{v:.2f}" for v in (result.balance, result.overhead)),
-                "" if np.isnan(result.waiting) else f"{result.waiting:.0%}",
+                *("" if v is None else f"{v:.2f}" for v in (result.balance, result.overhead)),
+                "" if result.waiting is None else f"{result.waiting:.0%}",
                 bytes_text(result.bytes_sent),
             )
         return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any, ClassVar
@@ -139,17 +139,15 @@ class StepBenchmark:
         _, step = training_step(config, model, "ddp" if own is not backend else strategy, x, y)
         # The first steps allocate buffers and compile loops.
         time_chain(step, 1, self.warmup - 1)
-        if self.checks == "both":
-            seconds: dict[bool, list[float]] = {True: [], False: []}
-            for _ in range(self.steps):
-                for checked, times in seconds.items():  # one after the other: noise meets both
-                    own.check_collectives = checked
-                    times.extend(time_chain(step, 1).seconds)
-            own.check_collectives = True
-            with_checks, without = (Timing(tuple(times)) for times in seconds.values())
-            timings = {"": with_checks, " without checks": without}
-        else:
-            timings = {"": time_chain(step, self.steps)}
+        ways = {"": self.checks != "off"} | (
+            {" without checks": False} if self.checks == "both" else {}
+        )
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(self.steps):
+            for way, checked in ways.items():  # one after the other: noise meets both
+                own.check_collectives = checked
+                seconds[way] += time_chain(step, 1).seconds
+        own.check_collectives = ways[""]
         # The bytes of one step, apart from those that are timed.
         own.traffic.reset()
         step()
@@ -165,8 +163,8 @@ class StepBenchmark:
         resting, peak = totals if self.memory and memory is not None else (None, None)
         count = model.parameter_count
         return [
-            StepResult(strategy + suffix, count, timing.seconds, sent, resting, peak)
-            for suffix, timing in timings.items()
+            StepResult(strategy + way, count, tuple(times), sent, resting, peak)
+            for way, times in seconds.items()
         ]
 
     def table(self, results: list[StepResult], world_size: int) -> Table:
@@ -298,8 +296,13 @@ class ChecksBenchmark:
         page, checks = backend.status, backend.check_collectives
         record = page.record
         seconds: dict[str, list[float]] = {_AS_IS: [], _NO_CHECKS: [], _NO_LOG: []}
-        clocked = _Clocked(record)
-        recorded = []
+        recorded, clocked = [], []
+
+        def clock(call: Call, frame: FrameType | None) -> None:
+            start = time.perf_counter()
+            record(call, frame)
+            clocked.append(time.perf_counter() - start)
+
         try:
             for _ in range(self.steps):
                 for way, times in seconds.items():
@@ -307,18 +310,18 @@ class ChecksBenchmark:
                     page.record = (lambda *_: None) if way == _NO_LOG else record  # type: ignore[method-assign]
                     times.extend(time_chain(step, 1).seconds)
             backend.check_collectives = True
-            page.record = clocked  # type: ignore[method-assign]
+            page.record = clock  # type: ignore[method-assign]
             for _ in range(self.steps):
-                clocked.seconds, clocked.count = 0.0, 0
+                clocked.clear()
                 step()
-                recorded.append(clocked.seconds)
+                recorded.append(sum(clocked))
         finally:
             vars(page).pop("record", None)  # restores the method of its class
             backend.check_collectives = checks
         (header,) = time_alternately(backend, [lambda: backend.barrier_async().wait()], self.steps)
         return ChecksResult(
             {way: tuple(times) for way, times in seconds.items()},
-            clocked.count,
+            len(clocked),
             tuple(recorded),
             header.seconds,
         )
@@ -345,18 +348,3 @@ class ChecksBenchmark:
         for without in (_NO_CHECKS, _NO_LOG):
             table.add_row(f"a step / one {without}", "", "", f"{result.difference(without):+.2%}")
         return table
-
-
-class _Clocked:
-    """Counts, and clocks, the calls that a status page records."""
-
-    def __init__(self, record: Callable[[Call, FrameType | None], None]) -> None:
-        self._record = record
-        self.seconds = 0.0
-        self.count = 0
-
-    def __call__(self, call: Call, frame: FrameType | None) -> None:
-        start = time.perf_counter()
-        self._record(call, frame)
-        self.seconds += time.perf_counter() - start
-        self.count += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import uuid
 from collections.abc import Callable, Mapping
@@ -74,21 +73,11 @@ def training_step(
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write what was measured, with the machine that it was measured on.
-
-    A number that is not finite, as of what was not taken, becomes null: JSON knows no NaN.
-    """
+    """Write the measurements, with the machine that they were made on."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = _finite({"machine": describe_machine(), **result})
+    found = {"machine": describe_machine(), **result}
+    # NaN and infinity are refused: other readers of JSON do not know them.
     path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def describe_machine() -> dict[str, Any]:

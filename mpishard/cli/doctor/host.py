@@ -12,7 +12,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,78 +148,75 @@ def look_at_packages() -> Iterator[Finding]:
 _FASTER = 1.5
 """A ratio of two measurements that neither noise nor matrices of other shapes explain."""
 
-_LIBRARY = """
+# Processes of their own, because this one may have chosen kernels and set threads before.
+_LIBRARIES = """
 import threadpoolctl
 import numpy
 libraries = [i for i in threadpoolctl.threadpool_info() if i["user_api"] == "blas"]
 """
-
-# A process of its own, because this one may have chosen its kernels and set its threads before.
-_ASK = python_command(_LIBRARY + "answer(libraries[0] if libraries else None)")
-
-_MEASURE = python_command(
-    _LIBRARY
-    + """
-from time import perf_counter, thread_time
-N, SECONDS = 1024, 0.15
-def gigaflops(dtype, clock):
+_ASK = python_command(_LIBRARIES + "answer(libraries)")
+_SPEEDS = """
+import time, timeit
+N = 1024
+def gigaflops(dtype, threads):
     a = numpy.random.default_rng(0).standard_normal((N, N)).astype(dtype)
     product = a @ a
-    best, end = float("inf"), perf_counter() + SECONDS
-    while perf_counter() < end:
-        start = clock()
-        numpy.matmul(a, a, out=product)
-        best = min(best, clock() - start)
-    return 2 * N**3 / best / 1e9
-def measure(threads):
     # One thread is measured in its own time: other programs on its core do not slow the kernel.
-    clock = thread_time if threads == 1 else perf_counter
+    clock = time.thread_time if threads == 1 else time.perf_counter
     with threadpoolctl.threadpool_limits(threads):
-        return {dtype: gigaflops(dtype, clock) for dtype in ("float32", "float64")}
+        call = lambda: numpy.matmul(a, a, out=product)
+        seconds = timeit.repeat(call, timer=clock, number=1, repeat=7)
+    return 2 * N**3 / min(seconds) / 1e9
 most = libraries[0]["num_threads"] if libraries else 1
-answer({str(threads): measure(threads) for threads in sorted({1, most})})
+answer({n: {d: gigaflops(d, n) for d in ("float32", "float64")} for n in sorted({1, most})})
 """
-)
+_MEASURE = python_command(_LIBRARIES + _SPEEDS)
 
 Rates = dict[str, dict[str, float]]
 """Threads -> dtype -> GFLOP/s."""
 
 
-def _measured(variables: Mapping[str, str | None]) -> Rates | None:
-    answer = ask(_MEASURE, _LIMIT_SECONDS["measure"], variables)
-    rates: Rates | None = answer.found if answer.code == 0 else None
-    return rates
-
-
 def look_at_numpy(quick: bool) -> Iterator[Finding]:
     """Yield NumPy's version, its BLAS library, kernels, threads, and unless ``quick`` its speed."""
-    number = installed_version("numpy")
+    number, mend = installed_version("numpy"), None
     yield Finding("numpy.version", str(number), number)
     answer = ask(_ASK, _LIMIT_SECONDS["measure"])
-    library = answer.found
     reinstall = pip_install("--force-reinstall", "numpy")
-    if answer.code != 0:
+    if answer.found is None:
         text = f"a new process cannot load NumPy: {answer.reason}"
         yield Finding("numpy.blas", text, None, reinstall, is_problem=True)
         return
+    library, rates = next(iter(answer.found), None), None
+    if not quick:
+        rates = ask(_MEASURE, _LIMIT_SECONDS["measure"]).found
     if library is None:
         text = "not OpenBLAS, MKL, BLIS or FlexiBLAS, but a system's own, whose threads mpishard "
         text += "cannot set, or plain loops, ten times slower"
-        mend = pip_install("--force-reinstall", "--only-binary=numpy", "numpy")
-        yield Finding("numpy.blas", text, None, mend)
+        wheel = pip_install("--force-reinstall", "--only-binary=numpy", "numpy")
+        yield Finding("numpy.blas", text, None, wheel)
     else:
         text = f"{library['internal_api']} {library['version']}, {library['filepath']}"
         yield Finding("numpy.blas", text, library)
-    rates = None if quick else _measured({})
-    if library is not None:
         if library["internal_api"] == "openblas" and library.get("architecture"):
             yield _kernel(library["architecture"], rates)
         yield _threads(library)
-    if not quick and rates is None:
+    if quick:
+        return
+    if rates is None:
         text = "a product of two matrices of 1024 x 1024 did not end, or crashed"
         yield Finding("numpy.speed", text, None, reinstall, is_problem=True)
-    elif rates is not None:
-        yield _speed(rates)
+        return
+    parts = [
+        f"{rate['float32']:.0f} and {rate['float64']:.0f} GFLOP/s on {counted(int(n), 'thread')}"
+        for n, rate in rates.items()
+    ]
+    text = f"float32 and float64 matrices: {', '.join(parts)}"
+    one, most = (rate["float32"] for rate in (rates["1"], rates[max(rates, key=int)]))
+    if _FASTER * most < one:
+        text += "; all threads together are slower than one: the machine is busy, or BLAS threads "
+        text += "compete for cores. Measure again when it is idle"
+        mend = "export OMP_NUM_THREADS=1"
+    yield Finding("numpy.speed", text, rates, mend)
 
 
 def _kernel(kernel: str, rates: Rates | None) -> Finding:
@@ -228,15 +225,16 @@ def _kernel(kernel: str, rates: Rates | None) -> Finding:
     variables: dict[str, str | None] = {"OPENBLAS_CORETYPE": None}
     if is_chosen:  # by the user, or by importing mpishard before NumPy
         found = ask(_ASK, _LIMIT_SECONDS["measure"], variables).found
-        other, text = found and found.get("architecture"), f"{kernel}, by OPENBLAS_CORETYPE"
+        other = found[0].get("architecture") if found else None
+        text = f"{kernel}, by OPENBLAS_CORETYPE"
     else:
         other, text = better_kernel(kernel), kernel
         variables = {"OPENBLAS_CORETYPE": other}
     is_better = other not in (None, kernel)
     if is_better:
-        measured = None if rates is None else _measured(variables)
         text += f"; {other} without it" if is_chosen else f", and {other} fits this processor"
         is_better = not is_chosen
+        measured = rates and ask(_MEASURE, _LIMIT_SECONDS["measure"], variables).found
         if measured and rates:
             fast, slow = measured["1"]["float32"], rates["1"]["float32"]
             text += f" ({fast:.0f} instead of {slow:.0f} GFLOP/s in float32 on one thread)"
@@ -264,20 +262,6 @@ def _threads(library: dict[str, Any]) -> Finding:
     return Finding("numpy.threads", text, {"threads": threads, "variables": chosen}, mend)
 
 
-def _speed(rates: Rates) -> Finding:
-    parts = [
-        f"{rate['float32']:.0f} and {rate['float64']:.0f} GFLOP/s on {counted(int(n), 'thread')}"
-        for n, rate in rates.items()
-    ]
-    text, mend = f"float32 and float64 matrices: {', '.join(parts)}", None
-    one, most = (rate["float32"] for rate in (rates["1"], rates[max(rates, key=int)]))
-    if _FASTER * most < one:
-        text += "; all threads together are slower than one: the machine is busy, or BLAS threads "
-        text += "compete for cores. Measure again when it is idle"
-        mend = "export OMP_NUM_THREADS=1"
-    return Finding("numpy.speed", text, rates, mend)
-
-
 _MEASURE_BFLOAT16 = """
 from mpishard.blas import Processor  # before NumPy, for its kernels
 from mpishard.nn.products import products_per_second
@@ -298,7 +282,7 @@ def look_at_bfloat16(quick: bool) -> Iterator[Finding]:
     if not quick:
         answer = ask(python_command(_MEASURE_BFLOAT16), _LIMIT_SECONDS["measure"])
         found = answer.found
-        if answer.code != 0 or found is None:
+        if found is None:
             text += f", and its products fail: {shortened(answer.reason)}"
             mend = "export MPISHARD_ONEDNN=off"
         else:
@@ -333,13 +317,23 @@ answer(os.pread(handle, 8, 0).decode())
 
 def look_at_shared_memory() -> Iterator[Finding]:
     """Yield findings about the folder /dev/shm, anonymous memory, and files of dead jobs."""
-    if FOLDER.is_dir():
-        yield _folder()
-    else:
+    if not FOLDER.is_dir():
         yield Finding("memory.folder", f"this system has no {FOLDER}")
+        yield _memfd()
+        return
+    yield _folder()
     yield _memfd()
-    if FOLDER.is_dir():
-        yield _leftovers()
+    dead, mend = leftovers(), None
+    nbytes = sum(path.stat().st_size for path in dead if path.exists())
+    text = f"no dead job left anything in {FOLDER}"
+    if dead:
+        text = f"{counted(len(dead), 'file')} of killed jobs in {FOLDER}, {bytes_text(nbytes)}, "
+        text += "that no process here has mapped"
+        mend = f"cd {FOLDER} && rm {shlex.join(path.name for path in dead[:_MOST_NAMED])}"
+        if len(dead) > _MOST_NAMED:
+            text += f"; the command removes the first {_MOST_NAMED}: repeat doctor and command"
+    value = {"files": [str(path) for path in dead], "bytes": nbytes}
+    yield Finding("memory.leftovers", text, value, mend)
 
 
 def free_bytes() -> int | None:
@@ -401,20 +395,6 @@ def open_processes() -> str:
     if Path("/.dockerenv").exists():
         return "docker run --cap-add=SYS_PTRACE ...  # start the container like this"
     return "sudo mount -o remount,rw,hidepid=0 /proc"
-
-
-def _leftovers() -> Finding:
-    dead, mend = leftovers(), None
-    nbytes = sum(path.stat().st_size for path in dead if path.exists())
-    text = f"no dead job left anything in {FOLDER}"
-    if dead:
-        text = f"{counted(len(dead), 'file')} of killed jobs in {FOLDER}, {bytes_text(nbytes)}, "
-        text += "that no process here has mapped"
-        mend = f"cd {FOLDER} && rm {shlex.join(path.name for path in dead[:_MOST_NAMED])}"
-        if len(dead) > _MOST_NAMED:
-            text += f"; the command removes the first {_MOST_NAMED}: repeat doctor and command"
-    value = {"files": [str(path) for path in dead], "bytes": nbytes}
-    return Finding("memory.leftovers", text, value, mend)
 
 
 def leftovers(folder: Path = FOLDER, processes: Path = Path("/proc")) -> list[Path]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import distributions
 from typing import Any
 
@@ -219,7 +219,7 @@ def main() -> None:
     found = {
         "world_size": backend.world_size,
         "nodes": len(set(backend.nodes)),
-        "barrier": _seconds(backend, backend.barrier, 50),
+        "barrier": time_alternately(backend, [backend.barrier], 50)[0].median,
         "messages": {str(n): _all_reduce(backend, np.empty(n // 8)) for n in SIZES},
         "arena": None
         if shared is None
@@ -230,10 +230,6 @@ def main() -> None:
     backend.shutdown()
 
 
-def _seconds(backend: CommunicationBackend, call: Callable[[], object], repeats: int) -> float:
-    return time_alternately(backend, [call], repeats)[0].median
-
-
 def _all_reduce(backend: CommunicationBackend, own: Any) -> float:
     """Return the seconds of an all-reduce of float64 that gives the right sum."""
     own[:] = backend.rank + 1.0
@@ -242,7 +238,8 @@ def _all_reduce(backend: CommunicationBackend, own: Any) -> float:
     if not np.all(total == expected):
         raise ArithmeticError(f"an all-reduce of {own.nbytes} bytes gave {total[:4]}, "
                               f"not {expected}")  # fmt: skip
-    return _seconds(backend, lambda: backend.all_reduce(own, out=total), _REPEATS[own.nbytes])
+    calls = [lambda: backend.all_reduce(own, out=total)]
+    return time_alternately(backend, calls, _REPEATS[own.nbytes])[0].median
 
 
 def _try_on_gpu(operation: str) -> None:

@@ -273,7 +273,12 @@ class Watchdog:
             self.last = job
             self._jobs.remove(job)
             if not self._jobs:
-                self._stop()
+                self._stopped = True
+                self._signals.restore()
+                if self._thread is not None and self._thread is not threading.current_thread():
+                    self._signals.wake()
+                    self._thread.join()
+                self._thread = None
 
     def wait(
         self,
@@ -284,14 +289,6 @@ class Watchdog:
     ) -> Wait:
         """A context in which this rank waits ``where``."""
         return Wait(self, where, ending or launched_ending(), slack, limit)
-
-    def _stop(self) -> None:
-        self._stopped = True
-        self._signals.restore()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._signals.wake()
-            self._thread.join()
-        self._thread = None
 
     def _forget(self) -> None:
         self._thread, self._parent, self.last = None, 0, None

@@ -99,17 +99,14 @@ class Collectives:
         else:
             return headers
         yield from self.turn(call)
-        yield from self._name_lines(headers.calls, call)
-        self._backend._verify(headers.calls)
-
-    def _name_lines(self, calls: Sequence[Call], own: Call) -> Steps:
-        """Learn the line of each rank's call. All ranks come here or none."""
-        # Lines travel only now, because a header with a path would be several times as long.
-        line = np.frombuffer(encode_place(own), np.uint8)
+        # All ranks come here or none. The lines that called travel only now, because a header with
+        # a path would be several times as long.
+        line = np.frombuffer(encode_place(call), np.uint8)
         lines = np.empty((self._world_size, PLACE_BYTES), np.uint8)
-        yield self._group.keep(self._group.data.Iallgather(line, lines), line, lines)
-        for call, encoded in zip(calls, lines, strict=True):
-            decode_place(encoded.tobytes(), call)
+        yield group.keep(group.data.Iallgather(line, lines), line, lines)
+        for each, encoded in zip(headers.calls, lines, strict=True):
+            decode_place(encoded.tobytes(), each)
+        self._backend._verify(headers.calls)
 
     def _open_reduction(
         self, call: Call, array: Array, out: Array, whole: Sequence[Array] = ()

@@ -15,6 +15,7 @@ from mpishard import settings
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
+from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.matching import grouped, who
 from mpishard.communication.contract.records import RankState
 from mpishard.communication.contract.status import StatusReader
@@ -89,8 +90,11 @@ class Job:
         """The number of the node that each rank runs on."""
         has_affinity = hasattr(os, "sched_getaffinity")
         usable = sorted(os.sched_getaffinity(0)) if has_affinity else range(os.cpu_count() or 1)
-        cores = [tuple(cores) for cores in node.allgather(list(usable))]
-        self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
+        cores: list[list[int]] = node.allgather(list(usable))
+        # Each core counts by the share of it that this rank has.
+        self.cores_per_rank = sum(
+            1 / sum(core in usable for usable in cores) for core in cores[node.Get_rank()]
+        )
         """This rank's part of the cores that it may run on."""
         self.crowded = self.cores_per_rank < 1
         self.shares_core_until = 0.0
@@ -193,17 +197,23 @@ class Job:
                 break
         if sum(group.keeps_arrays() for group in groups):
             return  # a rank was cut off, and answers nothing any more
-        for group, reference in self._groups.items():
-            backend, last = reference(), min(group.departures().values(), default=group.sequence)
-            calls = [work.awaited for work in backend._pending] if backend is not None else []
-            for call in [call for call in calls if call.sequence > last][:1]:
+        for _, calls, last in self._pending_calls():
+            for call in [call for call, _ in calls if call.sequence > last][:1]:
                 say(
                     f"mpishard: {self.ending.name} has left collective {call.sequence}, {call}, "
                     f"called at {call.place}: other ranks left without it, and nobody waited for "
                     "its result"
                 )
         deadline = time.monotonic() + _FINISH_SECONDS
-        while (unfinished := self._unfinished()) and time.monotonic() < deadline:
+        # A message of a collective that all ranks have begun, and that comes when its communicator
+        # is freed, would meet the next one that MPI gives the same identity.
+        while (
+            unfinished := [
+                group
+                for group, calls, last in self._pending_calls()
+                if any(not is_done and call.sequence <= last for call, is_done in calls)
+            ]
+        ) and time.monotonic() < deadline:
             self.session.progress()
             self.stir()
             yield_processor()
@@ -214,19 +224,15 @@ class Job:
             if group not in unfinished:
                 group.free()
 
-    def _unfinished(self) -> list[Group]:
-        """The worlds with a collective that all ranks have begun, and this one has not ended.
+    def _pending_calls(self) -> Iterator[tuple[Group, list[tuple[Call, bool]], int]]:
+        """Each world, its calls with no `wait` yet and if they are done, and the last of all ranks.
 
-        A message of it that comes when its communicator is freed would meet the next one that MPI
-        gives the same identity.
+        Ranks that left took no part in the calls after the last that all of them began.
         """
-        found = []
         for group, reference in self._groups.items():
-            last = min(group.departures().values(), default=group.sequence)
             works = getattr(reference(), "_pending", ())
-            if any(not work.done and work.awaited.sequence <= last for work in works):
-                found.append(group)
-        return found
+            calls = [(work.awaited, work.done) for work in works if isinstance(work.awaited, Call)]
+            yield group, calls, min(group.departures().values(), default=group.sequence)
 
     # ------------------------------------------------------------------------ where a rank is gone
 
@@ -316,11 +322,6 @@ def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
     ours.Free()
     all_of_launcher.Free()
     return ranks
-
-
-def _cores_per_rank(mine: tuple[int, ...], all_ranks: list[tuple[int, ...]]) -> float:
-    """Each core counts by the share of it that this rank has."""
-    return sum(1 / sum(core in cores for cores in all_ranks) for core in mine)
 
 
 # --------------------------------------------------------------- shared memory of the MPI library

@@ -190,7 +190,10 @@ class Ulfm:
             comm = base.Shrink()  # and not Ishrink, which fails where a rank has revoked ``base``
             is_well = False
             try:
-                staying = self._staying(comm, stays=build is not None)
+                votes = np.zeros(comm.Get_size(), np.int32)
+                self._wait(comm.Iallgather(np.array([build is not None], np.int32), votes))
+                color = mpi.UNDEFINED if build is None else 0
+                staying = comm.Dup() if votes.all() else comm.Split(color, comm.Get_rank())
                 if build is not None:
                     build(staying)
                 is_well = True
@@ -202,14 +205,6 @@ class Ulfm:
                 return
             undo()
             base = comm
-
-    def _staying(self, comm: Any, *, stays: bool) -> Any:
-        """A communicator of those ranks of ``comm`` that stay, in their order."""
-        votes = np.zeros(comm.Get_size(), np.int32)
-        self._wait(comm.Iallgather(np.array([stays], np.int32), votes))
-        if votes.all():
-            return comm.Dup()
-        return comm.Split(0 if stays else self._mpi.UNDEFINED, comm.Get_rank())
 
     def _all_agree(self, comm: Any, is_well: bool) -> bool:
         """Whether ``is_well`` on all ranks of ``comm`` that are left: the same on each of them."""

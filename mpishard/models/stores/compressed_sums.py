@@ -88,7 +88,8 @@ class ErrorFeedback:
     reduced : Array
         Of its codes of the sums that it owns among these ranks, shape (the elements that it owns,).
     own_pieces, reduced_pieces : tuple of Piece
-        The ranges of both; ``offset`` is the place there.
+        The ranges of both, part by part; ``offset`` is the place there. What travels whole has only
+        the errors of a checkpoint of other ranks.
     factors : dict of str to Array
         Parameter -> second factor of PowerSGD in the last step, shape (columns, rank).
     """
@@ -96,15 +97,19 @@ class ErrorFeedback:
     def __init__(
         self, layout: StoreLayout, across: CommunicationBackend, parts: Sequence[Part]
     ) -> None:
-        self.own_pieces = tuple(part.piece for part in parts)
-        reduced, position = [], 0
-        for piece in self.own_pieces:
+        own, reduced = [], []
+        lengths = [0, 0]
+        for part in parts:
+            piece = part.piece
+            own.append(piece)
             mine = ShardLayout(piece.length, across.world_size).slice(across.rank)
+            if part.is_alike:  # one replica's, wherever ranks cut it
+                mine = slice(0, 0 if across.rank else piece.length)
             start, stop = piece.start + mine.start, piece.start + mine.stop
-            reduced.append(replace(piece, start=start, stop=stop, offset=position))
-            position += stop - start
-        self.reduced_pieces = tuple(reduced)
-        lengths = sum(piece.length for piece in self.own_pieces), position
+            reduced.append(replace(piece, start=start, stop=stop, offset=lengths[1]))
+            lengths[0] += piece.length
+            lengths[1] += stop - start
+        self.own_pieces, self.reduced_pieces = tuple(own), tuple(reduced)
         allocate = layout.ledger.allocate
         self._kept, self._fresh = (
             [allocate(MemoryCategory.OPTIMIZER_STATE, n, layout.dtype) for n in lengths]
@@ -160,7 +165,9 @@ class CompressedSums(SumExchange):
     what it decodes in the order of the one tree, adds its error, and sends the sum as a code to
     all. With w(n) the bytes of a code of n elements the N ranks of the exchange send 2 (N - 1)
     times the sum of w over what they own: as an all-reduce does, in codes. `PowerSGD` all-reduces
-    the two factors of each block of rows, and all other elements, instead.
+    the two factors of each block of rows, and all other elements, instead. Parts that other ranks
+    of the replica exchange too are all-reduced as they are: codes of them would differ if these
+    ranks cut them at other places.
 
     Parameters
     ----------
@@ -192,7 +199,8 @@ class CompressedSums(SumExchange):
         super().__init__(across, parts)
         self.blocks: list[list[Block]] = []  # of each part
         if isinstance(code, PowerSGD):
-            self.blocks = [blocks_of(p.piece, entries, numbers, code) for p in self.parts]
+            self.blocks = [[] if part.is_alike else blocks_of(part.piece, entries, numbers, code)
+                           for part in self.parts]  # fmt: skip
         self._code = code
         self._errors = errors
         self._key = key
@@ -229,7 +237,17 @@ class CompressedSums(SumExchange):
             if isinstance(self._code, PowerSGD):
                 self._exchange_factors(numbers, given, errors, self._code)
             else:
-                self._exchange_codes(numbers, given, errors, self._code)
+                places = range(len(numbers))
+                whole = [place for place in places if self.parts[numbers[place]].is_alike]
+                coded = [place for place in places if place not in whole]
+                for place in whole:
+                    self._take_errors(numbers[place], given[place], errors[place])
+                    self.across.all_reduce(given[place])
+                if coded:
+                    self._exchange_codes(
+                        [numbers[place] for place in coded], [given[place] for place in coded],
+                        [errors[place] for place in coded], self._code,
+                    )  # fmt: skip
         for n, (own, reduced) in zip(numbers, errors, strict=True):
             pieces = self._errors.own_pieces[n], self._errors.reduced_pieces[n]
             for (_, new), piece in zip((own, reduced), pieces, strict=True):
@@ -247,6 +265,16 @@ class CompressedSums(SumExchange):
 
     def abandon(self) -> None:
         self._errors.drop()
+
+    def _take_errors(
+        self, number: int, given: Array, errors: Sequence[tuple[Array, Array]]
+    ) -> None:
+        """Let errors of sums travel with the values of their owner, and leave none."""
+        (_, new), (old_sum, new_sum) = errors
+        own, reduced = self._errors.own_pieces[number], self._errors.reduced_pieces[number]
+        given[reduced.start - own.start : reduced.stop - own.start] += old_sum
+        new.fill(0)
+        new_sum.fill(0)
 
     # -------------------------------------------------------------------------------------- codes
 
@@ -322,9 +350,9 @@ class CompressedSums(SumExchange):
         matrices: list[tuple[Block, Array, Array, Any]] = []  # values, their errors, second factor
         others: list[tuple[Array, Array]] = []
         seed, _ = self._key()
-        for n, values, ((_, new), (_, new_sum)) in zip(numbers, given, errors, strict=True):
-            new.fill(0)
-            new_sum.fill(0)
+        for n, values, found in zip(numbers, given, errors, strict=True):
+            self._take_errors(n, values, found)
+            new = found[0][1]
             rest = np.ones(values.size, bool)
             for block in self.blocks[n]:
                 begin = self.parts[n].piece.start

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
@@ -17,9 +18,9 @@ from mpishard.models.stores.gradient_store import (
     ScatteredGradients,
 )
 from mpishard.models.stores.sharded_gradients import ShardedGradients
-from mpishard.sharding import Piece, Placement, Unit
+from mpishard.sharding import Piece, Unit
 
-__all__ = ["ExchangedGradients", "Part", "SumExchange", "parameters_of", "parts_of"]
+__all__ = ["ExchangedGradients", "Part", "SumExchange", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,38 +32,40 @@ class Part:
     piece : Piece
         Its range; ``offset`` is its place in the vector of all parts, end to end.
     key : tuple of int
-        Of random numbers: other ones for other parts, the same on all ranks that hold it.
+        Of random numbers: other ones for other parts, the same in all replicas.
+    is_alike : bool
+        Whether other ranks of the replica exchange it too, and must get the same sums. They may
+        cut it at other places.
     """
 
     piece: Piece
     key: tuple[int, ...]
+    is_alike: bool = False
 
 
-def parts_of(pieces: Sequence[Piece], *place: int) -> tuple[Part, ...]:
-    """Return a part for each piece of other units; ``place`` is the rank's in its replica."""
-    parts, position = [], 0
-    for piece in pieces:
-        parts.append(Part(replace(piece, offset=position), (piece.unit.index, *place)))
-        position += piece.length
-    return tuple(parts)
-
-
-def parameters_of(
-    pieces: Sequence[Piece], placement: Placement, frozen: frozenset[str]
+def parts_of(
+    pieces: Sequence[Piece], *place: int, alike: Sequence[tuple[int, int]] = ()
 ) -> tuple[Part, ...]:
-    """Return a part for each parameter that is trained, or slice of one, in ``pieces``.
+    """Return a part for each piece of other units, cut where ranges begin that are held alike.
 
-    Ranks of a mesh that hold a parameter alike must round it alike, whatever else they hold.
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        What this rank exchanges.
+    *place : int
+        The rank's in its replica, if that has several.
+    alike : sequence of (int, int)
+        Ranges of the flat vector that other ranks of the replica hold too.
     """
-    numbers = {entry.name: number for number, entry in enumerate(placement.entries)}
     parts, position = [], 0
     for piece in pieces:
-        for held in placement.slices:
-            entry = held.entry
-            if piece.start <= entry.start < piece.stop and entry.name not in frozen:
-                part = Piece(piece.unit, entry.start, entry.stop, position)
-                parts.append(Part(part, (numbers[entry.name],)))
-                position += entry.size
+        inside = [(max(a, piece.start), min(b, piece.stop)) for a, b in alike]
+        cuts = sorted({piece.start, piece.stop, *(n for a, b in inside if a < b for n in (a, b))})
+        for start, stop in pairwise(cuts) if piece.length else [(piece.start, piece.stop)]:
+            is_alike = any(a <= start and stop <= b for a, b in inside)
+            key = piece.unit.index, *place, *([start - piece.unit.start] if alike else [])
+            parts.append(Part(Piece(piece.unit, start, stop, position), key, is_alike=is_alike))
+            position += stop - start
     return tuple(parts)
 
 

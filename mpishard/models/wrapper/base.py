@@ -15,7 +15,7 @@ import numpy as np
 from mpishard import checkpoint
 from mpishard.arguments import as_number, require_type
 from mpishard.arrays import Array
-from mpishard.communication import CommunicationBackend
+from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import (
     DynamicShapeInfo,
     ILayeredModel,
@@ -36,7 +36,6 @@ from mpishard.models.engine.evaluation import (
 from mpishard.models.engine.update import Policy, descent
 from mpishard.models.programs.leaves import check_leaves, check_leaves_of, say_what_may_differ
 from mpishard.models.programs.program import Program
-from mpishard.models.programs.replica import GroupReplica
 from mpishard.models.stores.offload import say_what_is_ignored
 from mpishard.models.wrapper.files import ModelFiles
 from mpishard.models.wrapper.held import HeldParameters, compare_replicas
@@ -71,7 +70,13 @@ def _as_dealt(name: str, read: Callable[[int, int], int]) -> Any:
     """A property that `read` takes from a rank's one range; another value than it is refused."""
 
     def get(model: ShardedModelBase) -> int:
-        return read(*model._only_range)
+        ranges = model.owned_ranges
+        if len(ranges) > 1:
+            raise ShardingError(
+                f"this rank owns a piece of each of {len(ranges)} units, which have no one start "
+                "and size: owned_ranges lists them"
+            )
+        return read(*(ranges[0] if ranges else (0, 0)))  # more ranks than parameters
 
     def set_(model: ShardedModelBase, given: int) -> None:
         # All ranks communicate by the ranges that the strategy has dealt.
@@ -171,7 +176,8 @@ class ShardedModelBase(IShardedModel):
         """The computation of the wrapped model on this rank."""
         program = program_of(self._wrapped_model, self._config)
         if self._config.replica_size is not None:
-            program.replica = GroupReplica(self.backend, self._config.replica_size)
+            replicas = self.world_size // self._config.replica_size
+            program.replica.train_apart(ProcessMesh(self.backend, replica=replicas))
         return program
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
@@ -564,16 +570,6 @@ class ShardedModelBase(IShardedModel):
     _shard_size: int = _as_dealt("_shard_size", lambda start, stop: stop - start)
 
     @property
-    def _only_range(self) -> tuple[int, int]:
-        ranges = self.owned_ranges
-        if len(ranges) > 1:
-            raise ShardingError(
-                f"this rank owns a piece of each of {len(ranges)} units, which have no one start "
-                "and size: owned_ranges lists them"
-            )
-        return ranges[0] if ranges else (0, 0)  # more ranks than parameters
-
-    @property
     def _cached_full_parameters(self) -> Array | None:
         """The last gathered vector, while somebody holds it and parameters have not changed."""
         full, version = self._remembered or (None, -1)
@@ -583,9 +579,6 @@ class ShardedModelBase(IShardedModel):
     def _cached_full_parameters(self, full: Array | None) -> None:
         # Weak, because a cache that kept the full vector alive would undo the sharding.
         self._remembered = None if full is None else (weakref.ref(full), self.engine.version)
-
-    def _invalidate_cache(self) -> None:
-        self._remembered = None
 
     def _update_local_shard_from_full(self, full: Array) -> None:
         """Take this rank's part of ``full``, which is the same on every rank. Collective."""
@@ -654,7 +647,7 @@ class ShardedModelBase(IShardedModel):
         """
         model = copy.copy(self)
         program, model._wrapped_model = self.engine.program.copy()
-        model._invalidate_cache()
+        model._remembered = None
         engine = model._engine = model._build_engine(program, arena=False)
         engine.parameters.copy_from(self.engine.parameters)
         engine.continue_as(self.engine)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from mpishard.arrays import reuse_freed_memory
 from mpishard.bfloat16 import BFLOAT16
-from mpishard.checkpoint.format.consensus import differences
+from mpishard.checkpoint.format.consensus import all_texts, differences
 from mpishard.communication import CommunicationBackend
 from mpishard.compilation import numba_module
 from mpishard.contracts import ILayeredModel, IShardedModel
@@ -30,7 +31,6 @@ from mpishard.models.stores.exchanged_gradients import (
     ExchangedGradients,
     Part,
     SumExchange,
-    parameters_of,
     parts_of,
 )
 from mpishard.models.stores.gradient_store import (
@@ -57,7 +57,7 @@ from mpishard.nn.layers.layer import Layer
 from mpishard.nn.products import products_per_second
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.onednn import library, reason_for_none
-from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding import Piece, ShardingConfiguration
 from mpishard.sharding.configuration import shared_choices
 
 __all__ = [
@@ -359,41 +359,49 @@ def make_exchanged_store(
     engine: Engine,
     layout: StoreLayout,
     make_exchange: Callable[[CommunicationBackend, tuple[Part, ...]], SumExchange],
-    *,
-    by_parameter: bool,
 ) -> ExchangedGradients:
     """The store that sums gradients inside a replica, and exchanges them between replicas.
 
     If no replica has several ranks each rank is one. ``make_exchange`` is given the ranks that hold
-    the same parts of all replicas, and the parts: one of each unit, or on a mesh with
-    ``by_parameter`` one of each parameter. Collective.
+    the same parts of all replicas, and the parts. Collective.
     """
     replica = engine.replica
-    inner: ReplicatedGradients | ShardedGradients
     if replica.across is None:
-        inner = ReplicatedGradients(layout)
-        pieces = layout.pieces(sharded=False)
-    else:
-        made = make_gradient_store(layout, engine.policy, in_leaves=True)
-        assert isinstance(made, ReplicatedGradients | ShardedGradients)
-        inner, pieces = made, layout.pieces()
-    trained = [piece for piece in pieces if piece.unit.index not in layout.frozen]
-    if by_parameter and not engine.placement.is_whole:
-        parts = parameters_of(trained, engine.placement, engine.program.frozen)
-    else:
-        # Replicas of one rank have the same keys with and without ``replica_size``.
-        place = () if replica.across is None or replica.data.world_size == 1 else (
-            replica.data.rank,
+        whole = parts_of(_trained(layout, layout.pieces(sharded=False)))
+        return ExchangedGradients(
+            ReplicatedGradients(layout), make_exchange(engine.world, whole), is_alone=True,
+            gathers=False,
         )  # fmt: skip
-        parts = parts_of(trained, *place)
+    inner = make_gradient_store(layout, engine.policy, in_leaves=True)
+    assert isinstance(inner, ReplicatedGradients | ShardedGradients)
+    # A replica of one rank has the same keys with and without ``replica_size``.
+    place = () if replica.together.world_size == 1 else (replica.together.rank,)
+    alike = _held_alike(engine) if replica.is_on_mesh else ()
+    parts = parts_of(_trained(layout, layout.pieces()), *place, alike=alike)
+    needs_all = layout.backend.world_size > 1 and not engine.policy.shards_state
     return ExchangedGradients(
-        inner, make_exchange(replica.across or engine.world, parts),
-        is_alone=replica.across is None,
-        gathers=(
-            replica.across is not None and layout.backend.world_size > 1
-            and not engine.policy.shards_state and not isinstance(inner, NodeGradients)
-        ),
+        inner, make_exchange(replica.across, parts), is_alone=False,
+        gathers=needs_all and not isinstance(inner, NodeGradients),
     )  # fmt: skip
+
+
+def _trained(layout: StoreLayout, pieces: Sequence[Piece]) -> list[Piece]:
+    return [piece for piece in pieces if piece.unit.index not in layout.frozen]
+
+
+def _held_alike(engine: Engine) -> list[tuple[int, int]]:
+    """Ranges of the flat vector that other ranks of a mesh's model hold too. Collective."""
+    model = engine.replica.owners(shards_state=False)
+    assert model is not None
+    boxes = {held.entry.name: held.boxes for held in engine.placement.slices}
+    others = [json.loads(text) for rank, text in enumerate(all_texts(model, json.dumps(boxes)))
+              if rank != model.rank]  # fmt: skip
+    theirs = {(name, json.dumps(box)) for found in others for name, held in found.items()
+              for box in held}  # fmt: skip
+    return [
+        (held.entry.start, held.entry.stop) for held in engine.placement.slices
+        if any((held.entry.name, json.dumps(box)) in theirs for box in held.boxes)
+    ]  # fmt: skip
 
 
 def make_leaf_store(layout: StoreLayout, policy: Policy) -> LeafGradients:

@@ -74,7 +74,7 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         Steps that each gradient may travel: 0 or more. One of the two must be 0.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}
         Inside each replica; others than "ddp" need replicas of several ranks. "hybrid" takes a
-        wrapped `HybridShardedModel`, whose replicas lie along its data axis.
+        wrapped `HybridShardedModel`, each of whose replicas is a mesh of its own.
 
     Raises
     ------

@@ -60,8 +60,9 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
     (Karimireddy et al., ICML 2019, algorithm 2). Both a replica's part of the gradient and the sums
     that a rank owns are encoded, so errors take as much memory on each rank as that part, and 1/N
     of it more for N replicas; twice, because a step that fails keeps the old ones. Replicas send in
-    each step, summed over their ranks, 2 (N - 1) times the sum of w(n) over what these own, of n
-    elements of b bytes: of each unit 1/(R N), on a mesh of each parameter 1/N.
+    each step, summed over their ranks, 2 (N - 1) times the sum of w(n) over what these own, about
+    1/(R N) of each unit, of n elements of b bytes. On a mesh parameters that several of these ranks
+    hold alike travel as they are, because all must get the same sums:
 
     ================  =========================================================================
     method            w(n)
@@ -107,7 +108,7 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         Number of steps before the first compressed one, 0 or more.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}
         Inside each replica; others than "ddp" need replicas of several ranks. "hybrid" takes a
-        wrapped `HybridShardedModel`, whose replicas lie along its data axis.
+        wrapped `HybridShardedModel`, each of whose replicas is a mesh of its own.
 
     Raises
     ------
@@ -234,7 +235,7 @@ class _CompressedState(ModelState):
             )  # fmt: skip
             return self._sums
 
-        return make_exchanged_store(engine, layout, make, by_parameter=True)
+        return make_exchanged_store(engine, layout, make)
 
     # Kinds: "error<r>" of replica r's gradients, "reduced_error" of the sums, and "factors".
 

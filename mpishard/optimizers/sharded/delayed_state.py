@@ -67,7 +67,6 @@ class DelayedState(ModelState):
         return make_exchanged_store(
             self.model.engine, layout,
             lambda across, parts: DelayedSums(across, parts, layout, self._delay),
-            by_parameter=False,
         )  # fmt: skip
 
     @property
