@@ -68,6 +68,7 @@ class EarlyStopping:
             self.waited = 0
         else:
             self.waited += 1
+        # Apart from patience: an improvement below the tolerance is the best so far, too.
         if score < self.best_score:
             self.best_score, self.best_step = score, step
 
