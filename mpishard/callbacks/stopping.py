@@ -74,6 +74,7 @@ class EarlyStopping:
 
     def on_start(self, run: Run, record: Record) -> None:
         """Forget the run before, if this one begins anew."""
+        # A run that resumes goes on with the evaluations before.
         if record.step == 0:
             self.best_score = self.reference = math.inf
             self.best_step, self.waited = None, 0

@@ -269,6 +269,8 @@ def prepare_job(
         added = _thread_variables(launcher, ranks, machines) | _best_variables()
         added |= variables or {}
         elsewhere = settings.forwarded_variables() if machines else ()
+        # The first line says what differs from the user's own environment; the width of the
+        # terminal changes no result.
         told = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
         slots = sum(host.slots for host in machines)
         if machines and max_ranks and max_ranks > slots:
@@ -297,6 +299,7 @@ def prepare_job(
 
 
 def _check_cores(ranks: int, max_ranks: int | None) -> None:
+    # A job that may grow later must fit then, too.
     cores, most = usable_cores(), max(ranks, max_ranks or 0)
     if most > _RANKS_PER_CORE * cores:
         option = "-n" if most == ranks else "--max-ranks"

@@ -129,6 +129,7 @@ class LayeredProgram(Program):
             raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
         if y is None:
             raise TypeError(f"{type(loss).__name__} needs targets, and y (y_train) is None")
+        # Refused here, because a loss would fail inside a pass, when other ranks wait for this one.
         if getattr(y, "shape", None) is None:
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
         if len(y) != len(x):
