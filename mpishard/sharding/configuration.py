@@ -149,9 +149,8 @@ class ShardingConfiguration:
         Number of ranks, consecutive ones, that hold one replica of the model together, for
         `LocalSGDOptimizer`: inside a replica the strategy goes on as ever, and the replicas are
         trained apart. "node" means all ranks of a node. For a `HybridShardedModel` it is the
-        product of its pipeline and tensor axes, and the replicas lie along its data axis. Default:
-        None, one replica of all ranks; for a plain model that `LocalSGDOptimizer` wraps, a node or
-        a rank.
+        product of its pipeline, tensor and data axes. Default: None, one replica of all ranks; for
+        a plain model that `LocalSGDOptimizer` wraps, a node or a rank.
 
     Raises
     ------

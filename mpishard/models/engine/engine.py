@@ -163,7 +163,7 @@ class Engine:
         is_grouped = across is not None and not self.replica.is_on_mesh
         root = self.backend if is_grouped else self.world
         self.program.vector.deal(self.parameters, root, fill)
-        if across is not None:
+        if across is not None and is_grouped:
             for values in self.parameters.owned(self.own_pieces):
                 across.broadcast(values, root=0)
             self.parameters.publish(self.own_pieces)

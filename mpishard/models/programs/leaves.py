@@ -55,7 +55,7 @@ _log = logging.getLogger("mpishard")
 Sums = tuple[float, float, float]
 
 
-def check_leaves(config: ShardingConfiguration, world_size: int, *, replica_size: int = 1) -> None:
+def check_leaves(config: ShardingConfiguration, world_size: int, *, model_size: int = 1) -> None:
     """Refuse a world, a mesh or choices that cannot reproduce. Communicates nothing.
 
     Parameters
@@ -64,23 +64,28 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, replica_size
         With or without ``gradient_leaves``.
     world_size : int
         Number of ranks.
-    replica_size : int
+    model_size : int
         Number of ranks that compute one batch together.
 
     Raises
     ------
     ValueError
         If ``gradient_leaves`` is on, and the data axis is not the only one, the world is no power
-        of two or larger than V, each rank updates alone, or gradients are compressed.
+        of two or larger than V, each rank or replica updates alone, or gradients are compressed.
     """
     leaves = config.gradient_leaves
     if leaves is None:
         return
     name = f"gradient_leaves={leaves}"
-    if replica_size > 1:
+    if config.replica_size is not None:
+        raise ValueError(
+            f"{name} is for one replica of all ranks, and replica_size={config.replica_size} makes "
+            f"{world_size // config.replica_size} that are trained apart: leave out one of them"
+        )
+    if model_size > 1:
         raise ValueError(
             f"{name} is for the data axis only, and here pipeline and tensor axes have "
-            f"{replica_size} ranks together: give both axes the size 1, or gradient_leaves=None"
+            f"{model_size} ranks together: give both axes the size 1, or gradient_leaves=None"
         )
     # The tree of V leaves has subtrees of equal size only for powers of two.
     is_power = not world_size & (world_size - 1)

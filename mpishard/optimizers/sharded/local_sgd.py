@@ -75,8 +75,8 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         The outer rule: `SGD(0.7, momentum=0.9, nesterov=True)`, for one.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}
         Inside each replica; others than "ddp" need replicas of several ranks. "hybrid" takes a
-        wrapped `HybridShardedModel` whose configuration has the ``replica_size`` of its pipeline
-        and tensor axes: the replicas lie along its data axis.
+        wrapped `HybridShardedModel` whose configuration has a ``replica_size``: each replica is a
+        mesh of its own, also with a data axis.
     exchange : {"float32", "bfloat16", "int8"}, optional
         Form of what travels. Default: the model's dtype.
     fragments : int

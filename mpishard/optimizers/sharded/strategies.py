@@ -287,7 +287,7 @@ class HybridShardedOptimizer(_MeshOptimizer):
     ) -> None:
         super().__init__(wrapped_optimizer, config, model_options)
         self.sizes = axis_sizes(
-            self.world_size, pipeline_parallel_size, tensor_parallel_size, data_parallel_size
+            self._config, pipeline_parallel_size, tensor_parallel_size, data_parallel_size
         )
         names = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
         self._model_options |= zip(names, self.sizes, strict=True)
