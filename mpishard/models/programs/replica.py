@@ -142,13 +142,13 @@ class MeshReplica(Replica):
             )
         given = dict(zip(here, told, strict=True))
         # Replicas that are trained apart meet in steps alone.
-        group = mesh.world if call == "step" else mesh.together
-        if everywhere and group.world_size > mesh.model_size:
+        together = mesh.world if call == "step" else mesh.together
+        if everywhere and together.world_size > mesh.model_size:
             ranks = [
                 rank for rank in range(mesh.world.world_size)
-                if group is mesh.world or mesh.replica_of(rank) == mesh.replica_rank
+                if together is mesh.world or mesh.replica_of(rank) == mesh.replica_rank
             ]  # fmt: skip
-            given = dict(zip(ranks, group.all_gather(np.array([mine])).tolist(), strict=True))
+            given = dict(zip(ranks, together.all_gather(np.array([mine])).tolist(), strict=True))
         for members in self.members:
             rows = [given[rank] for rank in members if rank in given]
             if all(row == rows[0] for row in rows):

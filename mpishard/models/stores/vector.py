@@ -267,7 +267,6 @@ class MeshVector(ModelVector):
         self, read: Callable[[Slice], Array], layout: StoreLayout, root: int | None
     ) -> Array | None:
         xp = layout.device.namespace
-        group = self._mesh.model
         wants, local_root = True, 0
         if root is not None:
             pipeline, tensor, data = self._mesh.coordinates_of(root)
@@ -283,9 +282,9 @@ class MeshVector(ModelVector):
                 continue
             mine = xp.concatenate(own) if own else xp.empty(0, layout.dtype)
             if root is None:
-                together = group.all_gather(mine)
+                together = self._mesh.model.all_gather(mine)
             else:
-                together = group.gather(mine, root=local_root)
+                together = self._mesh.model.gather(mine, root=local_root)
             if full is None:
                 continue
             position = 0

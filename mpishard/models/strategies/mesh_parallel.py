@@ -182,9 +182,10 @@ class MeshModel(ShardedModelBase):
             program = self._mesh_program(model)
         elif self.mesh.model_size > 1:  # otherwise it is data parallelism
             program = DividedProgram(program, self.mesh, self._options.partition_strategy)
-        if self._config.replica_size is not None:
-            program.replica.train_apart(self.mesh)
         return program
+
+    def _replicas(self, size: int) -> ProcessMesh:
+        return self.mesh
 
     def _mesh_program(self, model: ILayeredModel) -> MeshProgram:
         if self._options.sequence_parallel and self.mesh.tensor_size > 1:
