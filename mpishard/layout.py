@@ -99,21 +99,22 @@ class LeafLayout:
 
     ``ShardLayout(samples, leaves)`` cuts, whatever the number of ranks; of P ranks rank r has the
     leaves r, r + P, r + 2P, .. . So the ranks' n-th leaves together are P adjacent ones: a whole
-    subtree of the tree in which all leaves are summed.
+    subtree of the tree in which all leaves are summed. If P does not divide the leaves, they are
+    dealt to the largest power of two of ranks, and the others have as many leaves without samples.
 
     Parameters
     ----------
     samples : int
         Number of samples of the global batch, 0 or more.
     leaves : int
-        Into how many leaves it is cut; a multiple of ``world_size``.
+        Into how many leaves it is cut; a multiple of `computing`.
     world_size : int
         Number of ranks, 1 or more.
 
     Raises
     ------
     ValueError
-        If ``samples`` is negative, or ``leaves`` no multiple of ``world_size``.
+        If ``samples`` is negative, or ``leaves`` no multiple of `computing`.
 
     Examples
     --------
@@ -122,6 +123,8 @@ class LeafLayout:
     [[(0, 3), (6, 8)], [(3, 6), (8, 10)]]
     >>> layout.sizes
     (5, 5)
+    >>> LeafLayout(samples=10, leaves=4, world_size=3).sizes
+    (5, 5, 0)
     """
 
     samples: int
@@ -130,18 +133,26 @@ class LeafLayout:
 
     def __post_init__(self) -> None:
         ShardLayout(self.samples, self.world_size)  # refuses numbers below 0 or 1
-        if self.leaves < 1 or self.leaves % self.world_size:
+        if self.leaves < 1 or self.leaves % self.computing:
             raise ValueError(
                 f"{self.leaves} leaves cannot be dealt evenly to {self.world_size} ranks"
             )
 
+    @property
+    def computing(self) -> int:
+        """Number of ranks that have leaves with samples: the first ones."""
+        world = self.world_size
+        return world if self.leaves % world == 0 else 1 << (world.bit_length() - 1)
+
     def slices(self, rank: int) -> list[slice]:
         """The samples of each leaf of ``rank``, as slices of the global batch, in order."""
+        if rank >= self.computing:
+            return [slice(self.samples, self.samples)] * (self.leaves // self.computing)
         cut = ShardLayout(self.samples, self.leaves)
-        return [cut.slice(leaf) for leaf in range(rank, self.leaves, self.world_size)]
+        return [cut.slice(leaf) for leaf in range(rank, self.leaves, self.computing)]
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The number of samples of each rank, in rank order."""
-        leaves = ShardLayout(self.samples, self.leaves).sizes
-        return tuple(sum(leaves[rank :: self.world_size]) for rank in range(self.world_size))
+        ranks = [self.slices(rank) for rank in range(self.world_size)]
+        return tuple(sum(part.stop - part.start for part in own) for own in ranks)

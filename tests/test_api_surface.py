@@ -287,9 +287,10 @@ CLASSES = [
      "forward_in_process(world_size, input, build_rank)"),
     # 1.12, the mesh
     (ms.ProcessMesh,
-     "ProcessMesh(backend, pipeline=1, tensor=1, data=-1, *, order=('pipeline', 'tensor', 'data'))",
-     ("rank_of(pipeline, tensor, data) coordinates_of(rank) group_of(axis, rank=None) sizes "
-     "replica_size")),
+     ("ProcessMesh(backend, pipeline=1, tensor=1, data=-1, *, replica=1, "
+      "order=('pipeline', 'tensor', 'data'))"),
+     ("rank_of(pipeline, tensor, data, replica=0) coordinates_of(rank) replica_of(rank) "
+      "group_of(axis, rank=None) model_ranks(data, replica=0) sizes replica_size model_size")),
     # 1.11, helpers
     (ms.ParameterAnalyzer, "ParameterAnalyzer(minimum_group_size=1024, world_size=1)",
      ("analyze_model(model) analyze_parameters(parameters) analyze_for_distribution(parameters) "

@@ -1,4 +1,4 @@
-"""Ranks in a grid: which pipeline stage, which tensor slice, which data replica."""
+"""Ranks in a grid: which replica, which pipeline stage, which tensor slice, which data rank."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from mpishard.communication.contract.backend import CommunicationBackend
 
 __all__ = ["AXES", "Axis", "ProcessMesh"]
 
-Axis = Literal["pipeline", "tensor", "data"]
+Axis = Literal["replica", "pipeline", "tensor", "data"]
 
 AXES: tuple[Axis, ...] = ("pipeline", "tensor", "data")
-"""The axes, in the order that coordinates are given in."""
+"""The axes inside a replica, in the order that coordinates are given in."""
+
+_ALL_AXES: tuple[Axis, ...] = ("replica", *AXES)
 
 
 class ProcessMesh:
-    """Divide a world into pipeline stages, tensor groups and data replicas. Collective.
+    """Divide a world into replicas, pipeline stages, tensor groups and data ranks. Collective.
 
     With the default order, data fastest, ``rank = (p * tensor + t) * data + d``; 512 ranks as
-    8 x 8 x 8 have ranks 0 to 63 in pipeline stage 0, and ranks 0 to 7 are its data replicas of
+    8 x 8 x 8 have ranks 0 to 63 in pipeline stage 0, and ranks 0 to 7 are the data ranks of
     tensor slice 0.
+
+    With ``replica=n`` there are n such meshes: rank ``r * replica_size + rank`` has the place in
+    replica r that ``rank`` has in replica 0. Each replica has all of the model's parameters, also
+    if they are sharded over its data axis, and is trained apart from the others, as by
+    `LocalSGDOptimizer`.
 
     Parameters
     ----------
@@ -31,11 +38,15 @@ class ProcessMesh:
     pipeline, tensor : int
         Sizes of these axes, 1 or more.
     data : int
-        Size of the data axis; -1 takes what is left of the world.
+        Size of the data axis; -1 takes what is left of a replica's ranks.
+    replica : int
+        Number of replicas, 1 or more.
     order : sequence of str
-        The three axes, slowest first. ``("pipeline", "data", "tensor")`` puts the ranks of a
-        tensor group, which communicate most, next to each other: inside a node (Narayanan et al.,
-        "Efficient large-scale language model training on GPU clusters", SC 2021, section 3).
+        The axes, slowest first; ``"replica"`` is the slowest unless it is named, so that a replica
+        has consecutive ranks: those of a node, for one. ``("pipeline", "data", "tensor")`` puts the
+        ranks of a tensor group, which communicate most, next to each other: inside a node
+        (Narayanan et al., "Efficient large-scale language model training on GPU clusters", SC 2021,
+        section 3).
 
     Raises
     ------
@@ -48,15 +59,24 @@ class ProcessMesh:
     ----------
     world : CommunicationBackend
         All ranks.
-    pipeline, tensor, data : CommunicationBackend
-        The ranks that share this rank's other two coordinates, by rising coordinate.
-    replica : CommunicationBackend
-        The ranks of this rank's data coordinate, by (pipeline, tensor): together they hold one
-        replica of the model.
+    replica, pipeline, tensor, data : CommunicationBackend
+        The ranks that share this rank's other three coordinates, by rising coordinate.
+    model : CommunicationBackend
+        The ranks that share this rank's replica and data coordinates, by (pipeline, tensor): they
+        compute one batch together.
+    together : CommunicationBackend
+        The ranks of this rank's replica, by rank.
+    samples : CommunicationBackend
+        The ranks that share this rank's pipeline and tensor coordinates, by (replica, data): the
+        samples of a batch are dealt to them.
     pipeline_size, tensor_size, data_size : int
-        Sizes of the axes.
-    pipeline_rank, tensor_rank, data_rank : int
+        Sizes of these axes.
+    replica_count : int
+        Size of the replica axis.
+    replica_rank, pipeline_rank, tensor_rank, data_rank : int
         This rank's coordinates.
+    order : tuple of str
+        The four axes, slowest first.
 
     Examples
     --------
@@ -66,6 +86,11 @@ class ProcessMesh:
     ...     return mesh.pipeline_rank, mesh.data_rank
     >>> run_in_threads(4, body)
     [(0, 0), (0, 1), (1, 0), (1, 1)]
+    >>> def apart(b):
+    ...     mesh = ProcessMesh(b, tensor=2, replica=2)
+    ...     return mesh.replica_rank, mesh.group_of("replica")
+    >>> run_in_threads(4, apart)
+    [(0, (0, 2)), (0, (1, 3)), (1, (0, 2)), (1, (1, 3))]
     """
 
     def __init__(
@@ -75,53 +100,56 @@ class ProcessMesh:
         tensor: int = 1,
         data: int = -1,
         *,
+        replica: int = 1,
         order: Sequence[str] = AXES,
     ) -> None:
         if not isinstance(backend, CommunicationBackend):
             raise TypeError(f"backend must be a CommunicationBackend, got {type(backend).__name__}")
         self.order = mesh_order(order)
         self.pipeline_size, self.tensor_size, self.data_size = mesh_sizes(
-            backend.world_size, pipeline, tensor, data
+            backend.world_size, pipeline, tensor, data, replica
         )
+        self.replica_count = int(replica)
         self.world = backend
         self.pipeline_rank, self.tensor_rank, self.data_rank = self.coordinates_of(backend.rank)
+        self.replica_rank = self.replica_of(backend.rank)
         backend.initialize()
         self.pipeline = self._axis_backend("pipeline")
         self.tensor = self._axis_backend("tensor")
         self.data = self._axis_backend("data")
-        self.replica = self.world
-        if self.data_size > 1 or self.order.index("pipeline") > self.order.index("tensor"):
-            key = self.pipeline_rank * self.tensor_size + self.tensor_rank
-            self.replica = self._split("replica", color=self.data_rank, key=key)
+        self.together = self._replica_backend()
+        self.model = self._model_backend()
+        self.replica = self._replica_axis_backend()
+        self.samples = self._samples_backend()
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Sizes of (pipeline, tensor, data)."""
+        """Sizes of (pipeline, tensor, data): of one replica."""
         return self.pipeline_size, self.tensor_size, self.data_size
 
     @property
     def _size(self) -> dict[str, int]:
-        return dict(zip(AXES, self.sizes, strict=True))
+        return dict(zip(_ALL_AXES, (self.replica_count, *self.sizes), strict=True))
 
     @property
     def replica_size(self) -> int:
-        """Ranks that hold one replica of the model together."""
-        return self.pipeline_size * self.tensor_size
+        """Number of ranks of a replica: pipeline x tensor x data."""
+        return math.prod(self.sizes)
 
     @property
-    def replicas(self) -> list[list[int]]:
-        """The ranks that hold each replica, by data rank: see `replica_ranks`."""
-        return [self.replica_ranks(data) for data in range(self.data_size)]
+    def model_size(self) -> int:
+        """Number of ranks that compute one batch together: pipeline x tensor."""
+        return self.pipeline_size * self.tensor_size
 
-    def replica_ranks(self, data: int) -> list[int]:
-        """The ranks that hold the replica of data rank ``data``, by (pipeline, tensor)."""
+    def model_ranks(self, data: int, replica: int = 0) -> list[int]:
+        """The ranks of these coordinates, which compute one batch, by (pipeline, tensor)."""
         return [
-            self.rank_of(pipeline, tensor, data)
+            self.rank_of(pipeline, tensor, data, replica)
             for pipeline in range(self.pipeline_size)
             for tensor in range(self.tensor_size)
         ]
 
-    def rank_of(self, pipeline: int, tensor: int, data: int) -> int:
+    def rank_of(self, pipeline: int, tensor: int, data: int, replica: int = 0) -> int:
         """The rank at these coordinates.
 
         Raises
@@ -129,29 +157,30 @@ class ProcessMesh:
         ValueError
             For a coordinate outside its axis.
         """
-        coordinates: dict[str, int] = dict(zip(AXES, (pipeline, tensor, data), strict=True))
-        rank = 0
-        for axis in self.order:
-            size, coordinate = self._size[axis], coordinates[axis]
-            if not 0 <= coordinate < size:
-                raise ValueError(f"{axis} coordinate {coordinate} is outside [0, {size})")
-            rank = rank * size + coordinate
-        return rank
+        return self._rank_at(
+            {"replica": replica, "pipeline": pipeline, "tensor": tensor, "data": data}
+        )
 
     def coordinates_of(self, rank: int) -> tuple[int, int, int]:
-        """The coordinates (pipeline, tensor, data) of ``rank``.
+        """The coordinates (pipeline, tensor, data) of ``rank``, in its replica: see `replica_of`.
 
         Raises
         ------
         ValueError
             For a rank outside the world.
         """
-        if not 0 <= rank < math.prod(self.sizes):
-            raise ValueError(f"rank {rank} is outside [0, {math.prod(self.sizes)})")
-        found: dict[str, int] = {}
-        for axis in reversed(self.order):
-            rank, found[axis] = divmod(rank, self._size[axis])
-        return found["pipeline"], found["tensor"], found["data"]
+        at = self._place_of(rank)
+        return at["pipeline"], at["tensor"], at["data"]
+
+    def replica_of(self, rank: int) -> int:
+        """The replica of ``rank``.
+
+        Raises
+        ------
+        ValueError
+            For a rank outside the world.
+        """
+        return self._place_of(rank)["replica"]
 
     def group_of(self, axis: str, rank: int | None = None) -> tuple[int, ...]:
         """The ranks along ``axis`` through ``rank`` (this one), by rising coordinate.
@@ -161,15 +190,35 @@ class ProcessMesh:
         ValueError
             For another axis, or a rank outside the world.
         """
-        if axis not in AXES:
-            raise ValueError(f"unknown axis {axis!r}; there are {', '.join(AXES)}")
-        here = self.coordinates_of(self.world.rank if rank is None else rank)
-        at = dict(zip(AXES, here, strict=True))
-        return tuple(self.rank_of(**{**at, axis: n}) for n in range(self._size[axis]))
+        if axis not in _ALL_AXES:
+            raise ValueError(f"unknown axis {axis!r}; there are {', '.join(_ALL_AXES)}")
+        at = self._place_of(self.world.rank if rank is None else rank)
+        return tuple(self._rank_at(at | {axis: n}) for n in range(self._size[axis]))
 
     def describe(self) -> str:
-        """The sizes, in words."""
-        return " x ".join(f"{size} {axis}" for axis, size in self._size.items())
+        """The sizes, in words; of the replica axis if there are several."""
+        axes = AXES if self.replica_count == 1 else _ALL_AXES
+        return " x ".join(f"{self._size[axis]} {axis}" for axis in axes)
+
+    def _rank_at(self, coordinates: dict[str, int]) -> int:
+        rank = 0
+        for axis in self.order:
+            size, coordinate = self._size[axis], coordinates[axis]
+            if not 0 <= coordinate < size:
+                raise ValueError(f"{axis} coordinate {coordinate} is outside [0, {size})")
+            rank = rank * size + coordinate
+        return rank
+
+    def _place_of(self, rank: int) -> dict[str, int]:
+        world_size = math.prod(self._size.values())
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is outside [0, {world_size})")
+        found: dict[str, int] = {}
+        for axis in reversed(self.order):
+            rank, found[axis] = divmod(rank, self._size[axis])
+        return found
+
+    # A group that is another one already is not split off again: a communicator costs memory.
 
     def _axis_backend(self, axis: Axis) -> CommunicationBackend:
         ranks = self.group_of(axis)
@@ -179,6 +228,38 @@ class ProcessMesh:
         member.axis = axis
         return member
 
+    def _replica_axis_backend(self) -> CommunicationBackend:
+        if self.replica_count == 1:
+            for group in (self.pipeline, self.tensor, self.data):
+                if group.world_size == 1:
+                    return group
+        return self._axis_backend("replica")
+
+    def _replica_backend(self) -> CommunicationBackend:
+        if self.replica_count == 1:
+            return self.world
+        if self.model_size == 1:
+            return self.data
+        return self._split("together", color=self.replica_rank, key=self.world.rank)
+
+    def _model_backend(self) -> CommunicationBackend:
+        if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):
+            return self.together
+        color = self.replica_rank * self.data_size + self.data_rank
+        key = self.pipeline_rank * self.tensor_size + self.tensor_rank
+        return self._split("model", color=color, key=key)
+
+    def _samples_backend(self) -> CommunicationBackend:
+        if self.replica_count == 1:
+            return self.data
+        if self.data_size == 1:
+            return self.replica
+        if self.model_size == 1 and self.order.index("replica") < self.order.index("data"):
+            return self.world
+        color = self.pipeline_rank * self.tensor_size + self.tensor_rank
+        key = self.replica_rank * self.data_size + self.data_rank
+        return self._split("samples", color=color, key=key)
+
     def _split(self, name: str, *, color: int, key: int) -> CommunicationBackend:
         member = self.world.split(color, key)
         assert member is not None
@@ -187,7 +268,7 @@ class ProcessMesh:
 
 
 def mesh_order(order: Sequence[str]) -> tuple[str, ...]:
-    """The axes, slowest first.
+    """The four axes, slowest first: ``"replica"``, unless it is named.
 
     Raises
     ------
@@ -197,14 +278,18 @@ def mesh_order(order: Sequence[str]) -> tuple[str, ...]:
         If it does not name each axis once.
     """
     is_sequence = isinstance(order, list | tuple)
-    if not is_sequence or sorted(map(str, order)) != sorted(AXES):
+    if not is_sequence or sorted(map(str, order)) not in (sorted(AXES), sorted(_ALL_AXES)):
         kind = ValueError if is_sequence else TypeError
-        raise kind(f"order must name {', '.join(AXES)} once each, got {order!r}")
-    return tuple(order)
+        raise kind(
+            f"order must name {', '.join(AXES)} once each, and may name replica, got {order!r}"
+        )
+    return tuple(order) if "replica" in order else ("replica", *order)
 
 
-def mesh_sizes(world_size: int, pipeline: int, tensor: int, data: int) -> tuple[int, int, int]:
-    """Sizes of the three axes, of which ``data`` may be -1: what is left of the world.
+def mesh_sizes(
+    world_size: int, pipeline: int, tensor: int, data: int, replica: int = 1
+) -> tuple[int, int, int]:
+    """Sizes of a replica's axes, of which ``data`` may be -1: the replica's other ranks.
 
     Raises
     ------
@@ -213,21 +298,25 @@ def mesh_sizes(world_size: int, pipeline: int, tensor: int, data: int) -> tuple[
     ValueError
         If they do not make up the world.
     """
-    for name, size in {"pipeline": pipeline, "tensor": tensor}.items():
+    for name, size in {"pipeline": pipeline, "tensor": tensor, "replica": replica}.items():
         if as_integer(name, size) < 1:
             raise ValueError(f"{name} must be 1 or more, got {size}")
     if as_integer("data", data) < 1 and data != -1:
         raise ValueError(f"data must be 1 or more, or -1 for what is left, got {data}")
+    ranks, rest = divmod(world_size, replica)
+    if rest or not ranks:
+        raise ValueError(f"replica {replica} does not divide the world of {world_size} ranks")
+    whole = "the world" if replica == 1 else f"each of the {replica} replicas"
     if data == -1:
-        data, rest = divmod(world_size, pipeline * tensor)
+        data, rest = divmod(ranks, pipeline * tensor)
         if rest or not data:
             raise ValueError(
-                f"pipeline {pipeline} x tensor {tensor} = {pipeline * tensor} does not divide the "
-                f"world of {world_size} ranks"
+                f"pipeline {pipeline} x tensor {tensor} = {pipeline * tensor} does not divide "
+                f"{whole} of {ranks} ranks"
             )
-    if pipeline * tensor * data != world_size:
+    if pipeline * tensor * data != ranks:
         raise ValueError(
             f"pipeline {pipeline} x tensor {tensor} x data {data} = {pipeline * tensor * data}, "
-            f"and the world has {world_size} ranks"
+            f"and {whole} has {ranks} ranks"
         )
     return int(pipeline), int(tensor), int(data)

@@ -119,19 +119,19 @@ class InverseHessian:
         return self._product(np.eye(n))
 
     def _product(self, x: Array) -> Array:
-        reduced = self._backend.all_reduce
+        backend = self._backend
         pairs = list(zip(self.steps, self.changes, 1 / self._curvatures, strict=True))
         xp = array_namespace(self.steps[0] if pairs else x)
         found = xp.array(x[self._part], dtype=self.dtype)  # a copy, which the loops change
         alphas = []
         # Float32 vectors are widened one at a time.
         for step, change, rho in reversed(pairs):
-            alphas.append(rho * reduced(_wide(step) @ found))
+            alphas.append(rho * backend.all_reduce(_wide(step) @ found))
             found -= _wide(change)[:, None] * alphas[-1]
         for step, change, rho in pairs:
-            beta = rho * reduced(_wide(change) @ found)
+            beta = rho * backend.all_reduce(_wide(change) @ found)
             found += _wide(step)[:, None] * (alphas.pop() - beta)
-        return self._backend.all_gather(found)
+        return backend.all_gather(found)
 
     def __repr__(self) -> str:
         n = self.shape[0]

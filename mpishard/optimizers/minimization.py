@@ -10,6 +10,7 @@ import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.init import init
 from mpishard.contracts import PathLike
 from mpishard.data import check_dataset, take
-from mpishard.layout import ShardLayout
+from mpishard.layout import LeafLayout
 from mpishard.models import ZeRO2Model
+from mpishard.models.programs.leaves import check_leaves
 from mpishard.optimizers.inverse_hessian import InverseHessian
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.saving import RunCheckpoints, checkpoint_to_resume
@@ -64,7 +66,7 @@ def minimize(
     It is called as ``scipy.optimize.minimize`` with ``jac=True``. Each rank evaluates the function
     on its share of the samples; the gradient is reduced, and each rank holds 1/N of the 2m + 3
     vectors of L-BFGS. The iterates are those of one process but for the order of sums; on all ranks
-    they are the same bits.
+    they are the same bits. With the option ``gradient_leaves`` they are so for any number of ranks.
 
     Parameters
     ----------
@@ -94,7 +96,10 @@ def minimize(
         ``maxiter`` (15,000), ``maxfun`` (15,000), ``gtol`` (1e-5, of the largest element of the
         gradient), ``ftol`` (2.2e-9, of the fall of the loss, relative to it or to 1), ``maxls``
         (20), ``c1``, ``c2``; of "L-BFGS" ``maxcor`` (10), the number m of pairs; of "Newton-CG"
-        ``maxcg`` (50) products for one direction.
+        ``maxcg`` (50) products for one direction. Not SciPy's: ``gradient_leaves`` (None), a power
+        of two V. The samples are cut into V leaves, ``fun`` is called once for each, and worlds of
+        1 to 8 and of 16, 32 .. V ranks walk through the same bits, as with
+        `ShardingConfiguration`.
     callback : callable, optional
         ``callback(theta)`` or ``callback(intermediate_result)`` after each iteration, on every
         rank; for it theta is gathered. StopIteration on any rank ends the run on all.
@@ -137,7 +142,12 @@ def minimize(
     """
     theta = _checked_theta(theta0)
     args = _checked_args(args, local_data=local_data)
-    rule, limits = _checked_rule(method, options)
+    rule, limits, leaves = _checked_rule(method, options)
+    if leaves is not None and local_data:
+        raise ValueError(
+            "the option gradient_leaves deals the samples of all ranks, and with local_data=True "
+            "each rank brings its own: give every rank the same args, or leave one of both out"
+        )
     box = _checked_bounds(bounds, theta, rule, method)
     function = _checked_functions(fun, jac, hessp, callback, method)
     if not isinstance(backend, CommunicationBackend | None):
@@ -152,8 +162,10 @@ def minimize(
     ).checked()  # fmt: skip
     backend = init() if backend is None else backend
     backend.initialize()
+    config = ShardingConfiguration(backend, gradient_leaves=leaves)
+    check_leaves(config, backend.world_size)
     # The optimizer takes a batch; here every batch is all of this rank's samples.
-    samples = Samples.of(args, backend.rank, backend.world_size, local_data=local_data)
+    samples = Samples.of(args, backend, leaves, local_data=local_data)
     choices = {
         **rule.fingerprint(), **limits, "parameters": theta.size, "dtype": theta.dtype.name,
         "bounds": None if box is None else zlib.crc32(np.stack(box).tobytes()),
@@ -167,7 +179,7 @@ def minimize(
     named = [getattr(given, "__name__", type(given).__name__)
              for given in (fun, jac, hessp) if callable(given)]  # fmt: skip
     objective = Objective(function, theta, hessp, " or ".join(named))
-    run = _Run(backend, rule, limits, objective, callback)
+    run = _Run(config, rule, limits, objective, callback)
     return run.go(samples, saving, box)
 
 
@@ -176,13 +188,14 @@ class _Run:
 
     def __init__(
         self,
-        backend: CommunicationBackend,
+        config: ShardingConfiguration,
         rule: SearchRule,
         limits: Mapping[str, float],
         objective: Objective,
         callback: Callable[..., Any] | None,
     ) -> None:
-        self.backend = backend
+        self.config = config
+        self.backend = config.communication_backend
         self.rule = rule
         self.limits = limits
         self.objective = objective
@@ -196,9 +209,8 @@ class _Run:
     ) -> OptimizeResult:
         """Minimize. Collective."""
         backend = self.backend
-        config = ShardingConfiguration(backend)
-        self.model = ZeRO2Model(self.objective, config)
-        self.optimizer = ZeRO2Optimizer(self.rule, config)
+        self.model = ZeRO2Model(self.objective, self.config)
+        self.optimizer = ZeRO2Optimizer(self.rule, self.config)
         state = self.optimizer.checkpoint_view(self.model)
         # Of a function there is nothing else to save, so nobody need be told.
         self.model.engine.has_said_what_is_not_saved = True
@@ -332,18 +344,21 @@ def _checked_args(args: Any, *, local_data: bool) -> tuple[Any, ...]:
 
 def _checked_rule(
     method: Any, options: Mapping[str, Any] | None
-) -> tuple[SearchRule, dict[str, float]]:
+) -> tuple[SearchRule, dict[str, float], int | None]:
     kind = _RULES.get(method.lower()) if isinstance(method, str) else None
     if kind is None:
         raise ValueError(f"method must be one of {_METHODS}, got {method!r}")
     names = {**_RULE_OPTIONS, **_OWN_OPTIONS[kind]}
     limits: dict[str, float] = dict(_DEFAULTS)
     settings = {}
+    leaves = None
     for name, value in (options or {}).items():
         if name in names:
             settings[names[name]] = value
+        elif name == "gradient_leaves":
+            leaves = value
         elif name not in limits:
-            known = [*limits, *names]
+            known = [*limits, *names, "gradient_leaves"]
             raise ValueError(
                 f"method {method!r} has no option {name!r}; known are {', '.join(known)}"
                 + nearest(name, known)
@@ -354,7 +369,7 @@ def _checked_rule(
             limits[name] = as_number(name, value)
             if not value >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
-    return kind(**settings), limits
+    return kind(**settings), limits, leaves
 
 
 def _checked_bounds(
@@ -410,34 +425,49 @@ def _checked_functions(
 
 
 class Samples:
-    """The part of the data that one rank evaluates: arrays of equal length, or nothing.
+    """The part of the data that one rank evaluates, in leaves; one without ``gradient_leaves``.
 
     Parameters
     ----------
-    arrays : sequence of Array
-        What the function takes beside theta, cut along the first dim.
-    count : int
-        Number of samples. A function without data counts as one sample, on rank 0.
+    leaves : sequence of (sequence of Array, int)
+        Of each leaf what the function takes beside theta, cut along the first dim, and the number
+        of samples. A function without data counts as one sample, on rank 0.
     """
 
-    def __init__(self, arrays: Sequence[Array], count: int) -> None:
-        self.arrays = arrays
-        self.count = count
+    def __init__(self, leaves: Sequence[tuple[Sequence[Array], int]]) -> None:
+        self.leaves = leaves
 
     def __len__(self) -> int:
-        return self.count
+        return sum(count for _, count in self.leaves)
+
+    def __getitem__(self, part: slice) -> Samples:
+        """Return the leaf that ``part`` of the samples is, which is not copied for it."""
+        ends = accumulate(count for _, count in self.leaves)
+        for (arrays, count), end in zip(self.leaves, ends, strict=True):
+            if (end - count, end) == (part.start, part.stop):
+                return Samples([(arrays, count)])
+        raise ValueError(f"no leaf is {part}")
 
     @classmethod
-    def of(cls, args: Sequence[Any], rank: int, world_size: int, *, local_data: bool) -> Samples:
-        """Return the samples of ``rank``, of data that all ranks have, or of its own."""
-        if not args:
-            return cls((), int(rank == 0))
+    def of(
+        cls,
+        args: Sequence[Any],
+        backend: CommunicationBackend,
+        leaves: int | None,
+        *,
+        local_data: bool,
+    ) -> Samples:
+        """Return the samples of this rank, of data that all ranks have, or of its own."""
         if local_data:
-            return cls(tuple(args), len(args[0]))
-        part = ShardLayout(len(args[0]), world_size).slice(rank)
-        indices = np.arange(part.start, part.stop)
-        arrays = [a[part] if isinstance(a, np.ndarray) else take(a, indices) for a in args]
-        return cls(tuple(arrays), len(indices))
+            return cls([(tuple(args), len(args[0]))])
+        size = backend.world_size
+        layout = LeafLayout(len(args[0]) if args else 1, leaves or size, size)
+        found = []
+        for part in layout.slices(backend.rank):
+            rows = np.arange(part.start, part.stop)
+            arrays = [a[part] if isinstance(a, np.ndarray) else take(a, rows) for a in args]
+            found.append((tuple(arrays), len(rows)))
+        return cls(found)
 
 
 class Objective:
@@ -487,10 +517,11 @@ class Objective:
         self._theta = parameters
 
     def compute_loss_and_gradients(self, x: Samples, y: None) -> tuple[float, Array]:
-        """Return the mean loss of the samples and its gradient, shape (n,)."""
+        """Return the mean loss of the samples, of one leaf, and its gradient, shape (n,)."""
+        ((arrays, _),) = x.leaves
         if self._product is not None and self.numbers.get("product"):
-            return 0.0, np.asarray(self._product(self._base, self._theta, *x.arrays))
-        found: Any = self._function(self._theta, *x.arrays)
+            return 0.0, np.asarray(self._product(self._base, self._theta, *arrays))
+        found: Any = self._function(self._theta, *arrays)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(
                 f"{self.described_as} must return (loss, gradient), got a {type(found).__name__}"

@@ -25,6 +25,7 @@ from mpishard.sharding.table import (
     nested_views,
     owned_pieces,
     pieces_within,
+    reproducing_worlds,
 )
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "numerics_fingerprint",
     "owned_pieces",
     "pieces_within",
+    "reproducing_worlds",
     "whole_box",
     "written_part",
 ]

@@ -127,13 +127,15 @@ class ShardingConfiguration:
         memory, and copy each unit to the GPU while it is used. Rajbhandari et al.,
         "ZeRO-Infinity", SC 2021, section 5.1.
     gradient_leaves : int, optional
-        V, a power of two: worlds of 1, 2, 4 .. V ranks walk through *the same bits*, so that a
-        run may go on with more or fewer ranks and end with identical parameters. The global
-        batch is cut into V leaves, ``ShardLayout(batch, V)``, whatever the number of ranks; each
-        leaf's gradient is computed alone, and all are summed in one tree. A rank of P makes V/P
-        forward and backward passes a step, and reduces gradients as often. It passes the samples
-        of its leaves, end to end, as `ShardedModelBase.batch_indices` names them. For the data
-        axis alone, with one BLAS thread. Default: None, one pass per rank and batch.
+        V, a power of two: worlds of 1 to 8 and of 16, 32 .. ranks, up to V, walk through *the
+        same bits*, so that a run may go on with more or fewer ranks and end with identical
+        parameters. The global batch is cut into V leaves, ``ShardLayout(batch, V)``, whatever the
+        number of ranks; each leaf's gradient is computed alone, and all are summed in one tree. A
+        rank of P makes V/P forward and backward passes a step, and reduces gradients as often. If
+        P is no power of two, only the largest power of two of ranks computes, as 2 of 3; all hold
+        and update their parts. A rank passes the samples of its leaves, end to end, as
+        `ShardedModelBase.batch_indices` names them. For the data axis alone, with one BLAS thread.
+        Default: None, one pass per rank and batch.
     check_collectives : bool
         Compare every rank's call before data is mixed. Costs one small message per collective.
     allow_nonfinite : bool
@@ -147,11 +149,11 @@ class ShardingConfiguration:
         the page "Mixed precision". float16 is not offered, because it needs loss scaling.
     replica_size : int or "node", optional
         Number of ranks, consecutive ones, that hold one replica of the model together, for
-        `LocalSGDOptimizer`: inside a replica the strategy goes on as ever, and the replicas are
-        trained apart. "node" means all ranks of a node. For a `HybridShardedModel` it is the
-        product of its pipeline and tensor axes, and the replicas lie along its data axis. Default:
-        None, one replica of all ranks; for a plain model that `LocalSGDOptimizer` wraps, a node or
-        a rank.
+        `LocalSGDOptimizer`, `GradientCompressionOptimizer` and `AsyncSGDOptimizer` with ``delay``:
+        inside a replica the strategy goes on as ever, and between replicas travels what the
+        optimizer says. "node" means all ranks of a node. For a `HybridShardedModel` it is the
+        product of its pipeline, tensor and data axes. Default: None, one replica of all ranks; for
+        a plain model that these optimizers wrap, a node or a rank.
 
     Raises
     ------

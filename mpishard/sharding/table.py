@@ -27,8 +27,10 @@ __all__ = [
     "nested_views",
     "owned_pieces",
     "pieces_within",
+    "reproducing_worlds",
 ]
 
+_DENSE_WORLDS = 8  # up to this number each number of ranks reproduces
 _RESERVED = "__metadata__"  # by safetensors, for a header's own entries
 
 
@@ -314,12 +316,26 @@ def pieces_within(pieces: Sequence[Piece], ranges: Sequence[tuple[int, int]]) ->
     return tuple(found)
 
 
+def reproducing_worlds(leaves: int) -> list[int]:
+    """The numbers of ranks that walk through the same bits with ``gradient_leaves=leaves``.
+
+    They are 1 to 8 and the powers of two above, up to ``leaves``. All numbers would need cells as
+    many as ``leaves`` squared.
+
+    Examples
+    --------
+    >>> reproducing_worlds(4), reproducing_worlds(32)
+    ([1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8, 16, 32])
+    """
+    return [n for n in range(1, leaves + 1) if n <= _DENSE_WORLDS or not n & (n - 1)]
+
+
 def cells_of(unit: Unit, leaves: int) -> list[tuple[int, int]]:
     """The flat ranges ``(start, stop)`` between any two cuts of a unit, in order.
 
-    Of each, one rank owns all in every world of 1, 2, 4 .. ``leaves`` ranks. They are needed
-    because the pieces of those worlds are not nested: 10 elements are cut at 5 for two ranks, and
-    at 3, 6 and 8 for four.
+    Of each, one rank owns all in each of `reproducing_worlds`. They are needed because the pieces
+    of those worlds are not nested: 10 elements are cut at 5 for two ranks, at 4 and 7 for three,
+    and at 3, 6 and 8 for four.
 
     Parameters
     ----------
@@ -331,10 +347,10 @@ def cells_of(unit: Unit, leaves: int) -> list[tuple[int, int]]:
     Examples
     --------
     >>> cells_of(Unit(0, 100, 110, 0, 0), 4)
-    [(100, 103), (103, 105), (105, 106), (106, 108), (108, 110)]
+    [(100, 103), (103, 104), (104, 105), (105, 106), (106, 107), (107, 108), (108, 110)]
     """
     cuts = {unit.start, unit.stop}
-    for world in (1 << level for level in range(leaves.bit_length())):
+    for world in reproducing_worlds(leaves):
         layout = ShardLayout(unit.length, world)
         cuts.update(unit.start + layout.start(rank) for rank in range(world))
     return list(pairwise(sorted(cuts)))

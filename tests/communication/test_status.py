@@ -424,13 +424,13 @@ class TestGroups:
         def body(backend):
             mesh = ms.ProcessMesh(backend, pipeline=2, tensor=2, data=2)
             return [(g.world_ranks, g.label.split(" group")[0])
-                    for g in (mesh.pipeline, mesh.tensor, mesh.data, mesh.replica)]  # fmt: skip
+                    for g in (mesh.pipeline, mesh.tensor, mesh.data, mesh.model)]  # fmt: skip
 
         assert run_in_threads(8, body)[3] == [
             ((3, 7), "pipeline"),
             ((1, 3), "tensor"),
             ((2, 3), "data"),
-            ((1, 3, 5, 7), "replica"),
+            ((1, 3, 5, 7), "model"),
         ]
 
     def test_a_backend_that_says_nothing_of_them_is_asked_once(self, monkeypatch):

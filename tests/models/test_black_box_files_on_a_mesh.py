@@ -192,9 +192,9 @@ def test_copies_and_vectors(backend: Any, problems: Any, kind: str) -> None:
         model, optimizer = build(backend, problems, kind, mesh)
         steps(model, optimizer, 0)
         theta = model.get_parameters()
-        sent = backend.traffic.total_bytes, model.mesh.replica.traffic.total_bytes
+        sent = backend.traffic.total_bytes, model.mesh.model.traffic.total_bytes
         copied = model.deep_copy()
-        assert sent == (backend.traffic.total_bytes, model.mesh.replica.traffic.total_bytes)
+        assert sent == (backend.traffic.total_bytes, model.mesh.model.traffic.total_bytes)
         assert copied.wrapped_model is not model.wrapped_model
         copied.train(*(a[: 8 * (model.data_rank + 1)] for a in (X, Y)))
         np.testing.assert_array_equal(model.get_parameters(), theta)

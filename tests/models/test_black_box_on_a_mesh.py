@@ -146,7 +146,7 @@ def test_the_vector_is_divided_by_the_documented_arithmetic(backend: Any, length
     for sizes in meshes(backend.world_size):
         model = HybridShardedModel(Ten(length), ShardingConfiguration(backend), *sizes)
         start, stop = documented(length, model.mesh)
-        is_divided = model.mesh.replica_size > 1
+        is_divided = model.mesh.model_size > 1
         if is_divided:
             assert model.owned_ranges == (((start, stop),) if start < stop else ())
         np.testing.assert_array_equal(
@@ -255,13 +255,13 @@ def test_bytes_of_a_step(
             backend, problems, kind, mesh, "adamw", data_parallel_strategy=data
         )
         optimizer.bind(model)
-        links = {id(b): b for b in (backend, model.mesh.data, model.mesh.replica)}.values()
-        share, replicas = model.mesh.replica_size, mesh[2]
+        links = {id(b): b for b in (backend, model.mesh.data, model.mesh.model)}.values()
+        share, replicas = model.mesh.model_size, mesh[2]
         small = sent(backend, links, backend.all_reduce, np.zeros(7))
         if share > 1:
             marks = np.zeros((1, 4), np.int64)
-            small += sent(backend, links, model.mesh.replica.all_gather, marks)
-            small += sent(backend, links, model.mesh.replica.all_gather, np.zeros((1, 3)))
+            small += sent(backend, links, model.mesh.model.all_gather, marks)
+            small += sent(backend, links, model.mesh.model.all_gather, np.zeros((1, 3)))
             if replicas > 1:
                 small += sent(backend, links, backend.all_gather, marks)
         size = model.parameter_count * model.dtype.itemsize

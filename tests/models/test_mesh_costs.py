@@ -72,7 +72,7 @@ def sent(backend: CommunicationBackend, model: Any, optimizer: Any) -> dict[str,
             mine[axis] = group.traffic.total_bytes
             if group is model.mesh.world:
                 mine[axis] -= small(group, np.zeros(7), "all_reduce")
-                if model.mesh.replica_size > 1:
+                if model.mesh.model_size > 1:
                     mine[axis] -= small(group, np.zeros((1, 4), np.int64), "all_gather")
         everyone = backend.all_reduce(np.array(list(mine.values())))
         found.append(dict(zip(mine, everyone.tolist(), strict=True)))

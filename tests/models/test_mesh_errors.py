@@ -210,7 +210,7 @@ def test_what_does_not_fit_the_model_is_refused(backend: Any, mesh: Any) -> None
     model, optimizer = build(backend, mesh)
     before = model.get_parameters()
     x, y = batch(model)
-    calls = sum(group.traffic.total_bytes for group in (backend, model.mesh.replica))
+    calls = sum(group.traffic.total_bytes for group in (backend, model.mesh.model))
     for given, kind, message in [
         ((None, y), TypeError, "NoneType"),
         ((x, None), TypeError, "MSE needs targets"),
@@ -228,7 +228,7 @@ def test_what_does_not_fit_the_model_is_refused(backend: Any, mesh: Any) -> None
                 call()
     with pytest.raises(ValueError, match=r"shape|4"):
         model.predict(x[:, :4])
-    now = sum(group.traffic.total_bytes for group in (backend, model.mesh.replica))
+    now = sum(group.traffic.total_bytes for group in (backend, model.mesh.model))
     assert now == calls
     still_works(model, optimizer, before)
 

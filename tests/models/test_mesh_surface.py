@@ -175,7 +175,7 @@ def test_a_deep_copy_trains_alone(
 
 def traffic(model: Any) -> list[int]:
     mesh = model.mesh
-    groups = {id(g): g for g in (mesh.world, mesh.pipeline, mesh.tensor, mesh.data, mesh.replica)}
+    groups = {id(g): g for g in (mesh.world, mesh.pipeline, mesh.tensor, mesh.data, mesh.model)}
     return [group.traffic.total_bytes for group in groups.values()]
 
 

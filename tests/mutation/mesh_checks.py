@@ -74,8 +74,8 @@ def equal(make: Any, data: Any, *meshes: tuple[int, int, int], **options: Any) -
         part = model.data_rank % 2
         mine = [given[4 * part : 4 * part + 4] for given in data]
         close(model.compute_gradients(*mine), own[part])
-        if model.mesh.replica_size > 1:
-            wrong = [given[: 4 + (model.mesh.replica.rank == 1)] for given in data]
+        if model.mesh.model_size > 1:
+            wrong = [given[: 4 + (model.mesh.model.rank == 1)] for given in data]
             refused(ValueError, "Deal samples by data_rank", lambda: model.train(*wrong))
 
     on_meshes(body, *meshes)

@@ -164,7 +164,10 @@ def minimize(problems: Any) -> None:
                 ("L-BFGS", None, None), ("L-BFGS", box, None), ("CG", None, stop),
             )
         ]  # fmt: skip
-        return [x @ result.x for result in found] + [result.jac for result in found]
+        mine = ms.ShardLayout(5, backend.world_size).slice(backend.rank)
+        steps, changes = np.arange(1.0, 21.0).reshape(2, 2, 5)[..., mine]
+        inverse = ms.optimizers.InverseHessian(backend, steps, changes, 5) @ np.linspace(-1, 1, 5)
+        return [x @ result.x for result in found] + [result.jac for result in found] + [inverse]
 
     as_in_one_process(body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 import mpishard as ms
 from mpishard import nn
-from mpishard.errors import NonFiniteLossError, ShardingError
+from mpishard.errors import NonFiniteLossError, PeerError, ShardingError
+from mpishard.observe import merge_traces, open_trace, trace
 from mpishard.optimizers import LAMB, SGD, Adam, LocalSGDOptimizer
 from mpishard.testing.worlds import in_worlds
 
@@ -23,11 +25,11 @@ def plain(seed=2):
     return nn.MLP([6, 8, 3], activation="tanh", seed=seed)
 
 
-def build(backend, strategy, rule, period, *, size=2, outer=None, seed=2):
+def build(backend, strategy, rule, period, *, size=2, outer=None):
     config = ms.ShardingConfiguration(
         backend, minimum_parameter_group_size=1, replica_size=min(size, backend.world_size)
     )
-    model = ms.as_distributed(plain(seed), config, strategy)
+    model = ms.as_distributed(plain(), config, strategy)
     return model, LocalSGDOptimizer(rule, config, period, outer, strategy=strategy)
 
 
@@ -71,9 +73,7 @@ def textbook(size, world, steps, period, outer):
 def test_fifty_steps_are_the_textbooks(backend, strategy):
     outer = SGD(0.7, momentum=0.9, nesterov=True) if strategy != "zero1" else None
     size = 3 if backend.world_size == 6 else 2
-    model, optimizer = build(
-        backend, strategy, SGD(1e-3, momentum=0.9), 4, size=size, outer=outer, seed=2
-    )
+    model, optimizer = build(backend, strategy, SGD(1e-3, momentum=0.9), 4, size=size, outer=outer)
     for step in range(50):
         optimizer.step(model, *share(step, backend.rank, backend.world_size))
     expected = textbook(size, backend.world_size, 50, 4, outer)
@@ -82,6 +82,7 @@ def test_fifty_steps_are_the_textbooks(backend, strategy):
     optimizer.settle()
     settled = model.get_parameters()
     assert (backend.all_gather(settled[None]) == settled).all()
+    assert (model.check_replicas() > 0) == (backend.world_size > size)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -98,9 +99,12 @@ def test_a_period_of_one_with_descent_is_ddp(backend, strategy):
 
 
 @pytest.mark.usefixtures("messages_only")
+@pytest.mark.parametrize("sizes", [None, (1, 1, 2), (1, 2, 1)])
 @in_worlds(4)
-def test_every_replica_begins_with_the_first_ones_values(backend):
-    model, _ = build(backend, "fsdp", SGD(), 2, seed=backend.rank)
+def test_every_replica_begins_with_the_first_ones_values(backend, sizes):
+    config = ms.ShardingConfiguration(backend, replica_size=2)
+    mine = plain(backend.rank)
+    model = ms.HybridShardedModel(mine, config, *sizes) if sizes else ms.FSDPModel(mine, config)
     assert (model.get_parameters() == plain(0).get_parameters()).all()
 
 
@@ -232,13 +236,15 @@ def test_others_than_local_sgd_are_refused(backend):
     ):
         with pytest.raises((ShardingError, RuntimeError), match=r"replica_size|before"):
             call()
-    with pytest.raises(NotImplementedError, match="replicas of a mesh lie along its data axis"):
-        ms.HybridShardedModel(plain(), config)
     for size, error in ((3, ValueError), (0, ValueError), ("rack", TypeError)):
         with pytest.raises(error, match="replica_size"):
             ms.ShardingConfiguration(backend, replica_size=size)
     with pytest.raises(TypeError, match=r'a number of ranks or "node", got .rack.'):
         ms.ShardingConfiguration(backend, replica_size="rack")
+    differing = ms.ShardingConfiguration(backend, replica_size=1 + backend.rank)
+    for kind in (ms.FSDPModel, ms.HybridShardedModel):
+        with pytest.raises(ValueError, match="replica_size is 1, 2"):
+            kind(plain(), differing)
     alone = ms.ShardingConfiguration(backend)
     for strategy, match in (("fsdp", "give ShardingConfiguration"), ("tensor", "must be one of")):
         with pytest.raises(ValueError, match=match):
@@ -251,20 +257,33 @@ def test_others_than_local_sgd_are_refused(backend):
 # ---------------------------------------------------------------------------------- on a mesh
 
 NESTEROV = SGD(0.7, momentum=0.9, nesterov=True)
+LAST = ("pipeline", "data", "replica", "tensor")
 on_meshes = pytest.mark.parametrize(
-    ("world_size", "mesh"), [(2, (1, 2)), (4, (1, 2)), (4, (2, 1)), (4, (2, 2)), (6, (1, 2))]
+    ("world_size", "mesh", "inside", "options"),
+    [
+        (2, (1, 2, 1), "zero1", {}),
+        (4, (2, 1, 1), "zero1", {}),
+        (4, (1, 1, 2), "fsdp", {"order": ("data", "tensor", "pipeline")}),
+        (4, (2, 2, 1), "ddp", {}),
+    ],
 )
+# Two replicas in a world of eight threads.
+IN_THREE_AXES = [
+    ((1, 2, 2), "fsdp", {}),
+    ((2, 1, 2), "fsdp", {"micro_batch_count": 3, "schedule": "1f1b"}),
+    ((1, 2, 2), "zero2", {"order": LAST}),
+]
 
 
-def build_mesh(backend, mesh, rule, period=4, *, outer=None, **options):
+def build_mesh(backend, mesh, rule, period=4, *, outer=None, inside="fsdp", overlap=0, **options):
     """A model and its optimizer, whose replicas have the ranks of ``mesh``."""
-    pipeline, tensor = mesh
-    size = pipeline * tensor
-    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1, replica_size=size)
-    model = ms.HybridShardedModel(
-        plain(2), config, pipeline_parallel_size=pipeline, tensor_parallel_size=tensor
+    config = ms.ShardingConfiguration(
+        backend, minimum_parameter_group_size=1, replica_size=int(np.prod(mesh))
     )
-    return model, LocalSGDOptimizer(rule, config, period, outer, strategy="hybrid", **options)
+    model = ms.HybridShardedModel(plain(2), config, *mesh, data_parallel_strategy=inside, **options)
+    return model, LocalSGDOptimizer(
+        rule, config, period, outer, strategy="hybrid", overlap=overlap
+    )  # fmt: skip
 
 
 def train(model, optimizer, steps):
@@ -273,57 +292,137 @@ def train(model, optimizer, steps):
     return model.get_parameters()
 
 
-@pytest.mark.parametrize("outer", [None, NESTEROV])
-@on_meshes
-@in_worlds()
-def test_fifty_steps_of_meshes_are_the_textbooks(backend, mesh, outer):
-    model, optimizer = build_mesh(backend, mesh, SGD(1e-3, momentum=0.9), outer=outer)
+def fifty_steps(backend, mesh, inside, options):
+    outer = None if inside == "ddp" else NESTEROV
+    model, optimizer = build_mesh(
+        backend, mesh, SGD(1e-3, momentum=0.9), outer=outer, inside=inside, **options
+    )
+    replicas = backend.world_size // int(np.prod(mesh))
+    assert (model.data_size, model.mesh.replica_count) == (replicas * mesh[2], replicas)
+    assert model.data_rank_of(backend.rank) == model.data_rank
     mine = train(model, optimizer, range(50))
-    expected = textbook(1, model.data_size, 50, 4, outer)
-    np.testing.assert_allclose(mine, expected[model.data_rank], rtol=0, atol=1e-12)
+    expected = textbook(mesh[2], model.data_size, 50, 4, outer)
+    np.testing.assert_allclose(mine, expected[model.mesh.replica_rank], rtol=0, atol=1e-12)
+    if inside == "fsdp":  # each replica is sharded over all its ranks
+        mesh_ranks = model.mesh.together.all_gather(np.array([model.local_parameter_shard.size]))
+        assert max(mesh_ranks) <= 2 * min(mesh_ranks) + 8
+        assert max(mesh_ranks) < len(mine)
     optimizer.settle()
     settled = model.get_parameters()
     assert (backend.all_gather(settled[None]) == settled).all()
+    assert replicas == 1 or model.check_replicas() > 0
 
 
 @on_meshes
 @in_worlds()
-def test_a_period_of_one_of_meshes_is_ddp(backend, mesh):
-    model, optimizer = build_mesh(backend, mesh, SGD(0.05), 1)
-    alone = ms.ShardingConfiguration(backend.split(model.engine.replica.together.rank))
+def test_fifty_steps_of_meshes_are_the_textbooks(backend, mesh, inside, options):
+    fifty_steps(backend, mesh, inside, options)
+
+
+@pytest.mark.parametrize(("mesh", "inside", "options"), IN_THREE_AXES)
+def test_fifty_steps_of_replicas_with_three_axes_are_the_textbooks(mesh, inside, options):
+    ms.run_in_threads(8, fifty_steps, mesh, inside, options)
+
+
+def steps_of_one_period(backend, mesh, inside, options):
+    model, optimizer = build_mesh(backend, mesh, SGD(0.05), 1, inside=inside, **options)
+    alone = ms.ShardingConfiguration(
+        backend.split(model.engine.replica.members[model.data_rank].index(backend.rank),
+                      model.data_rank)
+    )  # fmt: skip
     other, exact = ms.DDPModel(plain(), alone), ms.DDPOptimizer(SGD(0.05), alone)
     found, expected = train(model, optimizer, range(20)), train(other, exact, range(20))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    batch = share(3, model.data_rank, model.data_size)
+    (loss, gradient), (known, right) = (m.loss_and_gradients(*batch) for m in (model, other))
+    np.testing.assert_allclose(loss, known, rtol=1e-12)
+    np.testing.assert_allclose(gradient, right, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("outer", "mesh"), [(NESTEROV, (1, 2)), (LAMB(0.1), (2, 1)), (None, (2, 1))]
-)
-@in_worlds(2, 4)
-def test_a_checkpoint_goes_on_with_the_same_bits_and_without_a_mesh(
-    backend, shared_path, outer, mesh
-):
-    model, optimizer = build_mesh(backend, mesh, Adam(1e-3), outer=outer, overlap=1)
+@on_meshes
+@in_worlds()
+def test_a_period_of_one_of_meshes_is_ddp(backend, mesh, inside, options):
+    steps_of_one_period(backend, mesh, inside, options)
+
+
+def test_a_period_of_one_of_three_axes_is_ddp():
+    ms.run_in_threads(8, steps_of_one_period, *IN_THREE_AXES[0])
+
+
+def saved_and_loaded(backend, shared_path, mesh, inner, outer):
+    model, optimizer = build_mesh(backend, mesh, inner, outer=outer, overlap=1)
     train(model, optimizer, range(8))
     optimizer.settle()
     ms.checkpoint.save(shared_path / "run", model, optimizer)
     expected = train(model, optimizer, range(8, 15))
-    again, other = build_mesh(backend, mesh, Adam(1e-3), outer=outer, overlap=1)
+    again, other = build_mesh(backend, mesh, inner, outer=outer, overlap=1)
     ms.checkpoint.load(shared_path / "run", again, other)
     assert train(again, other, range(8, 15)).tobytes() == expected.tobytes()
-    # As many replicas, each of one rank.
-    config = ms.ShardingConfiguration(backend.split(model.engine.replica.together.rank))
+    # As many replicas, each of the ranks of its data axis.
+    place = model.engine.replica.members[model.data_rank].index(backend.rank)
+    config = ms.ShardingConfiguration(
+        backend.split(place, model.data_rank), replica_size=mesh[2] if mesh[2] > 1 else None
+    )
     alone = ms.DDPModel(plain(), config)
-    third = LocalSGDOptimizer(Adam(1e-3), config, 4, outer, overlap=1)
+    third = LocalSGDOptimizer(inner, config, 4, outer, overlap=1)
     ms.checkpoint.load(shared_path / "run", alone, third)
     np.testing.assert_allclose(train(alone, third, range(8, 15)), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mesh", "inner", "outer"),
+    [
+        (2, (1, 2, 1), Adam(1e-3), NESTEROV), (4, (2, 1, 1), Adam(1e-3), LAMB(0.1)),
+        (4, (1, 1, 2), LAMB(1e-3), None),
+    ],
+)  # fmt: skip
+@in_worlds()
+def test_a_checkpoint_goes_on_with_the_same_bits_and_without_a_mesh(
+    backend, shared_path, inner, outer, mesh
+):
+    saved_and_loaded(backend, shared_path, mesh, inner, outer)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "inner", "outer"),
+    [
+        ((1, 2, 2), LAMB(1e-3), LAMB(0.1)),
+        ((2, 1, 2), Adam(1e-3, clip_global_norm=0.1), NESTEROV),
+    ],
+)
+def test_a_checkpoint_of_three_axes_goes_on_too(tmp_path, mesh, inner, outer):
+    ms.run_in_threads(8, saved_and_loaded, tmp_path, mesh, inner, outer)
+
+
+def test_another_number_of_replicas_with_other_axes_goes_on(tmp_path):
+    def begin(backend):
+        model, optimizer = build_mesh(backend, (1, 2, 2), Adam(1e-3), 2, outer=NESTEROV)
+        train(model, optimizer, range(4))
+        ms.checkpoint.save(tmp_path / "run", model, optimizer)
+
+    def go_on(backend, mesh):
+        model, optimizer = build_mesh(backend, mesh, Adam(1e-3), 2, outer=NESTEROV)
+        ms.checkpoint.load(tmp_path / "run", model, optimizer)
+        return model.mesh.replica_rank, train(model, optimizer, range(4, 7))
+
+    def go_on_without(backend, size):
+        model, optimizer = build(backend, "ddp", Adam(1e-3), 2, size=size, outer=NESTEROV)
+        ms.checkpoint.load(tmp_path / "run", model, optimizer)
+        return train(model, optimizer, range(4, 7))
+
+    ms.run_in_threads(8, begin)
+    for world, mesh in ((8, (2, 1, 2)), (4, (2, 2, 1)), (8, (1, 1, 2)), (6, (1, 2, 1))):
+        size, found = mesh[2], ms.run_in_threads(world, go_on, mesh)
+        expected = ms.run_in_threads(world // mesh[0] // mesh[1], go_on_without, size)
+        for replica, parameters in found:
+            np.testing.assert_allclose(parameters, expected[replica * size], rtol=0, atol=1e-12)
 
 
 @in_worlds(4)
 def test_the_loop_deals_samples_to_replicas(backend):
     found = []
-    for mesh in ((1, 2), (2, 1)):
-        model, optimizer = build_mesh(backend, mesh, SGD(0.05), 2)
+    for mesh in ((1, 2, 1), (2, 1, 1), (1, 1, 2)):
+        model, optimizer = build_mesh(backend, mesh, SGD(0.05), 2 if mesh[2] == 1 else 1)
         result = optimizer.optimize(ms.OptimizationInputData(
             model=model, x_train=X, y_train=Y, batch_size=8, epochs=2, progress=False
         ))  # fmt: skip
@@ -334,7 +433,7 @@ def test_the_loop_deals_samples_to_replicas(backend):
 
 @in_worlds(4)
 def test_a_loss_that_is_not_finite_stops_all_replicas(backend):
-    model, optimizer = build_mesh(backend, (1, 2), SGD(0.05))
+    model, optimizer = build_mesh(backend, (1, 2, 1), SGD(0.05))
     x = X * np.nan if model.data_rank == 1 else X
     with pytest.raises(NonFiniteLossError):
         optimizer.step(model, x, Y)
@@ -343,14 +442,53 @@ def test_a_loss_that_is_not_finite_stops_all_replicas(backend):
 @in_worlds(2, 4)
 def test_what_a_mesh_cannot_do_is_refused(backend):
     size = backend.world_size
-    for sizes in ((1, 1), (1, 2)):
-        config = ms.ShardingConfiguration(backend, replica_size=1)
-        with pytest.raises(NotImplementedError, match="lie along its data axis, each of pipeline"):
-            ms.HybridShardedModel(plain(), config, *sizes)
     config = ms.ShardingConfiguration(backend, replica_size=2)
+    for sizes, words in (
+        ((1, 3), r"pipeline 1 x tensor 3 = 3 does not divide .* of 2 ranks"),
+        ((2, 2, 1), r"2 x tensor 2 x data 1 = 4, and .* has 2 ranks"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ms.HybridShardedModel(plain(), config, *sizes)
+    leaves = ms.ShardingConfiguration(backend, replica_size=2, gradient_leaves=4)
+    for kind in (ms.FSDPModel, ms.HybridShardedModel):
+        with pytest.raises(ValueError, match=r"gradient_leaves=4 is for one replica of all ranks"):
+            kind(plain(), leaves)
     for options in ({"fragments": 2}, {"exchange": "int8"}):
         with pytest.raises(ValueError, match='strategy="hybrid" allows fragments=1'):
             LocalSGDOptimizer(SGD(), config, strategy="hybrid", **options)
+    assert backend.traffic.total_bytes == 0
     model = ms.HybridShardedModel(nn.MLP([6, 8, 3]), config, 1, 2)
     with pytest.raises((ShardingError, RuntimeError), match="replica_size"):
-        ms.HybridShardedOptimizer(SGD(), config, 1, 2, size // 2).step(model, X, Y)
+        ms.HybridShardedOptimizer(SGD(), config, 1, 2, 1).step(model, X, Y)
+    with pytest.raises(ValueError, match=rf"must be given the same: rank {size - 2}: 29 samples"):
+        LocalSGDOptimizer(SGD(), config, strategy="hybrid").step(
+            model, X[: 29 - (backend.rank == size - 1)], Y[: 29 - (backend.rank == size - 1)]
+        )
+
+
+def test_a_replica_predicts_without_the_others():
+    def main(backend):
+        model, optimizer = build_mesh(backend, (1, 2, 2), SGD(0.05))
+        train(model, optimizer, range(2))
+        if model.mesh.replica_rank == 1:
+            model.predict(X)
+            model.compute_gradients(X, Y)
+        backend.barrier()
+
+    ms.run_in_threads(8, main)
+
+
+def test_a_report_names_the_axis(tmp_path):
+    def main(backend):
+        model, optimizer = build_mesh(backend, (1, 2, 2), SGD(0.05), 1)
+        with trace(tmp_path, backend):
+            train(model, optimizer, range(1))
+        if backend.rank != 5:
+            model.mesh.replica.barrier()
+
+    with pytest.raises(PeerError, match=r"rank 5 left .* of replica group \d+ \(ranks 1, 5\)"):
+        ms.run_in_threads(8, main)
+    merge_traces(open_trace(tmp_path), tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    axes = {event["args"]["axis"] for event in events if "axis" in event.get("args", {})}
+    assert axes >= {"replica", "data", "tensor"}

@@ -270,6 +270,55 @@ def alone():
         yield
 
 
+def partly_flat(theta, x, y):
+    """Logistic loss that does not depend on the last parameter: its gradient there is -0."""
+    value, gradient = logistic(theta[:-1], x, y)
+    return value, np.append(gradient, -0.0)
+
+
+def flat_product(theta, v, x, y):
+    return np.append(logistic_product(theta[:-1], v[:-1], x, y), -0.0)
+
+
+WIDE = np.concatenate([X, X**2, np.sin(X)], axis=1)
+BOX = [(None, 0.1), *[(-1, None)] * 15]
+
+
+def bits_with_leaves(backend, method, bounds, fun=partly_flat, args=(WIDE, Y), limit=8, **given):
+    """Return the bits of each iterate, and of the result."""
+    seen = []
+    found = ms.minimize(
+        fun, np.zeros(16), args, method, backend=backend, bounds=bounds, **given,
+        hessp=flat_product if method == "Newton-CG" and args else None,
+        options={"gradient_leaves": 8, "maxiter": limit, "ftol": 0, "gtol": 0},
+        callback=lambda intermediate_result: seen.append(
+            (intermediate_result.fun, intermediate_result.x.tobytes())
+        ),
+    )  # fmt: skip
+    return seen, found.x.tobytes(), found.jac.tobytes(), found.fun, found.nfev
+
+
+@pytest.mark.parametrize(
+    ("method", "bounds"), [("L-BFGS", None), ("L-BFGS", BOX), ("CG", None), ("Newton-CG", None)]
+)
+@in_worlds(2, 3, 4, 8)
+def test_gradient_leaves_make_all_iterates_the_same_bits(backend, method, bounds, shared_path):
+    (alone,) = ms.run_in_threads(1, bits_with_leaves, method, bounds)
+    assert bits_with_leaves(backend, method, bounds) == alone
+    # Three iterations on another number of ranks, and the rest here.
+    path = {"checkpoint": shared_path / "run"}
+    if backend.rank == 0:
+        other = 2 if backend.world_size == 3 else 3
+        ms.run_in_threads(other, bits_with_leaves, method, bounds, limit=3, **path)
+    backend.barrier()
+    rest = bits_with_leaves(backend, method, bounds, **path)
+    assert rest == (alone[0][3:], *alone[1:])
+    if method == "CG":  # of a function without samples, too
+        given = {"fun": lambda theta: rosenbrock(theta + 0.5), "args": ()}
+        (alone,) = ms.run_in_threads(1, bits_with_leaves, method, bounds, **given)
+        assert bits_with_leaves(backend, method, bounds, **given) == alone
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_run_goes_on_at_another_world_size(tmp_path):
     whole = ms.minimize(logistic, START, (X, Y))
@@ -328,6 +377,11 @@ def test_unequal_arguments_are_an_error_on_every_rank(backend):
         ms.minimize(
             logistic, START, (X, Y), backend=backend, options={"maxcor": min(5, 4 + backend.rank)}
         )
+    with pytest.raises(ValueError, match="gradient_leaves is 4, 8"):
+        ms.minimize(
+            logistic, START, (X, Y), backend=backend,
+            options={"gradient_leaves": 4 + 4 * min(1, backend.rank)},
+        )  # fmt: skip
     mine = slice(0, 60 + min(1, backend.rank))
     with pytest.raises(ValueError, match="samples is 60, 61"):
         ms.minimize(logistic, START, (X[mine], Y[mine]), backend=backend)
@@ -353,6 +407,9 @@ def test_bad_arguments_are_refused_before_anything_is_communicated(backend):
         (TypeError, "backend must be a Comm.*, got 'memory'", START, {"backend": "memory"}),
         (ValueError, "checkpoint_every needs checkpoint", START, {"checkpoint_every": 2}),
         (ValueError, "0 < c1 < c2", START, {"options": {"c1": 0.95}}),
+        (ValueError, "power of two, .* got 3", START, {"options": {"gradient_leaves": 3}}),
+        (ValueError, "each rank brings its own", START,
+         {"options": {"gradient_leaves": 4}, "local_data": True}),
     ):  # fmt: skip
         with pytest.raises(error, match=match):
             ms.minimize(logistic, theta, (X, Y), **({"backend": backend} | given))

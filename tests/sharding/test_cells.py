@@ -15,6 +15,7 @@ from mpishard.sharding import (
     numerics_fingerprint,
     owned_pieces,
     pieces_within,
+    reproducing_worlds,
 )
 
 powers = st.integers(0, 5).map(lambda level: 1 << level)
@@ -26,13 +27,13 @@ def test_cells_are_the_unit_and_lie_in_one_piece_of_every_world(length, start, l
     cells = cells_of(unit, leaves)
     assert (cells[0][0], cells[-1][1]) == (unit.start, unit.stop)
     assert all(one[1] == other[0] for one, other in pairwise(cells))
-    for world in (1 << level for level in range(leaves.bit_length())):
+    for world in reproducing_worlds(leaves):
         pieces = [owned_pieces([unit], world, rank)[0] for rank in range(world)]
         for low, high in cells:
             assert low < high
             assert sum(p.start <= low and high <= p.stop for p in pieces) == 1
     # No coarser ones would do: at each cut a piece of some world ends.
-    bounds = {p.stop for w in (1 << k for k in range(leaves.bit_length()))
+    bounds = {p.stop for w in reproducing_worlds(leaves)
               for r in range(w) for p in owned_pieces([unit], w, r)}  # fmt: skip
     assert {high for _, high in cells} <= bounds
 
@@ -44,7 +45,7 @@ def test_what_all_ranks_have_is_cut_alike_in_every_world(lengths, leaves, data):
     low = data.draw(st.integers(0, bounds[-1] - 1))
     trained = [(0, low), (min(low + 3, bounds[-1]), bounds[-1])]
     found = set()
-    for world in (1 << level for level in range(leaves.bit_length())):
+    for world in reproducing_worlds(leaves):
         parts = []
         for rank in range(world):
             own = pieces_within(owned_pieces(units, world, rank), trained)
@@ -61,12 +62,14 @@ def test_what_all_ranks_have_is_cut_alike_in_every_world(lengths, leaves, data):
 
 @given(st.integers(0, 70), powers, st.data())
 def test_leaves_are_dealt_in_turn(samples, leaves, data):
-    world = 1 << data.draw(st.integers(0, leaves.bit_length() - 1))
+    world = data.draw(st.sampled_from(reproducing_worlds(leaves)))
     layout = LeafLayout(samples, leaves, world)
+    computing = layout.computing
+    assert computing == max(n for n in (1, 2, 4, 8, 16, 32) if n <= world)
     cut = ShardLayout(samples, leaves)
     everyone = [layout.slices(rank) for rank in range(world)]
     for leaf in range(leaves):
-        assert everyone[leaf % world][leaf // world] == cut.slice(leaf)
+        assert everyone[leaf % computing][leaf // computing] == cut.slice(leaf)
     for rank, own in enumerate(everyone):
         sizes = [part.stop - part.start for part in own]
         assert sum(sizes) == layout.sizes[rank]

@@ -170,7 +170,8 @@ def _ways(
     # Each way, and the array that it leaves its result in, or None.
     found: dict[str, tuple[Way, Any]] = {"ours": (lambda: ours(source, out=out), out)}
     if kind == "all_reduce":
-        zeros = np.zeros_like(source)  # which stay zeros, however often they are added up
+        # In place the result is the next input: sums of ones would soon be infinite.
+        zeros = np.zeros_like(source)
         found[_IN_PLACE] = (lambda: ours(zeros), None)
         shared = backend.allocate_shared(length, dtype)
     # Memory that peers can read.

@@ -383,6 +383,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 array = array_namespace(sent).empty(sent.shape, sent.dtype)
             copy_into(array, sent)
         assert array is not None
+        # Until all have copied it the root must not change its array.
         yield from self._meet(call, 1, None, array)
         return array
 
@@ -391,6 +392,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     ) -> Steps:
         given = [array] if self._rank == root and array is not None else []
         values = yield from self._open(call, (given, counts), *given)
+        # The root alone knows the counts.
         (sent,), pieces = values[root]
         start = sum(pieces[: self._rank])
         piece = sent[start : start + pieces[self._rank]].copy()
@@ -403,6 +405,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         if self._rank == root:
             near = [beside(other, array) for other in arrays]
             result = array_namespace(array).concatenate(near, axis=0)
+        # Until the root has joined them the ranks must not change their arrays.
         yield from self._meet(call, 1, None, array)
         return result
 
@@ -414,6 +417,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         wishes = yield from self._open(call, (color, key))
+        # Made once, because the ranks of a color must hold one object.
         worlds = self._joined().split(wishes, call.sequence) if self._rank == 0 else None
         values = yield from self._meet(call, 1, worlds)
         if color is None:
@@ -428,6 +432,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         yield from self._open(call, None)
         first = self.peers[0]
+        # The first rank of each node makes the memory of all its ranks.
         makes = self._rank == first and settings.shares_memory()
         values = yield from self._meet(call, 1, anonymous_memory(nbytes) if makes else None)
         return values[first]
@@ -466,6 +471,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         finally:
             with world.lock:
                 channel.receives.remove(receive)
+                # Else each tag that was ever used would keep a channel.
                 if not channel.receives and not channel.messages:
                     world.channels.pop((source, self._rank, tag), None)
         content = message.open()

@@ -31,7 +31,9 @@ __all__ = ["NO_RANK", "Awaited", "Channel", "Failure", "Message", "Receive", "Re
 NO_RANK = -1
 """The rank of a failure in a thread that is no rank."""
 
+# Not None, which is a value that a rank may leave at a rendezvous.
 _ABSENT = object()
+# Two worlds that come after losses in one world must not have one name.
 _losses = itertools.count()
 
 
@@ -212,6 +214,7 @@ class World:
             rendezvous.values[rank] = value
             rendezvous.arrived += 1
             if rendezvous.arrived == self.world_size:
+                # Each rank holds it until it has read the values.
                 del self.rendezvous[key]
                 self.wake(range(self.world_size))
         return rendezvous

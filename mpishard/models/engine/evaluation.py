@@ -62,11 +62,11 @@ def synchronize_gradient(engine: Engine) -> tuple[float, float, Array] | None:
     if engine.computed is None:
         return None
     (full, loss, weight), engine.computed = engine.computed, None
-    data = engine.replica.data
-    total, total_weight = map(float, data.all_reduce(np.array([loss, weight])))
+    dealt = engine.replica.dealt
+    total, total_weight = map(float, dealt.all_reduce(np.array([loss, weight])))
     # The mean over all samples, from means that ranks with other numbers of samples have made.
     full *= weight
-    data.all_reduce(full)
+    dealt.all_reduce(full)
     if total_weight:
         full /= total_weight
     return engine.mean(total, total_weight), total_weight, full
@@ -112,7 +112,7 @@ def mean_loss(engine: Engine, x: Array, y: Array) -> tuple[float, float]:
     """Return the mean loss of all ranks' batches, NaN if unknown, and its weight. Collective."""
     engine.replicas.require_equal("evaluate()")
     total, weight = loss_sum(engine, x, y)
-    # All ranks of a replica have computed one batch, which counts once.
+    # Ranks that have computed one batch together count it once.
     own = (total, weight) if engine.replica.speaks else (0.0, 0.0)
     total, weight = map(float, engine.world.all_reduce(np.array(own)))
     return engine.mean(total, weight), weight

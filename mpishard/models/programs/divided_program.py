@@ -1,4 +1,4 @@
-"""A black box on a mesh: its flat vector is divided over a replica's ranks, its computation not."""
+"""A black box on a mesh: its flat vector is divided over the ranks, its computation not."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["DividedProgram"]
 
 
 class DividedProgram(Program):
-    """Every rank of a replica computes one batch, all of it, and owns a range of the flat vector.
+    """Pipeline and tensor ranks compute one batch each, all of it, and own ranges of the vector.
 
     The range is one unit (`RangeVector`), and the data axis treats it as it does a whole vector.
     Of the gradient that a rank computes it keeps and reduces its range alone. After an update the
-    user's object gets the ranges of all ranks of the replica.
+    user's object gets the ranges of all pipeline and tensor ranks.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class DividedProgram(Program):
         mesh: ProcessMesh,
         strategy: IPipelinePartitionStrategy | None = None,
     ) -> None:
-        self.replica = MeshReplica(mesh, speaks=mesh.replica.rank == 0, predicts_together=False)
+        self.replica = MeshReplica(mesh, speaks=mesh.model.rank == 0, predicts_together=False)
         self.vector: RangeVector = RangeVector(whole.entries, mesh, strategy)
         self._mesh = mesh
         self._compute_by(whole)
@@ -127,7 +127,7 @@ class DividedProgram(Program):
                 gradients.reduce(unit)
 
     def _require_one_result(self, total: float, projection: float, norm2: float) -> None:
-        """Refuse a model whose loss or gradient depends on the rank of its replica. Collective.
+        """Refuse a model whose loss or gradient depends on the rank that computes. Collective.
 
         Each rank keeps its range of its own gradient, so the ranges would be of different
         functions. Rounding may differ between machines: the square root of the dtype's resolution
@@ -136,10 +136,11 @@ class DividedProgram(Program):
         Raises
         ------
         ShardingError
-            On every rank of the replica.
+            On all ranks that compute the batch.
         """
         mine = np.array([[total, projection, norm2]])
-        losses, projections, norms2 = self._mesh.replica.all_gather(mine).T
+        losses, projections, norms2 = self._mesh.model.all_gather(mine).T
+        # Ranks may sum in other orders, as BLAS threads do: a difference of rounding is none.
         allowed = 8 * math.sqrt(np.finfo(self.dtype).eps)
         ranges = []
         for values, scale in (
@@ -147,17 +148,18 @@ class DividedProgram(Program):
             (projections, np.sqrt(norms2)),
             (norms2, norms2),
         ):
+            # NaN comes from ranks that computed no gradient, or from a loss that is NaN on all.
             known = values[np.isfinite(values)]
             largest = scale[np.isfinite(scale)].max(initial=0.0)
             ranges.append(bool(known.size) and np.ptp(known) > allowed * largest)
         if any(ranges):
-            ranks = self._mesh.replica_ranks(self._mesh.data_rank)
+            ranks = self.replica.members[self.replica.dealt.rank]
             found = "; ".join(
                 f"rank {rank}: loss sum {loss:.6g}, gradient norm {math.sqrt(norm2):.6g}"
                 for rank, loss, norm2 in zip(ranks, losses, norms2, strict=True)
             )
             raise ShardingError(
-                "the ranks of one replica (pipeline and tensor axes) computed one batch, and "
+                "the ranks of the pipeline and tensor axes computed one batch, and "
                 f"their results differ: {found}. A black box there must not depend on its rank, "
                 "for instance by random numbers with a seed of the rank; ranks that compute "
                 "different samples belong on the data axis, as under strategy 'ddp'. Nothing was "
@@ -193,7 +195,7 @@ class DividedProgram(Program):
         )
 
     def changed(self, parameters: ParameterStore) -> None:
-        """Let the model compute with what the replica's ranks have. Collective."""
+        """Let the model compute with what its ranks have. Collective."""
         full = self.vector.gather(parameters, out=self._full)
         if not self._whole.computes_in_place:
             self._whole.compute_with(full, self._holder)
@@ -221,6 +223,8 @@ def _projection(begin: int, values: Array) -> float:
     xp = array_namespace(values)
     rows = int(values.size) // _RAMP_LENGTH
     whole = rows * _RAMP_LENGTH
+    # By rows of one short ramp: weights for every element would take as much memory as the
+    # gradient.
     ramp = xp.linspace(1.0, 2.0, _RAMP_LENGTH, dtype=values.dtype)
     total = float(values[whole:] @ ramp[: int(values.size) - whole])
     if rows:

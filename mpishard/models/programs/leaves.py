@@ -1,6 +1,8 @@
 """A global batch in leaves, so that worlds of different sizes walk through the same bits.
 
 A world of P ranks has V leaves to compute, P at a time: rank r computes the leaves r, r + P, .. .
+If P is no power of two, the first ranks compute, as many as the largest power of two in P; a sum
+over all P is the same, because the others add zeros.
 Sums over leaves go through the tree of `mpishard.communication.contract.reduction` over
 V slots, whatever P is: gradients in `LeafGradients`, loss and weight in `GradientLeaves`. Norms,
 which are sums over parameters, are made of the same terms in every world: see
@@ -36,6 +38,7 @@ from mpishard.sharding import (
     Unit,
     cut_at_cells,
     numerics_fingerprint,
+    reproducing_worlds,
 )
 
 __all__ = [
@@ -55,7 +58,7 @@ _log = logging.getLogger("mpishard")
 Sums = tuple[float, float, float]
 
 
-def check_leaves(config: ShardingConfiguration, world_size: int, *, replica_size: int = 1) -> None:
+def check_leaves(config: ShardingConfiguration, world_size: int, *, model_size: int = 1) -> None:
     """Refuse a world, a mesh or choices that cannot reproduce. Communicates nothing.
 
     Parameters
@@ -64,33 +67,39 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, replica_size
         With or without ``gradient_leaves``.
     world_size : int
         Number of ranks.
-    replica_size : int
+    model_size : int
         Number of ranks that compute one batch together.
 
     Raises
     ------
     ValueError
-        If ``gradient_leaves`` is on, and the data axis is not the only one, the world is no power
-        of two or larger than V, each rank updates alone, or gradients are compressed.
+        If ``gradient_leaves`` is on, and the data axis is not the only one, the world is none of
+        `reproducing_worlds`, each rank or replica updates alone, or gradients are compressed.
     """
     leaves = config.gradient_leaves
     if leaves is None:
         return
     name = f"gradient_leaves={leaves}"
-    if replica_size > 1:
+    if config.replica_size is not None:
+        raise ValueError(
+            f"{name} is for one replica of all ranks, and replica_size={config.replica_size} makes "
+            f"{world_size // config.replica_size} that are trained apart: leave out one of them"
+        )
+    if model_size > 1:
         raise ValueError(
             f"{name} is for the data axis only, and here pipeline and tensor axes have "
-            f"{replica_size} ranks together: give both axes the size 1, or gradient_leaves=None"
+            f"{model_size} ranks together: give both axes the size 1, or gradient_leaves=None"
         )
-    # The tree of V leaves has subtrees of equal size only for powers of two.
-    is_power = not world_size & (world_size - 1)
-    if world_size > leaves or not is_power:
-        worlds = ", ".join(str(1 << level) for level in range(leaves.bit_length()))
-        below = min(leaves, 1 << (world_size.bit_length() - 1))
-        others = f"gradient_leaves={world_size} or None" if is_power else "gradient_leaves=None"
+    worlds = reproducing_worlds(leaves)
+    if world_size not in worlds:
+        below = max(world for world in worlds if world < world_size)
+        larger = 1 << (world_size - 1).bit_length()
+        others = f"gradient_leaves={larger} or None"
+        if world_size not in reproducing_worlds(larger):
+            others = "gradient_leaves=None"
         raise ValueError(
-            f"{name} makes worlds of {worlds} ranks walk through the same bits, and this one has "
-            f"{world_size}: start {below}, or give {others}"
+            f"{name} makes worlds of {', '.join(map(str, worlds))} ranks walk through the same "
+            f"bits, and this one has {world_size}: start {below}, or give {others}"
         )
     _check_choices(leaves, config)
 
@@ -125,13 +134,22 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
 
 
 def say_what_may_differ(config: ShardingConfiguration, dtype: np.dtype[Any]) -> None:
-    """Warn if ranks compute with different kernels, or with several BLAS threads. Collective."""
+    """Warn if ranks compute nothing, with different kernels or several BLAS threads. Collective."""
     backend = config.communication_backend
     mine = _fingerprint(dtype)
     differing = differences(backend, mine)
     # One warning is enough.
     if backend.rank != 0:
         return
+    world_size, leaves = backend.world_size, config.gradient_leaves
+    assert leaves is not None
+    computing = LeafLayout(0, leaves, world_size).computing
+    if computing < world_size:
+        _log.warning(
+            "gradient_leaves=%d: %d of the %d ranks compute samples, because the same bits need a "
+            "power of two of them; a step takes as long as on %d ranks",
+            leaves, computing, world_size, computing,
+        )  # fmt: skip
     if differing:
         _log.warning(
             "gradient_leaves: the ranks do not compute the same bits, and so other worlds will "
@@ -162,7 +180,7 @@ class GradientLeaves:
     config : ShardingConfiguration
         With ``gradient_leaves``, V, a power of two.
     axis : CommunicationBackend
-        The ranks that compute other samples; at most V, a power of two.
+        The ranks that compute other samples; one of `reproducing_worlds`.
     dtype : numpy.dtype
         Dtype of the parameters.
 
@@ -179,11 +197,13 @@ class GradientLeaves:
     ) -> None:
         assert config.gradient_leaves is not None
         self.count = config.gradient_leaves
-        self.micro_steps = self.count // axis.world_size
+        computing = LeafLayout(0, self.count, axis.world_size).computing
+        self.micro_steps = self.count // computing
         self._axis, self._dtype = axis, dtype
         # Units are what ranks cut, and so cells and with them norms depend on it.
         self._unit_size = config.minimum_parameter_group_size
-        self._slots = slice(axis.rank, self.count, axis.world_size)
+        # A rank that computes nothing adds zeros to the slots of another.
+        self._slots = slice(axis.rank % computing, self.count, computing)
         self._places: dict[int, int] = {}  # of all cells that are trained, by where they begin
         self._own: list[int] = []
 
@@ -399,6 +419,10 @@ class LeafGradients(GradientStore):
             total = out
             carry >>= 1
         self._done += 1
+        if self._is_last:
+            # A rank without leaves adds 0, which makes a 0 of -0: so it is in every world.
+            for values in own:
+                values[...] += 0.0
         if not self._is_last:
             self._waiting.append(self._kept(own) if total is own else total)
         elif self._gathers:

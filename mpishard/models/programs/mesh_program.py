@@ -105,7 +105,7 @@ class MeshProgram(LayeredProgram):
         self.stages_here = choices.stages_of(self.mesh.pipeline_rank)
         self.stage_count = len(choices.stages)
         super().__init__(model, minimum_unit_size, self.mesh.world, mixed=mixed)
-        # One rank tells the loss of a replica: the last stage has it, and all its tensor ranks the
+        # One rank tells the loss of a batch: the last stage has it, and all its tensor ranks the
         # same.
         self.replica = MeshReplica(
             self.mesh, speaks=self._has_output and self.mesh.tensor_rank == 0
@@ -254,7 +254,7 @@ class MeshProgram(LayeredProgram):
             if gradients.sends_now and name in self._tie_groups:
                 self._tie_groups[name].all_reduce(gradients.gradient(unit))
             gradients.reduce(unit)
-        # One rank of a replica tells the loss, so that the sum over all ranks counts it once.
+        # One rank of a batch tells the loss, so that the sum over all ranks counts it once.
         return (run.total, run.weight) if self.replica.speaks else (0.0, 0.0)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
@@ -280,7 +280,7 @@ class MeshProgram(LayeredProgram):
         return self._output_of(run)
 
     def _output_of(self, run: StageRun) -> Array:
-        """The model's output on every rank of the replica. Collective."""
+        """The model's output on all ranks that compute the batch. Collective."""
         y = None
         if self._has_output:
             xp = self.device.namespace

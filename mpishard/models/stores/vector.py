@@ -79,10 +79,10 @@ class ModelVector:
 
 
 class RangeVector(ModelVector):
-    """The vector of a black box on a mesh: each rank of a replica owns a range, as one unit.
+    """The vector of a black box on a mesh: each rank owns a range, as one unit.
 
-    Ranks that differ only in their data coordinate own the same range. The ranges of a replica's
-    ranks, a tensor rank's part of its pipeline rank's part, lie end to end in the order of ranks.
+    Ranks that differ only in replica and data coordinates own the same range. The ranges of those
+    that compute one batch, a tensor rank's part of its pipeline rank's part, lie end to end.
 
     Parameters
     ----------
@@ -147,17 +147,17 @@ class RangeVector(ModelVector):
 
     def gather(self, parameters: ParameterStore, out: Array | None = None) -> Array:
         with self._own_values(parameters) as own:
-            return self._mesh.replica.all_gather(own, out=out)
+            return self._mesh.model.all_gather(own, out=out)
 
     def gather_on(self, parameters: ParameterStore, root: int, *, is_sharded: bool) -> Array | None:
         pipeline, tensor, data = self._mesh.coordinates_of(root)
         if data != self._mesh.data_rank:
             return None
         with self._own_values(parameters) as own:
-            return self._mesh.replica.gather(own, root=pipeline * self._mesh.tensor_size + tensor)
+            return self._mesh.model.gather(own, root=pipeline * self._mesh.tensor_size + tensor)
 
     def assemble(self, own: Array, layout: StoreLayout) -> Array:
-        return self._mesh.replica.all_gather(own)
+        return self._mesh.model.all_gather(own)
 
     @contextmanager
     def _own_values(self, parameters: ParameterStore) -> Iterator[Array]:
@@ -193,7 +193,7 @@ def placed_range(entries: Sequence[ParameterEntry], start: int, stop: int) -> Pl
 class MeshVector(ModelVector):
     """The vector of a layered model on a mesh: dealt and put together layer by layer.
 
-    Collective to make: the ranks of a replica tell each other their placements.
+    Collective to make: the ranks that compute one batch tell each other their placements.
 
     Parameters
     ----------
@@ -206,14 +206,14 @@ class MeshVector(ModelVector):
     def __init__(self, placement: Placement, mesh: ProcessMesh) -> None:
         super().__init__(placement)
         self._mesh = mesh
-        self._of_replica = _exchange(mesh.replica, placement)
+        self._placements = _exchange(mesh.model, placement)
         # Layer by layer, so that no rank ever holds more than one layer beside its own part.
         layers = groupby(placement.entries, key=lambda e: e.name.partition(".")[0])
         self._layers = [tuple(entries) for _, entries in layers]
 
     def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
         layout = parameters.layout
-        # The other replicas get their pieces from the first, when a unit is filled.
+        # The others of a data group get their pieces from the first, when a unit is filled.
         begins = parameters.backend.rank == 0
         buffers: dict[int, Array] = {}
         # A unit may have parts of several layers: it is filled when the last of them has come.
@@ -267,7 +267,6 @@ class MeshVector(ModelVector):
         self, read: Callable[[Slice], Array], layout: StoreLayout, root: int | None
     ) -> Array | None:
         xp = layout.device.namespace
-        replica = self._mesh.replica
         wants, local_root = True, 0
         if root is not None:
             pipeline, tensor, data = self._mesh.coordinates_of(root)
@@ -276,20 +275,20 @@ class MeshVector(ModelVector):
         receives = wants and root in (None, self._mesh.world.rank)
         full = xp.empty(self.placement.length, layout.dtype) if receives else None
         for entries in self._layers:
-            # Every replica unshards, because that takes all ranks of a data group.
+            # All unshard, because that takes all ranks of a data group.
             held_here = _slices_in(self.placement, entries)
             own = [read(held) for held in held_here if held.is_counted]
             if not wants:
                 continue
             mine = xp.concatenate(own) if own else xp.empty(0, layout.dtype)
             if root is None:
-                together = replica.all_gather(mine)
+                together = self._mesh.model.all_gather(mine)
             else:
-                together = replica.gather(mine, root=local_root)
+                together = self._mesh.model.gather(mine, root=local_root)
             if full is None:
                 continue
             position = 0
-            for placement in self._of_replica:
+            for placement in self._placements:
                 for held in _slices_in(placement, entries):
                     if held.is_counted:
                         values = together[position : position + held.entry.size]
@@ -312,8 +311,8 @@ def _place_of(units: Sequence[Unit], held: Slice) -> tuple[Unit, slice]:
     return unit, slice(start - unit.start, stop - unit.start)
 
 
-def _exchange(replica: CommunicationBackend, placement: Placement) -> list[Placement]:
-    """The placement of each rank of the replica, by rank. Collective."""
+def _exchange(group: CommunicationBackend, placement: Placement) -> list[Placement]:
+    """The placement of each rank of the group, by rank. Collective."""
     mine = [
         [held.entry.name, list(held.entry.shape), held.entry.start, held.boxes, held.is_counted]
         for held in placement.slices
@@ -327,5 +326,5 @@ def _exchange(replica: CommunicationBackend, placement: Placement) -> list[Place
             )
             for name, shape, start, boxes, is_counted in json.loads(text)
         ])
-        for text in all_texts(replica, json.dumps(mine))
+        for text in all_texts(group, json.dumps(mine))
     ]  # fmt: skip

@@ -21,9 +21,17 @@ from mpishard.pipeline import (
     IPipelineSchedule,
     schedule_by_name,
 )
+from mpishard.sharding import ShardingConfiguration
 from mpishard.tensor import SplitKind, partition_chain
 
-__all__ = ["DATA_POLICIES", "MeshOptions", "axis_sizes", "checked_mesh_options", "idle_axes"]
+__all__ = [
+    "DATA_POLICIES",
+    "MeshOptions",
+    "axis_sizes",
+    "checked_mesh_options",
+    "idle_axes",
+    "replica_count",
+]
 
 DATA_POLICIES: dict[str, Policy] = {
     "ddp": DDPModel.policy,
@@ -73,15 +81,17 @@ def checked_mesh_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _checked(name, value) for name, value in given.items()}
 
 
-def axis_sizes(world_size: int, pipeline: Any, tensor: Any, data: Any) -> tuple[int, int, int]:
-    """Sizes of the three axes; ``data`` may be -1, for the rest of the world.
+def axis_sizes(
+    config: ShardingConfiguration, pipeline: Any, tensor: Any, data: Any
+) -> tuple[int, int, int]:
+    """Sizes of a replica's axes; ``data`` may be -1, for the rest of the ranks.
 
     Raises
     ------
     TypeError
         For what is no integer.
     ValueError
-        If they do not make up the world.
+        If they do not make up the world, or the ``replica_size`` of the configuration.
     """
     for name, size in (("pipeline_parallel_size", pipeline), ("tensor_parallel_size", tensor)):
         as_count(name, size)
@@ -89,7 +99,14 @@ def axis_sizes(world_size: int, pipeline: Any, tensor: Any, data: Any) -> tuple[
         raise ValueError(
             f"data_parallel_size must be 1 or more, or -1 for what is left, got {data}"
         )
-    return mesh_sizes(world_size, pipeline, tensor, data)
+    world_size = config.communication_backend.world_size
+    return mesh_sizes(world_size, pipeline, tensor, data, replica_count(config))
+
+
+def replica_count(config: ShardingConfiguration) -> int:
+    """Number of replicas that are trained apart; 1 if all ranks are one replica."""
+    world_size = config.communication_backend.world_size
+    return world_size // (config.replica_size or world_size)
 
 
 def _checked(name: str, given: Any) -> Any:

@@ -20,13 +20,13 @@ from mpishard.models.programs.divided_program import DividedProgram
 from mpishard.models.programs.leaves import check_leaves
 from mpishard.models.programs.mesh_program import MeshChoices, MeshProgram
 from mpishard.models.programs.program import Program, WholeProgram
-from mpishard.models.programs.replica import MeshReplica
 from mpishard.models.strategies.data_parallel import DDPModel
 from mpishard.models.strategies.mesh_options import (
     DATA_POLICIES,
     MeshOptions,
     axis_sizes,
     idle_axes,
+    replica_count,
 )
 from mpishard.models.wrapper.base import ShardedModelBase
 from mpishard.models.wrapper.wrapping import program_of, require_bfloat16, require_free
@@ -49,7 +49,7 @@ _log = logging.getLogger("mpishard")
 class MeshModel(ShardedModelBase):
     """A model whose layers are dealt to pipeline stages, and split over the tensor axis.
 
-    The ranks with one data coordinate hold one replica together, compute one batch, and must be
+    The ranks that differ in pipeline and tensor coordinates alone compute one batch, and must be
     given the same one; batches are dealt by `data_rank` of `data_size`. `HybridShardedModel` tells
     of all options.
     """
@@ -74,12 +74,12 @@ class MeshModel(ShardedModelBase):
         super().__init__(wrapped_model, config)
 
     def _check_leaves(self) -> None:
-        pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
-        check_leaves(self._config, self.world_size, replica_size=pipeline * tensor)
+        pipeline, tensor, _ = axis_sizes(self._config, *self._sizes)
+        check_leaves(self._config, self.world_size, model_size=pipeline * tensor)
 
     def _on_before_initialize_sharding(self) -> None:
         is_layered = isinstance(self._wrapped_model, ILayeredModel)
-        pipeline, tensor, _ = axis_sizes(self.world_size, *self._sizes)
+        pipeline, tensor, _ = axis_sizes(self._config, *self._sizes)
         if self._config.precision is not None:
             require_bfloat16(self._wrapped_model)  # before the ranks exchange anything
             if pipeline * tensor > 1 and not is_layered:
@@ -109,17 +109,15 @@ class MeshModel(ShardedModelBase):
             )
         if not self._config.auto_sync_gradients:
             raise ValueError(ALONE_ON_A_MESH)
-        size = self._config.replica_size
-        if size is not None and not size == pipeline * tensor > 1:
-            raise NotImplementedError(
-                f"replica_size={size}: the replicas of a mesh lie along its data axis, each of "
-                f"pipeline {pipeline} x tensor {tensor} = {pipeline * tensor} ranks. Give "
-                "replica_size that number, 2 or more; or use ddp, zero1, zero2 or fsdp"
-            )
         require_free(self._wrapped_model)
         self._require_same_choices()
-        self.mesh = ProcessMesh(self.backend, *self._sizes, order=self._options.order)
-        if self.mesh.data_size > 1 and self._config.replica_size is None:
+        self.mesh = ProcessMesh(
+            self.backend,
+            *self._sizes,
+            replica=replica_count(self._config),
+            order=self._options.order,
+        )
+        if self.mesh.data_size > 1:
             self.policy = DATA_POLICIES[self._options.data_parallel_strategy]
         else:  # there is nobody to share with
             self.policy = DDPModel.policy
@@ -137,11 +135,12 @@ class MeshModel(ShardedModelBase):
 
         Before the first message whose meaning depends on it.
         """
-        sizes = axis_sizes(self.world_size, *self._sizes)
+        sizes = axis_sizes(self._config, *self._sizes)
         model = self._wrapped_model
         mine: dict[str, Any] = {
             "class": type(self).__name__,
             "mesh": " x ".join(map(str, sizes)),
+            "replica_size": self._config.replica_size,
             "order": self._options.order,
             "schedule": self._options.schedule.name,
             "virtual_stages_per_rank": self._options.schedule.virtual_stages_per_rank,
@@ -181,12 +180,12 @@ class MeshModel(ShardedModelBase):
         program = program_of(model, self._config)
         if not isinstance(program, WholeProgram):
             program = self._mesh_program(model)
-        elif self.mesh.replica_size > 1:  # otherwise it is data parallelism
+        elif self.mesh.model_size > 1:  # otherwise it is data parallelism
             program = DividedProgram(program, self.mesh, self._options.partition_strategy)
-        if self._config.replica_size is not None:
-            assert isinstance(program.replica, MeshReplica)
-            program.replica.train_apart()
         return program
+
+    def _replicas(self, size: int) -> ProcessMesh:
+        return self.mesh
 
     def _mesh_program(self, model: ILayeredModel) -> MeshProgram:
         if self._options.sequence_parallel and self.mesh.tensor_size > 1:
@@ -223,7 +222,7 @@ class MeshModel(ShardedModelBase):
         return engine
 
     def _say_what_stays_whole(self, reason: str) -> None:
-        if self.mesh.replica_size == 1:
+        if self.mesh.model_size == 1:
             super()._say_what_stays_whole(reason)
             return
         _log.warning(
@@ -258,7 +257,8 @@ class MeshModel(ShardedModelBase):
         return self._options.sequence_parallel
 
     def data_rank_of(self, rank: int) -> int:
-        return self.mesh.coordinates_of(rank)[2]
+        data = self.mesh.coordinates_of(rank)[2]
+        return self.mesh.replica_of(rank) * self.mesh.data_size + data
 
     @property
     def micro_batch_count(self) -> int:
@@ -296,7 +296,7 @@ class MeshModel(ShardedModelBase):
 
     @property
     def is_compute_partitioned(self) -> bool:
-        """True if the ranks of a replica share its computation; each computes a black box whole."""
+        """True if ranks share a batch's computation; each computes a black box whole."""
         return isinstance(self.engine.program, MeshProgram)
 
     def get_model_metadata(self) -> ModelMetadata:
@@ -312,7 +312,12 @@ class MeshModel(ShardedModelBase):
             "DataParallelStrategy": self._options.data_parallel_strategy,
             "ComputePartitioned": self.is_compute_partitioned,
         }
-        if mesh.replica_size > 1:
+        if mesh.replica_count > 1:
+            metadata.properties |= {
+                "ReplicaCount": mesh.replica_count,
+                "ReplicaRank": mesh.replica_rank,
+            }
+        if mesh.model_size > 1:
             metadata.properties |= {
                 "GradientsSharded": True,
                 "GradientsReplicated": False,
@@ -349,11 +354,13 @@ class MeshModel(ShardedModelBase):
 
 
 class HybridShardedModel(MeshModel):
-    """Layers dealt to pipeline stages, split over the tensor axis, replicated over the data axis.
+    """Layers dealt to pipeline stages, split over the tensor axis; samples over the data axis.
 
     Narayanan et al., "Efficient large-scale language model training on GPU clusters using
     Megatron-LM", SC 2021 (arXiv:2104.04473). A rank holds its stages' layers alone, and of those
-    that split its slice; the data axis runs one of the data-parallel strategies on it.
+    that split its slice; the data axis runs one of the data-parallel strategies on it. If the
+    configuration has a ``replica_size``, so many ranks are a mesh of these three axes, and each
+    such replica is trained apart from the others, by `LocalSGDOptimizer`.
 
     Parameters
     ----------
@@ -367,7 +374,7 @@ class HybridShardedModel(MeshModel):
     pipeline_parallel_size, tensor_parallel_size : int
         Sizes of these axes.
     data_parallel_size : int
-        Size of the data axis; -1 takes what is left of the world.
+        Size of the data axis; -1 takes what is left of the world, or of a replica.
     micro_batch_count : int
         M, into how many parts along the batch dim a rank's batch is cut. They may differ by one
         sample; losses are weighted sums, so the result is that of one batch.

@@ -15,7 +15,7 @@ import numpy as np
 from mpishard import checkpoint
 from mpishard.arguments import as_number, require_type
 from mpishard.arrays import Array
-from mpishard.communication import CommunicationBackend
+from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import (
     DynamicShapeInfo,
     ILayeredModel,
@@ -36,7 +36,6 @@ from mpishard.models.engine.evaluation import (
 from mpishard.models.engine.update import Policy, descent
 from mpishard.models.programs.leaves import check_leaves, check_leaves_of, say_what_may_differ
 from mpishard.models.programs.program import Program
-from mpishard.models.programs.replica import GroupReplica
 from mpishard.models.stores.offload import say_what_is_ignored
 from mpishard.models.wrapper.files import ModelFiles
 from mpishard.models.wrapper.held import HeldParameters, compare_replicas
@@ -160,6 +159,8 @@ class ShardedModelBase(IShardedModel):
         take_ownership(self._wrapped_model, self)
         # Before the first message whose length depends on the model.
         require_same_on_all_ranks(program, self.strategy, self._config)
+        if self._config.replica_size is not None:
+            program.replica.train_apart(self._replicas(self._config.replica_size))
         self._engine: Engine | None = self._build_engine(program)
         say_what_is_ignored(self._config, program.device)
         say_what_is_slow(self._config, program)
@@ -175,10 +176,11 @@ class ShardedModelBase(IShardedModel):
 
     def _program(self) -> Program:
         """The computation of the wrapped model on this rank."""
-        program = program_of(self._wrapped_model, self._config)
-        if self._config.replica_size is not None:
-            program.replica = GroupReplica(self.backend, self._config.replica_size)
-        return program
+        return program_of(self._wrapped_model, self._config)
+
+    def _replicas(self, size: int) -> ProcessMesh:
+        """The mesh whose replicas, of ``size`` ranks, are trained apart. Collective."""
+        return ProcessMesh(self.backend, replica=self.world_size // size)
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
         program.default_loss = self.default_loss_function
@@ -529,7 +531,7 @@ class ShardedModelBase(IShardedModel):
         engine = self.engine
         return compare_replicas(
             engine.parameters, engine.placement, self.backend, engine.step_number,
-            is_on_mesh=engine.replica.is_on_mesh,
+            is_on_mesh=engine.replica.is_on_mesh or engine.replica.across is not None,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ shards and full parameters
@@ -579,6 +581,9 @@ class ShardedModelBase(IShardedModel):
     def _cached_full_parameters(self, full: Array | None) -> None:
         # Weak, because a cache that kept the full vector alive would undo the sharding.
         self._remembered = None if full is None else (weakref.ref(full), self.engine.version)
+
+    def _invalidate_cache(self) -> None:
+        self._remembered = None
 
     def _update_local_shard_from_full(self, full: Array) -> None:
         """Take this rank's part of ``full``, which is the same on every rank. Collective."""
@@ -647,7 +652,7 @@ class ShardedModelBase(IShardedModel):
         """
         model = copy.copy(self)
         program, model._wrapped_model = self.engine.program.copy()
-        model._remembered = None
+        model._invalidate_cache()
         engine = model._engine = model._build_engine(program, arena=False)
         engine.parameters.copy_from(self.engine.parameters)
         engine.continue_as(self.engine)

@@ -141,7 +141,7 @@ def compare_replicas(
     step : int
         Number of updates, for the message.
     is_on_mesh : bool
-        Whether ranks outside the store's have copies, too.
+        Whether ranks outside the store's have copies, too: on a mesh, and of replicas.
 
     Returns
     -------

@@ -9,13 +9,13 @@ from typing import Any
 from mpishard.arguments import as_count, as_integer
 from mpishard.arrays import Array
 from mpishard.contracts import IOptimizer
-from mpishard.models import HybridShardedModel, ShardedModelBase
+from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.local_state import CODES, LocalSettings, LocalState
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.strategies import data_model_class
+from mpishard.optimizers.sharded.strategies import model_of_replicas
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import by_node
 
@@ -75,8 +75,8 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         The outer rule: `SGD(0.7, momentum=0.9, nesterov=True)`, for one.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}
         Inside each replica; others than "ddp" need replicas of several ranks. "hybrid" takes a
-        wrapped `HybridShardedModel` whose configuration has the ``replica_size`` of its pipeline
-        and tensor axes: the replicas lie along its data axis.
+        wrapped `HybridShardedModel` whose configuration has a ``replica_size``: each replica is a
+        mesh of its own, also with a data axis.
     exchange : {"float32", "bfloat16", "int8"}, optional
         Form of what travels. Default: the model's dtype.
     fragments : int
@@ -110,13 +110,8 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         start_period: int = 1,
     ) -> None:
         super().__init__(wrapped_optimizer, config)
-        self.model_class = data_model_class(strategy, hybrid=HybridShardedModel)
         self._config = by_node(self._config)
-        if strategy != "ddp" and self._config.replica_size is None:
-            raise ValueError(
-                f"strategy={strategy!r} shards a replica over its ranks, and here each rank is a "
-                'replica: give ShardingConfiguration(replica_size=), a number of ranks or "node"'
-            )
+        self.model_class = model_of_replicas(strategy, self._config)
         period = self.synchronization_period = as_count(
             "synchronization_period", synchronization_period
         )
