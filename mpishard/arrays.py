@@ -205,6 +205,7 @@ def block_squares(array: Array) -> Array:
     """
     xp = array_namespace(array)
     blocks, rest = divmod(int(array.size), SQUARES_BLOCK)
+    # Blocks of one length give the same bits however the vector is cut into pieces.
     parts = [array[: array.size - rest].reshape(blocks, SQUARES_BLOCK)]
     if rest:
         parts.append(array[array.size - rest :].reshape(1, rest))
@@ -222,6 +223,7 @@ def _chunk_bytes() -> int:
 def _l2_bytes(caches: Path) -> int | None:
     """Size of a core's L2 cache as Linux tells it; None elsewhere."""
     try:
+        # Linux numbers caches in no fixed order of levels.
         for cache in sorted(caches.glob("index*")):
             if (cache / "level").read_text().strip() == "2":
                 return int((cache / "size").read_text().strip().removesuffix("K")) * 1024

@@ -346,6 +346,7 @@ PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
 
 
 def _strategy(given: str | DistributedStrategy) -> str:
+    # As people write them: ZeRO-1, tensor_parallel, FSDP.
     name = str(given).lower().replace("-", "").replace("_", "").removesuffix("parallel")
     known = [*map(str, _CLASSES), DistributedStrategy.NONE.value]
     if name not in known:

@@ -126,6 +126,8 @@ class Library:
         self.version = f"{version.major}.{version.minor}.{version.patch}"
         if version.major != _VERSION:
             raise ValueError(f"MPISHARD_ONEDNN: {path} is oneDNN {self.version}, needs version 3")
+        # Primitives and streams are used by one thread at a time, and thread-ranks multiply
+        # together.
         self._threads = threading.local()
 
     def multiply(self, a: Array, b: Array, out: Array, bias: Array | None = None) -> None:
@@ -202,6 +204,7 @@ class _Product:
         missing = dims - array.ndim  # a bias has fewer
         shape = (1,) * missing + array.shape
         sizes = [array.shape[0] if missing else 0] * missing
+        # oneDNN counts strides in elements.
         strides = [*sizes, *(stride // array.itemsize for stride in array.strides)]
         vector = ctypes.c_int64 * dims
         made = ctypes.c_void_p()

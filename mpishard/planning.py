@@ -156,6 +156,7 @@ def simulate(
         virtual,
         times,
         ranks,
+        # A micro-batch is counted once in each virtual stage of a rank.
         peak_live=tuple(live / virtual for live, _, _ in peaks),
         peak_held=tuple(held / virtual for _, held, _ in peaks),
         peak_activation_bytes=(
@@ -198,6 +199,7 @@ def _peaks(
             nbytes -= activations[stage]
         elif kind is PipelineOperationType.BACKWARD_INPUT:
             live -= 1
+            # What the backward of the parameters still needs stays; all else is free.
             nbytes += pending[stage] - activations[stage]
         else:
             held -= 1
@@ -371,8 +373,11 @@ def text_chart(timeline: Timeline, width: int = 100) -> str | None:
         line = ""
         for operation, _, start, end in timed:
             letter = _LETTERS[operation.type]
+            # Lower case tells neighbouring stages of a rank apart in one column.
             if operation.virtual_stage_index % 2:
                 letter = letter.lower()
+            # To the nearest column. 1e-9, because a sum of times may miss the middle between two
+            # columns by a rounding error, and all of them are to fall to one side.
             first, behind = (math.floor(time * columns + 0.5 + 1e-9) for time in (start, end))
             line = line.ljust(first, ".")
             line += f"{letter}{operation.micro_batch_index}".ljust(behind - first, "=")

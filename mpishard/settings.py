@@ -463,6 +463,7 @@ def remote_shell(is_hydra: bool) -> str:
         Whether the launcher is MPICH's, which is told so by HYDRA_LAUNCHER_EXEC; Open MPI's by
         PRTE_MCA_plm_ssh_agent and its older names, of which the first that is set counts.
     """
+    # Open MPI is told several programs, as `ssh : rsh`, and takes the first that is there.
     names = ("HYDRA_LAUNCHER_EXEC",) if is_hydra else _REMOTE_SHELLS
     chosen = next((os.environ[name] for name in names if os.environ.get(name)), "ssh")
     return chosen if is_hydra else chosen.partition(":")[0].strip()

@@ -58,6 +58,7 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         """A plain model with the fitted parameters, made anew at each call."""
         check_is_fitted(self, "parameters_")
         model = self._made(self.seed_)
+        # The estimator keeps numbers alone, so that it can be pickled, whatever the model holds.
         model.set_parameters(self.parameters_)
         return model
 
@@ -88,6 +89,8 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         raise NotImplementedError
 
     def _train(self, x: Array, y: Array) -> Self:
+        # Drawn by scikit-learn's rules: a RandomState that several estimators share goes on with
+        # each fit.
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         if current_backend.get() is not None:  # called by a rank: all of its world call it
             trained = self._on_rank(init(), x, y, seed)

@@ -46,7 +46,7 @@ SPARED = {
     ("LayerChain._forward", "parameters.backend.progress()"): _PROGRESS,
     ("LayerChain.backward", "parameters.backend.progress()"): _PROGRESS,
     ("LayerChain.backward_input", "parameters.backend.progress()"): _PROGRESS,
-    ("DelayedGradients.reduce", "self.backend.progress()"): _PROGRESS,
+    ("ExchangedGradients.reduce", "self.exchange.across.progress()"): _PROGRESS,
     ("LocalState.end_step", "self._across.progress()"): _PROGRESS,
     ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
         "a second wait: copies to the host block, and collectives wait for the GPU themselves",
@@ -56,7 +56,7 @@ SPARED = {
 # What no check reaches is for tests of its own, by function and text.
 _RESUME = "optimizers/test_resume.py"
 TESTED = {
-    ("_DelayedState.apply_pending",
+    ("DelayedState.apply_pending",
      "differences(self.model.backend, {n: str(v) for n, v in self.settings().items()})"):
         "optimizers/test_async_sgd.py::test_ranks_with_other_pending_gradients_are_refused",
     ("compare_replicas", "world.all_gather(rows.reshape(-1, 3))"):
@@ -73,8 +73,6 @@ TESTED = {
         f"{_RESUME}::test_state_that_one_rank_cannot_say_is_refused_by_all",
     ("UserState.position", "gather_texts(self._backend, text)"):
         f"{_RESUME}::test_state_that_differs_between_ranks_is_each_rank_s",
-    ("MeshReplica.train_apart", "self.world.split(self.world.rank)"):
-        "optimizers/test_local_sgd_groups.py::test_a_period_of_one_of_meshes_is_ddp",
     ("minimize", "differences(backend, choices)"):
         "optimizers/test_minimize.py::test_unequal_arguments_are_an_error_on_every_rank",
 }  # fmt: skip

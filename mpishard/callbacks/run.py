@@ -84,6 +84,7 @@ class Wishes:
     def exchanged(self, sums: Sequence[float]) -> None:
         """Note the sums over all ranks of what they have sent."""
         self.own[:] = 0.0, 0.0
+        # Added up, because wishes may be sent several times before the run reads them.
         self.received[:] = [old + float(new) for old, new in zip(self.received, sums, strict=True)]
 
     def take(self) -> tuple[bool, bool]:
@@ -109,6 +110,7 @@ def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
         name = type(callback).__name__
         if isinstance(callback, type):
             raise TypeError(f"callbacks must be objects, got the class {callback.__name__}")
+        # A misspelled method would never be called, and nobody would notice.
         found = [each for each in dir(callback) if each.startswith("on_")]
         strange = [each for each in found if each not in HOOKS]
         if strange:
@@ -288,6 +290,7 @@ class Run:
         """
         own = json.dumps([self.rank, self._reason]) if self._reason else ""
         ranks: dict[str, list[int]] = {}
+        # Each reason is told once, with the ranks that gave it.
         for text in all_texts(self.backend, own):
             rank, reason = json.loads(text)
             ranks.setdefault(reason, []).append(rank)

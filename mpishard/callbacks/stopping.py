@@ -68,11 +68,13 @@ class EarlyStopping:
             self.waited = 0
         else:
             self.waited += 1
+        # Apart from patience: an improvement below the tolerance is the best so far, too.
         if score < self.best_score:
             self.best_score, self.best_step = score, step
 
     def on_start(self, run: Run, record: Record) -> None:
         """Forget the run before, if this one begins anew."""
+        # A run that resumes goes on with the evaluations before.
         if record.step == 0:
             self.best_score = self.reference = math.inf
             self.best_step, self.waited = None, 0

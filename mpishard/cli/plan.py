@@ -84,6 +84,7 @@ def schedule(
         schedules = _schedules(schedule, virtual_stages, stages, micro_batches)
         timelines = []
         for each in schedules:
+            # The options are times of a rank, which its virtual stages divide.
             scale = each.virtual_stages_per_rank
             of_stage = StageTimes(
                 forward / scale, backward_input / scale, backward_weight / scale, communication
@@ -135,6 +136,7 @@ def _schedules(
             for each in SCHEDULE_NAMES
         ]
     for each in schedules:
+        # Forward and both halves of backward, for each micro-batch in each stage.
         count = 3 * stages * micro_batches * each.virtual_stages_per_rank
         if count > _MOST_OPERATIONS:
             raise ValueError(

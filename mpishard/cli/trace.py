@@ -73,6 +73,7 @@ def run(
         for old in (*folder.glob("rank_*.json"), folder / _MERGED):
             old.unlink(missing_ok=True)
     code = job.run()
+    # Ranks that failed have left traces, too: what there is is merged.
     with refusing("trace", code=code or 2):
         recorded = open_trace(folder)
         merge_traces(recorded, output / _MERGED)
@@ -97,6 +98,7 @@ def merge(
     with refusing("trace"):
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
+        # The next merge would take it for a rank's.
         if path.name.startswith("rank_"):
             raise ValueError(f"--output {path} would look like the trace of a rank")
         recorded = open_trace(folder)

@@ -319,11 +319,8 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
         raise TypeError(f"{name} must be {_WANTED}, got a {kind}")
     try:
         length = count_samples(dataset)
-    except (
-        TypeError,
-        AttributeError,
-        IndexError,
-    ) as error:  # 0-dim arrays and sparse matrices have the method and refuse
+    except (TypeError, AttributeError, IndexError) as error:
+        # 0-dim arrays and sparse matrices have the method, and refuse.
         raise TypeError(f"{name} must be {_WANTED}; len() of this {kind} says: {error}") from error
     if length == 0 and not allow_empty:
         raise ValueError(f"{name} holds no samples")

@@ -52,10 +52,13 @@ def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) 
     """
     blocks = order_of(-(-length // block_size), name, shuffle=True)
     laid = (blocks[:, None] * block_size + np.arange(min(block_size, length))).reshape(-1)
+    # The last block may be shorter than the others.
     laid = laid[laid < length]
     generator = _generator(f"{name}/windows")
     window = window_of(batch_size, block_size)
     whole = length - length % (batch_size * window)
+    # Each batch of a window takes one sample of every group of as many neighbours as it has
+    # batches: all batches then mix all blocks.
     groups = laid[:whole].reshape(-1, batch_size, window)
     dealt = [generator.permuted(groups, axis=2).swapaxes(1, 2).reshape(-1)]
     if whole < length:
@@ -363,6 +366,7 @@ class LocalBatchSampler:
             raise ValueError(f"the data are of {len(self.lengths)} ranks, not of {world_size}")
         _check_place(epoch, index, self.batches_per_epoch)
         share = self._shares[rank]
+        # Behind the samples of the ranks before this one, some of which may have none left.
         brought_before = [
             min(max(length - index * other, 0), other)
             for length, other in zip(self.lengths[:rank], self._shares, strict=False)

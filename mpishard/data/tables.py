@@ -48,6 +48,7 @@ class Column:
             raise KeyError(f"there is no column {name!r}; there are {', '.join(rows[:1])}")
         self.rows = rows
         self.name = name
+        # One row tells the shape; others are read when they are asked for.
         sample = np.shape(rows[:1][name])[1:] if len(rows) else ()
         self.shape: tuple[int, ...] = (len(rows), *sample)
 
@@ -111,6 +112,7 @@ class ParquetColumns:
         self._is_single = isinstance(columns, str)
         if not self._columns:
             raise ValueError("columns must name a column or more, got none")
+        # Row groups of all files are numbered on, as if they stood in one file.
         starts: list[int] = [0]
         self._groups: list[tuple[Any, int]] = []
         types: list[Any] = []
@@ -127,6 +129,8 @@ class ParquetColumns:
                 continue
             own = [file.schema_arrow.field(name).type for name in self._columns]
             types = types or own
+            # Columns of one data set have one dtype: the first file's, if that can hold the
+            # others'.
             if own != types and not np.can_cast(_dtype_of(own), _dtype_of(types)):
                 raise ValueError(
                     f"columns {self._columns} of {place} are {', '.join(map(str, own))}, which "
@@ -161,6 +165,7 @@ class ParquetColumns:
         groups = np.searchsorted(self._starts, wanted, side="right") - 1
         found = np.empty((wanted.size, *self.shape[1:]), self.dtype)
         with self._lock:
+            # Each row group once, however the rows are ordered: reading one takes milliseconds.
             for group in np.unique(groups):
                 is_here = groups == group
                 values = self._group(group)

@@ -84,10 +84,12 @@ def save_gpt2(model: Any, path: PathLike, *, transposed: bool = False) -> None:
             turns = transposed and entry.name.startswith("block") and len(shape) == 2
             read = functools.partial(following, entry, turns)
             tensors[name] = LazyTensor(dtype, shape[::-1] if turns else shape, read)
+            # GPT-2 has a bias there, without which PyTorch would refuse the file.
             if name.endswith("attn.c_attn.weight"):
                 zeros = np.zeros(shape[0], dtype)
                 bias = LazyTensor(dtype, zeros.shape, functools.partial(iter, [zeros]))
                 tensors[name.removesuffix("weight") + "bias"] = bias
+            # Programs that do not tie the head read it by its own name.
             elif is_tied and name == _EMBEDDING:
                 tensors[_HEAD] = LazyTensor(dtype, shape, lambda: iter([value]))
         return TensorFile(tensors, {"format": "pt"}).parts()

@@ -107,6 +107,7 @@ def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[dict[str, Any
 
 def _keep(path: Path, step: float) -> float:
     """Drop lines after ``step``, by writing a new file and renaming it; return the last time."""
+    # A run that resumes repeats the steps after its checkpoint, and writes their lines again.
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
     times = [time for record in kept if isinstance(time := record.get("time"), int | float)]

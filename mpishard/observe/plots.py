@@ -185,6 +185,7 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
         begin, text = panel.boundary
         left, right = axes.get_xlim()
         axes.axvspan(begin, right, color=GREY, alpha=0.08, linewidth=0)
+        # Drawing the span has widened them.
         axes.set_xlim(left, right)
         axes.text(
             begin, 0.02, f" {text}", transform=axes.get_xaxis_transform(), color=GREY, fontsize=8
@@ -365,6 +366,7 @@ def _finite(points: Points) -> np.ndarray[Any, Any]:
 
 def moving_mean(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
     """Mean over a centred window of ``width`` values, shorter at both ends."""
+    # From running sums, so that a wide window takes no longer than a narrow one.
     sums = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(values.size)
     low = np.maximum(places - width // 2, 0)

@@ -98,6 +98,7 @@ class Progress:
     def __enter__(self) -> Self:
         if self._enabled:
             self._began = self._now = self._clock()
+            # The first step is shown at once.
             self._shown = -math.inf
             self._marks.append((self._began, 0.0))
             self._attempt(self._open)

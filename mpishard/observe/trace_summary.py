@@ -188,6 +188,7 @@ def summarize_trace(trace: JobTrace) -> TraceSummary:
     ranks = {about["rank"]: _RankEvents() for about in trace.ranks}
     calls = _Calls()
     for event in trace.events():
+        # X is a span with a length; other events name rows, or are the ends of arrows.
         if event["ph"] == "X":
             ranks[event["pid"]].add(event)
             calls.add(event)

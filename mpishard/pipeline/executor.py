@@ -299,6 +299,7 @@ class _Run:
 
     def give_up(self) -> None:
         """Cancel the receives that are posted."""
+        # Messages of the next run must not end in arrays of this one.
         for transfer in self._coming.values():
             transfer.cancel()
 

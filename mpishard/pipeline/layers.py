@@ -64,6 +64,7 @@ def balanced_cuts(
     runs = np.where(
         np.arange(len(nodes))[:, None] < np.arange(len(nodes)), sums - sums[:, None], np.inf
     )
+    # Dynamic programming: best[j] is the smallest possible largest run if the runs end at node j.
     best = runs[0]  # of one run up to each node
     choices = []
     for _ in range(num_cuts):
@@ -191,6 +192,7 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
             (begins[first], ends[last - 1] - begins[first])
             for first, last in itertools.pairwise(cuts)
         ]
+        # More stages than layers: the last ones have no parameters.
         return stages + [(total, 0)] * (count - len(stages))
 
 
@@ -278,6 +280,7 @@ def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) 
     seconds = np.zeros((repeats + 1, len(model.layers)))
     for row in seconds:
         _measure(model, views, gradients, x, y, row)
+    # Without the first pass, which compiles loops and touches memory for the first time.
     return [float(s) for s in np.median(seconds[1:], axis=0)]
 
 
@@ -394,6 +397,7 @@ def partition_layers(
 def _costs(infos: Sequence[LayerInfo], given: Costs | None) -> list[float]:
     if given is None:
         flops = [float(info.estimated_flops) for info in infos]
+        # Layers that only copy, such as tables, count alike.
         return flops if any(flops) else [1.0] * len(infos)
     found: list[Any] = list(map(given, infos) if callable(given) else given)
     if len(found) != len(infos):

@@ -243,6 +243,7 @@ def forward_orders(schedule: IPipelineSchedule, num_stages: int, micro_batches: 
 
     def when(rank: int, operation: PipelineOperation) -> tuple[int, int]:
         stage = schedule.global_stage(rank, operation.virtual_stage_index, num_stages)
+        # Of two that could run at one time the later stage goes first: its micro-batch is older.
         return operation.micro_batch_index + stage, -stage
 
     return [

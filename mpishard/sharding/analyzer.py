@@ -210,6 +210,7 @@ class ParameterAnalyzer:
         """
         if not groups:
             raise ShardingError(f"there are no groups for {total_parameters} parameters")
+        # Empty groups first, so that one at the start of another is no overlap.
         ordered = sorted(groups, key=lambda group: (group.start_index, group.size))
         if ordered[0].start_index != 0:
             raise ShardingError(

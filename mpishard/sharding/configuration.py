@@ -149,10 +149,11 @@ class ShardingConfiguration:
         the page "Mixed precision". float16 is not offered, because it needs loss scaling.
     replica_size : int or "node", optional
         Number of ranks, consecutive ones, that hold one replica of the model together, for
-        `LocalSGDOptimizer`: inside a replica the strategy goes on as ever, and the replicas are
-        trained apart. "node" means all ranks of a node. For a `HybridShardedModel` it is the
+        `LocalSGDOptimizer`, `GradientCompressionOptimizer` and `AsyncSGDOptimizer` with ``delay``:
+        inside a replica the strategy goes on as ever, and between replicas travels what the
+        optimizer says. "node" means all ranks of a node. For a `HybridShardedModel` it is the
         product of its pipeline, tensor and data axes. Default: None, one replica of all ranks; for
-        a plain model that `LocalSGDOptimizer` wraps, a node or a rank.
+        a plain model that these optimizers wrap, a node or a rank.
 
     Raises
     ------

@@ -158,6 +158,8 @@ class Ties:
                 )
             owner = self._owners[target]
             for other, sharer in [owner, *self._users[target]]:
+                # The rows of a table are dealt as the outputs of a linear layer are: only these two
+                # agree.
                 expected = Embedding if other == owner[0] else Linear
                 if type(sharer) is not expected:
                     return (
@@ -237,6 +239,8 @@ def find_segments(
                 end += 1
             last = chain[end][1] if end < len(chain) else None
             if type(last) is Linear:
+                # Logits of a model with a split output stay split, and a pair would sum them up on
+                # every rank.
                 stays_alone = keeps_split and end == len(chain) - 1 and last.outputs > last.inputs
                 found = (
                     None if stays_alone else _kind(chain[start : end + 1], prefix, world_size, ties)

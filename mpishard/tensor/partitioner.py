@@ -143,6 +143,7 @@ def check_sequence(layers: Mapping[str, Layer], input_shape: tuple[int, ...]) ->
     _check_images(layers)
     shape, time = tuple(input_shape), input_shape[:1]
     for name, layer in layers.items():
+        # Samples of token numbers have time alone, others time and width.
         least = 1 if layer.takes_integers else 2
         if len(shape) < least or shape[:1] != time:
             raise ValueError(

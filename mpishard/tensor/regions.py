@@ -71,6 +71,7 @@ def local_length(backend: CommunicationBackend, length: int) -> int:
 def take_time(backend: CommunicationBackend, x: Array) -> Array:
     """The slice of this rank: x_BT... -> (B, T / t, ...), C-contiguous."""
     length = local_length(backend, x.shape[1])
+    # Slices are equal: `local_length` refuses other lengths.
     start = backend.rank * length
     return array_namespace(x).ascontiguousarray(x[:, start : start + length])
 

@@ -235,12 +235,15 @@ def _difference(
 ) -> float:
     """The central difference of ``evaluate()`` with respect to one element."""
     middle = values[place]
+    # The error of a central difference grows with step^2, and that of rounding with eps / step:
+    # their sum is least near the cube root of eps.
     step = float(np.cbrt(np.finfo(values.dtype).eps)) * max(1.0, abs(float(middle)))
     values[place] = middle + step
     above, high = float(values[place]), evaluate()
     values[place] = middle - step
     below, low = float(values[place]), evaluate()
     values[place] = middle
+    # By the distance between the two numbers that were stored: sums with the step were rounded.
     return (high - low) / (above - below)
 
 
@@ -300,6 +303,7 @@ def check_layer_promises(
         _promise(dx is dx_half, "only one of backward and backward_input gives a gradient")
     else:
         _promise(np.array_equal(dx, dx_half), "backward_input and backward differ")
+        # What a pending array shares with the input's gradient is lost now, as it is in a chain.
         dx_half[...] = np.nan
     layer.backward_weight(pending, nested(halves))
 
@@ -431,6 +435,7 @@ def _check_parameters(
         for box in layer.boxes(name):
             holders[tuple(slice(*r) for r in box)] += 1
         layer.backend.all_reduce(holders)
+        # Parameters that are not split stand whole on every rank.
         count = 1 if layer.is_split(name) else layer.backend.world_size
         if (holders != count).any():
             raise AssertionError(f"not every element of {name} is held by {count} ranks")

@@ -267,6 +267,7 @@ class RefusalChecks(CommunicationChecks):
         fixed.flags.writeable = False
         cases = [*_wrong_arrays(backend), *_wrong_arguments(backend), *_wrong_messages(backend)]
         for number, (kind, call) in enumerate(cases):
+            # By one rank alone: if the call communicated, it would wait for the others.
             if number % world == rank:
                 assert_raises(kind, call)
         # Nobody minds a read-only array that is only read.
@@ -282,10 +283,12 @@ class RefusalChecks(CommunicationChecks):
         names = list(COLLECTIVES)
         for number, mismatch in enumerate(MISMATCHES):
             if mismatch.is_of_kind:
+                # Of all pairs of collectives a sample that has each of them on either side.
                 following = names[(names.index(mismatch.collective) + 1) % len(names)]
                 if mismatch.name != f"calls {following}":
                     continue
             odd = number % world
+            # A few elements travel with the header, and more of them after it.
             for length, twin in ((4, number % 2 == 0), (1000, number % 2 == 1)):
                 arguments = Arguments(backend, length)
                 ask = (mismatch.odd if rank == odd else mismatch.many)(arguments)

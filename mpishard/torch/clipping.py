@@ -30,6 +30,7 @@ def norm_of(parts: Sequence[Part], order: float = 2.0) -> float:
             alone = max(alone, value) if is_largest else alone + value
         else:
             shared = max(shared, value) if is_largest else shared + value
+    # Replicas have the same gradients: added up over the ranks each would count several times.
     if any(part.owner.shards_state for part in parts):
         operation = ReductionOperation.MAX if is_largest else ReductionOperation.SUM
         shared = float(parts[0].owner.backend.all_reduce(np.array([shared]), operation)[0])
@@ -82,6 +83,7 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of the gradients is not finite, so they cannot be "
             "clipped; error_if_nonfinite=False goes on regardless"
         )
+    # As torch.nn.utils.clip_grad_norm_ computes it, so that both give the same numbers.
     factor = max_norm / (total + 1e-6)
     if not factor >= 1:  # NaN, too
         for part in parts:

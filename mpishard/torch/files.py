@@ -73,6 +73,7 @@ def save(
         beside["scheduler"] = scheduler.state_dict()
     document = {
         _STEP: as_integer("step", step),
+        # Only rank 0's metadata is saved.
         _STATE: to_text(beside) if owner.backend.rank == 0 else "",
         _USER: dict(metadata or {}),
     }
@@ -234,6 +235,8 @@ class _OptimizerView:
                 continue
             value = self._optimizer.state.get(part.tensor, {}).get(key)
             if value is None:
+                # All ranks must have the same kinds; a parameter without gradient so far has no
+                # state.
                 yield start, np.zeros(stop - start, owner.layout.dtype)
             else:
                 flat = value.detach().reshape(-1).numpy()
@@ -260,6 +263,7 @@ class _OptimizerView:
         """Groups with the names of their parameters, and the states of other shapes, by name."""
         rest = {
             part.entry.name: {
+                # None marks states that are among the arrays.
                 key: None if is_elementwise(value, part.tensor.shape) else value
                 for key, value in self._optimizer.state[part.tensor].items()
             }

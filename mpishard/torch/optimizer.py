@@ -181,6 +181,7 @@ def _require_elementwise(
     dtype = owner.parts[0].tensor.dtype
     values = torch.linspace(-1, 1, 12, dtype=dtype).view(3, 4)
     whole = torch.nn.Parameter(values.clone())
+    # Cut inside a row, as the parts of ranks are.
     halves = [torch.nn.Parameter(half.clone()) for half in values.view(-1).tensor_split([5])]
     tried = kind([whole], **options), kind(halves, **options)
     try:
@@ -292,6 +293,7 @@ def record(kind: str, made: Any) -> None:
         key = f"{owners.index(part.owner)}/{part.entry.name}/{own.start}/{own.stop}"
         arrays[key] = np.empty(0) if tensor is None else tensor.detach().numpy().reshape(-1)
     np.savez(folder / f"{kind}-{step}-{rank}.npz", **arrays)
+    # verify has what it asked for: the rest of the script would take time alone.
     if kind == "parameters" and step == steps:
         raise SystemExit(0)
 

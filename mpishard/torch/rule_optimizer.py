@@ -68,6 +68,7 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Update the parts that have a gradient. Collective."""
         rule, (group,) = self.rule, self.param_groups
         if not isinstance(rule.learning_rate, Constant):
+            # Schedulers of PyTorch leave this key in the groups that they change.
             if "initial_lr" in group:
                 raise ValueError(
                     f"the learning rate of {type(rule).__name__} is a schedule of its own, "

@@ -103,6 +103,7 @@ class ShardedModule(Uncopied):
         self._require_same_on_all_ranks(precision)
         reuse_freed_memory()
         self.ledger = MemoryLedger()
+        # No gradient is allocated for a unit that trains nothing, and none is reduced.
         frozen = [u.index for u in self.units if not any(e.trainable for e in self._inside(u))]
         self.layout = StoreLayout(
             self.units, frozenset(), self.placed.dtype, backend, self.ledger,
@@ -126,6 +127,7 @@ class ShardedModule(Uncopied):
 
     def _require_same_on_all_ranks(self, precision: str | None) -> None:
         structure = f"{self.strategy} {precision} {self.placed.dtype} {self.units} {self.entries}"
+        # A checksum in place of the text, which has a line for every parameter.
         mine = [len(self.entries), self.entries[-1].stop, zlib.crc32(structure.encode())]
         everyone = self.backend.all_gather(np.array([mine]))
         if (everyone != everyone[0]).any():
@@ -177,6 +179,7 @@ class ShardedModule(Uncopied):
                 placed.place(index, full[entry.start - unit.start : entry.stop - unit.start])
                 parameter = placed.parameters[index]
                 if gathered is not None:
+                    # The object stays, because the module and the user hold it.
                     parameter.__class__ = GatheredParameter
                     parameter._units = gathered, unit.index
                 elif entry.trainable:

@@ -199,6 +199,23 @@ def test_other_optimizers_are_equal(
     assert right.parameters.max() < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("strategy", "tensor", "size"),
+    [("ddp", None, None), ("fsdp", None, 2), ("hybrid", 2, 2), ("hybrid", 4, 4)],
+)
+@in_worlds(4)
+def test_replicas_of_several_ranks_are_equal(
+    backend: Any, strategy: str, tensor: int | None, size: int | None
+) -> None:
+    flags = {"--tensor-parallel-size": tensor, "--data-parallel-size": tensor and 4 // tensor}
+    mine = job(4, flags, strategy=strategy, optimizer="descent", wrapper="local-sgd")
+    assert mine.replica_size == size
+    reference = train_alone(mine, RIGHT["mlp"](ALONE))
+    right = compare(backend, mine, RIGHT["mlp"](backend.rank), reference)
+    assert right.is_equal, right.lines()
+    assert right.parameters.max() < 1e-12
+
+
 @pytest.mark.parametrize("kind", RIGHT)
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
@@ -731,7 +748,8 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
         (["--micro-batches", "0"], "Invalid value for '--micro-batches'"),
         (["--delay", "1"], "--delay is for --strategy ddp, and it is fsdp"),
         (["--strategy", "ddp", "--delay", "5"], "--delay 5 leaves no update of --steps 5"),
-        (["--wrapper", "local-sgd"], "--wrapper local-sgd is for --strategy ddp; got fsdp"),
+        (["--strategy", "tensor", "--wrapper", "local-sgd"],
+         "is for --strategy ddp, zero1, zero2, zero3, fsdp, hybrid; got tensor"),
         (["--strategy", "ddp", "--wrapper", "local-sgd"],
          "--wrapper local-sgd is for --optimizer descent; got sgd, of which each replica has"),
         (["--strategy", "ddp", "--wrapper", "elastic", "--delay", "1"],

@@ -15,7 +15,7 @@ KILLED = [
     ("Round.totals", "all_reduce", "equality: ddp, messages"),
     ("NodeParameters._share", "barrier", "a late rank: zero1, arena"),
     ("NodeGradients.finish", "fence", "a late rank: ddp, arena"),
-    ("NodeGradients.target", "wait", "idle works: ddp, arena"),
+    ("NodeGradients.await_readers", "wait", "idle works: ddp, arena"),
     ("_gather", "wait", "idle works: zero2, messages"),
     ("ShardedParameters.prefetch", "wait", "a step after one that failed"),
     ("OffloadedParameters.unshard", "synchronize", "offloading: parameters"),

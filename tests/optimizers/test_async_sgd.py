@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from layouts import wrap
 
 import mpishard as ms
 from mpishard import nn
@@ -20,10 +21,11 @@ def plain():
     return nn.MLP([6, 8, 3], activation="tanh", seed=2)
 
 
-def build(backend, rule=None, *, unit=1, **options):
-    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=unit)
-    model = ms.DDPModel(plain(), config)
-    return model, AsyncSGDOptimizer(rule or SGD(1e-3, momentum=0.9), config, **options)
+def build(backend, rule=None, *, unit=1, layout="ddp", **options):
+    model, strategy = wrap(backend, plain(), layout, unit)
+    return model, AsyncSGDOptimizer(
+        rule or SGD(1e-3, momentum=0.9), model.sharding_configuration, strategy=strategy, **options
+    )
 
 
 def share(step, rank, size):
@@ -37,8 +39,17 @@ def share(step, rank, size):
 
 
 def train(backend, model, optimizer, first, last):
-    size = backend.world_size
-    return [optimizer.step(model, *share(step, backend.rank, size)) for step in range(first, last)]
+    place = model.data_rank, model.data_size
+    return [optimizer.step(model, *share(step, *place)) for step in range(first, last)]
+
+
+LAYOUTS = [
+    (1, "ddp"), (3, "ddp"), (2, "zero1/1"), (4, "ddp/2"), (4, "zero2/2"), (6, "fsdp/3"),
+    (6, "fsdp/2"), (4, "1x2"), (4, "2x1"), (8, "1x2x2 fsdp"), (8, "2x1x2 ddp"),
+]  # fmt: skip
+in_layouts = pytest.mark.parametrize(
+    ("world_size", "layout"), [(1, "ddp"), (3, "ddp"), (4, "ddp/2"), (4, "fsdp/2"), (4, "1x2")]
+)
 
 
 def textbook(rule, delay, size, steps):
@@ -68,76 +79,99 @@ def textbook(rule, delay, size, steps):
 
 @pytest.mark.parametrize("delay", [0, 1, 3])
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
-@in_worlds(1, 2, 3)
-def test_fifty_steps_are_the_textbooks_on_every_rank(backend, rule, delay):
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
+@in_worlds()
+def test_fifty_steps_are_the_textbooks_on_every_rank(backend, rule, delay, layout):
     given = Adam(1e-3) if rule == "adam" else None
-    model, optimizer = build(backend, given, unit=1 if delay < 3 else 1000, delay=delay)
+    unit = 1 if delay < 3 else 1000
+    model, optimizer = build(backend, given, unit=unit, layout=layout, delay=delay)
     losses = train(backend, model, optimizer, 0, 50)
-    expected = textbook(rule, delay, backend.world_size, 50)
+    expected = textbook(rule, delay, model.data_size, 50)
     parameters = model.get_parameters()
     np.testing.assert_allclose(parameters, expected[0], rtol=0, atol=1e-12)
     np.testing.assert_allclose(losses, expected[1], rtol=0, atol=1e-12)
     assert optimizer.steps == 50 - delay
     assert (backend.all_gather(parameters[None]) == parameters).all()
+    model.check_replicas()
 
 
-@in_worlds(1, 2, 3)
-def test_a_gradient_travels_while_the_next_steps_are_computed(backend):
-    model, optimizer = build(backend, delay=2)
+@pytest.mark.parametrize(("world_size", "layout"), [(1, "ddp"), (3, "ddp"), (4, "fsdp/2")])
+@in_worlds()
+def test_a_gradient_travels_while_the_next_steps_are_computed(backend, layout):
+    model, optimizer = build(backend, layout=layout, delay=2)
     train(backend, model, optimizer, 0, 5)
-    assert model.engine.gradients.pending == 2
-    assert model.memory.held("gradients") == 3 * 8 * model.parameter_count
+    assert optimizer._state.sums.pending == 2
+    length = sum(piece.length for piece in model.engine.own_pieces)
+    mine = model.parameter_count if layout == "ddp" else length
+    assert model.memory.held("gradients") == 3 * 8 * mine
 
 
 @pytest.mark.usefixtures("messages_only")
-@in_worlds(1, 2, 3)
-def test_a_step_sends_the_bytes_of_ddp(backend):
-    model, optimizer = build(backend, delay=2)
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(1, "ddp"), (3, "ddp"), (4, "ddp/2"), (6, "fsdp/3"), (4, "1x2")]
+)
+@in_worlds()
+def test_a_step_sends_the_bytes_of_ddp(backend, layout):
+    model, optimizer = build(backend, layout=layout, delay=2)
     optimizer.bind(model)
-    backend.traffic.reset()
+    across = model.engine.replica.across or backend
+    across.traffic.reset()
     backend.all_reduce(np.zeros(7))
-    small = backend.traffic.total_bytes
-    backend.traffic.reset()
+    small = across.traffic.total_bytes
+    across.traffic.reset()
     train(backend, model, optimizer, 0, 4)
-    optimizer._state._store.parts(model.engine.pieces.updated)  # waits for the last two
-    sent = int(backend.all_reduce(np.array([backend.traffic.total_bytes - 4 * small]))[0])
-    assert sent == 4 * 2 * (backend.world_size - 1) * 8 * model.parameter_count
+    optimizer._state.sums.under_way(())  # waits for the last two
+    mine = np.array([across.traffic.total_bytes - 4 * small, optimizer._state.sums.length])
+    sent, length = map(int, backend.all_reduce(mine))
+    assert sent == 4 * 2 * (across.world_size - 1) * 8 * length // across.world_size
+    if layout != "1x2":  # a mesh holds some parameters twice
+        ranks = backend.world_size // across.world_size
+        assert length * ranks == model.parameter_count * backend.world_size
 
 
 @pytest.mark.parametrize("stop", [1, 7])
-@in_worlds(1, 2, 3)
-def test_a_checkpoint_has_the_gradients_under_way(backend, shared_path, stop):
-    model, optimizer = build(backend, Adam(1e-3), delay=2)
+@in_layouts
+@in_worlds()
+def test_a_checkpoint_has_the_gradients_under_way(backend, shared_path, stop, layout):
+    model, optimizer = build(backend, Adam(1e-3), layout=layout, delay=2)
     train(backend, model, optimizer, 0, stop)
     ms.checkpoint.save(shared_path / "run", model, optimizer)
     train(backend, model, optimizer, stop, 12)
-    again, other = build(backend, Adam(1e-3), delay=2)
+    again, other = build(backend, Adam(1e-3), layout=layout, delay=2)
     train(backend, again, other, 0, 4)  # of which nothing is left
     ms.checkpoint.load(shared_path / "run", again, other)
-    assert other._state._store.pending == min(stop, 2)
+    assert other._state.sums.pending == min(stop, 2)
     train(backend, again, other, stop, 12)
     assert again.get_parameters().tobytes() == model.get_parameters().tobytes()
 
 
 def test_any_number_of_ranks_goes_on_with_them(tmp_path):
-    def run(backend, first, last, delay=2):
-        model, optimizer = build(backend, Adam(1e-3), delay=delay)
+    def run(backend, first, last, layout="ddp", delay=2):
+        model, optimizer = build(backend, Adam(1e-3), layout=layout, delay=delay)
         optimizer.bind(model)
         if first:
             ms.checkpoint.load(tmp_path / "run", model, optimizer)
         for step in range(first, last):
-            rows = ms.ShardLayout(29, backend.world_size).slice(backend.rank)
+            rows = ms.ShardLayout(29, model.data_size).slice(model.data_rank)
             order = np.random.default_rng(step).permutation(29)[rows]
             optimizer.step(model, X[order], Y[order])
         if not first:
             ms.checkpoint.save(tmp_path / "run", model, optimizer)
         return model.get_parameters()
 
-    ms.run_in_threads(3, run, 0, 5)
-    expected = ms.run_in_threads(1, run, 5, 9)[0]
-    for size in (2, 4):
-        np.testing.assert_allclose(ms.run_in_threads(size, run, 5, 9)[0], expected, atol=1e-14)
-    fewer = ms.run_in_threads(2, run, 5, 5, 1)  # takes the newest one of two
+    for world, written in ((3, "ddp"), (4, "fsdp/2"), (4, "1x2")):
+        ms.run_in_threads(world, run, 0, 5, written)
+        expected = ms.run_in_threads(1, run, 5, 9)[0]
+        for size, layout in (
+            (4, "ddp"),
+            (6, "zero2/3"),
+            (4, "ddp/2"),
+            (4, "2x1"),
+            (4, "1x2x2 zero1"),
+        ):
+            found = ms.run_in_threads(size, run, 5, 9, layout)[0]
+            np.testing.assert_allclose(found, expected, atol=1e-14)
+    fewer = ms.run_in_threads(2, run, 5, 5, "ddp", 1)  # takes the newest one of two
     assert np.array_equal(*fewer)
 
 
@@ -161,12 +195,22 @@ def test_what_is_pending_is_applied_and_any_optimizer_goes_on(backend, shared_pa
         ms.OptimizationInputData(**data, max_steps=5, resume=shared_path / "all")
     )
     assert len(result.loss_history) == 2
-    model, optimizer = build(backend, delay=2)
-    train(backend, model, optimizer, 0, 50)
-    optimizer.apply_pending_gradients()
-    # As the textbook's 52nd step, which applies the 50th gradient.
-    expected = textbook("sgd", 2, backend.world_size, 52)[0]
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+@in_layouts
+@in_worlds()
+def test_what_is_pending_is_applied_as_by_later_steps(backend, layout, rule):
+    model, optimizer = build(
+        backend, Adam(1e-3) if rule == "adam" else None, layout=layout, delay=2
+    )
+    train(backend, model, optimizer, 0, 12)
+    assert optimizer.apply_pending_gradients() == 2
+    # As the textbook's 14th step, which applies the 12th gradient.
+    expected = textbook(rule, 2, model.data_size, 14)[0]
     np.testing.assert_allclose(model.get_parameters(), expected, rtol=0, atol=1e-12)
+    train(backend, model, optimizer, 0, 2)
+    assert optimizer.steps == 12
 
 
 @in_worlds(2)
@@ -179,11 +223,13 @@ def test_ranks_with_other_pending_gradients_are_refused(backend):
         optimizer.apply_pending_gradients()
 
 
-@in_worlds(1, 2, 3)
-def test_optimize_resumes_to_the_same_bits(backend, shared_path):
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "ddp"), (3, "ddp"), (4, "zero2")])
+@in_worlds()
+def test_optimize_resumes_to_the_same_bits(backend, strategy, shared_path):
     def run(limit, folder):
-        config = ms.ShardingConfiguration(backend)
-        optimizer = AsyncSGDOptimizer(Adam(1e-3), config, delay=2)
+        size = None if strategy == "ddp" else 2
+        config = ms.ShardingConfiguration(backend, replica_size=size)
+        optimizer = AsyncSGDOptimizer(Adam(1e-3), config, delay=2, strategy=strategy)
         return optimizer.optimize(ms.OptimizationInputData(
             model=plain(), x_train=X, y_train=Y, x_validation=X, y_validation=Y, batch_size=8,
             validate_every=4, max_steps=limit, progress=False, checkpoint=shared_path / folder,
@@ -197,9 +243,10 @@ def test_optimize_resumes_to_the_same_bits(backend, shared_path):
     assert rest.validation_history == whole.validation_history
 
 
-@in_worlds(2, 3)
-def test_an_error_drops_the_gradients_under_way_on_all_ranks(backend):
-    model, optimizer = build(backend, delay=2)
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "ddp"), (3, "ddp"), (4, "fsdp/2")])
+@in_worlds()
+def test_an_error_drops_the_gradients_under_way_on_all_ranks(backend, layout):
+    model, optimizer = build(backend, layout=layout, delay=2)
     train(backend, model, optimizer, 0, 4)
     before = model.get_parameters()
     x, y = share(4, backend.rank, backend.world_size)
@@ -224,10 +271,11 @@ def test_a_rank_that_has_dropped_its_gradients_alone_is_noticed(backend):
     train(backend, model, optimizer, 5, 9)
 
 
-@in_worlds(1, 2)
-def test_accumulated_batches_are_one_step(backend):
-    model, optimizer = build(backend, SGD(0.05), delay=1)
-    other, second = build(backend, SGD(0.05), delay=1)
+@pytest.mark.parametrize(("world_size", "layout"), [(1, "ddp"), (2, "ddp"), (4, "fsdp/2")])
+@in_worlds()
+def test_accumulated_batches_are_one_step(backend, layout):
+    model, optimizer = build(backend, SGD(0.05), layout=layout, delay=1)
+    other, second = build(backend, SGD(0.05), layout=layout, delay=1)
     for step in range(6):
         x, y = share(step, backend.rank, 2 * backend.world_size)
         with model.accumulate():

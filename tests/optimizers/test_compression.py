@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from layouts import wrap
 
 import mpishard as ms
 from mpishard import nn
+from mpishard.checkpoint.format.consensus import all_texts
 from mpishard.errors import CheckpointError, NonFiniteLossError, ShardingError
 from mpishard.models.stores.compression import Int8, Quantization, RandomK, TopK
 from mpishard.optimizers import GradientCompressionOptimizer
+from mpishard.sharding.regions import put_region
 from mpishard.testing.worlds import in_worlds
 
 generator = np.random.default_rng(3)
@@ -31,11 +36,18 @@ def make_rule(name):
     return ms.optimizers.SGD(1e-3, momentum=0.9)
 
 
-def build(backend, method, rule="sgd", unit=1, **given):
-    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=unit)
-    model = ms.DDPModel(plain(), config)
+def build(backend, method, rule="sgd", unit=1, layout="ddp", **given):
+    model, strategy = wrap(backend, plain(), layout, unit)
     options = {"compression_ratio": RATIO, "method": method, "rank": RANK, "seed": SEED} | given
-    return model, GradientCompressionOptimizer(make_rule(rule), config, **options)
+    return model, GradientCompressionOptimizer(
+        make_rule(rule), model.sharding_configuration, strategy=strategy, **options
+    )
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        optimizer.step(model, *share(step, model.data_rank, model.data_size))
+    return model.get_parameters()
 
 
 def share(step, rank, size):
@@ -94,12 +106,75 @@ def approximate(method, values, key):
     }[method]()
 
 
-class Textbook:
-    """All ranks of a world, one after the other, on whole vectors."""
+def dealt(model):
+    """Return the parts that replicas exchange: places in the model's vector, key, matrices.
 
-    def __init__(self, method, size, units, entries, keeps=True, start_step=0):
-        length = units[-1].stop
-        self.method, self.size, self.units, self.entries = method, size, units, entries
+    The key is None of what travels whole. A matrix is its index, its place in the part, and its
+    shape. Collective.
+    """
+    replica, placement = model.engine.replica, model.engine.placement
+    found = []
+    count = 1 if replica.across is None else replica.data.world_size
+    place = 0 if replica.across is None else replica.data.rank
+    slices = [held.entry for held in placement.slices]
+    alike = []
+    if replica.is_on_mesh:  # what its ranks hold alike travels whole
+        held = {each.entry.name: each.boxes for each in placement.slices}
+        pipeline, tensor = model.mesh.pipeline_rank, model.mesh.tensor_rank
+        everyones = [json.loads(text) for text in all_texts(model.backend, json.dumps(
+            [pipeline, tensor, held]))]  # fmt: skip
+        mine = json.loads(json.dumps(held))
+        alike = [name for name in mine if any(
+            their[:2] != [pipeline, tensor] and their[2].get(name) == mine[name]
+            for their in everyones
+        )]  # fmt: skip
+    for unit in model.engine.layout.units:
+        layout = ms.ShardLayout(unit.length, count)
+        start = unit.start + layout.start(place)
+        stop = start + layout.size(place)
+        runs = [(start, stop)]
+        for entry in slices:
+            if entry.name in alike:
+                runs = [
+                    cut
+                    for a, b in runs
+                    for cut in ((a, min(b, entry.start)), (max(a, entry.stop), b))
+                    if cut[0] < cut[1]
+                ]
+                low, high = max(start, entry.start), min(stop, entry.stop)
+                if low < high:
+                    found.append((list(placement.ranges(low, high)), None, [], low))
+        for start_, stop_ in runs:
+            matrices = []
+            for entry in slices:
+                if len(entry.shape) == 2:
+                    width = entry.shape[1]
+                    rows = [r for r in range(entry.shape[0])
+                            if start_ <= entry.start + r * width <= stop_ - width]  # fmt: skip
+                    if rows:
+                        first = entry.start + rows[0] * width - start_
+                        number = [e.name for e in placement.entries].index(entry.name)
+                        matrices.append((number, first, (len(rows), width)))
+            size = 1 if replica.across is None else replica.together.world_size
+            key = [unit.index] if size == 1 else [unit.index, replica.together.rank]
+            key += [start_ - unit.start] if alike else []
+            found.append((list(placement.ranges(start_, stop_)), key, matrices, start_))
+    found.sort(key=lambda part: part[3])
+    everyones = {}
+    for text in all_texts(model.backend, json.dumps(found)):
+        for ranges, key, matrices, _ in json.loads(text):
+            places = np.concatenate([np.arange(0), *(np.arange(*pair) for pair in ranges)])
+            everyones[tuple(places), str(key)] = places, key, matrices
+    mine = [np.concatenate([np.arange(0), *(np.arange(*pair) for pair in ranges)])
+            for ranges, *_ in found]  # fmt: skip
+    return list(everyones.values()), mine
+
+
+class Textbook:
+    """All replicas of a world, one after the other, on whole vectors."""
+
+    def __init__(self, method, size, parts, length, keeps=True, start_step=0):
+        self.method, self.size, self.parts = method, size, parts
         self.keeps, self.start_step = keeps, start_step
         self.errors = [np.zeros(length) for _ in range(size)]
         self.sums = np.zeros(length)
@@ -121,53 +196,66 @@ class Textbook:
         return result
 
     def _codes(self, given, result, step):
-        for unit in self.units:
-            layout = ms.ShardLayout(unit.length, self.size)
+        for places, key, _ in self.parts:
+            if key is None:
+                result[places] = sum(g[places] for g in given)
+                for error in self.errors:
+                    error[places] = 0
+                continue
+            layout = ms.ShardLayout(len(places), self.size)
             for owner in range(self.size):
-                piece = slice(unit.start + layout.start(owner),
-                              unit.start + layout.start(owner) + layout.size(owner))  # fmt: skip
-                key = (SEED, step, unit.index, owner)
+                piece = places[layout.slice(owner)]
+                of_owner = (SEED, step, *key, owner)
                 total = np.zeros(layout.size(owner))
                 for rank in range(self.size):
-                    told = approximate(self.method, given[rank][piece], (*key, 1 + rank))
+                    told = approximate(self.method, given[rank][piece], (*of_owner, 1 + rank))
                     self.errors[rank][piece] -= told
                     total += told
                 total += self.sums[piece]
-                result[piece] = approximate(self.method, total, (*key, 0))
+                result[piece] = approximate(self.method, total, (*of_owner, 0))
                 self.sums[piece] = total - result[piece]
 
     def _powers(self, given, result):
-        for number, entry in enumerate(self.entries):
-            place = slice(entry.start, entry.stop)
-            shape = entry.shape
-            if len(shape) < 2 or RANK * sum(shape) >= entry.size:
-                result[place] = sum(g[place] for g in given)
-                for error in self.errors:
-                    error[place] = 0
-                continue
-            start = np.random.default_rng((SEED, number)).standard_normal((shape[1], RANK))
-            second = self.factors.get(entry.name, start)
-            matrices = [g[place].reshape(shape) for g in given]
-            basis, _ = np.linalg.qr(sum(m @ second for m in matrices))
-            parts = [m.T @ basis for m in matrices]
-            for error, part in zip(self.errors, parts, strict=True):
-                error[place] -= (basis @ part.T).ravel()
-            self.factors[entry.name] = sum(parts)
-            result[place] = (basis @ self.factors[entry.name].T).ravel()
+        for places, _, matrices in self.parts:
+            result[places] = sum(g[places] for g in given)
+            compressed = []
+            for number, first, shape in matrices:
+                size = shape[0] * shape[1]
+                if RANK * sum(shape) < size:
+                    compressed.append((places[first : first + size], number, shape))
+            exact = np.setdiff1d(places, np.concatenate([[], *(m[0] for m in compressed)]))
+            for error in self.errors:
+                error[exact] = 0
+            for place, number, shape in compressed:
+                start = np.random.default_rng((SEED, number)).standard_normal((shape[1], RANK))
+                second = self.factors.get((number, place[0]), start)
+                values = [g[place].reshape(shape) for g in given]
+                basis, _ = np.linalg.qr(sum(m @ second for m in values))
+                pairs = [m.T @ basis for m in values]
+                for error, pair in zip(self.errors, pairs, strict=True):
+                    error[place] -= (basis @ pair.T).ravel()
+                self.factors[number, place[0]] = sum(pairs)
+                result[place] = (basis @ sum(pairs).T).ravel()
 
 
-def train_textbook(method, rule, size, units, entries, steps, **options):
-    model, book = plain(), Textbook(method, size, units, entries, **options)
-    theta = model.get_parameters()
+def train_textbook(method, rule, model, steps, **options):
+    """Return the parameters and the textbook, and the places of this rank's errors. Collective."""
+    parts, mine = dealt(model)
+    chain, size = plain(), model.data_size  # of which each computes a part of the samples
+    theta = chain.get_parameters()
+    across = model.engine.replica.across
+    count = size if across is None else across.world_size
+    book = Textbook(method, count, parts, theta.size, **options)
     first, second = np.zeros_like(theta), np.zeros_like(theta)
     for step in range(steps):
         batches = [share(step, rank, size) for rank in range(size)]
         weight = sum(y.size // y.shape[1] for _, y in batches)
-        gradients = []
-        for x, y in batches:
-            _, gradient = model.with_parameters(theta).compute_loss_and_gradients(x, y)
-            gradients.append(gradient * len(x))
-        mean = book.reduce(gradients, step) / weight
+        gradients = np.zeros((count, theta.size))
+        for rank, (x, y) in enumerate(batches):
+            if len(x):
+                _, gradient = chain.with_parameters(theta).compute_loss_and_gradients(x, y)
+                gradients[rank * count // size] += gradient * len(x)
+        mean = book.reduce(list(gradients), step) / weight
         if rule == "sgd":
             first = 0.9 * first + mean
             theta = theta - 1e-3 * first
@@ -176,30 +264,40 @@ def train_textbook(method, rule, size, units, entries, steps, **options):
             second = 0.999 * second + 0.001 * mean**2
             corrected = second / (1 - 0.999 ** (step + 1))
             theta = theta - 1e-3 * first / (1 - 0.9 ** (step + 1)) / (np.sqrt(corrected) + 1e-8)
-    return theta, book
+    return theta, book, mine
 
 
-@by_method
-@in_worlds(1, 2, 3, 4)
-def test_fifty_steps_are_the_textbooks(backend, method):
-    rule = "sgd" if backend.world_size % 2 else "adam"
-    start = 10 if backend.world_size in (2, 3) else 0
+ROWS = [
+    *((3, "ddp", method) for method in METHODS), *((4, "fsdp/2", method) for method in METHODS),
+    *((4, "1x2", method) for method in METHODS), (1, "ddp", "quantization"), (2, "ddp", "top-k"),
+    (2, "zero1/1", "int8"), (4, "ddp/2", "powersgd"), (4, "ddp/2", "int8"),
+    (6, "zero2/2", "random-k"), (6, "fsdp/3", "powersgd"), (6, "fsdp/3", "int8"),
+    (4, "2x1", "powersgd"), (4, "2x1", "top-k"), (8, "1x2x2 fsdp", "int8"),
+    (8, "1x2x2 ddp", "quantization"), (8, "2x1x2 zero2", "powersgd"), (4, "1x1x2 fsdp", "top-k"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world_size", "layout", "method"), ROWS)
+@in_worlds()
+def test_fifty_steps_are_the_textbooks(backend, method, layout):
+    size = backend.world_size
+    rule = "sgd" if size % 2 else "adam"
+    start = 10 if size in (2, 6) else 0
     model, optimizer = build(
-        backend, method, rule, unit=1 if rule == "sgd" else 1000, start_step=start
+        backend, method, rule, unit=1 if rule == "sgd" else 40, layout=layout, start_step=start
     )
-    for step in range(50):
-        optimizer.step(model, *share(step, backend.rank, backend.world_size))
-    everyones = backend.all_gather(model.get_parameters()[None])
-    errors = backend.all_gather(optimizer._state.errors.own[None].copy())
-    if backend.rank == 0:
-        expected, book = train_textbook(
-            method, rule, backend.world_size, model.units, model.parameter_entries, 50,
-            start_step=start,
-        )  # fmt: skip
-        assert (everyones == everyones[0]).all()
-        np.testing.assert_allclose(everyones[0], expected, rtol=0, atol=1e-12)
-        np.testing.assert_allclose(errors, book.errors, rtol=0, atol=1e-9)
-        assert errors.any()
+    found = train(model, optimizer, range(50))
+    expected, book, places = train_textbook(method, rule, model, 50, start_step=start)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    assert (backend.all_gather(found[None]) == found).all()
+    assert model.check_replicas() >= (0 if size == 1 else 1)
+    # Errors are as long as this rank's part of the gradient.
+    across = model.engine.replica.across or backend
+    errors = optimizer._state.errors
+    assert errors.own.size == sum(map(len, places))
+    own = np.concatenate([np.zeros(0), *(book.errors[across.rank][each] for each in places)])
+    np.testing.assert_allclose(errors.own, own, rtol=0, atol=1e-9)
+    assert errors.own.any() or not len(errors.own)
 
 
 @in_worlds(1, 3)
@@ -207,9 +305,7 @@ def test_without_error_feedback_what_is_left_out_is_lost(backend):
     model, optimizer = build(backend, "top-k", error_feedback=False)
     for step in range(20):
         optimizer.step(model, *share(step, backend.rank, backend.world_size))
-    expected, _ = train_textbook(
-        "top-k", "sgd", backend.world_size, model.units, model.parameter_entries, 20, keeps=False
-    )
+    expected, _, _ = train_textbook("top-k", "sgd", model, 20, keeps=False)
     np.testing.assert_allclose(model.get_parameters(), expected, rtol=0, atol=1e-12)
     assert not optimizer._state.errors.own.any()
 
@@ -217,32 +313,41 @@ def test_without_error_feedback_what_is_left_out_is_lost(backend):
 @pytest.mark.usefixtures("messages_only")
 @by_method
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@in_worlds(1, 2, 3, 4)
-def test_the_bytes_on_the_wire_are_the_documented_ones(backend, method, dtype):
-    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(1, "ddp"), (3, "ddp"), (4, "ddp"), (4, "fsdp/2"), (6, "zero1/3")]
+)
+@in_worlds()
+def test_the_bytes_on_the_wire_are_the_documented_ones(backend, method, dtype, layout):
     chain = nn.MLP([40, 64, 24], activation="tanh", seed=2, dtype=dtype)
-    model = ms.DDPModel(chain, config)
+    model, strategy = wrap(backend, chain, layout)
+    config, replica = model.sharding_configuration, model.engine.replica
     optimizer = GradientCompressionOptimizer(
-        make_rule("sgd"), config, 0.01, method=method, rank=4, start_step=1
+        make_rule("sgd"), config, 0.01, method=method, rank=4, start_step=1, strategy=strategy
     )
     optimizer.bind(model)
     x = np.ones((4, 40), dtype)
     y = np.ones((4, 24), dtype)
+    across = replica.across or backend
     backend.traffic.reset()
     backend.all_reduce(np.zeros(7))
-    small = backend.traffic.total_bytes
+    small = backend.traffic.total_bytes if across is backend else 0
     sent = []
     for _ in range(4):
-        backend.traffic.reset()
+        across.traffic.reset()
         optimizer.step(model, x, y)
-        sent.append(backend.traffic.total_bytes - small)
+        sent.append(across.traffic.total_bytes - small)
     first, total, *later = (int(n) for n in backend.all_reduce(np.array(sent)))
     assert later == [total] * 2
-    size, b, expected = backend.world_size, np.dtype(dtype).itemsize, 0
+    size, b, expected = across.world_size, np.dtype(dtype).itemsize, 0
     assert first == 2 * (size - 1) * b * model.parameter_count
-    pieces = [n for unit in model.units for n in ms.ShardLayout(unit.length, size).sizes]
+    ranks = backend.world_size // size
+    parts = [n for unit in model.units for n in ms.ShardLayout(unit.length, ranks).sizes]
+    pieces = [n for part in parts for n in ms.ShardLayout(part, size).sizes]
     if method == "powersgd":
-        expected = b * (4 * (40 + 64) + 64 + 4 * (64 + 24) + 24)
+        for part, _, matrices in dealt(model)[0]:
+            expected += b * len(part)
+            for _, _, (rows, columns) in matrices:
+                expected += b * min(0, 4 * (rows + columns) - rows * columns)
     for n in pieces if method != "powersgd" else ():
         k = max(1, n // 100)
         expected += {
@@ -250,7 +355,7 @@ def test_the_bytes_on_the_wire_are_the_documented_ones(backend, method, dtype):
             "random-k": k * b,
         }[method]  # fmt: skip
     assert total == 2 * (size - 1) * expected
-    if dtype == np.float32 and size > 1:
+    if dtype == np.float32 and size > 1 and layout == "ddp":
         whole = 2 * (size - 1) * 4 * model.parameter_count
         limit = {"quantization": 0.26, "int8": 0.26, "top-k": 0.025, "random-k": 0.0125}
         assert total <= limit.get(method, 0.3) * whole
@@ -271,22 +376,23 @@ def test_the_first_steps_are_those_of_ddp_by_the_bit(backend, method):
         assert optimizer._state.errors.own.any() == (step == 3)
 
 
+in_layouts = pytest.mark.parametrize(
+    ("world_size", "layout"), [(1, "ddp"), (3, "ddp"), (4, "fsdp/2"), (4, "1x2")]
+)
+
+
 @by_method
 @pytest.mark.parametrize("start_step", [0, 5])
-@in_worlds(1, 2, 3)
-def test_a_checkpoint_has_the_errors_of_each_rank(backend, method, start_step, shared_path):
-    def steps(model, optimizer, first, last):
-        for step in range(first, last):
-            optimizer.step(model, *share(step, backend.rank, backend.world_size))
-
-    model, optimizer = build(backend, method, start_step=start_step)
-    steps(model, optimizer, 0, 4)
+@in_layouts
+@in_worlds()
+def test_a_checkpoint_has_the_errors_of_each_rank(backend, method, start_step, layout, shared_path):
+    model, optimizer = build(backend, method, layout=layout, start_step=start_step)
+    train(model, optimizer, range(4))
     ms.checkpoint.save(shared_path / "at4", model, optimizer)
-    steps(model, optimizer, 4, 8)
-    again, other = build(backend, method, start_step=start_step)
+    expected = train(model, optimizer, range(4, 8))
+    again, other = build(backend, method, layout=layout, start_step=start_step)
     ms.checkpoint.load(shared_path / "at4", again, other)
-    steps(again, other, 4, 8)
-    assert again.get_parameters().tobytes() == model.get_parameters().tobytes()
+    assert train(again, other, range(4, 8)).tobytes() == expected.tobytes()
     for name in ("own", "reduced"):
         mine, expected = (getattr(o._state.errors, name) for o in (other, optimizer))
         assert mine.tobytes() == expected.tobytes()
@@ -294,12 +400,13 @@ def test_a_checkpoint_has_the_errors_of_each_rank(backend, method, start_step, s
 
 @by_method
 @pytest.mark.parametrize(("pattern", "unit"), [("linear0.*", 1), ("*.bias", 1000)])
-@in_worlds(1, 2, 3)
+@in_layouts
+@in_worlds()
 def test_a_checkpoint_of_a_model_with_frozen_parameters(
-    backend, method, pattern, unit, shared_path
+    backend, method, pattern, unit, layout, shared_path
 ):
     def run(first, last, at):
-        model, optimizer = build(backend, method, unit=unit)
+        model, optimizer = build(backend, method, unit=unit, layout=layout)
         optimizer.wrapped_optimizer.parameter_options = {pattern: {"frozen": True}}
         optimizer.bind(model)
         if first:
@@ -307,7 +414,7 @@ def test_a_checkpoint_of_a_model_with_frozen_parameters(
         for step in range(first, last):
             if step == at:
                 ms.checkpoint.save(shared_path / "at2", model, optimizer)
-            optimizer.step(model, *share(step, backend.rank, backend.world_size))
+            train(model, optimizer, [step])
         return model.get_parameters()
 
     whole = run(0, 4, 2)
@@ -316,56 +423,67 @@ def test_a_checkpoint_of_a_model_with_frozen_parameters(
 
 
 @by_method
-def test_another_number_of_ranks_takes_the_same_sum_of_errors(method, tmp_path):
-    def errors(backend, write):
-        model, optimizer = build(backend, method)
+def test_another_layout_of_ranks_takes_the_same_sum_of_errors(method, tmp_path):
+    def errors(backend, layout, *, write=False):
+        model, optimizer = build(backend, method, layout=layout)
         if write:
-            for step in range(3):
-                optimizer.step(model, *share(step, backend.rank, backend.world_size))
+            train(model, optimizer, range(3))
             ms.checkpoint.save(tmp_path / "run", model, optimizer)
         else:
             ms.checkpoint.load(tmp_path / "run", model, optimizer)
-        kept = optimizer._state.errors
-        own = backend.all_reduce(kept.own.copy())
-        total = [np.zeros(0)]
-        for unit in model.units:
-            start = kept.places[unit.index][1]
-            size = ms.ShardLayout(unit.length, backend.world_size).size(backend.rank)
-            total.append(backend.all_gather(kept.reduced[start : start + size].copy()))
-        factors = np.concatenate(
-            [np.zeros(0), *(kept.factors[n].ravel() for n in sorted(kept.factors))]
-        )
-        return np.concatenate([own, *total, factors])
+        state, sums = optimizer._state, []
+        for kind in ("own", "reduced"):
+            # All replicas' in the model's vector, each element of a replica once.
+            full = np.zeros(model.parameter_count)
+            vector, pieces = (getattr(state.errors, name) for name in (kind, kind + "_pieces"))
+            for region, values in state._regions_of(vector, pieces, writes=True):
+                entry = next(e for e in model.engine.placement.entries if e.name == region.name)
+                put_region(values, region, full[entry.start : entry.stop].reshape(entry.shape))
+            sums.append(backend.all_reduce(full))
+        kept = state.errors.factors if layout == "ddp" else {}
+        return np.concatenate([*sums, *(kept[name].ravel() for name in sorted(kept))])
 
-    expected = ms.run_in_threads(3, errors, True)[0]
-    assert expected.any()
-    for size in (1, 2, 3, 5):
-        for found in ms.run_in_threads(size, errors, False):
-            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+    for written in ("fsdp/2", "ddp", "1x2x2 fsdp"):
+        size = 8 if "x" in written else 4
+        expected = ms.run_in_threads(size, lambda b, on=written: errors(b, on, write=True))[0]
+        assert expected.any()
+        for size, layout in (
+            (1, "ddp"), (3, "ddp"), (5, "ddp"), (4, "fsdp/2"), (6, "zero1/3"), (4, "1x2"),
+            (4, "1x2x2 fsdp"),
+        ):  # fmt: skip
+            for found in ms.run_in_threads(size, errors, layout):
+                count = min(len(found), len(expected))  # without factors, if one has none
+                np.testing.assert_allclose(found[:count], expected[:count], rtol=0, atol=1e-13)
 
 
-@in_worlds(1, 2, 3)
-def test_optimize_resumes_and_a_plain_model_is_wrapped(backend, shared_path):
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "ddp"), (3, "ddp"), (4, "fsdp")])
+@in_worlds()
+def test_optimize_resumes_and_a_plain_model_is_wrapped(backend, strategy, shared_path):
     def run(limit, folder):
-        config = ms.ShardingConfiguration(backend)
-        optimizer = GradientCompressionOptimizer(make_rule("adam"), config, method="int8")
+        size = None if strategy == "ddp" else 2
+        config = ms.ShardingConfiguration(backend, replica_size=size)
+        optimizer = GradientCompressionOptimizer(
+            make_rule("adam"), config, method="int8", strategy=strategy
+        )
         return optimizer.optimize(ms.OptimizationInputData(
-            model=plain(), x_train=X, y_train=Y, batch_size=8, max_steps=limit, progress=False,
-            checkpoint=shared_path / folder,
+            model=plain(), x_train=X, y_train=Y, x_validation=X, y_validation=Y, validate_every=2,
+            batch_size=8, max_steps=limit, progress=False, checkpoint=shared_path / folder,
+            digest_every=2,
         ))  # fmt: skip
 
     whole = run(7, "whole")
     run(3, "parts")
     rest = run(7, "parts")
     assert rest.loss_history == whole.loss_history[3:]
+    assert rest.validation_history == whole.validation_history
 
 
 @by_method
-@in_worlds(1, 2)
-def test_a_step_that_fails_changes_no_error(backend, method):
-    model, optimizer = build(backend, method)
-    for step in range(2):
-        optimizer.step(model, *share(step, backend.rank, backend.world_size))
+@pytest.mark.parametrize(("world_size", "layout"), [(1, "ddp"), (2, "ddp"), (4, "zero2/2")])
+@in_worlds()
+def test_a_step_that_fails_changes_no_error(backend, method, layout):
+    model, optimizer = build(backend, method, layout=layout)
+    train(model, optimizer, range(2))
     before = optimizer._state.errors.own.copy()
     x, y = share(2, backend.rank, backend.world_size)
     bad = x.copy()
@@ -375,22 +493,21 @@ def test_a_step_that_fails_changes_no_error(backend, method):
         optimizer.step(model, bad, y)
     assert optimizer._state.errors.own.tobytes() == before.tobytes()
     optimizer.step(model, x, y)
-    expected, _ = train_textbook(
-        method, "sgd", backend.world_size, model.units, model.parameter_entries, 3
-    )
+    expected, _, _ = train_textbook(method, "sgd", model, 3)
     np.testing.assert_allclose(model.get_parameters(), expected, rtol=0, atol=1e-12)
 
 
-@in_worlds(2, 3)
-def test_accumulated_batches_are_compressed_once_and_a_rank_may_have_none(backend):
-    model, optimizer = build(backend, "top-k")
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "ddp"), (4, "ddp/2"), (4, "fsdp/2")])
+@in_worlds()
+def test_accumulated_batches_are_compressed_once_and_a_replica_may_have_none(backend, layout):
+    model, optimizer = build(backend, "top-k", layout=layout)
     x, y = share(0, backend.rank, backend.world_size)
-    if backend.rank == 1:
+    if backend.rank >= backend.world_size // 2:
         x, y = x[:0], y[:0]
     with model.accumulate():
         optimizer.step(model, x[:1], y[:1])
     optimizer.step(model, x[1:], y[1:])
-    other, second = build(backend, "top-k")
+    other, second = build(backend, "top-k", layout=layout)
     second.step(other, x, y)
     np.testing.assert_allclose(model.get_parameters(), other.get_parameters(), atol=1e-12)
 

@@ -268,9 +268,8 @@ def _whole_file(source: TensorSource) -> TensorFile:
     }
     words = _FORMAT | {CHECKPOINT_HEADER: json.dumps(known, allow_nan=False)}
     choices = choices_in(source.metadata.get("model") or {})
-    if (
-        choices
-    ):  # as in the bytes of a model's `serialize`, so that its `deserialize` takes the file
+    if choices:
+        # As in the bytes of a model's `serialize`, so that its `deserialize` takes the file.
         words[CHOICES_HEADER] = json.dumps(choices, sort_keys=True)
     return TensorFile(tensors, words)
 
@@ -280,6 +279,7 @@ def _write_shards(source: TensorSource, directory: Path, maximum_bytes: int) -> 
     shards: list[dict[str, LazyTensor]] = [{}]
     filled = 0
     for name, tensor in parameters.items():
+        # A tensor is never cut: one that is larger than a file may be has a file of its own.
         if shards[-1] and filled + tensor.nbytes > maximum_bytes:
             shards.append({})
             filled = 0
@@ -306,6 +306,7 @@ def _write_checkpoint(source: TensorSource, directory: Path) -> None:
         raise CheckpointError(f"{source.path} holds no tensors")
     pieces: dict[str, list[tuple[Region, Any]]] = {}
     for kind, given in source.tensors.items():
+        # The first name of each dtype, for the message.
         first: dict[str, str] = {}
         for name, tensor in given.items():
             first.setdefault(tensor.dtype.name, name)
@@ -323,6 +324,7 @@ def _write_checkpoint(source: TensorSource, directory: Path) -> None:
     file = RankFile(0, pieces)
     file.write(directory)
     dtype = source.tensors[PARAMETERS][entries[0].name].dtype
+    # The random part of the temporary name, as of a save.
     identity = directory.name.rsplit(".", 2)[1]
     manifest = assemble(identity, 1, entries, dtype, source.metadata, [file.record()])
     disk.write_file(directory / MANIFEST, [manifest.to_bytes()])

@@ -69,6 +69,7 @@ class Target:
         self.path = Path(path).resolve()
         self.is_put = False
         """Whether the new checkpoint is in its place, durably."""
+        # The nearest one that exists: those below it will be made.
         for parent in self.path.parents:
             if parent.exists():
                 if not parent.is_dir():
@@ -271,6 +272,7 @@ def newest_of(path: Path) -> Path | None:
     if not entries:
         return None
     newest = entries[0].path
+    # `latest` may name a checkpoint that was damaged since: the newest that can be read counts.
     latest = path / LATEST
     named = latest.read_text(errors="replace").strip() if latest.is_file() else newest.name
     broken = [entry for entry in entries if entry.problem and entry.path.name == named]

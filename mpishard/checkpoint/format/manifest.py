@@ -163,6 +163,7 @@ class Manifest:
 
     def held(self, kind: str) -> list[ParameterEntry]:
         """Return the parameters of a kind: all, or those that an optimizer has state of."""
+        # Frozen parameters have values, and no state of an optimizer.
         has_all = not kind.startswith(_OPTIMIZER)
         return [entry for entry in self.parameters if has_all or entry.trainable]
 
@@ -435,6 +436,7 @@ def assemble(
     for kind, names in dtypes.items():
         if len(names) > 1:
             raise CheckpointError(f"{kind}: pieces have the dtypes {sorted(names)}; one is allowed")
+    # A kind that no rank has a piece of, as of a model without parameters, gets the model's dtype.
     own = np.dtype(dtype)
     arrays = {
         kind: KindRecord.of(np.dtype(next(iter(dtypes[kind] or {own.name}))), given)

@@ -92,6 +92,7 @@ class CheckpointBenchmark:
 
     def layers(self, world_size: int) -> int:
         """Return the number of layers of 1024 x 1024 that make up the size."""
+        # The ranks' files together hold each parameter and its two moments once.
         elements = self.nbytes * world_size // (_KINDS * _ITEM)
         return max(1, round(elements / (_WIDTH * _WIDTH + _WIDTH)))
 
@@ -168,6 +169,7 @@ class _Run:
         total = int(self._backend.all_gather(np.array([content.size])).sum())
         plain = self._folder / f"plain{self._backend.rank}"
         trained = (self._model, self._optimizer)
+        # First, because the first save would otherwise be clocked with it.
         self._timed("memory for copies", lambda: checkpoint.reserve(self._staging, *trained))
         for repeat in range(self._benchmark.repeats):
             # The same bytes, and a new file each time, as a save makes one.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from mpishard import settings
 from mpishard.arrays import Array
+from mpishard.checkpoint.format.consensus import share_path
 from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend
@@ -170,7 +171,8 @@ def _ways(
     # Each way, and the array that it leaves its result in, or None.
     found: dict[str, tuple[Way, Any]] = {"ours": (lambda: ours(source, out=out), out)}
     if kind == "all_reduce":
-        zeros = np.zeros_like(source)  # which stay zeros, however often they are added up
+        # In place the result is the next input: sums of ones would soon be infinite.
+        zeros = np.zeros_like(source)
         found[_IN_PLACE] = (lambda: ours(zeros), None)
         shared = backend.allocate_shared(length, dtype)
     # Memory that peers can read.
@@ -212,8 +214,7 @@ def _gloo(backend: CommunicationBackend) -> Iterator[Any]:
     import torch.distributed
 
     folder = tempfile.TemporaryDirectory(prefix="mpishard-") if backend.rank == 0 else None
-    name = None if folder is None else np.frombuffer(os.fsencode(folder.name), np.uint8)
-    place = os.fsdecode(backend.broadcast(name).tobytes())
+    place = share_path(backend, None if folder is None else Path(folder.name))
     settings.write_default("GLOO_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group(
         "gloo", f"file://{place}/store", rank=backend.rank, world_size=backend.world_size

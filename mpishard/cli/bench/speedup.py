@@ -114,6 +114,7 @@ class SpeedupBenchmark:
         """
         x, y = tokens(0, self.batch)
         single = alone()
+        # Costs are those of a micro-batch, which is what the stages compute at a time.
         rows = max(1, self.batch // self.micro_batches)
         costs = measured_layer_costs(self.build_model(), x[:rows], y[:rows])  # rank 0's count
         cut = {"partition_strategy": costs, "micro_batch_count": self.micro_batches}

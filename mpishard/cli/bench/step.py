@@ -318,6 +318,7 @@ class ChecksBenchmark:
         finally:
             vars(page).pop("record", None)  # restores the method of its class
             backend.check_collectives = checks
+        # Alone, and waited for: in a step headers travel while layers compute.
         (header,) = time_alternately(backend, [lambda: backend.barrier_async().wait()], self.steps)
         return ChecksResult(
             {way: tuple(times) for way, times in seconds.items()},

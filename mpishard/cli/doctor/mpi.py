@@ -203,6 +203,7 @@ def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
 
 def _first_on_path(library: MPILibrary, launcher: Launcher | None, mend: str) -> Iterator[Finding]:
     """Tell whether the ``mpiexec`` and ``mpirun`` that a user types start ranks of this library."""
+    # Both, because a machine may have the two of different libraries.
     for program in ("mpiexec", "mpirun"):
         name, first = f"mpi.{program}", shutil.which(program)
         if first is not None:

@@ -245,15 +245,13 @@ def prepare_job(
         With code 2 if it cannot start, after printing the reason.
     """
     folder = None if log_folder is None else log_folder.absolute()
+    if ranks is None:
+        misplaced = {"-n", "-np"}.intersection(words)
+        where = f"{min(misplaced)} stands behind the script, which gets it: " if misplaced else ""
+        refuse(name, f"{where}give the number of ranks before the script: -n 4 SCRIPT")
+    if ranks < 1:
+        refuse(name, f"a job has at least one rank, got -n {ranks}")
     try:
-        if ranks is None:
-            misplaced = {"-n", "-np"}.intersection(words)
-            where = (
-                f"{min(misplaced)} stands behind the script, which gets it: " if misplaced else ""
-            )
-            refuse(name, f"{where}give the number of ranks before the script: -n 4 SCRIPT")
-        if ranks < 1:
-            refuse(name, f"a job has at least one rank, got -n {ranks}")
         program = python_arguments(words, is_module)
         check_on_failure(on_failure)
         settings.check()
@@ -266,19 +264,13 @@ def prepare_job(
         if folder is not None:
             check_log_folder(folder)
         launcher = find_launcher(loaded_library())
-        is_here = not (machines or launcher.is_slurm)
-        cores = usable_cores()
-        most = max(ranks, max_ranks or 0)
-        option = "-n" if most == ranks else "--max-ranks"
-        if is_here and not may_oversubscribe and most > _RANKS_PER_CORE * cores:
-            refuse(
-                name,
-                f"{option} {most} is more than {_RANKS_PER_CORE} ranks for each of "
-                f"{counted(cores, 'usable core')}: --oversubscribe allows that",
-            )
+        if not (may_oversubscribe or machines or launcher.is_slurm):
+            _check_cores(ranks, max_ranks)
         added = _thread_variables(launcher, ranks, machines) | _best_variables()
         added |= variables or {}
         elsewhere = settings.forwarded_variables() if machines else ()
+        # The first line says what differs from the user's own environment; the width of the
+        # terminal changes no result.
         told = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
         slots = sum(host.slots for host in machines)
         if machines and max_ranks and max_ranks > slots:
@@ -304,6 +296,17 @@ def prepare_job(
     except (MPIUnavailableError, ValueError) as error:
         refuse(name, error)
     return job
+
+
+def _check_cores(ranks: int, max_ranks: int | None) -> None:
+    # A job that may grow later must fit then, too.
+    cores, most = usable_cores(), max(ranks, max_ranks or 0)
+    if most > _RANKS_PER_CORE * cores:
+        option = "-n" if most == ranks else "--max-ranks"
+        raise ValueError(
+            f"{option} {most} is more than {_RANKS_PER_CORE} ranks for each of "
+            f"{counted(cores, 'usable core')}: --oversubscribe allows that"
+        )
 
 
 def _check_restarts(

@@ -91,6 +91,7 @@ def held_log_folder(folder: Path) -> Iterator[None]:
     import fcntl  # not on every system that only trains in memory
 
     folder.mkdir(parents=True, exist_ok=True)
+    # A link is not followed: in a folder that others may write to it could name any file.
     handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:

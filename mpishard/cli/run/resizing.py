@@ -113,6 +113,7 @@ class Resizing:
         with orders_socket(folder) as (listening, address):
             (folder / _SOCKET).unlink(missing_ok=True)  # of a job that was killed
             listening.bind(address)
+            # Only this user may change the job.
             (folder / _SOCKET).chmod(0o600)
             listening.listen()
             self._listening = [listening]
@@ -139,6 +140,7 @@ class Resizing:
         """
         try:
             connection, _ = self._listening[0].accept()
+            # The supervisor must not wait for a program that connects and says nothing.
             connection.settimeout(_WORD_SECONDS)
             order = Order(int(connection.recv(_WORD_BYTES)), connection)
         except (OSError, ValueError):  # the command has ended, or it is none of ours
@@ -209,6 +211,7 @@ class Resizing:
                 f"{least} to {most} (bounds of ElasticOptimizer; with local_data as "
                 f"many as now), and {has}"
             )
+        # Last, because hosts that do not answer take seconds.
         order.lost = self.find_lost()
         slots = self._slots(order)
         if self.hosts and ranks > slots:

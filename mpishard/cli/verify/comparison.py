@@ -217,16 +217,21 @@ def compare(
     # Several units, in a small model too.
     unit_size = min(1024, max(1, start.size // 4))
     config = ShardingConfiguration(
-        backend, minimum_parameter_group_size=unit_size, precision=job.precision
+        backend,
+        minimum_parameter_group_size=unit_size,
+        precision=job.precision,
+        replica_size=job.replica_size,
     )
     options = {**job.mesh.options, **({"schedule": schedule} if schedule else {})}
+    if job.replica_size is not None:  # what was given is the data axis of all replicas
+        options.pop("data_parallel_size", None)
     model = as_distributed(problem.model, config, job.strategy, **options)
     if problem.loss is not None:
         model.engine.loss = problem.loss
     rule = RULES[job.optimizer](job.learning_rate)
     wrappers: dict[str | None, Callable[[], Any]] = {
         None: lambda: as_distributed(rule, config, job.strategy, **options),
-        "local-sgd": lambda: LocalSGDOptimizer(rule, config, synchronization_period=1),
+        "local-sgd": lambda: LocalSGDOptimizer(rule, config, 1, strategy=job.strategy),
         "elastic": lambda: ElasticOptimizer(rule, config, strategy=job.strategy),
         # Of all elements, so that nothing is left out.
         "compression": lambda: GradientCompressionOptimizer(rule, config, 1.0, method="top-k"),

@@ -56,7 +56,8 @@ DATA_STRATEGIES = tuple(name for name in STRATEGIES if name not in STRATEGY_OPTI
 
 
 WRAPPERS = {
-    "local-sgd": ("ddp",), "async": ("ddp",), "elastic": DATA_STRATEGIES, "compression": ("ddp",),
+    "local-sgd": (*DATA_STRATEGIES, "hybrid"), "async": ("ddp",), "elastic": DATA_STRATEGIES,
+    "compression": ("ddp",),
 }  # fmt: skip
 """Choices of ``--wrapper``, and the strategies that each goes with."""
 
@@ -189,6 +190,17 @@ class VerifyJob:
         """Number of ranks, or groups of ranks, among which a batch is dealt."""
         pipeline, tensor, _ = self.mesh.sizes
         return self.world_size // (pipeline * tensor)
+
+    @property
+    def replica_size(self) -> int | None:
+        """Ranks of a replica that ``"local-sgd"`` trains apart; None if each rank is one, or all.
+
+        With other strategies than ``"ddp"`` there are as few replicas as the data axis allows.
+        """
+        if self.wrapper != "local-sgd" or self.strategy == "ddp":
+            return None
+        counts = (n for n in range(2, self.data_size + 1) if self.data_size % n == 0)
+        return self.world_size // next(counts, 1)
 
     def write(self) -> None:
         """Leave the settings for `read`."""

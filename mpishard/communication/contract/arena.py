@@ -118,6 +118,7 @@ class Regions:
             self._regions.pop(owner, None)
             self._memory.pop(number, None)
 
+        # At exit nobody looks for a region any more.
         weakref.finalize(memory, forget).atexit = False
 
     def locate(self, array: Array) -> Place:
@@ -127,6 +128,7 @@ class Regions:
         """
         owner = array.base if isinstance(array.base, np.ndarray) else array
         found = self._regions.get(id(owner))
+        # An id is used again when its array is gone: another array may have it now.
         if found is None or owner is not found[1]():
             return PRIVATE
         return found[0], address(array) - address(owner)
@@ -202,6 +204,7 @@ class Nodes:
             return other
         ranks = self.ranks(node)
         outside = sum(number != node for number in self.numbers[:other])
+        # In turn, so that the traffic with other nodes is spread over the ranks of this one.
         return ranks[outside % len(ranks)]
 
     @functools.cached_property

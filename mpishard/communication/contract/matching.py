@@ -60,6 +60,8 @@ def check_calls(
     numbers = range(len(calls)) if ranks is None else ranks
     first = calls[0]
     same = first.sequence, first.description
+    # The usual case: a description has every argument that must be alike, so that nothing else
+    # needs to be compared.
     if all((c.sequence, c.description) == same for c in calls) and first.out_rows < 0:
         return
     by_rank = dict(zip(numbers, calls, strict=True))
@@ -74,6 +76,7 @@ def check_calls(
             f"{more}:\n{_listed(by_rank)}"
         )
     if first.kind is Kind.ALL_GATHER:
+        # Ranks may send different numbers of rows, so that none could check its `out` alone.
         rows = [call.shape[0] for call in calls if call.shape]
         for rank, call in by_rank.items():
             if call.out_rows not in (-1, sum(rows)):
@@ -116,6 +119,7 @@ def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = Non
     if len(by_method) < 2:
         return ""
     before = seen or Counter()
+    # A rank that called the collective itself has no method.
     rarest = min(filter(None, by_method), key=lambda m: (len(by_method[m]), before[m]))
     others = [
         f"{who(ranks)} called {method or f'{calls[ranks[0]].kind.label} itself'} "
@@ -136,6 +140,7 @@ def differing_calls(calls: Mapping[int, Call]) -> str:
     if not what:
         return ""
     most, count = Counter(values).most_common(1)[0]
+    # Without a majority no side is the odd one.
     if 2 * count <= len(values):
         return ""
     odd = {rank: v for rank, v in zip(calls, values, strict=True) if v != most}
@@ -164,6 +169,7 @@ def _listed(calls: Mapping[int, Call]) -> str:
 def _difference(calls: Sequence[Call]) -> tuple[str, list[str]]:
     """The first thing that differs and must not, or an empty string; and what each rank has."""
     first = calls[0]
+    # First, because arguments of different collectives have nothing to do with each other.
     if any(c.kind is not first.kind or c.sequence != first.sequence for c in calls):
         return "kind or order", [f"collective {c.sequence}, {c.kind.label}" for c in calls]
     for what, values in _compared(first.kind, calls):
@@ -190,6 +196,7 @@ def _compared(kind: Kind, calls: Sequence[Call]) -> Iterator[tuple[str, list[Has
         yield "trailing dims", [(c.shape or ())[1:] for c in calls]
     yield "root", [c.root for c in calls]
     if kind is Kind.BROADCAST:
+        # Ranks that give no array receive one of the shape that is sent.
         sent = calls[calls[0].root]
         yield (
             "shape or dtype of the arrays that receive",

@@ -57,6 +57,8 @@ class Session:
         self._worlds: list[weakref.ref[Any]] = []
 
     def __enter__(self) -> Self:
+        # Without waiting: two threads of a rank would issue collectives in an order that other
+        # ranks cannot know.
         if not self._lock.acquire(False):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise CommunicationError(

@@ -84,17 +84,15 @@ class Job:
         ranks = node.allgather(self.rank)
         pretended = ShardLayout(len(ranks), settings.virtual_nodes())
         mine = {**settings.alike(), "on_failure": "shrink" if survives else "abort"}
+        # One exchange: where each rank runs, and the settings that must be alike.
         rows = comm.allgather((ranks[0], pretended.owner(node.Get_rank()), mine))
         _require_alike([row[2] for row in rows])
         self.nodes = number_nodes([row[:2] for row in rows])
         """The number of the node that each rank runs on."""
         has_affinity = hasattr(os, "sched_getaffinity")
         usable = sorted(os.sched_getaffinity(0)) if has_affinity else range(os.cpu_count() or 1)
-        cores: list[list[int]] = node.allgather(list(usable))
-        # Each core counts by the share of it that this rank has.
-        self.cores_per_rank = sum(
-            1 / sum(core in usable for usable in cores) for core in cores[node.Get_rank()]
-        )
+        cores = [tuple(cores) for cores in node.allgather(list(usable))]
+        self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
         """This rank's part of the cores that it may run on."""
         self.crowded = self.cores_per_rank < 1
         self.shares_core_until = 0.0
@@ -322,6 +320,11 @@ def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
     ours.Free()
     all_of_launcher.Free()
     return ranks
+
+
+def _cores_per_rank(mine: tuple[int, ...], all_ranks: list[tuple[int, ...]]) -> float:
+    """Each core counts by the share of it that this rank has."""
+    return sum(1 / sum(core in cores for cores in all_ranks) for core in mine)
 
 
 # --------------------------------------------------------------- shared memory of the MPI library

@@ -199,6 +199,7 @@ class MessageChannel:
         )
         received = buffer[: nbytes * others].view(own.dtype).reshape(others, own.size)
         incoming = list(received)
+        # Of length 0, so that nothing is received from itself.
         incoming.insert(self._rank, own[:0])
         yield from self.move(parts, incoming)
         incoming[self._rank] = own
@@ -223,6 +224,7 @@ class MessageChannel:
         requests: list[Any] = []
         pending = Pending(requests, self._in_flight, outgoing, incoming)
         for rank in range(self._world_size):
+            # Receives first: a message that nobody expects yet has to be buffered by MPI.
             if rank != self._rank and incoming[rank].size:
                 buffer = _as_bytes(incoming[rank])
                 requests.append(post_bytes(self._mpi, self._comm.Irecv, buffer, rank, 0))

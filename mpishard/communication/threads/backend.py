@@ -115,7 +115,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             if self._is_root:
                 self._world = self._next_world()
             assert self._world is not None
-            with self._world.changed:
+            with self._world.lock:
                 self._world.members[self._rank] = self
                 self._world.left.pop(self._rank, None)
                 self._world.pages[self._me] = self.status
@@ -144,7 +144,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _on_shutdown(self) -> None:
         world = self._joined()
-        with world.changed:
+        with world.lock:
             for member in self._session.worlds():
                 # The worlds that were split from this one end with it.
                 if f"{member.group}/".startswith(f"{self.group}/") and member._initialized:
@@ -152,7 +152,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                     within.members.pop(member._rank, None)
                     within.left[member._rank] = member._sequence
                     member._initialized = False
-            world.changed.notify_all()
+            world.wake_all()
         if len(world.left) == world.world_size:
             _forget(self._environment_id, world)
 
@@ -161,7 +161,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         stop_recording(self, error)
         world = self._joined()
         self.status.end(RankState.REPORTED)
-        with world.changed:
+        with world.lock:
             world.lost.add(self._rank)
         after = place_after(self.status.last)
         world.fail(self._me, f"rank {self._me}", f"{after}, ", error)
@@ -186,10 +186,10 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _shrink(self) -> Self:
         world = self._joined()
         deadline = world.clock.now() + (self._timeout or math.inf)
-        with world.changed:
+        with world.lock:
             world.survive(self._rank)
             while not world.has_heirs():
-                if not world.wait(deadline):
+                if not world.wait(self._rank, deadline):
                     world.survivors.remove(self._rank)
                     raise CollectiveTimeoutError(
                         f"rank {self._rank} waited {self._timeout:g} s in shrink() for ranks "
@@ -222,13 +222,13 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                     member.progress()
                 if work.done:
                     return
-                with world.changed:
+                with world.lock:
                     under_way = [w for m in family for w in (*m._pending, *m._transfers)]
                     if not any(w.waitable is not None and w.waitable.test() for w in under_way):
                         if self.status.awaited is None:
                             self.status.wait(work.awaited)
                         self._raise_if_hopeless(work)
-                        if not world.wait(deadline):
+                        if not world.wait(self._rank, deadline):
                             self._give_up(work, f"waited {self._timeout:g} s {work.where}")
         finally:
             if self.status.awaited is not None:
@@ -383,6 +383,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 array = array_namespace(sent).empty(sent.shape, sent.dtype)
             copy_into(array, sent)
         assert array is not None
+        # Until all have copied it the root must not change its array.
         yield from self._meet(call, 1, None, array)
         return array
 
@@ -391,6 +392,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     ) -> Steps:
         given = [array] if self._rank == root and array is not None else []
         values = yield from self._open(call, (given, counts), *given)
+        # The root alone knows the counts.
         (sent,), pieces = values[root]
         start = sum(pieces[: self._rank])
         piece = sent[start : start + pieces[self._rank]].copy()
@@ -403,6 +405,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         if self._rank == root:
             near = [beside(other, array) for other in arrays]
             result = array_namespace(array).concatenate(near, axis=0)
+        # Until the root has joined them the ranks must not change their arrays.
         yield from self._meet(call, 1, None, array)
         return result
 
@@ -414,6 +417,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         wishes = yield from self._open(call, (color, key))
+        # Made once, because the ranks of a color must hold one object.
         worlds = self._joined().split(wishes, call.sequence) if self._rank == 0 else None
         values = yield from self._meet(call, 1, worlds)
         if color is None:
@@ -428,6 +432,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         yield from self._open(call, None)
         first = self.peers[0]
+        # The first rank of each node makes the memory of all its ranks.
         makes = self._rank == first and settings.shares_memory()
         values = yield from self._meet(call, 1, anonymous_memory(nbytes) if makes else None)
         return values[first]
@@ -444,35 +449,36 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _post(self, array: Array, destination: int, tag: int, *, is_copy: bool) -> Message:
         synchronize(array)
         world, message = self._joined(), Message(array, destination, is_copy)
-        with world.changed:
+        with world.lock:
             world.channel(self._rank, destination, tag).messages.append(message)
-            world.changed.notify_all()
+            world.wake([destination])
         return message
 
     def _steps_receive(
         self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
     ) -> Steps:
         world = self._joined()
-        with world.changed:
+        with world.lock:
             channel = world.channel(source, self._rank, tag)
             receive = Receive(channel, source)
             channel.receives.append(receive)
         try:
             yield receive
-            with world.changed:
+            with world.lock:
                 array, sender = channel.messages[0].array, world.global_ranks[source]
                 refuse_other_message(array.size, array.dtype, count, dtype, sender, tag)
                 message = channel.messages.popleft()
         finally:
-            with world.changed:
+            with world.lock:
                 channel.receives.remove(receive)
+                # Else each tag that was ever used would keep a channel.
                 if not channel.receives and not channel.messages:
                     world.channels.pop((source, self._rank, tag), None)
         content = message.open()
         if not message.is_copy:
-            with world.changed:  # the sender may wait for it
+            with world.lock:  # the sender may wait for it
                 message.is_taken = True
-                world.changed.notify_all()
+                world.wake([source])
         return content
 
 

@@ -24,6 +24,7 @@ from mpishard.models.engine.update import (
     TrainingRecord,
     Update,
     UpdatePieces,
+    dealt,
 )
 from mpishard.models.programs.leaves import GradientLeaves
 from mpishard.models.programs.program import Batch, Program
@@ -40,7 +41,7 @@ from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.layer import Context
 from mpishard.observe import span, step_span
 from mpishard.observe.ledger import MemoryCategory
-from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding import Piece, ShardingConfiguration
 
 __all__ = ["Engine"]
 
@@ -310,7 +311,7 @@ class Engine:
         if apart:
             return self._step_apart(rule, loss, settings, step)
         # Of a replicated gradient, too, each rank takes the norm of its piece alone.
-        counted = self.gradients.owned(self.pieces.counted)
+        counted = self.gradients.owned(self._counted())
         if self.leaves is None:
             # In one message: a small all-reduce costs its latency, whatever it holds.
             message = [round_.loss, round_.weight, squared_norm(counted)]
@@ -326,13 +327,38 @@ class Engine:
         # Gradients are sums over samples; the norm that is reported and clipped is the mean's.
         norm = math.sqrt(squared) / total_weight
         report = StepReport(self.mean(total, total_weight), total_weight, norm)
+        self._update(rule, report)
+        return report
+
+    def _counted(self) -> Sequence[Piece]:
+        """The pieces that this rank counts in a norm over all ranks; together they are all."""
+        counted, across = self.pieces.counted, self.replica.across
+        return counted if across is None else dealt(counted, across.world_size, across.rank)
+
+    def _update(self, rule: Rule, report: StepReport) -> None:
+        """Update with the sums that the store of gradients has. Collective."""
         try:
             self._change(rule, self.gradients.owned(self.pieces.updated), report)
         finally:  # a rule that failed here may still read gradients elsewhere
             self.gradients.finish()
         self._publish()
         self._end_round()
-        return report
+
+    def update_again(self, rule: Rule, weight: float) -> None:
+        """Update with other sums that the store of gradients has now. Collective.
+
+        ``weight`` is that of their samples.
+
+        Raises
+        ------
+        NonFiniteLossError
+            On every rank, if they are not finite.
+        """
+        squared = np.array([squared_norm(self.gradients.owned(self._counted()))])
+        norm = math.sqrt(float(self.world.all_reduce(squared)[0])) / weight
+        if not math.isfinite(norm):
+            self.round.refuse_nonfinite("the gradient is not finite", self.step_number + 1)
+        self._update(rule, StepReport(math.nan, weight, norm))
 
     def _step_apart(
         self, rule: Rule, loss: float, settings: Mapping[str, Any], step: int

@@ -29,7 +29,8 @@ class Replicas:
     is_on_mesh : bool
         Whether a replica is several ranks', none of which can update it alone.
     are_apart : bool
-        Whether groups of ranks hold replicas that `LocalSGDOptimizer` alone can train.
+        Whether groups of ranks hold replicas, which need an optimizer that exchanges something
+        between them.
 
     Attributes
     ----------
@@ -88,7 +89,8 @@ class Replicas:
         if self._are_apart:
             raise ShardingError(
                 f"{purpose} trains one replica of all ranks, and replica_size gives groups of "
-                "ranks one each: use LocalSGDOptimizer, or leave replica_size out"
+                "ranks one each: use LocalSGDOptimizer, GradientCompressionOptimizer or "
+                "AsyncSGDOptimizer(delay=), or leave replica_size out"
             )
 
     def require_equal(self, purpose: str) -> None:

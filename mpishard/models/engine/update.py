@@ -5,15 +5,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpishard.arrays import Array, chunk_length
+from mpishard.layout import ShardLayout
 from mpishard.models.programs.leaves import GradientLeaves
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import Piece, Placement, pieces_within
 
-__all__ = ["Policy", "Rule", "StepReport", "TrainingRecord", "Update", "UpdatePieces", "descent"]
+__all__ = [
+    "Policy",
+    "Rule",
+    "StepReport",
+    "TrainingRecord",
+    "Update",
+    "UpdatePieces",
+    "dealt",
+    "descent",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +198,16 @@ class UpdatePieces:
         owned = {(piece.start, piece.stop) for piece in self.owned}
         mine = tuple(piece for piece in self.updated if (piece.start, piece.stop) in owned)
         return written_here(mine, program.vector.placement)
+
+
+def dealt(pieces: Sequence[Piece], size: int, rank: int) -> list[Piece]:
+    """Return the part of each of ``pieces`` that is ``rank``'s of ``size`` ranks with the same."""
+    parts = []
+    for piece in pieces:
+        part = ShardLayout(piece.length, size).slice(rank)
+        start, stop = piece.start + part.start, piece.start + part.stop
+        parts.append(replace(piece, start=start, stop=stop, offset=piece.offset + part.start))
+    return parts
 
 
 def written_here(pieces: Sequence[Piece], placement: Placement) -> tuple[Piece, ...]:

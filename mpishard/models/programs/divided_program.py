@@ -140,6 +140,7 @@ class DividedProgram(Program):
         """
         mine = np.array([[total, projection, norm2]])
         losses, projections, norms2 = self._mesh.model.all_gather(mine).T
+        # Ranks may sum in other orders, as BLAS threads do: a difference of rounding is none.
         allowed = 8 * math.sqrt(np.finfo(self.dtype).eps)
         ranges = []
         for values, scale in (
@@ -147,6 +148,7 @@ class DividedProgram(Program):
             (projections, np.sqrt(norms2)),
             (norms2, norms2),
         ):
+            # NaN comes from ranks that computed no gradient, or from a loss that is NaN on all.
             known = values[np.isfinite(values)]
             largest = scale[np.isfinite(scale)].max(initial=0.0)
             ranges.append(bool(known.size) and np.ptp(known) > allowed * largest)
@@ -221,6 +223,8 @@ def _projection(begin: int, values: Array) -> float:
     xp = array_namespace(values)
     rows = int(values.size) // _RAMP_LENGTH
     whole = rows * _RAMP_LENGTH
+    # By rows of one short ramp: weights for every element would take as much memory as the
+    # gradient.
     ramp = xp.linspace(1.0, 2.0, _RAMP_LENGTH, dtype=values.dtype)
     total = float(values[whole:] @ ramp[: int(values.size) - whole])
     if rows:

@@ -90,6 +90,8 @@ class LayeredProgram(Program):
         held = held_whole(self._model, self._minimum_unit_size)
         self.units, self.entries = held.units, tuple(held.entries)
         self.vector = ModelVector(Placement.whole(self.entries))
+        # Backward begins with the last unit, and comes to a unit that is used again: neither is let
+        # go after forward.
         self.kept = held.reused | {held.units[-1].index}
         self._chains = [LayerChain(held, 0, len(held.layers), self.kept)]
 
@@ -108,6 +110,8 @@ class LayeredProgram(Program):
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
         if self.is_random:
+            # Random layers draw by seed and sample, so that one seed makes the same masks at any
+            # world size.
             self.seed = int(backend.broadcast(np.array([self.seed]))[0])
 
     def check(self, x: Any) -> Array:
@@ -125,6 +129,7 @@ class LayeredProgram(Program):
             raise TypeError(f"loss_function must be an ILossFunction, got {type(loss).__name__}")
         if y is None:
             raise TypeError(f"{type(loss).__name__} needs targets, and y (y_train) is None")
+        # Refused here, because a loss would fail inside a pass, when other ranks wait for this one.
         if getattr(y, "shape", None) is None:
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
         if len(y) != len(x):
@@ -143,6 +148,7 @@ class LayeredProgram(Program):
                 raise TypeError(expected + type(x).__name__)
             raise ValueError(f"{expected}shape {tuple(shape)}")
         sample = tuple(shape[1:])
+        # Batches have one shape, as a rule, and layers are asked for it only once.
         if sample not in self._output_shapes:
             output = sample
             for layer in self._model.layers:

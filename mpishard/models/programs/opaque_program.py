@@ -101,6 +101,7 @@ class OpaqueProgram(WholeProgram):
 
     def changed(self, parameters: ParameterStore) -> None:
         (unit,) = self.units
+        # A copy: the model may keep the array, or write to it, and the store reuses its memory.
         self._model.set_parameters(parameters.unshard(unit).copy())
         parameters.reshard(unit)
 
@@ -112,6 +113,7 @@ class OpaqueProgram(WholeProgram):
 
     def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
         x, y, loss = batch.x, batch.y, batch.loss
+        # Black boxes need not know empty batches, whose mean would be 0 / 0.
         if len(x) == 0:
             return 0.0, 0.0, None
         own_loss = loss is None or loss is self.default_loss
@@ -149,6 +151,7 @@ class OpaqueProgram(WholeProgram):
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         (unit,) = self.units
+        # An empty target is written and not added to, which saves clearing and reading it.
         target, is_empty = gradients.target(unit)
         if saved is None:
             if is_empty:

@@ -174,13 +174,9 @@ class PowerSGD:
 
     rank: int
 
-    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return rows and columns of a parameter that is compressed; None for one that is not."""
-        if len(shape) < 2:
-            return None
-        rows, columns = shape[0], int(np.prod(shape[1:]))
-        # Otherwise its factors would be larger than it is.
-        return (rows, columns) if self.rank * (rows + columns) < rows * columns else None
+    def is_smaller(self, rows: int, columns: int) -> bool:
+        """Return whether the factors of a matrix have fewer elements than it has."""
+        return self.rank * (rows + columns) < rows * columns
 
     def first_factor(self, columns: int, key: Key) -> Any:
         """Return the columns to begin with, shape (columns, rank)."""

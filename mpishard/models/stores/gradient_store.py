@@ -324,11 +324,14 @@ class NodeGradients(ScatteredGradients):
         self._reading: Work | None = None
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
-        # The fence of the last step: all ranks have read this rank's gradient.
+        self.await_readers()
+        return super().target(unit)
+
+    def await_readers(self) -> None:
+        """Wait for the fence of the last step: all ranks have read this rank's gradient."""
         if self._reading is not None:
             self._reading.wait()
             self._reading = None
-        return super().target(unit)
 
     def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
         piece = self._pieces[unit.index]

@@ -582,6 +582,9 @@ class ShardedModelBase(IShardedModel):
         # Weak, because a cache that kept the full vector alive would undo the sharding.
         self._remembered = None if full is None else (weakref.ref(full), self.engine.version)
 
+    def _invalidate_cache(self) -> None:
+        self._remembered = None
+
     def _update_local_shard_from_full(self, full: Array) -> None:
         """Take this rank's part of ``full``, which is the same on every rank. Collective."""
         self.engine.take(full)
@@ -649,7 +652,7 @@ class ShardedModelBase(IShardedModel):
         """
         model = copy.copy(self)
         program, model._wrapped_model = self.engine.program.copy()
-        model._remembered = None
+        model._invalidate_cache()
         engine = model._engine = model._build_engine(program, arena=False)
         engine.parameters.copy_from(self.engine.parameters)
         engine.continue_as(self.engine)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,8 @@ import numpy as np
 
 from mpishard.arrays import reuse_freed_memory
 from mpishard.bfloat16 import BFLOAT16
-from mpishard.checkpoint.format.consensus import differences
+from mpishard.checkpoint.format.consensus import all_texts, differences
+from mpishard.communication import CommunicationBackend
 from mpishard.compilation import numba_module
 from mpishard.contracts import ILayeredModel, IShardedModel
 from mpishard.devices import HOST
@@ -24,6 +27,12 @@ from mpishard.models.programs.leaves import LeafGradients
 from mpishard.models.programs.opaque_program import OpaqueProgram
 from mpishard.models.programs.placed_program import OWN_DTYPE, IPlaceableModel, PlacedProgram
 from mpishard.models.programs.program import Program
+from mpishard.models.stores.exchanged_gradients import (
+    ExchangedGradients,
+    Part,
+    SumExchange,
+    parts_of,
+)
 from mpishard.models.stores.gradient_store import (
     GradientStore,
     NodeGradients,
@@ -48,13 +57,14 @@ from mpishard.nn.layers.layer import Layer
 from mpishard.nn.products import products_per_second
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.onednn import library, reason_for_none
-from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding import Piece, ShardingConfiguration
 from mpishard.sharding.configuration import shared_choices
 
 __all__ = [
     "build_engine",
     "give_up_ownership",
     "is_owned_by",
+    "make_exchanged_store",
     "make_gradient_store",
     "make_leaf_store",
     "make_mixed_store",
@@ -343,6 +353,55 @@ def make_gradient_store(
     if policy.shards_state or in_leaves:  # leaves: only the sum of all goes to every rank
         return ScatteredGradients(layout, slot)
     return ReplicatedGradients(layout, slot)
+
+
+def make_exchanged_store(
+    engine: Engine,
+    layout: StoreLayout,
+    make_exchange: Callable[[CommunicationBackend, tuple[Part, ...]], SumExchange],
+) -> ExchangedGradients:
+    """The store that sums gradients inside a replica, and exchanges them between replicas.
+
+    If no replica has several ranks each rank is one. ``make_exchange`` is given the ranks that hold
+    the same parts of all replicas, and the parts. Collective.
+    """
+    replica = engine.replica
+    if replica.across is None:
+        whole = parts_of(_trained(layout, layout.pieces(sharded=False)))
+        return ExchangedGradients(
+            ReplicatedGradients(layout), make_exchange(engine.world, whole), is_alone=True,
+            gathers=False,
+        )  # fmt: skip
+    inner = make_gradient_store(layout, engine.policy, in_leaves=True)
+    assert isinstance(inner, ReplicatedGradients | ShardedGradients)
+    # A replica of one rank has the same keys with and without ``replica_size``.
+    place = () if replica.together.world_size == 1 else (replica.together.rank,)
+    alike = _held_alike(engine) if replica.is_on_mesh else ()
+    parts = parts_of(_trained(layout, layout.pieces()), *place, alike=alike)
+    needs_all = layout.backend.world_size > 1 and not engine.policy.shards_state
+    return ExchangedGradients(
+        inner, make_exchange(replica.across, parts), is_alone=False,
+        gathers=needs_all and not isinstance(inner, NodeGradients),
+    )  # fmt: skip
+
+
+def _trained(layout: StoreLayout, pieces: Sequence[Piece]) -> list[Piece]:
+    return [piece for piece in pieces if piece.unit.index not in layout.frozen]
+
+
+def _held_alike(engine: Engine) -> list[tuple[int, int]]:
+    """Ranges of the flat vector that other ranks of a mesh's model hold too. Collective."""
+    model = engine.replica.owners(shards_state=False)
+    assert model is not None
+    boxes = {held.entry.name: held.boxes for held in engine.placement.slices}
+    others = [json.loads(text) for rank, text in enumerate(all_texts(model, json.dumps(boxes)))
+              if rank != model.rank]  # fmt: skip
+    theirs = {(name, json.dumps(box)) for found in others for name, held in found.items()
+              for box in held}  # fmt: skip
+    return [
+        (held.entry.start, held.entry.stop) for held in engine.placement.slices
+        if any((held.entry.name, json.dumps(box)) in theirs for box in held.boxes)
+    ]  # fmt: skip
 
 
 def make_leaf_store(layout: StoreLayout, policy: Policy) -> LeafGradients:

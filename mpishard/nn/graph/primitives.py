@@ -49,6 +49,7 @@ def _same(first: Shape, *_: Shape, **__: Any) -> Shape:
 
 
 def _broadcast(a: Shape, b: Shape) -> Shape:
+    # Not numpy.broadcast_shapes, which does not know None: the size of a batch.
     longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
     padded = (1,) * (len(longer) - len(shorter)) + shorter
     return tuple(n if m == 1 or m is None else m for n, m in zip(longer, padded, strict=True))

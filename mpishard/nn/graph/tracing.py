@@ -105,6 +105,7 @@ class ComputationNode:
         if not isinstance(feeds, Mapping):
             raise TypeError(f"feeds must map inputs to arrays, got {type(feeds).__name__}")
         order = list(self.walk())
+        # Users are counted, so that a value is freed after the last of them.
         users = dict.fromkeys(order, 0)
         for node in order:
             for given in node.inputs:
@@ -112,6 +113,7 @@ class ComputationNode:
         values: dict[ComputationNode, Array] = {}
         for node in order:
             if node.op == "input":
+                # By node, because two inputs of graphs that were joined may have one name.
                 value = feeds.get(node, feeds.get(node.name))
                 if value is None:
                     names = [given.name for given in order if given.op == "input"]

@@ -206,6 +206,7 @@ class Attention(Layer):
             return weights, gradient
         if self.causal:
             self._mask(scores_BGPS, mask_RR, start)
+        # exp(score - logsum) is the softmax of forward, which kept one number for each row.
         scores_BGPS -= _joined(logsum)
         xp.exp(scores_BGPS, out=scores_BGPS)
         scaled_d = wide(d) * scale
@@ -213,6 +214,8 @@ class Attention(Layer):
             dscores_BGPS = _scores(d, v, scale)
         else:
             dscores_BGPS = xp.matmul(_joined(scaled_d), v.swapaxes(-1, -2))
+        # The gradient of a softmax needs the sum of weights times gradients over a row's keys. It
+        # equals d y, a sum over K numbers.
         sums = xp.einsum("...rk,...rk->...r", scaled_d, wide(y))
         dscores_BGPS -= sums.reshape(*dscores_BGPS.shape[:-1], 1)
         dscores_BGPS *= scores_BGPS
@@ -301,6 +304,8 @@ class Attention(Layer):
         samples, groups, rows = self._block_sizes(x, cached)
         for b in range(0, batch, samples):
             for g in range(0, self.kv_heads, groups):
+                # From the last on: in backward these see every key, and so write what others add
+                # to.
                 for t in reversed(range(0, length, rows)):
                     which = (slice(b, b + samples), slice(g, g + groups))
                     yield which, slice(t, min(t + rows, length))

@@ -147,6 +147,8 @@ class KeyValueCache:
             yield
         except BaseException:
             for sequence, number in wanted.items():
+                # The pass failed: the sequences are as long as before, and give the new blocks
+                # back.
                 kept = len(self._blocks[sequence]) - number
                 self._free = sorted(self._free + self._blocks[sequence][kept:])
                 del self._blocks[sequence][kept:]
@@ -180,6 +182,7 @@ class KeyValueCache:
         """
         batch, heads, count, size = keys_BGTK.shape
         xp = array_namespace(keys_BGTK)
+        # At the first pass, because only the layer knows its heads, their size and the dtype.
         if name not in self._arrays:
             shape = heads, self.block_count * self.block_size, size
             self._arrays[name] = (
@@ -208,6 +211,7 @@ class KeyValueCache:
         """Places in a layer's arrays of a sequence's positions up to ``stop``, and of new ones."""
         blocks, size, start = self._blocks[sequence], self.block_size, self._lengths[sequence]
         first = blocks[0] if blocks else 0
+        # A slice is a view of the keys, and an array of places copies them.
         if blocks == list(range(first, first + len(blocks))):
             end = first * size + stop
             return slice(first * size, end), slice(first * size + start, end)

@@ -300,6 +300,7 @@ class Conv2D(Layer):
         columns = WindowColumns(self.windows, x, y.shape[2:])
         for rows in columns.chunks():
             part = scratch(y_BOS[rows])
+            # Sample by sample, because the result then has the layout of y.
             product(w_OK, columns.by_sample(x[rows]), part)
             if self.bias:
                 part += bias_O1
@@ -403,6 +404,7 @@ class MaxPool2D(Layer):
                     largest[...] = view
                     continue
                 if which is not None:
+                    # Positions rise, so that the maximum is the last one whose element was larger.
                     moved = xp.multiply(view > largest, position, dtype=which.dtype)
                     xp.maximum(which[rows], moved, out=which[rows])
                 xp.maximum(largest, view, out=largest)  # hands on NaN

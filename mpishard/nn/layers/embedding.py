@@ -70,6 +70,7 @@ class Embedding(Layer):
         if x.dtype.kind not in "iu":
             raise TypeError(f"Embedding takes integer tokens, got an array of {x.dtype}")
         if x.size:
+            # NumPy counts negative indices from the end, and would return a wrong row for -1.
             for token in (int(x.min()), int(x.max())):
                 if not 0 <= token < self.vocabulary_size:
                     raise ValueError(
@@ -137,6 +138,8 @@ def _sums_of_runs(rows_ND: Array, first_N: Array, starts_U: Array) -> Array:
     row_N = xp.arange(rows_ND.shape[0])
     place_N, stop_N = row_N - starts_U[run_N], stops_U[run_N]
     longest, step = int((stops_U - starts_U).max()), 1
+    # In each round a row absorbs the one `step` behind it if both are in one run: log2 of the
+    # longest run rounds, in one order.
     while step < longest:
         left = xp.flatnonzero((place_N % (2 * step) == 0) & (row_N + step < stop_N))
         rows_ND[left] += rows_ND[left + step]

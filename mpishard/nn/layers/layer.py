@@ -350,4 +350,5 @@ def unwritten(g: Gradients, name: str) -> Array | None:
 
     None if it has contents, or if ``g`` is a plain mapping: then the layer adds into ``g[name]``.
     """
+    # Layers may also be given plain dicts, whose arrays hold zeros or earlier gradients.
     return g.unwritten(name) if isinstance(g, GradientTargets) else None

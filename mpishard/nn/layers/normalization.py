@@ -147,6 +147,8 @@ class LayerNorm(_Norm):
             mean_d = xp.matmul(d, weight_D1)
             d *= weight
             d -= xp.multiply(h, mean_dh, out=dh)
+            # The gradient passes through mean and deviation of the row, which all its elements
+            # share: (weight * dy - mean(weight * dy) - h * mean(weight * dy * h)) / deviation.
             d -= mean_d
             d *= inverse_N1[rows]
             store(dy_ND[rows], d)
@@ -222,6 +224,8 @@ class RMSNorm(_Norm):
             h = wide(x_ND[rows]) * inverse
             dh = d * h
             dw_D += xp.ones(d.shape[0], dtype=d.dtype) @ dh
+            # Through the root mean square, which all elements of a row share: (weight * dy - h *
+            # mean(weight * dy * h)) / rms.
             h *= xp.matmul(dh, weight_D1)
             d *= weight
             d -= h

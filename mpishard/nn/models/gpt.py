@@ -313,6 +313,8 @@ def generate(
     sequence[: len(tokens)] = tokens
     read = max(0, len(tokens) - context_length)  # the sequence's first token that is not kept
     for end in range(len(tokens), len(sequence)):
+        # Positions are absolute, so that the keys of a full context cannot move along: its last
+        # part is read again, with room for `slide` more tokens.
         if cache.length(kept) == context_length:
             cache.free(kept)
             kept = cache.add()
@@ -360,7 +362,9 @@ def draw(
     logits_V = to_host(logits_V).astype(np.float64)
     if temperature == 0:
         return int(logits_V.argmax())
+    # Stable: of equal logits the lower token comes first, on every machine.
     likeliest_V = np.argsort(-logits_V, kind="stable")[:top_k]
+    # Less the largest, so that no exponential overflows.
     scaled = (logits_V[likeliest_V] - logits_V.max()) / temperature
     cumulative = np.cumsum(np.exp(scaled))
     # The draw is below the last sum in exact arithmetic; min() holds where rounding meets it.

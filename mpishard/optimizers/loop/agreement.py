@@ -139,6 +139,7 @@ def refuse_early(
         subject = Subject.of(model, config)
         for part in _PARTS:
             if getattr(data, f"x_{part}") is not None:
+                # Validation and test data, too, which are first used after hours of training.
                 _check_first(subject, data, part)
         compares = data.patience is not None or data.keeps_best
         if compares and not subject.program.knows_loss(subject.loss):

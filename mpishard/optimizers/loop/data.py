@@ -214,6 +214,8 @@ class OptimizationInputData:
     def _refuse_without_checkpoint(self) -> None:
         for name in ("checkpoint_every", "keep_every", "keep_last", "checkpoint_async"):
             value = getattr(self, name)
+            # An option that would do nothing is a mistake of the user, as a rule a forgotten
+            # folder.
             if value != getattr(type(self), name):  # the default
                 raise ValueError(
                     f"{name} needs checkpoint, the folder to write to; got {name}={value} "
@@ -228,6 +230,7 @@ class OptimizationInputData:
         numbers: dict[str, Any] = {name: as_flag(name, getattr(self, name)) for name in _FLAGS}
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
+            # None is a choice of its own for all the others.
             if value is None and name != "batch_size":
                 continue
             numbers[name] = as_count(name, value)

@@ -130,6 +130,7 @@ def _measure(
         total, weight = loss_sum(engine, x, y)
         return engine.predict(x) if predict and len(x) else None, total, weight
     engine.program.check_pair(x, y, engine.loss)
+    # No rank waits for one without samples: no layer gathers its parameters.
     if not engine.policy.shards_parameters and len(x) == 0:
         return None, 0.0, 0.0
     prediction = engine.predict(x)
@@ -171,6 +172,7 @@ class Classification:
     def add(self, prediction: Array, target: Array) -> None:
         """Add a batch: outputs and targets as the loss takes them."""
         if self._ignored is None:
+            # A logit above 0 is a probability above one half.
             right = (prediction > 0) == (target > 0.5)
             self._sums += float(right.sum()), float(right.size)
         else:

@@ -59,6 +59,8 @@ class BestParameters(CheckpointState):
         for piece, values in zip(self._pieces, owned, strict=True):
             kept[piece.in_shard] = values
         if isinstance(self._plain, PlainModelFiles):
+            # Choices, such as the features in use, belong to the parameters that were trained with
+            # them.
             self._choices = self._plain.choices()
 
     def put_back(self) -> None:
@@ -138,6 +140,7 @@ class UserState:
     """
 
     def __init__(self, parts: Mapping[str, Any], backend: CommunicationBackend) -> None:
+        # In one order on all ranks, however each has written its dict.
         self._parts = dict(sorted(parts.items()))
         self._backend = backend
         self.position()  # fails here, if at all
@@ -154,6 +157,7 @@ class UserState:
                 else:
                     states[name] = part.state_dict()
                 try:
+                    # One by one, for the name in the message.
                     json.dumps(states[name])
                 except (TypeError, ValueError) as error:
                     raise type(error)(f"the state of the user_state {name!r}: {error}") from error
@@ -200,6 +204,7 @@ class UserState:
                 if isinstance(part, np.random.Generator):
                     try:
                         part.bit_generator.state = _with_arrays(mine[name])
+                    # NumPy says so in various ways.
                     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
                         raise CheckpointError(
                             f"{path}: the user_state {name!r} is no state of a "
@@ -214,6 +219,7 @@ def _without_arrays(state: Any) -> Any:
     if isinstance(state, Mapping):
         return {name: _without_arrays(value) for name, value in state.items()}
     if isinstance(state, np.ndarray):
+        # Philox and MT19937 keep arrays of numbers in their states.
         return {_ARRAY: state.tolist(), "dtype": state.dtype.name}
     return state.item() if isinstance(state, np.generic) else state
 

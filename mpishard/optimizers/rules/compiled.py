@@ -113,6 +113,7 @@ def _machine_code(
         not settings.numba_is_allowed()
         or dtype not in (np.float32, np.float64)
         or not isinstance(function, FunctionType)
+        # numba would compile the values in a closure as constants.
         or function.__closure__ is not None
     ):
         return None

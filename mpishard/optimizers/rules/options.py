@@ -143,7 +143,10 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
         """
         ranges: list[OptionRange] = []
         for segment in segments:
+            # The model obeys `frozen`, which is no option of a range.
             own = {k: v for k, v in self._of(segment.name).items() if k != "frozen"}
+            # Ranges are merged because a rule runs once for each: a model has hundreds of segments,
+            # and most have no options of their own.
             found = OptionRange(segment.start, segment.stop, **{"weight_decay": weight_decay} | own)
             if (
                 merges
@@ -225,6 +228,7 @@ def no_decay_on_biases_and_norms(model: Any) -> dict[str, dict[str, float]]:
             f"all {len(entries)} parameters of {type(model).__name__} have fewer than two dims, so "
             "that none would decay; set weight_decay=0, or write parameter_options by hand"
         )
+    # Keys are patterns, and a name may hold a * or a bracket.
     return {glob.escape(name): {"weight_decay": 0.0} for name in flat}
 
 

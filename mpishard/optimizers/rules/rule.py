@@ -148,6 +148,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         self.algorithm_options: OptimizationAlgorithmOptions | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # Whenever it is set: settings may change between two steps.
         check = self.checks.get(name)
         super().__setattr__(name, value if check is None else check(name, value))
         if name in ("weight_decay", "parameter_options"):  # which the cached ranges contain

@@ -196,6 +196,7 @@ class OneCycle:
     def __call__(self, step: int) -> float:
         """Return the rate at ``step``."""
         first = self.peak / self.start_divisor
+        # Steps count from 0: the last of the rise has the number rise * steps - 1.
         turn = self.rise * self.steps - 1
         corners = [(0.0, first), (turn, self.peak)]
         if self.three_phases:
@@ -247,6 +248,7 @@ def rates(schedule: Schedule) -> list[float | str | None]:
     None stands for a step without a rate: a schedule may be a table, which ends.
     """
     found: list[float | str | None] = []
+    # Powers of ten, because schedules differ early or late.
     for step in (0, 1, 10, 100, 1000, 10000):
         try:
             rate = rate_at(schedule, step)

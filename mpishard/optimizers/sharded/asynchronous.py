@@ -1,48 +1,54 @@
-"""The optimizer whose updates use gradients of earlier steps, and its two kinds of state."""
+"""The optimizer whose updates use gradients of earlier steps, and the state of stale ones."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mpishard.arguments import as_count
-from mpishard.arrays import Array, copy_into
+from mpishard.arrays import Array
 from mpishard.checkpoint import Pieces
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication.contract.work import Transfer
 from mpishard.contracts import IOptimizer
 from mpishard.errors import ShardingError
-from mpishard.models import DDPModel, ShardedModelBase
+from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport, Update
-from mpishard.models.stores.delayed_gradients import DelayedGradients
 from mpishard.models.stores.gradient_store import ReplicatedGradients
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers.rules.lamb import LAMB
 from mpishard.optimizers.rules.ranges import segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
+from mpishard.optimizers.sharded.delayed_state import DelayedState
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.sharding import Piece, ShardingConfiguration, owned_pieces
+from mpishard.optimizers.sharded.strategies import model_of_replicas, require_replicas
+from mpishard.sharding import ShardingConfiguration, owned_pieces
+from mpishard.sharding.configuration import by_node
 
 __all__ = ["AsyncSGDOptimizer"]
 
 
 class AsyncSGDOptimizer(ShardedOptimizerBase):
-    """Updates a `DDPModel` with gradients of earlier steps, so that ranks need not wait.
+    """Updates with gradients of earlier steps, so that ranks need not wait.
 
     With ``delay=s`` the update of step t uses the gradient of step t - s, summed over all ranks
     (Langford, Smola and Zinkevich, "Slow Learners are Fast", NIPS 2009, algorithm 1). Its
-    all-reduce begins in step t - s, and travels while the ranks compute the steps after it; the
-    first s steps update nothing. Every run has the same bits. In each step the ranks still agree on
-    the loss, in one small all-reduce. Sent: as DDP. Memory: s + 1 gradients on each rank. A
-    checkpoint has the gradients under way, so that any number of ranks goes on with them, and no
+    all-reduce begins at the end of step t - s, and travels while the ranks compute the steps after
+    it; the first s steps update nothing. Every run has the same bits. In each step the ranks still
+    agree on the loss, in one small all-reduce. Sent: as DDP. Memory: s + 1 gradients on each rank.
+    A checkpoint has the gradients under way, so that any number of ranks goes on with them, and no
     other optimizer takes it; after `apply_pending_gradients` it has none, and any does. An error
     drops them: the next s steps update nothing again.
+
+    With ``delay`` a replica may be a group of ranks, as the ``replica_size`` of the model's
+    configuration says; inside it the strategy goes on as ever, and gradients between replicas
+    alone are late. Each rank sends, and keeps under way, its own part of the gradient. A plain
+    model that ``optimize`` wraps has a node for a replica, as with `LocalSGDOptimizer`.
 
     With ``allow_staleness=s`` above 0 nobody waits for a rank that is at most s steps behind, and
     nobody gets further ahead (stale synchronous parallel: Ho et al., NIPS 2013, section 2). Each
@@ -66,15 +72,18 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         Steps that a rank may be behind before others wait for it: 0 or more.
     delay : int
         Steps that each gradient may travel: 0 or more. One of the two must be 0.
+    strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}
+        Inside each replica; others than "ddp" need replicas of several ranks. "hybrid" takes a
+        wrapped `HybridShardedModel`, each of whose replicas is a mesh of its own.
 
     Raises
     ------
     TypeError, ValueError
-        As `ShardedOptimizerBase`; for a negative number, both above 0, and rules that search along
-        a line; with ``allow_staleness`` for rules that need a norm of all parameters.
+        As `ShardedOptimizerBase`; for a negative number, both above 0, rules that search along a
+        line, another strategy, and one that shards without a ``replica_size``; with
+        ``allow_staleness`` for rules that need a norm of all parameters, and for replicas of
+        several ranks.
     """
-
-    model_class: type[ShardedModelBase] = DDPModel
 
     def __init__(
         self,
@@ -83,6 +92,7 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         allow_staleness: int = 0,
         *,
         delay: int = 0,
+        strategy: str = "ddp",
     ) -> None:
         super().__init__(wrapped_optimizer, config)
         self.allow_staleness = as_count("allow_staleness", allow_staleness, least=0)
@@ -92,6 +102,15 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
                 f"allow_staleness={allow_staleness} lets ranks go their own pace, and "
                 f"delay={delay} keeps them together: give one of them"
             )
+        if allow_staleness and (strategy != "ddp" or config.replica_size is not None):
+            raise ValueError(
+                f"allow_staleness={allow_staleness} lets each rank go at its own pace, and "
+                f"strategy={strategy!r} with replica_size={config.replica_size} has ranks that "
+                "wait for one another: use delay, or ddp without replica_size"
+            )
+        if self.delay:
+            self._config = by_node(self._config)
+        self.model_class = model_of_replicas(strategy, self._config)
         rule = type(self._rule).__name__
         if (allow_staleness or delay) and self._rule.searches:
             raise ValueError(f"{rule} needs the gradient of now: choose another rule")
@@ -145,8 +164,8 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         }
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
-        if self.delay:
-            return _DelayedState(self._rule, model, frozen, self.delay)
+        if self.delay or model.engine.replica.across is not None:
+            return DelayedState(self._rule, model, frozen, self.delay, type(self).__name__)
         if self.allow_staleness:
             return _StaleState(self._rule, model, frozen, self.allow_staleness)
         return super()._make_state(model, frozen)
@@ -155,16 +174,19 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
     def _replicas_differ(self) -> bool:
         return self.allow_staleness > 0
 
+    def _require_one_replica(self, model: ShardedModelBase) -> None:
+        if self.allow_staleness:
+            super()._require_one_replica(model)
+        else:
+            require_replicas(model, type(self).__name__)
+
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
         super()._require_model_of_this_kind(model)
-        if model is self.model or not self.max_staleness:
+        has_replicas = model.engine.replica.across is not None
+        if model is self.model or not (self.max_staleness or has_replicas):
             return
         self._refuse_other_gradients(model, "keeps several gradients under way")
-        if not model.sharding_configuration.auto_sync_gradients:
-            raise ValueError(
-                f"{type(self).__name__} brings the ranks together: leave out "
-                "auto_sync_gradients=False"
-            )
+        self._refuse_ranks_alone(model)
         if self.allow_staleness and model.engine.layout.device.is_gpu:
             raise NotImplementedError(
                 f"{type(self).__name__} sends pieces of host memory with allow_staleness, and the "
@@ -179,7 +201,7 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
             start = self.rank * len(x) if sample_start is None else sample_start
             return state.model.engine.step(x, y, state.update, sample_start=start, alone=True)
         report = super()._run_step(state, x, y, sample_start)
-        if isinstance(state, _DelayedState) and report.gradient_norm is not None:
+        if isinstance(state, DelayedState) and report.gradient_norm is not None:
             return replace(report, gradient_norm=state.norm)
         return report
 
@@ -208,119 +230,11 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
             On every rank, if a gradient is not finite.
         """
         state = self._state
-        return state.apply_pending() if isinstance(state, _DelayedState) else 0
+        return state.apply_pending() if isinstance(state, DelayedState) else 0
 
     def sum_over_reports(self, sums: Array) -> Array:
         """Return the sum over all ranks' reports. Collective, if they differ."""
         return self.backend.all_reduce(sums.copy()) if self.allow_staleness else sums
-
-
-class _DelayedState(ModelState):
-    """The rule's state, and the weights of the gradients under way.
-
-    Attributes
-    ----------
-    norm : float
-        Of the gradient of the last update; 0 if there was none.
-    """
-
-    keeps_gradients = True
-
-    def __init__(
-        self, rule: Optimizer, model: ShardedModelBase, frozen: frozenset[str], delay: int
-    ) -> None:
-        super().__init__(rule, model, frozen)
-        self.norm = 0.0
-        self._delay = delay
-        self._weights: list[float] = []  # of the gradients under way, oldest first
-        self._kind = f"optimizer/{type(rule).__name__}/delayed"
-        self._saved = 0  # gradients in a checkpoint that is read
-        self._read: list[list[Array]] = []
-        model.engine.lend_gradients(
-            "AsyncSGDOptimizer", lambda layout: DelayedGradients(layout, delay)
-        )
-
-    @property
-    def _store(self) -> DelayedGradients:
-        # Looked up: the engine makes it anew if other parameters are frozen.
-        store = self.model.engine.gradients
-        assert isinstance(store, DelayedGradients)
-        return store
-
-    def settings(self) -> dict[str, Any]:
-        # A rank whose round failed alone has dropped gradients that the others still have.
-        return {**super().settings(), "gradients under way": self._store.pending}
-
-    def update(self, updates: list[Update], report: StepReport) -> None:
-        """Update with the gradient that is due, if one is."""
-        pending = self._store.pending  # with this step's
-        self._weights = [*self._weights, report.weight][-pending:]
-        self.norm = 0.0
-        if pending > self._delay:
-            assert report.gradient_norm is not None
-            weight = self._weights[0]
-            self.norm = report.gradient_norm * report.weight / weight
-            super().update(updates, replace(report, weight=weight, gradient_norm=self.norm))
-
-    def apply_pending(self) -> int:
-        """Make an update of each gradient under way, oldest first; return how many. Collective."""
-        engine, pieces = self.model.engine, self.model.engine.pieces.updated
-        found = differences(self.model.backend, {n: str(v) for n, v in self.settings().items()})
-        if found:
-            raise ShardingError(f"the ranks have other gradients under way; by rank, {found}")
-        pending = self._store.parts(pieces)
-        weights = self._weights[len(self._weights) - len(pending) :]
-        for parts, weight in zip(pending, weights, strict=True):
-            mean = engine.layout.device.namespace.zeros(
-                engine.placement.length, engine.layout.dtype
-            )
-            for piece, part in zip(pieces, parts, strict=True):
-                mean[piece.start : piece.stop] = part / weight
-            engine.apply(mean, super().update)
-        self._store.expect(0)
-        return len(pending)
-
-    # ------------------------------------------------------------------------------- checkpoints
-
-    def arrays_to_write(self) -> Pieces:
-        engine = self.model.engine
-        pieces = engine.pieces.to_write(engine.program)
-        return {**super().arrays_to_write(), **self._regions_of(pieces, self._store.parts(pieces))}
-
-    def expect(self, kinds: Collection[str]) -> None:
-        """Learn from the kinds of a checkpoint how many gradients were under way."""
-        self._saved = sum(bool(re.fullmatch(re.escape(self._kind) + r"\d+", k)) for k in kinds)
-
-    def arrays_to_read(self) -> Pieces:
-        pieces = self.model.engine.pieces.updated
-        self._read = [[np.empty(p.length, self.model.dtype) for p in pieces]
-                      for _ in range(self._saved)]  # fmt: skip
-        return {**super().arrays_to_read(), **self._regions_of(pieces, self._read)}
-
-    def _regions_of(self, pieces: Iterable[Piece], gradients: Iterable[list[Array]]) -> Pieces:
-        """Return the regions of the gradients under way, by kind."""
-        return {
-            f"{self._kind}{number}": self.model.engine.placement.cut(
-                (piece.start, part) for piece, part in zip(pieces, parts, strict=True)
-            )
-            for number, parts in enumerate(gradients)
-        }
-
-    def checkpoint_metadata(self) -> Mapping[str, Any]:
-        weights = self._weights[len(self._weights) - self._store.pending :]
-        return {**super().checkpoint_metadata(), "delayed_weights": weights}
-
-    def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Go on with the saved gradients; of more than ``delay`` with the newest."""
-        super().restored(metadata)
-        kept = self._read[max(0, len(self._read) - self._delay) :]
-        self._weights = [float(w) for w in metadata.get("delayed_weights", ())][-self._delay :]
-        self._read = []
-        self._store.expect(len(kept))
-        for targets, parts in zip(self._store.parts(self.model.engine.pieces.updated), kept,
-                                  strict=True):  # fmt: skip
-            for target, part in zip(targets, parts, strict=True):
-                copy_into(target, part)
 
 
 class _StaleState(ModelState):

@@ -361,6 +361,13 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                     "of them out"
                 )
 
+    def _refuse_ranks_alone(self, model: ShardedModelBase) -> None:
+        if not model.sharding_configuration.auto_sync_gradients:
+            raise ValueError(
+                f"{type(self).__name__} brings the ranks together: leave out "
+                "auto_sync_gradients=False"
+            )
+
     @property
     def _replicas_differ(self) -> bool:
         """Whether replicas differ between two steps, until `settle`."""
@@ -386,13 +393,14 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             `ElasticOptimizer`, which deals the state anew when the number of ranks changes.
         """
         self._require_offered("synchronize_optimizer_state")
-        if self.model_class.policy.shards_state:
+        across = None if self.model is None else self.model.engine.replica.across
+        if across is None and self.model_class.policy.shards_state:
             raise NotImplementedError(
                 f"{type(self).__name__} partitions the optimizer state: each rank holds a part "
                 "that no other rank has, so there is nothing to synchronise"
             )
         for vector in self.state.values():
-            self.backend.broadcast(vector, root=0)
+            (across or self.backend).broadcast(vector, root=0)
         # The bias corrections of Adam depend on it, as much as on the vectors.
         steps = int(self.backend.broadcast(np.array([self.steps]), root=0)[0])
         if self._state is not None:

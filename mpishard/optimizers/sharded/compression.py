@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import numpy as np
 from mpishard.arguments import as_flag, as_integer, as_number
 from mpishard.arrays import Array
 from mpishard.checkpoint import Pieces
+from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IOptimizer
-from mpishard.models import DDPModel, ShardedModelBase
-from mpishard.models.stores.compressed_gradients import CompressedGradients, ErrorFeedback
+from mpishard.models import ShardedModelBase
+from mpishard.models.engine.update import written_here
+from mpishard.models.stores.compressed_sums import CompressedSums, ErrorFeedback
 from mpishard.models.stores.compression import (
     Code,
     Int8,
@@ -22,11 +25,16 @@ from mpishard.models.stores.compression import (
     RandomK,
     TopK,
 )
+from mpishard.models.stores.exchanged_gradients import ExchangedGradients, Part
 from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.models.wrapper.wrapping import make_exchanged_store
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
+from mpishard.optimizers.sharded.delayed_state import DelayedState
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.sharding import ShardingConfiguration, owned_pieces
+from mpishard.optimizers.sharded.strategies import model_of_replicas, require_replicas
+from mpishard.sharding import Piece, ShardingConfiguration
+from mpishard.sharding.configuration import by_node
 
 __all__ = ["GradientCompressionOptimizer"]
 
@@ -40,14 +48,21 @@ _METHODS: dict[str, Callable[[float, int], Code | PowerSGD]] = {
 
 
 class GradientCompressionOptimizer(ShardedOptimizerBase):
-    """Updates a `DDPModel` with gradients that travel compressed, with error feedback.
+    """Updates with gradients that travel compressed between replicas, with error feedback.
+
+    A replica is what the ``replica_size`` of the model's configuration says: a group of ranks, in
+    which the strategy goes on as ever, with whole gradients; or with None one rank. A plain model
+    that ``optimize`` wraps has a node for a replica, as with `LocalSGDOptimizer`. Each of the R
+    ranks of a replica exchanges its part, 1/R of the gradient, with the ranks that hold the same
+    part of the other replicas.
 
     What a code leaves out is added to the next gradient, so that it arrives later and not never
-    (Karimireddy et al., ICML 2019, algorithm 2). Both the gradient of each rank and the sum of each
-    piece are encoded, so errors take as much memory on each rank as its gradient, and 1/N of it
-    more; twice, because a step that fails keeps the old ones. The ranks send in each step, summed
-    over N ranks, 2 (N - 1) times the sum of w(n) over all pieces of all units, of n elements of b
-    bytes:
+    (Karimireddy et al., ICML 2019, algorithm 2). Both a replica's part of the gradient and the sums
+    that a rank owns are encoded, so errors take as much memory on each rank as that part, and 1/N
+    of it more for N replicas; twice, because a step that fails keeps the old ones. Replicas send in
+    each step, summed over their ranks, 2 (N - 1) times the sum of w(n) over what these own, about
+    1/(R N) of each unit, of n elements of b bytes. On a mesh parameters that several of these ranks
+    hold alike travel as they are, because all must get the same sums:
 
     ================  =========================================================================
     method            w(n)
@@ -58,15 +73,18 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
     ``top-k``         k (4 + b): the k = max(1, int(ratio n)) largest elements and their places
     ``random-k``      k b: places drawn anew in each step, the same on all ranks
     ``powersgd``      b r (rows + columns) for each matrix, b n for other parameters, over whole
-                      units: products of r columns and rows
+                      parts: products of r columns and rows
     ================  =========================================================================
+
+    Of a matrix that is sharded inside a replica, "powersgd" takes the whole rows of each part as a
+    matrix of its own, and sends the elements of a row that is cut as they are.
 
     The first ``start_step`` steps send whole gradients, and are those of a `DDPOptimizer` by the
     bit; then w(n) is b n. While a training is steep, what arrives late costs most.
 
-    A checkpoint has the errors of each rank. The same number of ranks goes on with the same bits.
-    Of another number, rank j takes the sum of the errors of the ranks i with i % N == j, so that
-    nothing is lost.
+    A checkpoint has the errors of each replica. As many replicas of the same kind go on with the
+    same bits. Of another number N replica j takes the sum of the errors of the replicas i with
+    i % N == j, so that nothing is lost; a replica may have other ranks, and another strategy.
 
     Parameters
     ----------
@@ -88,14 +106,16 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         Of random codes, which are a function of seed, step, unit, owner and sender.
     start_step : int
         Number of steps before the first compressed one, 0 or more.
+    strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}
+        Inside each replica; others than "ddp" need replicas of several ranks. "hybrid" takes a
+        wrapped `HybridShardedModel`, each of whose replicas is a mesh of its own.
 
     Raises
     ------
     TypeError, ValueError
-        As `ShardedOptimizerBase`; for a number outside its range, or another method.
+        As `ShardedOptimizerBase`; for a number outside its range, another method or strategy, and
+        a strategy that shards without a ``replica_size``.
     """
-
-    model_class: type[ShardedModelBase] = DDPModel
 
     def __init__(
         self,
@@ -110,6 +130,7 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         error_feedback: bool = True,
         seed: int = 0,
         start_step: int = 0,
+        strategy: str = "ddp",
     ) -> None:
         super().__init__(wrapped_optimizer, config)
         if not 0 < as_number("compression_ratio", compression_ratio) <= 1:
@@ -130,6 +151,9 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
             self.method = "top-k"
         elif method is None and self.use_quantization:
             self.method = "quantization"
+        if self.method is not None:
+            self._config = by_node(self._config)
+        self.model_class = model_of_replicas(strategy, self._config)
         self.seed = int(seed)
         self.start_step = int(start_step)
         self.power_rank = int(rank)
@@ -142,18 +166,25 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
         if self.method is None:
-            return super()._make_state(model, frozen)
+            if model.engine.replica.across is None:
+                return super()._make_state(model, frozen)
+            return DelayedState(self._rule, model, frozen, 0, type(self).__name__)
         code = _METHODS[self.method](self.compression_ratio, self.power_rank)
         return _CompressedState(
             self._rule, model, frozen, code, self.seed,
             keeps_errors=self.error_feedback, start_step=self.start_step,
         )  # fmt: skip
 
+    def _require_one_replica(self, model: ShardedModelBase) -> None:
+        require_replicas(model, type(self).__name__)
+
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
         super()._require_model_of_this_kind(model)
-        if model is self.model or self.method is None:
+        has_replicas = model.engine.replica.across is not None
+        if model is self.model or not (self.method or has_replicas):
             return
         self._refuse_other_gradients(model, "sends gradients its own way")
+        self._refuse_ranks_alone(model)
         if self._rule.searches:
             raise ValueError(
                 f"{type(self._rule).__name__} needs exact gradients: compress with another rule"
@@ -185,48 +216,57 @@ class _CompressedState(ModelState):
         super().__init__(rule, model, frozen)
         self._code, self._seed, self._choices = code, seed, choices
         self._kind = f"optimizer/{type(rule).__name__}"
-        self._writers = model.backend.world_size  # of a checkpoint that is read
+        self._across = model.engine.replica.across or model.backend
+        self._writers = self._across.world_size  # replicas of a checkpoint that is read
         self._read: list[Array] = []
         self._factors: Array | None = None
-        model.engine.lend_gradients("GradientCompressionOptimizer", self._store)
+        model.engine.lend_gradients("GradientCompressionOptimizer", self._make_store)
 
-    def _store(self, layout: StoreLayout) -> CompressedGradients:
-        # Called again if other units are frozen; then there are other errors.
-        self.errors = ErrorFeedback(layout)
-        self._layout = layout
-        return CompressedGradients(
-            layout, self.model.engine.program.entries, self._code, self.errors,
-            lambda: (self._seed, self.steps), frozen=self.model.engine.program.frozen,
-            **self._choices,
-        )  # fmt: skip
+    def _make_store(self, layout: StoreLayout) -> ExchangedGradients:
+        engine = self.model.engine
+        numbers = {entry.name: n for n, entry in enumerate(engine.placement.entries)}
 
-    # Kinds: "error<r>" of rank r's gradients, "reduced_error" of the sums, and "factors".
+        def make(across: CommunicationBackend, parts: tuple[Part, ...]) -> CompressedSums:
+            # Called again if other units are frozen; then there are other errors.
+            self.errors = ErrorFeedback(layout, across, parts)
+            self._sums = CompressedSums(
+                across, parts, engine.program.entries, numbers, self._code, self.errors,
+                lambda: (self._seed, self.steps), frozen=engine.program.frozen, **self._choices,
+            )  # fmt: skip
+            return self._sums
+
+        return make_exchanged_store(engine, layout, make)
+
+    # Kinds: "error<r>" of replica r's gradients, "reduced_error" of the sums, and "factors".
 
     def arrays_to_write(self) -> Pieces:
-        backend = self.model.backend
-        own = {f"{self._kind}/error{r}": self._regions_of(self.errors.own, whole=True)
-               if r == backend.rank else [] for r in range(backend.world_size)}  # fmt: skip
-        sums = {f"{self._kind}/reduced_error": self._regions_of(self.errors.reduced, whole=False)}
-        return {**super().arrays_to_write(), **own, **sums, **self._factor_regions(writes=True)}
+        size, rank = self._across.world_size, self._across.rank
+        errors = self.errors
+        mine = self._regions_of(errors.own, errors.own_pieces, writes=True)
+        own = {f"{self._kind}/error{r}": mine if r == rank else [] for r in range(size)}
+        sums = self._regions_of(errors.reduced, errors.reduced_pieces, writes=True)
+        return {**super().arrays_to_write(), **own, f"{self._kind}/reduced_error": sums,
+                **self._factor_regions(writes=True)}  # fmt: skip
 
     def expect(self, kinds: Collection[str]) -> None:
-        """Learn from the kinds of a checkpoint how many ranks wrote it."""
+        """Learn from the kinds of a checkpoint how many replicas wrote it."""
         pattern = re.compile(re.escape(self._kind) + r"/error\d+")
         self._writers = sum(bool(pattern.fullmatch(kind)) for kind in kinds)
 
     def arrays_to_read(self) -> Pieces:
-        backend = self.model.backend
+        size, rank = self._across.world_size, self._across.rank
+        errors = self.errors
         found: dict[str, Any] = {}
         self._read = []
-        for r in range(self._writers or backend.world_size):
-            mine = r % backend.world_size == backend.rank
-            if mine:
-                self._read.append(np.zeros_like(self.errors.own))
-            found[f"{self._kind}/error{r}"] = (
-                self._regions_of(self._read[-1], whole=True) if mine else []
-            )
-        found[f"{self._kind}/reduced_error"] = self._regions_of(self.errors.reduced, whole=False)
-        return {**super().arrays_to_read(), **found, **self._factor_regions(writes=False)}
+        for r in range(self._writers or size):
+            found[f"{self._kind}/error{r}"] = []
+            if r % size == rank:
+                self._read.append(np.zeros_like(errors.own))
+                regions = self._regions_of(self._read[-1], errors.own_pieces, writes=False)
+                found[f"{self._kind}/error{r}"] = regions
+        sums = self._regions_of(errors.reduced, errors.reduced_pieces, writes=False)
+        return {**super().arrays_to_read(), **found, f"{self._kind}/reduced_error": sums,
+                **self._factor_regions(writes=False)}  # fmt: skip
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         super().restored(metadata)
@@ -240,43 +280,43 @@ class _CompressedState(ModelState):
                 self.errors.factors[name] = self._factors[place].reshape(shape).copy()
         self._factors = None
 
-    def _regions_of(self, vector: Array, *, whole: bool) -> Sequence[tuple[Any, Array]]:
-        """Return the regions of a vector of all trained units, or of the pieces of them."""
-        backend = self.model.backend
-        size, rank = (1, 0) if whole else (backend.world_size, backend.rank)
-        starts, engine = self.errors.places, self.model.engine
-        pieces = []
-        for piece in owned_pieces(self._layout.units, size, rank):
-            if piece.unit.index in starts:
-                start = starts[piece.unit.index][not whole] - piece.start
-                pieces += [(part.start, vector[start + part.start : start + part.stop])
-                           for part in engine.program.trained([piece])]  # fmt: skip
-        return engine.placement.cut(pieces)
+    def _regions_of(
+        self, vector: Array, pieces: Iterable[Piece], *, writes: bool
+    ) -> Sequence[tuple[Any, Array]]:
+        """Return the trained regions of a vector of ``pieces``; of copies on a mesh one."""
+        engine, found = self.model.engine, []
+        for piece in pieces:
+            trained = engine.program.trained([piece])
+            for part in written_here(trained, engine.placement) if writes else trained:
+                start = piece.offset + part.start - piece.start
+                found.append((part.start, vector[start : start + part.length]))
+        return engine.placement.cut(found)
 
     def _factor_places(self) -> list[tuple[str, slice, tuple[int, int]]]:
-        """Return the places of PowerSGD's factors: at the beginning of their parameters."""
+        """Return the places of PowerSGD's factors: at the beginning of their blocks."""
         assert isinstance(self._code, PowerSGD)
         found = []
-        for entry in self.model.engine.program.entries:
-            shape = self._code.shape_of(entry.shape)
-            if shape is not None and entry.name not in self.frozen:
-                factor = shape[1], self._code.rank
-                place = slice(entry.start, entry.start + factor[0] * factor[1])
-                found.append((entry.name, place, factor))
+        for block in (block for blocks in self._sums.blocks for block in blocks):
+            if block.name not in self.frozen:
+                factor = block.shape[1], self._code.rank
+                place = slice(block.start, block.start + factor[0] * factor[1])
+                found.append((block.name, place, factor))
         return found
 
     def _factor_regions(self, *, writes: bool) -> Pieces:
-        """Return the factors as a vector of the parameters' length, which rank 0 writes."""
+        """Return the factors as a vector of the parameters' length, which one replica writes.
+
+        Other blocks than those that were written begin with what lies in their places: columns to
+        begin with, which the next step improves, the same in all replicas.
+        """
         if not isinstance(self._code, PowerSGD):
             return {}
-        engine = self.model.engine
-        self._factors = vector = np.zeros(self._layout.length, self._layout.dtype)
+        engine, errors = self.model.engine, self.errors
+        self._factors = vector = np.zeros(engine.layout.length, engine.layout.dtype)
         if writes:
             for name, place, _ in self._factor_places():
-                if name in self.errors.factors:
-                    vector[place] = self.errors.factors[name].ravel()
-        trained = engine.program.trained(engine.layout.pieces(sharded=False))
-        mine = trained if not writes or self.model.rank == 0 else ()
-        return {f"{self._kind}/factors": engine.placement.cut(
-            (piece.start, vector[piece.start : piece.stop]) for piece in mine
-        )}  # fmt: skip
+                if name in errors.factors:
+                    vector[place] = errors.factors[name].ravel()
+        pieces = errors.own_pieces if not writes or self._across.rank == 0 else ()
+        whole = [replace(piece, offset=piece.start) for piece in pieces]
+        return {f"{self._kind}/factors": self._regions_of(vector, whole, writes=writes)}

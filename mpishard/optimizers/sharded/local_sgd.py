@@ -9,13 +9,13 @@ from typing import Any
 from mpishard.arguments import as_count, as_integer
 from mpishard.arrays import Array
 from mpishard.contracts import IOptimizer
-from mpishard.models import HybridShardedModel, ShardedModelBase
+from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.local_state import CODES, LocalSettings, LocalState
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.strategies import data_model_class
+from mpishard.optimizers.sharded.strategies import model_of_replicas
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import by_node
 
@@ -110,13 +110,8 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         start_period: int = 1,
     ) -> None:
         super().__init__(wrapped_optimizer, config)
-        self.model_class = data_model_class(strategy, hybrid=HybridShardedModel)
         self._config = by_node(self._config)
-        if strategy != "ddp" and self._config.replica_size is None:
-            raise ValueError(
-                f"strategy={strategy!r} shards a replica over its ranks, and here each rank is a "
-                'replica: give ShardingConfiguration(replica_size=), a number of ranks or "node"'
-            )
+        self.model_class = model_of_replicas(strategy, self._config)
         period = self.synchronization_period = as_count(
             "synchronization_period", synchronization_period
         )

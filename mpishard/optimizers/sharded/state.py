@@ -211,9 +211,9 @@ class ModelState(CheckpointState):
     def gathered(self) -> StateBytes:
         """Return the state of all ranks by parameter name, the same on every rank. Collective."""
         engine, rule = self.model.engine, self.rule
+        pieces = engine.pieces.to_write(engine.program) if engine.is_writer else ()
         tensors = gather_state(
-            self.model.backend, self.vectors, engine.pieces.to_write(engine.program),
-            engine.placement,
+            self.model.backend, self.vectors, pieces, engine.placement,
             [entry for entry in self.model.parameter_entries if entry.name not in self.frozen],
         )  # fmt: skip
         return StateBytes(
@@ -228,7 +228,8 @@ class ModelState(CheckpointState):
 
     def arrays_to_write(self) -> Pieces:
         """Return the pieces that this rank writes: its own, and of replicas a part."""
-        return self._regions(self.model.engine.pieces.to_write(self.model.engine.program))
+        engine = self.model.engine
+        return self._regions(engine.pieces.to_write(engine.program) if engine.is_writer else ())
 
     def arrays_to_read(self) -> Pieces:
         """Return all pieces that this rank updates."""

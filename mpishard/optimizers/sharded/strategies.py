@@ -42,6 +42,8 @@ __all__ = [
     "ZeRO2Optimizer",
     "ZeRO3Optimizer",
     "data_model_class",
+    "model_of_replicas",
+    "require_replicas",
 ]
 
 _log = logging.getLogger("mpishard")
@@ -64,6 +66,40 @@ def data_model_class(strategy: str, **others: type[ShardedModelBase]) -> type[Sh
     if strategy not in known:
         raise ValueError(f"strategy must be one of {', '.join(known)}, got {strategy!r}")
     return known[strategy]
+
+
+def model_of_replicas(strategy: str, config: ShardingConfiguration) -> type[ShardedModelBase]:
+    """Return the model of the strategy inside each replica.
+
+    Raises
+    ------
+    ValueError
+        For another strategy, or one that shards a replica of one rank.
+    """
+    found = data_model_class(strategy, hybrid=HybridShardedModel)
+    if strategy != "ddp" and config.replica_size is None:
+        raise ValueError(
+            f"strategy={strategy!r} shards a replica over its ranks, and here each rank is a "
+            'replica: give ShardingConfiguration(replica_size=), a number of ranks or "node"'
+        )
+    return found
+
+
+def require_replicas(model: ShardedModelBase, optimizer: str) -> None:
+    """Refuse a model that is sharded over all ranks, none of which is then a replica.
+
+    Raises
+    ------
+    ShardingError
+        For a model that was wrapped without ``replica_size``.
+    """
+    engine = model.engine
+    if engine.replica.across is None and (engine.policy.shards_state or engine.replica.is_on_mesh):
+        raise ShardingError(
+            f"{optimizer} sends gradients between replicas, and this {type(model).__name__} is one "
+            "replica of all ranks: wrap it with ShardingConfiguration(replica_size=), the number "
+            "of ranks of each"
+        )
 
 
 class DDPOptimizer(ShardedOptimizerBase):

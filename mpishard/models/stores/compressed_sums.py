@@ -1,0 +1,397 @@
+"""Sums of gradients that travel between replicas compressed, with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array, copy_into, to_host
+from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.communication.contract.reduction import TreeReducer
+from mpishard.layout import ShardLayout
+from mpishard.models.stores.compression import Code, PowerSGD
+from mpishard.models.stores.exchanged_gradients import Part, SumExchange
+from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.observe.ledger import MemoryCategory
+from mpishard.sharding import ParameterEntry, Piece
+
+__all__ = ["Block", "CompressedSums", "ErrorFeedback", "blocks_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole rows of a matrix that lie in one part, which `PowerSGD` compresses as a matrix.
+
+    Parameters
+    ----------
+    name : str
+        Of the matrix.
+    number : int
+        Its index among the model's parameters.
+    start : int
+        Of the first row, in the rank's flat vector.
+    shape : (int, int)
+        Rows and columns.
+    """
+
+    name: str
+    number: int
+    start: int
+    shape: tuple[int, int]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape[0] * self.shape[1]
+
+
+def blocks_of(
+    piece: Piece, entries: Sequence[ParameterEntry], numbers: dict[str, int], code: PowerSGD
+) -> list[Block]:
+    """Return the blocks of ``piece`` that are smaller as two factors."""
+    found = []
+    for entry in entries:
+        start, stop = max(piece.start, entry.start), min(piece.stop, entry.stop)
+        if len(entry.shape) < 2 or start >= stop:
+            continue
+        columns = int(np.prod(entry.shape[1:]))
+        first, last = -(-(start - entry.start) // columns), (stop - entry.start) // columns
+        if code.is_smaller(last - first, columns):
+            begin = entry.start + first * columns
+            found.append(Block(entry.name, numbers[entry.name], begin, (last - first, columns)))
+    return found
+
+
+class ErrorFeedback:
+    """The parts that compression has left out so far, which are added to the next gradient.
+
+    Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
+    2019, algorithm 2. All errors are of sums over samples. A step writes new ones beside the old,
+    which stay if the step fails.
+
+    Parameters
+    ----------
+    layout : StoreLayout
+        Where memory is booked.
+    across : CommunicationBackend
+        The ranks that hold the same parts.
+    parts : sequence of Part
+        This rank's.
+
+    Attributes
+    ----------
+    own : Array
+        Of the codes of this rank's parts, shape (all their elements,).
+    reduced : Array
+        Of its codes of the sums that it owns among these ranks, shape (the elements that it owns,).
+    own_pieces, reduced_pieces : tuple of Piece
+        The ranges of both, part by part; ``offset`` is the place there. What travels whole has only
+        the errors of a checkpoint of other ranks.
+    factors : dict of str to Array
+        Parameter -> second factor of PowerSGD in the last step, shape (columns, rank).
+    """
+
+    def __init__(
+        self, layout: StoreLayout, across: CommunicationBackend, parts: Sequence[Part]
+    ) -> None:
+        own, reduced = [], []
+        lengths = [0, 0]
+        for part in parts:
+            piece = part.piece
+            own.append(piece)
+            mine = ShardLayout(piece.length, across.world_size).slice(across.rank)
+            if part.is_alike:  # one replica's, wherever ranks cut it
+                mine = slice(0, 0 if across.rank else piece.length)
+            start, stop = piece.start + mine.start, piece.start + mine.stop
+            reduced.append(replace(piece, start=start, stop=stop, offset=lengths[1]))
+            lengths[0] += piece.length
+            lengths[1] += stop - start
+        self.own_pieces, self.reduced_pieces = tuple(own), tuple(reduced)
+        allocate = layout.ledger.allocate
+        self._kept, self._fresh = (
+            [allocate(MemoryCategory.OPTIMIZER_STATE, n, layout.dtype) for n in lengths]
+            for _ in range(2)
+        )
+        for vector in self._kept:
+            vector.fill(0)
+        self.factors: dict[str, Array] = {}
+        self._fresh_factors: dict[str, Array] = {}
+        self._is_complete = False
+
+    @property
+    def own(self) -> Array:
+        return self._kept[0]
+
+    @property
+    def reduced(self) -> Array:
+        return self._kept[1]
+
+    def of(self, part: int) -> list[tuple[Array, Array]]:
+        """Return old and new errors: of a part, by its index, and of the sums that it owns."""
+        pieces = self.own_pieces[part], self.reduced_pieces[part]
+        return [
+            (old[piece.in_shard], new[piece.in_shard])
+            for old, new, piece in zip(self._kept, self._fresh, pieces, strict=True)
+        ]
+
+    def write_factor(self, name: str, factor: Array) -> None:
+        """Remember a factor for the next step, if this one succeeds."""
+        self._fresh_factors[name] = factor
+
+    def commit(self) -> None:
+        """Take the new errors for the old ones: the step has updated the parameters."""
+        if self._is_complete:
+            self._kept, self._fresh = self._fresh, self._kept
+            self.factors = self._fresh_factors
+        self.drop()
+
+    def settle(self) -> None:
+        """Note that all parts have new errors."""
+        self._is_complete = True
+
+    def drop(self) -> None:
+        """Forget the new errors."""
+        self._fresh_factors = {}
+        self._is_complete = False
+
+
+class CompressedSums(SumExchange):
+    """Each replica's sums travel as codes, and so do the sums over the replicas.
+
+    Each rank encodes what each rank owns of a part, of its own values and error. The owner adds
+    what it decodes in the order of the one tree, adds its error, and sends the sum as a code to
+    all. With w(n) the bytes of a code of n elements the N ranks of the exchange send 2 (N - 1)
+    times the sum of w over what they own: as an all-reduce does, in codes. `PowerSGD` all-reduces
+    the two factors of each block of rows, and all other elements, instead. Parts that other ranks
+    of the replica exchange too are all-reduced as they are: codes of them would differ if these
+    ranks cut them at other places.
+
+    Parameters
+    ----------
+    across, parts
+        See `SumExchange`; in flat order.
+    entries : sequence of ParameterEntry
+        The parameters, or slices, of the rank's flat vector, none of which is cut by a unit.
+    numbers : dict of str to int
+        Index of each parameter in the model.
+    code : Code or PowerSGD
+        What travels.
+    errors : ErrorFeedback
+        The optimizer's; none is added if ``keeps_errors`` is False.
+    key : callable
+        Returns seed and step.
+    start_step : int
+        Earlier steps all-reduce whole values, and neither use nor write errors.
+    frozen : collection of str
+        Names of the parameters that are not trained. They have no error, because checkpoints
+        hold nothing of them.
+    """
+
+    def __init__(
+        self, across: CommunicationBackend, parts: Sequence[Part],
+        entries: Sequence[ParameterEntry], numbers: dict[str, int], code: Code | PowerSGD,
+        errors: ErrorFeedback, key: Callable[[], tuple[int, int]], *, keeps_errors: bool = True,
+        start_step: int = 0, frozen: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(across, parts)
+        self.blocks: list[list[Block]] = []  # of each part
+        if isinstance(code, PowerSGD):
+            self.blocks = [[] if part.is_alike else blocks_of(part.piece, entries, numbers, code)
+                           for part in self.parts]  # fmt: skip
+        self._code = code
+        self._errors = errors
+        self._key = key
+        self._keeps_errors = keeps_errors
+        self._start_step = start_step
+        self._frozen = [(entry.start, entry.stop) for entry in entries if entry.name in frozen]
+        self._reducer = TreeReducer()
+
+    def begin(self) -> None:
+        self._errors.drop()
+
+    def exchange(self, values: Sequence[Array]) -> None:
+        if self._key()[1] < self._start_step:
+            for work in [self.across.all_reduce_async(array) for array in values]:
+                work.wait()
+            return
+        is_finite = True
+        # Unit by unit, so that codes of one at a time take memory.
+        units = groupby(range(len(self.parts)), lambda n: self.parts[n].piece.unit.index)
+        for numbers in [list(unit) for _, unit in units]:
+            is_finite &= self._exchange_unit(numbers, [values[n] for n in numbers])
+        if is_finite:
+            self._errors.settle()
+
+    def _exchange_unit(self, numbers: Sequence[int], values: Sequence[Array]) -> bool:
+        """Exchange the parts of a unit; return whether this rank's values are finite."""
+        errors = [self._errors.of(n) for n in numbers]
+        given = [to_host(array) + old for array, ((old, _), _) in zip(values, errors, strict=True)]
+        is_finite = all(np.isfinite(array).all() for array in given)
+        if not is_finite:
+            for array in given:  # a code could hide the one element; every rank's step must fail
+                array.fill(np.nan)
+        with np.errstate(invalid="ignore", over="ignore"):
+            if isinstance(self._code, PowerSGD):
+                self._exchange_factors(numbers, given, errors, self._code)
+            else:
+                places = range(len(numbers))
+                whole = [place for place in places if self.parts[numbers[place]].is_alike]
+                coded = [place for place in places if place not in whole]
+                for place in whole:
+                    self._take_errors(numbers[place], given[place], errors[place])
+                    self.across.all_reduce(given[place])
+                if coded:
+                    self._exchange_codes(
+                        [numbers[place] for place in coded], [given[place] for place in coded],
+                        [errors[place] for place in coded], self._code,
+                    )  # fmt: skip
+        for n, (own, reduced) in zip(numbers, errors, strict=True):
+            pieces = self._errors.own_pieces[n], self._errors.reduced_pieces[n]
+            for (_, new), piece in zip((own, reduced), pieces, strict=True):
+                if not self._keeps_errors:
+                    new.fill(0)
+                for start, stop in self._frozen:
+                    new[max(0, start - piece.start) : max(0, stop - piece.start)] = 0
+        for target, result in zip(values, given, strict=True):
+            copy_into(target, result)
+        return is_finite
+
+    def finish(self) -> None:
+        """Keep the errors of this step: it has updated the parameters."""
+        self._errors.commit()
+
+    def abandon(self) -> None:
+        self._errors.drop()
+
+    def _take_errors(
+        self, number: int, given: Array, errors: Sequence[tuple[Array, Array]]
+    ) -> None:
+        """Let errors of sums travel with the values of their owner, and leave none."""
+        (_, new), (old_sum, new_sum) = errors
+        own, reduced = self._errors.own_pieces[number], self._errors.reduced_pieces[number]
+        given[reduced.start - own.start : reduced.stop - own.start] += old_sum
+        new.fill(0)
+        new_sum.fill(0)
+
+    # -------------------------------------------------------------------------------------- codes
+
+    def _encode(
+        self, code: Code, numbers: Sequence[int], arrays: Sequence[Array], owner: int, sender: int
+    ) -> Array:
+        """Return the codes of what ``owner`` owns of each part, end to end."""
+        return np.concatenate([
+            code.encode(array, (*self._key(), *self.parts[n].key, owner, sender))
+            for n, array in zip(numbers, arrays, strict=True)
+        ])  # fmt: skip
+
+    def _decode(
+        self, code: Code, codes: Array, numbers: Sequence[int], out: Sequence[Array], owner: int,
+        sender: int,
+    ) -> int:  # fmt: skip
+        """Write the values of `_encode` to ``out``; return the length of their codes."""
+        position = 0
+        for n, array in zip(numbers, out, strict=True):
+            stop = position + code.wire_bytes(array.size, array.dtype.itemsize)
+            key = (*self._key(), *self.parts[n].key, owner, sender)
+            code.decode(codes[position:stop], array, key)
+            position = stop
+        return position
+
+    def _exchange_codes(
+        self, numbers: Sequence[int], given: Sequence[Array],
+        errors: Sequence[Sequence[tuple[Array, Array]]], code: Code,
+    ) -> None:  # fmt: skip
+        """Replace ``given`` by the sums over ranks, as the codes tell them; write new errors."""
+        size, rank = self.across.world_size, self.across.rank
+        layouts = [ShardLayout(array.size, size) for array in given]
+
+        def owned(arrays: Sequence[Array], owner: int) -> list[Array]:
+            return [a[layout.slice(owner)] for a, layout in zip(arrays, layouts, strict=True)]
+
+        new = [own[1] for own, _ in errors]
+        sent = [
+            self._encode(code, numbers, owned(given, owner), owner, 1 + rank)
+            for owner in range(size)
+        ]
+        for owner, codes in enumerate(sent):
+            self._decode(code, codes, numbers, owned(new, owner), owner, 1 + rank)
+        # The error is what this rank's own codes leave out, as their receivers decode them.
+        for values, told in zip(given, new, strict=True):
+            np.subtract(values, told, out=told)
+        received = []
+        for sender, codes in enumerate(self.across.all_to_all(sent)):
+            received.append([np.empty_like(array) for array in owned(given, rank)])
+            self._decode(code, codes, numbers, received[-1], rank, 1 + sender)
+        totals = [np.empty_like(array) for array in owned(given, rank)]
+        for total, contributions in zip(totals, zip(*received, strict=True), strict=True):
+            self._reducer.reduce(list(contributions), ReductionOperation.SUM, total)
+        # The sums are encoded once more on their way back, and that error stays with their owner.
+        for total, (_, (old, _)) in zip(totals, errors, strict=True):
+            np.add(total, old, out=total)
+        codes = self.across.all_gather(self._encode(code, numbers, totals, rank, 0))
+        position = 0
+        for owner in range(size):
+            out = owned(given, owner)
+            position += self._decode(code, codes[position:], numbers, out, owner, 0)
+        told = owned(given, rank)
+        for total, result, (_, (_, left)) in zip(totals, told, errors, strict=True):
+            np.subtract(total, result, out=left)
+
+    # ------------------------------------------------------------------------------------ factors
+
+    def _exchange_factors(
+        self, numbers: Sequence[int], given: Sequence[Array],
+        errors: Sequence[Sequence[tuple[Array, Array]]], code: PowerSGD,
+    ) -> None:  # fmt: skip
+        """Replace ``given`` by the sums over ranks, matrices by products of summed factors."""
+        matrices: list[tuple[Block, Array, Array, Any]] = []  # values, their errors, second factor
+        others: list[tuple[Array, Array]] = []
+        seed, _ = self._key()
+        for n, values, found in zip(numbers, given, errors, strict=True):
+            self._take_errors(n, values, found)
+            new = found[0][1]
+            rest = np.ones(values.size, bool)
+            for block in self.blocks[n]:
+                begin = self.parts[n].piece.start
+                place = slice(block.start - begin, block.stop - begin)
+                rest[place] = False
+                second = self._errors.factors.get(block.name)
+                if second is None or not second.any():  # zeros: a checkpoint's, a zero gradient's
+                    key = seed, block.number
+                    second = code.first_factor(block.shape[1], key).astype(values.dtype)
+                matrix, error = (v[place].reshape(block.shape) for v in (values, new))
+                matrices.append((block, matrix, error, second))
+            others.append((values, rest))
+        found = self._summed([
+            *(matrix @ second for _, matrix, _, second in matrices),
+            *(values[rest] for values, rest in others),
+        ])  # fmt: skip
+        firsts = found[: len(matrices)]
+        for (values, rest), summed in zip(others, found[len(matrices) :], strict=True):
+            values[rest] = summed
+        # A decomposition would raise for NaN, on the ranks that have it alone. The sums are NaN on
+        # all of them, and so every rank's step fails where totals are compared.
+        is_finite = all(np.isfinite(first).all() for first in firsts)
+        bases = [np.linalg.qr(first)[0] if is_finite else first for first in firsts]
+        own = [matrix.T @ base for (_, matrix, _, _), base in zip(matrices, bases, strict=True)]
+        for (_, matrix, error, _), base, second in zip(matrices, bases, own, strict=True):
+            error[...] = matrix - base @ second.T
+        for (block, matrix, _, _), base, second in zip(
+            matrices, bases, self._summed(own), strict=True
+        ):
+            matrix[...] = base @ second.T
+            self._errors.write_factor(block.name, second)
+
+    def _summed(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return the arrays' sums over ranks, in one all-reduce if they have elements."""
+        if not any(array.size for array in arrays):
+            return list(arrays)
+        summed = self.across.all_reduce(np.concatenate([array.ravel() for array in arrays]))
+        ends = np.cumsum([array.size for array in arrays])[:-1]
+        return [
+            part.reshape(array.shape)
+            for part, array in zip(np.split(summed, ends), arrays, strict=True)
+        ]

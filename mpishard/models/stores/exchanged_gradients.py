@@ -1,0 +1,205 @@
+"""Gradients that are summed inside a replica as ever, and then between replicas in another way."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from mpishard.arrays import Array
+from mpishard.communication import CommunicationBackend
+from mpishard.models.stores.gradient_store import (
+    BackwardPass,
+    CompressionBuffers,
+    GradientStore,
+    NodeGradients,
+    ReplicatedGradients,
+    ScatteredGradients,
+)
+from mpishard.models.stores.sharded_gradients import ShardedGradients
+from mpishard.sharding import Piece, Unit
+
+__all__ = ["ExchangedGradients", "Part", "SumExchange", "parts_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the gradient that this rank brings together with those of the other replicas.
+
+    Parameters
+    ----------
+    piece : Piece
+        Its range; ``offset`` is its place in the vector of all parts, end to end.
+    key : tuple of int
+        Of random numbers: other ones for other parts, the same in all replicas.
+    is_alike : bool
+        Whether other ranks of the replica exchange it too, and must get the same sums. They may
+        cut it at other places.
+    """
+
+    piece: Piece
+    key: tuple[int, ...]
+    is_alike: bool = False
+
+
+def parts_of(
+    pieces: Sequence[Piece], *place: int, alike: Sequence[tuple[int, int]] = ()
+) -> tuple[Part, ...]:
+    """Return a part for each piece of other units, cut where ranges begin that are held alike.
+
+    Parameters
+    ----------
+    pieces : sequence of Piece
+        What this rank exchanges.
+    *place : int
+        The rank's in its replica, if that has several.
+    alike : sequence of (int, int)
+        Ranges of the flat vector that other ranks of the replica hold too.
+    """
+    parts, position = [], 0
+    for piece in pieces:
+        inside = [(max(a, piece.start), min(b, piece.stop)) for a, b in alike]
+        cuts = sorted({piece.start, piece.stop, *(n for a, b in inside if a < b for n in (a, b))})
+        for start, stop in pairwise(cuts) if piece.length else [(piece.start, piece.stop)]:
+            is_alike = any(a <= start and stop <= b for a, b in inside)
+            key = piece.unit.index, *place, *([start - piece.unit.start] if alike else [])
+            parts.append(Part(Piece(piece.unit, start, stop, position), key, is_alike=is_alike))
+            position += stop - start
+    return tuple(parts)
+
+
+class SumExchange(ABC):
+    """Turns this rank's parts of a gradient into their sums over all replicas.
+
+    Parameters
+    ----------
+    across : CommunicationBackend
+        The ranks that hold the same parts in the other replicas.
+    parts : sequence of Part
+        This rank's.
+
+    Attributes
+    ----------
+    is_late : bool
+        Whether the sums are those of an earlier step.
+    """
+
+    is_late = False
+
+    def __init__(self, across: CommunicationBackend, parts: Sequence[Part]) -> None:
+        self.across = across
+        self.parts = tuple(parts)
+
+    def begin(self) -> None:
+        """Begin a backward pass."""
+
+    @abstractmethod
+    def exchange(self, values: Sequence[Array]) -> None:
+        """Replace the values of each part, shape (piece.length,), by a sum. Collective.
+
+        The sums have the same bits in all replicas.
+        """
+
+    def finish(self) -> None:
+        """Note that the step has updated the parameters."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Forget the step, after an error. Communicates nothing."""
+
+
+class ExchangedGradients(GradientStore):
+    """The gradients of a store inside each replica, whose sums over replicas an exchange makes.
+
+    A round's last pass reduces inside the replica, so that each rank has the sums of its parts; the
+    exchange turns these into sums over all replicas, in their place. If only owners have them then,
+    and every rank updates all, they are gathered inside the replica.
+
+    Parameters
+    ----------
+    inner : ReplicatedGradients or ShardedGradients
+        Holds the gradient, and reduces it inside the replica.
+    exchange : SumExchange
+        Runs between the replicas.
+    is_alone : bool
+        Whether this rank is a replica, so that nothing is reduced inside it. Then ``inner`` is a
+        `ReplicatedGradients` of any ranks.
+    gathers : bool
+        Whether every rank needs all sums, and ``inner`` has its own alone.
+    """
+
+    def __init__(
+        self,
+        inner: ReplicatedGradients | ShardedGradients,
+        exchange: SumExchange,
+        *,
+        is_alone: bool,
+        gathers: bool,
+    ) -> None:
+        super().__init__(inner.layout)
+        self.is_late = exchange.is_late
+        self.in_flight = inner.in_flight
+        self.exchange = exchange
+        self._inner = inner
+        self._is_alone = is_alone
+        self._gathers = gathers
+
+    def begin(self, this: BackwardPass) -> None:
+        self._is_last = this.is_last
+        self.exchange.begin()
+        self._inner.begin(replace(this, is_last=this.is_last and not self._is_alone))
+
+    @property
+    def reduces_at_once(self) -> bool:
+        return self._inner.reduces_at_once
+
+    @property
+    def sends_now(self) -> bool:
+        return self._inner.sends_now
+
+    def _make_buffers(self) -> CompressionBuffers:
+        raise AssertionError("the optimizer refuses bfloat16 on the wire")
+
+    def target(self, unit: Unit) -> tuple[Array, bool]:
+        return self._inner.target(unit)
+
+    def reduce(self, unit: Unit) -> None:
+        self._inner.reduce(unit)
+        # What travels between replicas since earlier steps: MPI moves nothing unless it is called.
+        self.exchange.across.progress()
+
+    def settle(self) -> None:
+        self._inner.settle()
+        if self._is_last:
+            self.exchange.exchange(self.sums())
+            self.show()
+
+    def sums(self) -> list[Array]:
+        """The values of this rank's parts, to be written to before `show`."""
+        pieces = [part.piece for part in self.exchange.parts]
+        if isinstance(self._inner, ReplicatedGradients):
+            return self._inner.local(pieces)
+        return self._inner.owned(pieces)
+
+    def await_readers(self) -> None:
+        """Wait until all ranks have read the sums of the last step, so that others may follow."""
+        if isinstance(self._inner, NodeGradients):
+            self._inner.await_readers()
+
+    def show(self) -> None:
+        """Give the ranks of the replica what they need of `sums`. Collective."""
+        if self._gathers:
+            assert isinstance(self._inner, ScatteredGradients)
+            self._inner.spread()
+
+    def finish(self) -> None:
+        self._inner.finish()
+        self.exchange.finish()
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+        self.exchange.abandon()
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        return self._inner.owned(pieces)

@@ -1,0 +1,168 @@
+"""The state of late updates: the rule's, and the gradients under way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpishard.arrays import Array, copy_into
+from mpishard.checkpoint import Pieces
+from mpishard.checkpoint.format.consensus import differences
+from mpishard.errors import ShardingError
+from mpishard.models import ShardedModelBase
+from mpishard.models.engine.update import StepReport, Update
+from mpishard.models.stores.delayed_sums import DelayedSums
+from mpishard.models.stores.exchanged_gradients import ExchangedGradients
+from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.models.wrapper.wrapping import make_exchanged_store
+from mpishard.optimizers.rules.rule import Optimizer
+from mpishard.optimizers.sharded.state import ModelState
+from mpishard.sharding import Piece
+
+__all__ = ["DelayedState"]
+
+
+def _newest(items: Sequence[Any], count: int) -> Sequence[Any]:
+    return items[max(0, len(items) - count) :]
+
+
+class DelayedState(ModelState):
+    """The rule's state, and the weights of the gradients under way.
+
+    Parameters
+    ----------
+    rule, model, frozen
+        See `ModelState`.
+    delay : int
+        0 or more.
+    user : str
+        Class of the optimizer, for errors.
+
+    Attributes
+    ----------
+    norm : float
+        Of the gradient of the last update; 0 if there was none.
+    """
+
+    keeps_gradients = True
+
+    def __init__(
+        self, rule: Optimizer, model: ShardedModelBase, frozen: frozenset[str], delay: int,
+        user: str,
+    ) -> None:  # fmt: skip
+        super().__init__(rule, model, frozen)
+        self.norm = 0.0
+        self._delay = delay
+        self._weights: list[float] = []  # of the gradients under way, oldest first
+        self._kind = f"optimizer/{type(rule).__name__}/delayed"
+        self._saved = 0  # gradients in a checkpoint that is read
+        self._read: list[list[Array]] = []
+        model.engine.lend_gradients(user, self._make_store)
+
+    def _make_store(self, layout: StoreLayout) -> ExchangedGradients:
+        return make_exchanged_store(
+            self.model.engine, layout,
+            lambda across, parts: DelayedSums(across, parts, layout, self._delay),
+        )  # fmt: skip
+
+    @property
+    def _store(self) -> ExchangedGradients:
+        # Looked up: the engine makes it anew if other parameters are frozen.
+        store = self.model.engine.gradients
+        assert isinstance(store, ExchangedGradients)
+        return store
+
+    @property
+    def sums(self) -> DelayedSums:
+        """The gradients under way."""
+        exchange = self._store.exchange
+        assert isinstance(exchange, DelayedSums)
+        return exchange
+
+    def settings(self) -> dict[str, Any]:
+        # A rank whose round failed alone has dropped gradients that the others still have.
+        return {**super().settings(), "gradients under way": self.sums.pending}
+
+    def update(self, updates: list[Update], report: StepReport) -> None:
+        """Update with the gradient that is due, if one is."""
+        pending = self.sums.pending  # with this step's
+        self._weights = [*self._weights, report.weight][-pending:]
+        self.norm = 0.0
+        if pending > self._delay:
+            assert report.gradient_norm is not None
+            weight = self._weights[0]
+            self.norm = report.gradient_norm * report.weight / weight
+            super().update(updates, replace(report, weight=weight, gradient_norm=self.norm))
+
+    def apply_pending(self) -> int:
+        """Make an update of each gradient under way, oldest first; return how many. Collective."""
+        engine = self.model.engine
+        engine.round.require_none("apply_pending_gradients()")
+        found = differences(self.model.backend, {n: str(v) for n, v in self.settings().items()})
+        if found:
+            raise ShardingError(f"the ranks have other gradients under way; by rank, {found}")
+        weights = _newest(self._weights, self.sums.pending)
+        try:
+            for weight in weights:
+                self._store.await_readers()
+                self.sums.take_oldest(self._store.sums())
+                self._store.show()
+                engine.update_again(super().update, weight)
+        except BaseException:
+            engine.abandon()
+            raise
+        return len(weights)
+
+    # ------------------------------------------------------------------------------- checkpoints
+
+    @property
+    def _own_pieces(self) -> tuple[Piece, ...]:
+        """The trained pieces of the gradients under way that this rank has."""
+        return self.model.engine.program.trained([part.piece for part in self.sums.parts])
+
+    def arrays_to_write(self) -> Pieces:
+        engine = self.model.engine
+        # All replicas have the same sums.
+        pieces = engine.pieces.to_write(engine.program) if engine.is_writer else ()
+        gradients = self.sums.under_way(pieces)
+        return {**super().arrays_to_write(), **self._regions_of(pieces, gradients)}
+
+    def expect(self, kinds: Collection[str]) -> None:
+        """Learn from the kinds of a checkpoint how many gradients were under way."""
+        found = sum(bool(re.fullmatch(re.escape(self._kind) + r"\d+", kind)) for kind in kinds)
+        self._saved = found if self._delay else 0  # with no delay a checkpoint with any is refused
+
+    def arrays_to_read(self) -> Pieces:
+        pieces = self._own_pieces
+        self._read = [[np.empty(p.length, self.model.dtype) for p in pieces]
+                      for _ in range(self._saved)]  # fmt: skip
+        return {**super().arrays_to_read(), **self._regions_of(pieces, self._read)}
+
+    def _regions_of(self, pieces: Iterable[Piece], gradients: Iterable[list[Array]]) -> Pieces:
+        """Return the regions of the gradients under way, by kind."""
+        return {
+            f"{self._kind}{number}": self.model.engine.placement.cut(
+                (piece.start, part) for piece, part in zip(pieces, parts, strict=True)
+            )
+            for number, parts in enumerate(gradients)
+        }
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        weights = list(_newest(self._weights, self.sums.pending))
+        return {**super().checkpoint_metadata(), "delayed_weights": weights}
+
+    def restored(self, metadata: Mapping[str, Any]) -> None:
+        """Go on with the saved gradients; of more than ``delay`` with the newest."""
+        super().restored(metadata)
+        kept = _newest(self._read, self._delay)
+        weights = _newest(metadata.get("delayed_weights", ()), self._delay)
+        self._weights = [float(weight) for weight in weights]
+        self._read = []
+        self.sums.expect(len(kept))
+        for targets, parts in zip(self.sums.under_way(self._own_pieces), kept, strict=True):
+            for target, part in zip(targets, parts, strict=True):
+                copy_into(target, part)
