@@ -39,6 +39,7 @@ from mpishard.sharding import ParameterEntry, ShardingConfiguration
 __all__ = ["Comparison", "compare", "default_tolerance", "rounding_bounds"]
 
 _FILE = "comparison-{}.npz"
+Entries = tuple[ParameterEntry, ...]
 _LEAST_EXPONENT = -125  # of float32's normal numbers, as frexp has it
 
 
@@ -324,9 +325,7 @@ def _leaves(layer: Layer) -> list[Layer]:
     return inner or [layer]
 
 
-def _norms_of_errors(
-    entries: tuple[ParameterEntry, ...], actual: Array, expected: Array
-) -> list[float]:
+def _norms_of_errors(entries: Entries, actual: Array, expected: Array) -> list[float]:
     """Return the Euclidean norm of each parameter's error, relative to that of ``expected``."""
     error = np.subtract(actual, expected, dtype=np.float64)
     whole = float(np.linalg.norm(expected)) or 1.0
@@ -334,9 +333,7 @@ def _norms_of_errors(
     return [relative_error(norm, 0.0, whole) for norm in norms]
 
 
-def _errors(
-    entries: tuple[ParameterEntry, ...], actual: Array, expected: Array, floor: float = 1.0
-) -> list[float]:
+def _errors(entries: Entries, actual: Array, expected: Array, floor: float = 1.0) -> list[float]:
     if actual.shape != expected.shape:
         return [np.inf] * len(entries)
     ranges = [slice(e.start, e.stop) for e in entries]

@@ -226,12 +226,11 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
             raise TargetError(f"step {step + 1} of training alone: the loss or its gradient {text}")
         # With a delay each update has the gradient of an earlier step.
         under_way.append(g)
+        late, number = under_way.pop(0) if step >= job.delay else None, step + 1 - job.delay
         if job.optimizer == "lbfgs":
             theta = textbook_search(theta, loss, g, pairs, job.learning_rate, evaluate)
-        elif step >= job.delay:
-            direction = textbook_direction(
-                job.optimizer, theta, under_way.pop(0), state, step + 1 - job.delay, parts
-            )
+        elif late is not None:
+            direction = textbook_direction(job.optimizer, theta, late, state, number, parts)
             theta = (theta - trained * (job.learning_rate * direction)).astype(theta.dtype)
         model.set_parameters(theta.copy())
         parameters.append(theta)
@@ -303,10 +302,9 @@ def _gradient(problem: Problem, step: int, x: Array, y: Array) -> tuple[float, A
         gradient = model.compute_gradients(x, y, *[problem.loss] * (problem.loss is not None))
         value = loss(model.predict(x), y) if loss is not None else math.nan
     if np.shape(gradient) != (length,):
-        raise TargetError(
-            f"the gradient of {type(model).__name__} must have the shape ({length},) of its "
-            f"parameters\nit is a {type(gradient).__name__} of shape {np.shape(gradient)}"
-        )
+        text = f"it is a {type(gradient).__name__} of shape {np.shape(gradient)}"
+        shape = f"the shape ({length},) of its parameters"
+        raise TargetError(f"the gradient of {type(model).__name__} must have {shape}\n{text}")
     return float(value), np.array(gradient)
 
 
