@@ -146,7 +146,8 @@ def _sums() -> Any:
 def job(world_size: int, flags: Any = None, **options: Any) -> VerifyJob:
     settings = {"strategy": "fsdp", "optimizer": "sgd", "steps": 4, "batch_size": 16, "seed": 0,
                 "learning_rate": 1e-3} | options  # fmt: skip
-    mesh = MeshChoice.of(settings["strategy"], world_size, flags or {})
+    size = settings.get("replica_size", world_size)
+    mesh = MeshChoice.of(settings["strategy"], size, flags or {})
     return VerifyJob(Path(), "unused", world_size=world_size, mesh=mesh, **settings)
 
 
@@ -181,19 +182,26 @@ def test_late_gradients_are_equal_and_those_of_another_step_are_found(
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "strategy", "optimizer"),
+    ("world_size", "wrapper", "strategy", "optimizer"),
     [
-        ("local-sgd", "ddp", "descent"),
-        ("async", "ddp", "adamw"),
-        ("elastic", "fsdp", "adamw"),
-        ("compression", "ddp", "adamw"),
+        (2, "local-sgd", "ddp", "descent"),
+        (2, "async", "ddp", "adamw"),
+        (1, "elastic", "fsdp", "adamw"),
+        (2, "elastic", "fsdp", "adamw"),
+        (2, "compression", "ddp", "adamw"),
+        (4, "local-sgd", "zero1", "descent"),
+        (4, "async", "hybrid", "adamw"),
+        (4, "compression", "fsdp", "adamw"),
     ],
 )
-@in_worlds(1, 2)
+@in_worlds()
 def test_other_optimizers_are_equal(
     backend: Any, wrapper: str, strategy: str, optimizer: str
 ) -> None:
-    given = {"strategy": strategy, "optimizer": optimizer, "wrapper": wrapper}
+    given: dict[str, Any] = {"strategy": strategy, "optimizer": optimizer, "wrapper": wrapper}
+    if backend.world_size == 4:
+        flags = {"--tensor-parallel-size": 2} if strategy == "hybrid" else {}
+        given |= {"replica_size": 2, "flags": flags}
     right = verdict_of(backend, RIGHT["mlp"], **given)
     assert right.is_equal, right.lines()
     assert right.parameters.max() < 1e-12
@@ -697,7 +705,12 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
         (["--micro-batches", "0"], "Invalid value for '--micro-batches'"),
         (["--delay", "1"], "--delay is for --strategy ddp, and it is fsdp"),
         (["--strategy", "ddp", "--delay", "5"], "--delay 5 leaves no update of --steps 5"),
-        (["--wrapper", "local-sgd"], "--wrapper local-sgd is for --strategy ddp; got fsdp"),
+        (["--wrapper", "local-sgd"],
+         "--wrapper local-sgd is for --strategy ddp; got fsdp; others need --replica-size"),
+        (["--replica-size", "1"], "--replica-size is for --delay, and for --wrapper loc"),
+        (["--replica-size", "3", "--delay", "1"], "--replica-size 3 does not divide the 2 ranks"),
+        (["--strategy", "tensor", "--replica-size", "2", "--delay", "1"],
+         "--replica-size is for --strategy ddp, zero1"),
         (["--strategy", "ddp", "--wrapper", "local-sgd"],
          "--wrapper local-sgd is for --optimizer descent; got sgd, of which each replica has"),
         (["--strategy", "ddp", "--wrapper", "elastic", "--delay", "1"],

@@ -17,6 +17,7 @@ from mpishard.cli.verify.comparison import Comparison
 from mpishard.cli.verify.job import (
     DATA_STRATEGIES,
     MESH_FLAGS,
+    REPLICA_STRATEGIES,
     STRATEGIES,
     WRAPPERS,
     MeshChoice,
@@ -72,6 +73,10 @@ RecomputeOption = Annotated[
 DelayOption = Annotated[
     int, _flag("For ddp: AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
 ]
+ReplicaOption = Annotated[
+    int | None,
+    _flag("Ranks of each replica, for --delay and --wrapper, with any strategy inside.", 1),
+]
 
 
 def verify(
@@ -107,6 +112,7 @@ def verify(
     data_parallel_strategy: Annotated[str | None, _flag(_DATA)] = None,
     delay: DelayOption = 0,
     wrapper: Annotated[str | None, _flag(_WRAPPERS)] = None,
+    replica_size: ReplicaOption = None,
 ) -> None:
     """Compare sharded training of TARGET's model with training it in one process.
 
@@ -131,19 +137,23 @@ def verify(
     for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
         if number is not None and not 0 < number < float("inf"):
             refuse("verify", f"{flag} must be above 0, got {number}")
-    _check_wrapper(strategy, optimizer, steps, delay, wrapper)
+    _check_wrapper(strategy, optimizer, steps, delay, wrapper, replica_size)
+    if replica_size is not None and ranks % replica_size:
+        refuse("verify", f"--replica-size {replica_size} does not divide the {ranks} ranks of -n")
     given = (
         pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
         sequence_parallel or None, recompute, data_parallel_strategy,
     )  # fmt: skip
     with refusing("verify"):
-        mesh = MeshChoice.of(strategy, ranks, dict(zip(MESH_FLAGS, given, strict=True)))
+        mesh = MeshChoice.of(
+            strategy, replica_size or ranks, dict(zip(MESH_FLAGS, given, strict=True))
+        )
     is_mpi = _can_start_mpi(backend)
     # The reference and the ranks are processes of their own: settings and results are files.
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(
             Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
-            learning_rate, dtype, mesh, precision, delay, wrapper,
+            learning_rate, dtype, mesh, precision, delay, wrapper, replica_size,
         )  # fmt: skip
         is_equal = _are_equal(job, is_mpi, tolerance)
     raise typer.Exit(0 if is_equal else 1)
@@ -159,18 +169,29 @@ def _check_script(context: typer.Context) -> None:
 
 
 def _check_wrapper(
-    strategy: str, optimizer: str, steps: int, delay: int, wrapper: str | None
-) -> None:
+    strategy: str, optimizer: str, steps: int, delay: int, wrapper: str | None,
+    replica_size: int | None,
+) -> None:  # fmt: skip
     """Refuse a delay, or an optimizer around the rule, that the other flags do not go with."""
-    if delay and strategy != "ddp":
-        refuse("verify", f"--delay is for --strategy ddp, and it is {strategy}")
+    others = "; others need --replica-size" if replica_size is None else ""
+    if replica_size is not None:
+        if wrapper in (None, "elastic") and not delay:
+            takers = ", ".join(name for name in WRAPPERS if name != "elastic")
+            refuse("verify", f"--replica-size is for --delay, and for --wrapper {takers}")
+        if strategy not in REPLICA_STRATEGIES:
+            takes = ", ".join(REPLICA_STRATEGIES)
+            refuse("verify", f"--replica-size is for --strategy {takes}; got {strategy}")
+    if delay and strategy != "ddp" and replica_size is None:
+        refuse("verify", f"--delay is for --strategy ddp, and it is {strategy}{others}")
     if delay >= steps:
         refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
     if wrapper is not None:
         check_choice("verify", "--wrapper", wrapper, WRAPPERS)
-        if strategy not in WRAPPERS[wrapper]:
+        if strategy not in WRAPPERS[wrapper] and replica_size is None:
             takes = ", ".join(WRAPPERS[wrapper])
-            refuse("verify", f"--wrapper {wrapper} is for --strategy {takes}; got {strategy}")
+            more = "" if wrapper == "elastic" else others
+            text = f"--wrapper {wrapper} is for --strategy {takes}; got {strategy}{more}"
+            refuse("verify", text)
         if wrapper == "local-sgd" and optimizer != "descent":
             refuse(
                 "verify",
@@ -196,7 +217,8 @@ def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
     are_equal = True
     for name in job.mesh.schedules:
         found = Comparison.read(job.folder, name, tolerance)
-        where = f"{job.strategy}{job.mesh.describe(name)} on {whom}"
+        inside = "" if job.replica_size is None else f" in replicas of {job.replica_size}"
+        where = f"{job.strategy}{job.mesh.describe(name)}{inside} on {whom}"
         if found is None:
             # Ranks that left no result have failed, also those whose script ended with code 0.
             code = code or 1

@@ -220,8 +220,9 @@ def compare(
     # Several units, in a small model too.
     unit_size = min(1024, max(1, start.size // 4))
     config = ShardingConfiguration(
-        backend, minimum_parameter_group_size=unit_size, precision=job.precision
-    )
+        backend, minimum_parameter_group_size=unit_size, precision=job.precision,
+        replica_size=job.replica_size,
+    )  # fmt: skip
     options = {**job.mesh.options, **({"schedule": schedule} if schedule else {})}
     model = as_distributed(problem.model, config, job.strategy, **options)
     if problem.loss is not None:
@@ -229,11 +230,15 @@ def compare(
     rule = RULES[job.optimizer](job.learning_rate)
     wrappers: dict[str | None, Callable[[], Any]] = {
         None: lambda: as_distributed(rule, config, job.strategy, **options),
-        "local-sgd": lambda: LocalSGDOptimizer(rule, config, synchronization_period=1),
+        "local-sgd": lambda: LocalSGDOptimizer(
+            rule, config, synchronization_period=1, strategy=job.strategy
+        ),
         "elastic": lambda: ElasticOptimizer(rule, config, strategy=job.strategy),
         # Of all elements, so that nothing is left out.
-        "compression": lambda: GradientCompressionOptimizer(rule, config, 1.0, method="top-k"),
-        "async": lambda: AsyncSGDOptimizer(rule, config, delay=job.delay),
+        "compression": lambda: GradientCompressionOptimizer(
+            rule, config, 1.0, method="top-k", strategy=job.strategy
+        ),
+        "async": lambda: AsyncSGDOptimizer(rule, config, delay=job.delay, strategy=job.strategy),
     }
     optimizer = wrappers["async" if job.delay else job.wrapper]()
     kinds = ("parameters", "losses", "gradients", "inputs", "copies")

@@ -28,6 +28,7 @@ from mpishard.sharding import ParameterEntry
 __all__ = [
     "DATA_STRATEGIES",
     "MESH_FLAGS",
+    "REPLICA_STRATEGIES",
     "STRATEGIES",
     "WRAPPERS",
     "MeshChoice",
@@ -69,6 +70,9 @@ WRAPPERS = {
     "local-sgd": ("ddp",), "async": ("ddp",), "elastic": DATA_STRATEGIES, "compression": ("ddp",),
 }  # fmt: skip
 """Choices of ``--wrapper``, and the strategies that each goes with."""
+
+REPLICA_STRATEGIES = (*DATA_STRATEGIES, "hybrid")
+"""Strategies inside replicas of several ranks, for all wrappers but "elastic"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +173,11 @@ class VerifyJob:
     precision : {"bfloat16"}, optional
         Precision that the ranks compute a float32 model in, against float64 alone.
     delay : int
-        Steps by which each gradient is applied later, with ``"ddp"``: see `AsyncSGDOptimizer`.
+        Steps by which each gradient is applied later: see `AsyncSGDOptimizer`.
     wrapper : str, optional
         Optimizer in the strategy's place, one of `WRAPPERS`, with the settings that make it equal.
+    replica_size : int, optional
+        Ranks of each replica, with such an optimizer.
     """
 
     folder: Path
@@ -188,6 +194,7 @@ class VerifyJob:
     precision: str | None = None
     delay: int = 0
     wrapper: str | None = None
+    replica_size: int | None = None
 
     @property
     def dtype_alone(self) -> str | None:
