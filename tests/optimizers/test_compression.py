@@ -546,6 +546,59 @@ def test_arguments_and_settings(backend):
             GradientCompressionOptimizer(rule, other).bind(ms.DDPModel(plain(), other))
     with pytest.raises(ShardingError, match="updates DDPModel"):
         made.bind(ms.FSDPModel(plain(), config))
+    for strategy, match in (("fsdp", "give ShardingConfiguration"), ("tensor", "must be one of")):
+        with pytest.raises(ValueError, match=match):
+            GradientCompressionOptimizer(rule, config, strategy=strategy)
+    alone = ms.ShardingConfiguration(backend, auto_sync_gradients=False)
+    with pytest.raises(ValueError, match="leave out auto_sync_gradients=False"):
+        GradientCompressionOptimizer(rule, alone).bind(ms.DDPModel(plain(), alone))
+    replicas = ms.ShardingConfiguration(backend, replica_size=1)
+    inside = GradientCompressionOptimizer(rule, replicas, strategy="fsdp")
+    with pytest.raises(ShardingError, match=r"is one replica of all ranks: wrap it with Sharding"):
+        inside.bind(ms.FSDPModel(plain(), config))
+
+
+@pytest.mark.parametrize("layout", ["ddp/2", "fsdp/2", "1x2"])
+@in_worlds(4)
+def test_replicas_without_a_method_send_whole_gradients(backend, layout):
+    model, optimizer = build(
+        backend, None, "adam", layout=layout, use_quantization=False, use_sparsification=False
+    )
+    found = train(model, optimizer, range(5))
+    config = ms.ShardingConfiguration(backend)
+    other, exact = ms.DDPModel(plain(), config), ms.DDPOptimizer(make_rule("adam"), config)
+    for step in range(5):
+        batch = share(step, model.data_rank, model.data_size)
+        speaks = model.engine.replica.speaks  # ranks that compute together count once
+        exact.step(other, *(array[: len(array) * speaks] for array in batch))
+    np.testing.assert_allclose(found, other.get_parameters(), rtol=0, atol=1e-12)
+    saved = optimizer.serialize()
+    again, second = build(backend, None, "adam", layout=layout, use_quantization=False)
+    second.deserialize(saved)
+    second.bind(again)
+    for name, vector in optimizer.state.items():
+        np.testing.assert_array_equal(second.state[name], vector)
+    mine = {name: vector.copy() for name, vector in optimizer.state.items()}
+    if model.engine.replica.across.rank:
+        optimizer.state["first_moment"].fill(9)
+    optimizer.synchronize_optimizer_state()
+    assert (optimizer.state["first_moment"] == mine["first_moment"]).all()
+
+
+def test_a_plain_model_has_nodes_for_replicas(monkeypatch):
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", "2")
+
+    def main(backend):
+        config = ms.ShardingConfiguration(backend)
+        optimizer = GradientCompressionOptimizer(make_rule("sgd"), config, strategy="fsdp")
+        optimizer.optimize(ms.OptimizationInputData(
+            model=plain(), x_train=X, y_train=Y, max_steps=2, progress=False
+        ))  # fmt: skip
+        across = optimizer.model.engine.replica.across
+        assert (across.world_size, across.axis, config.replica_size) == (2, "replica", None)
+        assert type(optimizer.model) is ms.FSDPModel
+
+    ms.run_in_threads(4, main)
 
 
 @in_worlds(2, 3)
