@@ -456,6 +456,41 @@ def test_another_layout_of_ranks_takes_the_same_sum_of_errors(method, tmp_path):
                 np.testing.assert_allclose(found[:count], expected[:count], rtol=0, atol=1e-13)
 
 
+def test_errors_that_other_ranks_have_left_arrive(tmp_path):
+    def run(backend, layout, *, write=False, **given):
+        model, optimizer = build(backend, layout=layout, **given)
+        if write:
+            train(model, optimizer, range(3))
+            ms.checkpoint.save(tmp_path / "run", model, optimizer)
+            return None
+        ms.checkpoint.load(tmp_path / "run", model, optimizer)
+        first = train(model, optimizer, [3])
+        model.check_replicas()
+        return first, train(model, optimizer, [4])
+
+    def go_on(size, layout):  # with codes that leave nothing out
+        given = {"method": "top-k", "compression_ratio": 1.0}
+        return ms.run_in_threads(size, lambda b: run(b, layout, **given))
+
+    ms.run_in_threads(4, lambda b: run(b, "fsdp/2", write=True, method="top-k"))
+    expected = go_on(1, "ddp")[0]
+    assert abs(expected[0] - expected[1]).max() > 1e-6
+    for size, layout in ((3, "ddp"), (4, "1x2"), (4, "zero1/2"), (6, "1x2"), (8, "1x2x2 fsdp")):
+        for found in go_on(size, layout):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("messages_only")
+@pytest.mark.parametrize("layout", ["ddp/2", "zero1/2", "fsdp/2"])
+@in_worlds(4)
+def test_replicas_that_share_no_memory(backend, layout):
+    model, optimizer = build(backend, "int8", layout=layout)
+    found = train(model, optimizer, range(8))
+    expected, _, _ = train_textbook("int8", "sgd", model, 8)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    np.testing.assert_array_equal(backend.all_gather(found[None]), [found] * 4)
+
+
 @pytest.mark.parametrize(("world_size", "strategy"), [(1, "ddp"), (3, "ddp"), (4, "fsdp")])
 @in_worlds()
 def test_optimize_resumes_and_a_plain_model_is_wrapped(backend, strategy, shared_path):
@@ -564,13 +599,18 @@ def test_replicas_without_a_method_send_whole_gradients(backend, layout):
     model, optimizer = build(
         backend, None, "adam", layout=layout, use_quantization=False, use_sparsification=False
     )
-    found = train(model, optimizer, range(5))
     config = ms.ShardingConfiguration(backend)
     other, exact = ms.DDPModel(plain(), config), ms.DDPOptimizer(make_rule("adam"), config)
+    for each in (optimizer, exact):
+        each.wrapped_optimizer.clip_global_norm = 0.1
     for step in range(5):
         batch = share(step, model.data_rank, model.data_size)
+        report = optimizer.step_report(model, *batch)
         speaks = model.engine.replica.speaks  # ranks that compute together count once
-        exact.step(other, *(array[: len(array) * speaks] for array in batch))
+        known = exact.step_report(other, *(array[: len(array) * speaks] for array in batch))
+        figures = [(each.loss, each.weight, each.gradient_norm) for each in (report, known)]
+        np.testing.assert_allclose(*figures, rtol=1e-12)
+    found = model.get_parameters()
     np.testing.assert_allclose(found, other.get_parameters(), rtol=0, atol=1e-12)
     saved = optimizer.serialize()
     again, second = build(backend, None, "adam", layout=layout, use_quantization=False)
