@@ -376,8 +376,8 @@ def text_chart(timeline: Timeline, width: int = 100) -> str | None:
             # Lower case tells neighbouring stages of a rank apart in one column.
             if operation.virtual_stage_index % 2:
                 letter = letter.lower()
-            # Sums of times lie a rounding error beside the middle of a column: all of them fall to
-            # one side.
+            # To the nearest column. 1e-9, because a sum of times may miss the middle between two
+            # columns by a rounding error, and all of them are to fall to one side.
             first, behind = (math.floor(time * columns + 0.5 + 1e-9) for time in (start, end))
             line = line.ljust(first, ".")
             line += f"{letter}{operation.micro_batch_index}".ljust(behind - first, "=")

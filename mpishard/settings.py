@@ -294,7 +294,6 @@ def check() -> None:
         Naming the variable, its allowed values, and its value.
     """
     shares_memory()
-    # Each of them refuses its own variable.
     log_level()
     virtual_nodes()
     mpi_timeout()

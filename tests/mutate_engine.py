@@ -73,8 +73,6 @@ TESTED = {
         f"{_RESUME}::test_state_that_one_rank_cannot_say_is_refused_by_all",
     ("UserState.position", "gather_texts(self._backend, text)"):
         f"{_RESUME}::test_state_that_differs_between_ranks_is_each_rank_s",
-    ("MeshReplica.train_apart", "self.world.split(self.world.rank)"):
-        "optimizers/test_local_sgd_groups.py::test_a_period_of_one_of_meshes_is_ddp",
     ("minimize", "differences(backend, choices)"):
         "optimizers/test_minimize.py::test_unequal_arguments_are_an_error_on_every_rank",
 }  # fmt: skip

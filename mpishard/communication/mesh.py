@@ -119,7 +119,7 @@ class ProcessMesh:
         self.data = self._axis_backend("data")
         self.together = self._replica_backend()
         self.model = self._model_backend()
-        self.replica = self._axis_backend("replica")
+        self.replica = self._replica_axis_backend()
         self.samples = self._samples_backend()
 
     @property
@@ -227,6 +227,13 @@ class ProcessMesh:
         member = self._split(axis, color=min(ranks), key=ranks.index(self.world.rank))
         member.axis = axis
         return member
+
+    def _replica_axis_backend(self) -> CommunicationBackend:
+        if self.replica_count == 1:
+            for group in (self.pipeline, self.tensor, self.data):
+                if group.world_size == 1:
+                    return group
+        return self._axis_backend("replica")
 
     def _replica_backend(self) -> CommunicationBackend:
         if self.replica_count == 1:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from mpishard import settings
 from mpishard.arrays import Array
+from mpishard.checkpoint.format.consensus import share_path
 from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend
@@ -213,8 +214,7 @@ def _gloo(backend: CommunicationBackend) -> Iterator[Any]:
     import torch.distributed
 
     folder = tempfile.TemporaryDirectory(prefix="mpishard-") if backend.rank == 0 else None
-    name = None if folder is None else np.frombuffer(os.fsencode(folder.name), np.uint8)
-    place = os.fsdecode(backend.broadcast(name).tobytes())
+    place = share_path(backend, None if folder is None else Path(folder.name))
     settings.write_default("GLOO_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group(
         "gloo", f"file://{place}/store", rank=backend.rank, world_size=backend.world_size

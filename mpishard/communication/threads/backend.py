@@ -115,7 +115,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             if self._is_root:
                 self._world = self._next_world()
             assert self._world is not None
-            with self._world.changed:
+            with self._world.lock:
                 self._world.members[self._rank] = self
                 self._world.left.pop(self._rank, None)
                 self._world.pages[self._me] = self.status
@@ -144,7 +144,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _on_shutdown(self) -> None:
         world = self._joined()
-        with world.changed:
+        with world.lock:
             for member in self._session.worlds():
                 # The worlds that were split from this one end with it.
                 if f"{member.group}/".startswith(f"{self.group}/") and member._initialized:
@@ -152,7 +152,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                     within.members.pop(member._rank, None)
                     within.left[member._rank] = member._sequence
                     member._initialized = False
-            world.changed.notify_all()
+            world.wake_all()
         if len(world.left) == world.world_size:
             _forget(self._environment_id, world)
 
@@ -161,7 +161,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         stop_recording(self, error)
         world = self._joined()
         self.status.end(RankState.REPORTED)
-        with world.changed:
+        with world.lock:
             world.lost.add(self._rank)
         after = place_after(self.status.last)
         world.fail(self._me, f"rank {self._me}", f"{after}, ", error)
@@ -186,10 +186,10 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _shrink(self) -> Self:
         world = self._joined()
         deadline = world.clock.now() + (self._timeout or math.inf)
-        with world.changed:
+        with world.lock:
             world.survive(self._rank)
             while not world.has_heirs():
-                if not world.wait(deadline):
+                if not world.wait(self._rank, deadline):
                     world.survivors.remove(self._rank)
                     raise CollectiveTimeoutError(
                         f"rank {self._rank} waited {self._timeout:g} s in shrink() for ranks "
@@ -222,13 +222,13 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                     member.progress()
                 if work.done:
                     return
-                with world.changed:
+                with world.lock:
                     under_way = [w for m in family for w in (*m._pending, *m._transfers)]
                     if not any(w.waitable is not None and w.waitable.test() for w in under_way):
                         if self.status.awaited is None:
                             self.status.wait(work.awaited)
                         self._raise_if_hopeless(work)
-                        if not world.wait(deadline):
+                        if not world.wait(self._rank, deadline):
                             self._give_up(work, f"waited {self._timeout:g} s {work.where}")
         finally:
             if self.status.awaited is not None:
@@ -449,36 +449,36 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _post(self, array: Array, destination: int, tag: int, *, is_copy: bool) -> Message:
         synchronize(array)
         world, message = self._joined(), Message(array, destination, is_copy)
-        with world.changed:
+        with world.lock:
             world.channel(self._rank, destination, tag).messages.append(message)
-            world.changed.notify_all()
+            world.wake([destination])
         return message
 
     def _steps_receive(
         self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
     ) -> Steps:
         world = self._joined()
-        with world.changed:
+        with world.lock:
             channel = world.channel(source, self._rank, tag)
             receive = Receive(channel, source)
             channel.receives.append(receive)
         try:
             yield receive
-            with world.changed:
+            with world.lock:
                 array, sender = channel.messages[0].array, world.global_ranks[source]
                 refuse_other_message(array.size, array.dtype, count, dtype, sender, tag)
                 message = channel.messages.popleft()
         finally:
-            with world.changed:
+            with world.lock:
                 channel.receives.remove(receive)
                 # Else each tag that was ever used would keep a channel.
                 if not channel.receives and not channel.messages:
                     world.channels.pop((source, self._rank, tag), None)
         content = message.open()
         if not message.is_copy:
-            with world.changed:  # the sender may wait for it
+            with world.lock:  # the sender may wait for it
                 message.is_taken = True
-                world.changed.notify_all()
+                world.wake([source])
         return content
 
 

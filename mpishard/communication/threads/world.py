@@ -1,7 +1,8 @@
-"""The state that the thread-ranks of a world share, guarded by one condition.
+"""The state that the thread-ranks of a world share, guarded by one lock.
 
 A collective in memory is a chain of *rendezvous*. At a rendezvous each rank leaves a value, and
-goes on when all have come.
+goes on when all have come. Each rank sleeps on a bell of its own, so that the members of one group
+do not wake the ranks of the others.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import threading
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,10 +148,11 @@ class Failure:
 
 @dataclass(slots=True, eq=False)
 class World:
-    """The state that the thread-ranks of one world share. Every field is guarded by ``changed``.
+    """The state that the thread-ranks of one world share. Every field is guarded by ``lock``.
 
-    Worlds split from one another share ``pages``, ``clock``, ``changed`` and ``failures``, so that
-    a failure in any of them wakes every rank, and a report shows what each rank does in all.
+    Worlds split from one another share ``pages``, ``bells``, ``clock``, ``lock`` and ``failures``,
+    so that a failure in any of them wakes every rank, and a report shows what each rank does in
+    all. ``bells`` has a condition of that lock for each rank of the root world.
     Members are backends; ``left`` holds the last collective of each rank that has left; ``lost``
     the ranks that failed; ``survivors`` those that wait in `shrink`; ``heirs`` the ranks of the
     world that comes after this one, called ``heir_name``, once all survivors have come.
@@ -160,8 +162,9 @@ class World:
     global_ranks: tuple[int, ...]
     nodes: tuple[int, ...]
     pages: list[StatusPage | None]
+    lock: threading.RLock
+    bells: list[threading.Condition]
     clock: RunningClock = field(default_factory=RunningClock)
-    changed: threading.Condition = field(default_factory=threading.Condition)
     failures: list[Failure] = field(default_factory=list)
     rendezvous: dict[tuple[int, int], Rendezvous] = field(default_factory=dict)
     channels: dict[tuple[int, int, int], Channel] = field(default_factory=dict)
@@ -177,11 +180,13 @@ class World:
         """A world that is split from no other."""
         pretended = ShardLayout(world_size, settings.virtual_nodes())
         nodes = number_nodes([pretended.owner(rank) for rank in range(world_size)])
-        return cls(name, tuple(range(world_size)), nodes, [None] * world_size)
+        lock = threading.RLock()
+        bells = [threading.Condition(lock) for _ in range(world_size)]
+        return cls(name, tuple(range(world_size)), nodes, [None] * world_size, lock, bells)
 
     def split(self, wishes: Sequence[tuple[int | None, int]], sequence: int) -> dict[int, World]:
         """A new world for each color; its ranks are ordered by (key, old rank)."""
-        shared = self.pages, self.clock, self.changed, self.failures
+        shared = self.pages, self.lock, self.bells, self.clock, self.failures
         worlds: dict[int, World] = {}
         for color in {color for color, _ in wishes if color is not None}:
             order = sorted((key, rank) for rank, (c, key) in enumerate(wishes) if c == color)
@@ -202,7 +207,7 @@ class World:
         may issue the next collective before or after they finish this one.
         """
         key = sequence, phase
-        with self.changed:
+        with self.lock:
             rendezvous = self.rendezvous.get(key)
             if rendezvous is None:
                 rendezvous = self.rendezvous[key] = Rendezvous([_ABSENT] * self.world_size)
@@ -211,18 +216,28 @@ class World:
             if rendezvous.arrived == self.world_size:
                 # Each rank holds it until it has read the values.
                 del self.rendezvous[key]
-                self.changed.notify_all()
+                self.wake(range(self.world_size))
         return rendezvous
 
-    def wait(self, deadline: float) -> bool:
-        """Wait, with the lock, until something changes; return False if it is too late for that.
+    def wait(self, rank: int, deadline: float) -> bool:
+        """Wait, with the lock, until ``rank`` is woken; return False if it is too late for that.
 
         ``deadline`` is a reading of ``clock``, which has to be read every `READ_EVERY` seconds.
         """
         left = deadline - self.clock.now()
         if left > 0:
-            self.changed.wait(min(left, READ_EVERY))
+            self.bells[self.global_ranks[rank]].wait(min(left, READ_EVERY))
         return left > 0
+
+    def wake(self, ranks: Iterable[int]) -> None:
+        """Wake the threads of ``ranks`` that wait in this world or in another. Needs the lock."""
+        for rank in ranks:
+            self.bells[self.global_ranks[rank]].notify_all()
+
+    def wake_all(self) -> None:
+        """Wake every rank of the root world. Needs the lock."""
+        for bell in self.bells:
+            bell.notify_all()
 
     def fail(self, rank: int, who: str, after: str, error: BaseException) -> None:
         """End the world on every rank, because ``who``, which is ``rank``, raised ``error``.
@@ -238,9 +253,9 @@ class World:
 
     def end(self, failure: Failure) -> None:
         """Tell every rank that this world, and those split from one another with it, are over."""
-        with self.changed:
+        with self.lock:
             self.failures.append(failure)
-            self.changed.notify_all()
+            self.wake_all()
 
     def channel(self, sender: int, receiver: int, tag: int) -> Channel:
         """The messages of ``sender`` to ``receiver`` that wait. Needs the lock."""
@@ -258,7 +273,7 @@ class World:
             text = f"{why}rank {rank} goes on without this world: it called shrink()"
             self.failures.append(Failure(origin, text))
         self.survivors.add(rank)
-        self.changed.notify_all()
+        self.wake_all()
 
     def has_heirs(self) -> bool:
         """Whether all ranks that are left wait for the next world, which is then known."""
