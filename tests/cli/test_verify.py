@@ -28,7 +28,7 @@ from mpishard.cli.verify.job import (
     load_factory,
     relative_error,
 )
-from mpishard.cli.verify.reference import RULES, require_layers, settle_schedules, train_alone
+from mpishard.cli.verify.reference import RULES, require_fit, settle_schedules, train_alone
 from mpishard.distributed import DistributedStrategy
 from mpishard.models.stores.parameter_store import MixedParameters
 from mpishard.testing.worlds import in_worlds
@@ -200,15 +200,24 @@ def test_other_optimizers_are_equal(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "tensor", "size"),
-    [("ddp", None, None), ("fsdp", None, 2), ("hybrid", 2, 2), ("hybrid", 4, 4)],
+    ("strategy", "tensor", "size", "given"),
+    [
+        ("ddp", None, None, {"wrapper": "local-sgd", "optimizer": "descent"}),
+        ("fsdp", None, 2, {"wrapper": "local-sgd", "optimizer": "descent"}),
+        ("hybrid", 2, 2, {"wrapper": "local-sgd", "optimizer": "descent"}),
+        ("hybrid", 4, 4, {"wrapper": "local-sgd", "optimizer": "descent"}),
+        ("fsdp", None, 2, {"wrapper": "compression", "optimizer": "adamw"}),
+        ("hybrid", 2, 2, {"wrapper": "compression", "optimizer": "adamw"}),
+        ("zero2", None, 2, {"delay": 1, "optimizer": "adamw"}),
+        ("hybrid", 4, 4, {"wrapper": "async", "optimizer": "adamw"}),
+    ],
 )
 @in_worlds(4)
 def test_replicas_of_several_ranks_are_equal(
-    backend: Any, strategy: str, tensor: int | None, size: int | None
+    backend: Any, strategy: str, tensor: int | None, size: int | None, given: Any
 ) -> None:
     flags = {"--tensor-parallel-size": tensor, "--data-parallel-size": tensor and 4 // tensor}
-    mine = job(4, flags, strategy=strategy, optimizer="descent", wrapper="local-sgd")
+    mine = job(4, flags, strategy=strategy, **given)
     assert mine.replica_size == size
     reference = train_alone(mine, RIGHT["mlp"](ALONE))
     right = compare(backend, mine, RIGHT["mlp"](backend.rank), reference)
@@ -219,8 +228,9 @@ def test_replicas_of_several_ranks_are_equal(
 @pytest.mark.parametrize("kind", RIGHT)
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
-    [*((strategy, "sgd") for strategy in STRATEGIES), *(("fsdp", rule) for rule in RULES)],
-)
+    [*((strategy, "sgd") for strategy in STRATEGIES),
+     *(("fsdp", rule) for rule in RULES if rule != "lbfgs")],
+)  # fmt: skip
 @in_worlds(1, 3)
 def test_what_is_right_is_equal(backend: Any, kind: str, strategy: str, optimizer: str) -> None:
     verdict = verdict_of(backend, RIGHT[kind], strategy=strategy, optimizer=optimizer)
@@ -233,6 +243,18 @@ def test_what_is_right_is_equal(backend: Any, kind: str, strategy: str, optimize
     assert c.parameters.shape[:2] == (backend.world_size, 4)
     assert c.predictions.max() < 1e-12
     assert verdict.lines()[-1].startswith("EQUAL: all ")
+
+
+@in_worlds(1, 3)
+def test_a_line_search_is_equal(backend: Any) -> None:
+    # More steps than pairs, so that the oldest pair is forgotten.
+    given = {"optimizer": "lbfgs", "learning_rate": 1.0, "steps": 6}
+    for strategy, kind in (("fsdp", "mlp"), ("pipeline", "mlp"), ("zero2", "function"),
+                           ("ddp", "loss")):  # fmt: skip
+        c = verdict_of(backend, RIGHT[kind], strategy=strategy, **given)
+        assert c.is_equal, c.lines()
+        assert max(c.parameters.max(), c.losses.max(), c.gradients.max()) < 1e-12
+        assert c.losses.shape == (backend.world_size, 6)
 
 
 # ----------------------------------------------------------------------------------------- meshes
@@ -324,9 +346,25 @@ def test_what_a_mesh_is_called() -> None:
 def test_a_black_box_has_no_activations_to_compute_again() -> None:
     asked = job(2, {"--recompute": "full"}, strategy="tensor")
     with pytest.raises(TargetError, match="FunctionModel is a black box\nleave it out"):
-        require_layers(asked, RIGHT["function"](ALONE))
-    require_layers(asked, RIGHT["mlp"](ALONE))
-    require_layers(job(2), RIGHT["function"](ALONE))
+        require_fit(asked, RIGHT["function"](ALONE))
+    require_fit(asked, RIGHT["mlp"](ALONE))
+    require_fit(job(2), RIGHT["function"](ALONE))
+
+
+def test_a_line_search_needs_one_function_that_tells_a_loss() -> None:
+    asked = job(2, optimizer="lbfgs", learning_rate=1.0)
+    with pytest.raises(TargetError, match=r"dropout makes another function .*\nleave dropout"):
+        require_fit(asked, RIGHT["dropout"](ALONE))
+    silent = WithLoss()
+    silent.compute_gradients = lambda x, y: np.ones(5)
+    with pytest.raises(TargetError, match="the model tells none\ngive it"):
+        train_alone(asked, Problem(silent, *data()))
+    require_fit(asked, RIGHT["loss"](ALONE))
+    model = ms.FunctionModel(lambda theta, x, y: (1.0, 0 * theta), np.zeros(5))
+    with pytest.raises(TargetError, match="no lower loss than 1 in 20 trials\ngive fewer --steps"):
+        train_alone(asked, Problem(model, *data()))
+    batches = [each.batch(3, 50).tolist() for each in (asked, job(2))]
+    assert batches[0] == asked.batch(0, 50).tolist() != batches[1]
 
 
 def test_sequence_parallelism_needs_sequences_that_can_be_cut() -> None:
@@ -334,13 +372,13 @@ def test_sequence_parallelism_needs_sequences_that_can_be_cut() -> None:
         return job(ranks, {"--sequence-parallel": True}, strategy="tensor")
 
     with pytest.raises(TargetError, match=r"of sequences: leave it out\n.*linear0 .* shape \(5,\)"):
-        require_layers(asked(2), RIGHT["mlp"](ALONE))
+        require_fit(asked(2), RIGHT["mlp"](ALONE))
     with pytest.raises(TargetError, match=r"5 equal parts, .* 6 positions are .* of 5\nleave it"):
-        require_layers(asked(5), ON_MESHES["gpt"](ALONE))
+        require_fit(asked(5), ON_MESHES["gpt"](ALONE))
     with pytest.raises(TargetError, match="--sequence-parallel is for models of layers"):
-        require_layers(asked(2), RIGHT["function"](ALONE))
-    require_layers(asked(3), ON_MESHES["gpt"](ALONE))
-    require_layers(asked(1), RIGHT["mlp"](ALONE))  # nothing is cut
+        require_fit(asked(2), RIGHT["function"](ALONE))
+    require_fit(asked(3), ON_MESHES["gpt"](ALONE))
+    require_fit(asked(1), RIGHT["mlp"](ALONE))  # nothing is cut
 
 
 def test_a_black_box_has_no_schedules() -> None:
@@ -456,8 +494,10 @@ def test_a_wrong_rounding_of_one_owner_is_found(monkeypatch: Any, rank: int, str
 
 def test_the_reference_knows_nothing_of_our_rules(monkeypatch: Any) -> None:
     monkeypatch.setitem(RULES, "sgd", lambda rate: ms.optimizers.SGD(1.001 * rate, 0.9))
-    verdicts = ms.run_in_threads(2, verdict_of, RIGHT["mlp"])
-    assert "Then the fault is mpishard's" in verdicts[1].lines()[-2]
+    monkeypatch.setitem(RULES, "lbfgs", lambda rate: ms.optimizers.LBFGS(rate, memory=2))
+    for given in ({}, {"optimizer": "lbfgs", "learning_rate": 1.0}):
+        verdicts = ms.run_in_threads(2, verdict_of, RIGHT["mlp"], **given)
+        assert "Then the fault is mpishard's" in verdicts[1].lines()[-2]
 
 
 def test_the_worst_parameter_comes_first_with_its_rank_and_step() -> None:
@@ -685,7 +725,10 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
     ("arguments", "message"),
     [
         (["--strategy", "zero9"], "zero3, fsdp, tensor, pipeline, hybrid; got 'zero9'"),
-        (["--optimizer", "lbfgs"], "--optimizer must be one of sgd, adagrad"),
+        (["--optimizer", "bfgs"], "--optimizer must be one of sgd, adagrad"),
+        (["--optimizer", "lbfgs", "--strategy", "ddp", "--wrapper", "compression"],
+         "--optimizer lbfgs compares losses of one function: leave out --delay, --precision"),
+        (["--optimizer", "lbfgs", "--precision", "bfloat16"], "leave out --delay, --precision"),
         (["--learning-rate", "0"], "--learning-rate must be above 0, got 0.0"),
         (["--tolerance", "-1"], "--tolerance must be above 0, got -1.0"),
         (["-n", "0"], "Invalid value for '-n'"),
@@ -712,7 +755,7 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
          "--recompute is for --strategy tensor and pipeline and hybrid; got fsdp"),
         (["--recompute", "half"], "'half' is not one of 'full', 'selective'"),
         (["--micro-batches", "0"], "Invalid value for '--micro-batches'"),
-        (["--delay", "1"], "--delay is for --strategy ddp, and it is fsdp"),
+        (["--strategy", "tensor", "--delay", "1"], "fsdp, hybrid, and it is tensor"),
         (["--strategy", "ddp", "--delay", "5"], "--delay 5 leaves no update of --steps 5"),
         (["--strategy", "tensor", "--wrapper", "local-sgd"],
          "is for --strategy ddp, zero1, zero2, zero3, fsdp, hybrid; got tensor"),

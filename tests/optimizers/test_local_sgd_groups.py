@@ -491,3 +491,21 @@ def test_a_report_names_the_axis(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     axes = {event["args"]["axis"] for event in events if "axis" in event.get("args", {})}
     assert axes >= {"replica", "data", "tensor"}
+
+
+@pytest.mark.usefixtures("messages_only")
+@pytest.mark.parametrize("mesh", [(1, 2, 2), (2, 1, 2)])
+def test_replicas_exchange_what_they_own_in_their_last_step_alone(mesh):
+    def main(backend):
+        model, optimizer = build_mesh(backend, mesh, SGD(0.05), 3, outer=NESTEROV)
+        across = model.mesh.replica
+        across.traffic.reset()
+        train(model, optimizer, range(2))
+        assert across.traffic.total_bytes == 0
+        train(model, optimizer, range(2, 3))
+        owned, sent = model.local_parameter_shard.nbytes, across.traffic.total_bytes
+        return np.array([owned, sent, model.parameter_count * 8])
+
+    owned, sent, whole = np.sum(ms.run_in_threads(8, main), axis=0)
+    assert sent == 2 * owned / 2
+    assert whole / 8 <= owned / 2 < 1.3 * whole / 8  # tensor ranks have copies of some biases

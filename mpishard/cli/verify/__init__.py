@@ -3,8 +3,9 @@
 Begin with ``command.py``: it checks the flags, starts ``reference.py`` in a process of its own,
 then ``comparison.py`` on all ranks, and shows their verdict. ``job.py`` is what all these processes
 read: the user's model and data, the mesh, the samples of each step. The reference uses nothing of
-mpishard's engine, stores or update rules. ``script.py`` runs a script with a loop of PyTorch on one
-rank and on several, and compares what ``mpishard.torch`` has recorded.
+mpishard's engine, stores or update rules, except the trial steps of a line search. ``script.py``
+runs a script with a loop of PyTorch on one rank and on several, and compares what
+``mpishard.torch`` has recorded.
 
 It may import ``mpishard.cli.run`` and the shared modules of ``mpishard.cli``, no other command.
 """

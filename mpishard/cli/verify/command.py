@@ -51,28 +51,6 @@ _WRAPPERS = (
     "for descent, without staleness, with any number of ranks, with all elements of a gradient."
 )
 
-BackendOption = Annotated[
-    Backend, typer.Option(help="mpi: processes; memory: threads; auto: mpi if it can start.")
-]
-ToleranceOption = Annotated[
-    float | None,
-    _flag("Largest relative error; default 1e-10, for float32 1e-4, for bfloat16 by depth."),
-]
-DtypeOption = Annotated[
-    Literal["float32", "float64"] | None, _flag("Dtype of the model; default its own.")
-]
-PrecisionOption = Annotated[
-    Literal["bfloat16"] | None,
-    _flag("Mixed precision of the ranks, against float64 alone; the factory must take dtype."),
-]
-RecomputeOption = Annotated[
-    Literal["full", "selective"] | None,
-    _flag("For tensor, pipeline and hybrid: compute activations again in backward."),
-]
-DelayOption = Annotated[
-    int, _flag("For ddp: AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
-]
-
 
 def verify(
     context: typer.Context,
@@ -84,14 +62,26 @@ def verify(
     ranks: Annotated[
         int, typer.Option("-n", "-np", min=1, metavar="N", help="Number of ranks.")
     ] = 2,
-    backend: BackendOption = "auto",
+    backend: Annotated[
+        Backend, typer.Option(help="mpi: processes; memory: threads; auto: mpi if it can start.")
+    ] = "auto",
     optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = "sgd",
-    learning_rate: Annotated[float, typer.Option(help="Learning rate of the optimizer.")] = 1e-3,
+    learning_rate: Annotated[
+        float | None, _flag("Learning rate of the optimizer; default 1e-3, for lbfgs 1.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Number of updates.")] = 5,
     batch_size: Annotated[int, _flag("Samples of the global batch; default 8 N.", 0)] = 0,
-    tolerance: ToleranceOption = None,
-    dtype: DtypeOption = None,
-    precision: PrecisionOption = None,
+    tolerance: Annotated[
+        float | None,
+        _flag("Largest relative error; default 1e-10, for float32 1e-4, for bfloat16 by depth."),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "float64"] | None, _flag("Dtype of the model; default its own.")
+    ] = None,
+    precision: Annotated[
+        Literal["bfloat16"] | None,
+        _flag("Mixed precision of the ranks, against float64 alone; the factory must take dtype."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Argument of the factory.")] = 0,
     pipeline_parallel_size: Annotated[int | None, _SIZE] = None,
     tensor_parallel_size: Annotated[int | None, _SIZE] = None,
@@ -103,9 +93,14 @@ def verify(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="For tensor and hybrid.")
     ] = False,
-    recompute: RecomputeOption = None,
+    recompute: Annotated[
+        Literal["full", "selective"] | None,
+        _flag("For tensor, pipeline and hybrid: compute activations again in backward."),
+    ] = None,
     data_parallel_strategy: Annotated[str | None, _flag(_DATA)] = None,
-    delay: DelayOption = 0,
+    delay: Annotated[
+        int, _flag("AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
+    ] = 0,
     wrapper: Annotated[str | None, _flag(_WRAPPERS)] = None,
 ) -> None:
     """Compare sharded training of TARGET's model with training it in one process.
@@ -131,7 +126,7 @@ def verify(
     for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
         if number is not None and not 0 < number < float("inf"):
             refuse("verify", f"{flag} must be above 0, got {number}")
-    _check_wrapper(strategy, optimizer, steps, delay, wrapper)
+    _check_wrapper(strategy, optimizer, steps, delay, wrapper, precision)
     given = (
         pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
         sequence_parallel or None, recompute, data_parallel_strategy,
@@ -139,6 +134,7 @@ def verify(
     with refusing("verify"):
         mesh = MeshChoice.of(strategy, ranks, dict(zip(MESH_FLAGS, given, strict=True)))
     is_mpi = _can_start_mpi(backend)
+    learning_rate = learning_rate or (1.0 if optimizer == "lbfgs" else 1e-3)
     # The reference and the ranks are processes of their own: settings and results are files.
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(
@@ -159,26 +155,29 @@ def _check_script(context: typer.Context) -> None:
 
 
 def _check_wrapper(
-    strategy: str, optimizer: str, steps: int, delay: int, wrapper: str | None
-) -> None:
+    strategy: str, optimizer: str, steps: int, delay: int, wrapper: str | None,
+    precision: str | None,
+) -> None:  # fmt: skip
     """Refuse a delay, or an optimizer around the rule, that the other flags do not go with."""
-    if delay and strategy != "ddp":
-        refuse("verify", f"--delay is for --strategy ddp, and it is {strategy}")
-    if delay >= steps:
-        refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
     if wrapper is not None:
         check_choice("verify", "--wrapper", wrapper, WRAPPERS)
-        if strategy not in WRAPPERS[wrapper]:
-            takes = ", ".join(WRAPPERS[wrapper])
-            refuse("verify", f"--wrapper {wrapper} is for --strategy {takes}; got {strategy}")
-        if wrapper == "local-sgd" and optimizer != "descent":
-            refuse(
-                "verify",
-                f"--wrapper local-sgd is for --optimizer descent; got {optimizer}, of which each "
-                "replica has a state of its own",
-            )
-        if delay and wrapper != "async":
-            refuse("verify", f"--delay {delay} is for --wrapper async; got {wrapper}")
+    takes = (strategy,) if wrapper is None else WRAPPERS[wrapper]
+    if delay and strategy not in WRAPPERS["async"]:
+        known = ", ".join(WRAPPERS["async"])
+        refuse("verify", f"--delay is for --strategy {known}, and it is {strategy}")
+    if delay >= steps:
+        refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
+    if strategy not in takes:
+        text = f"--wrapper {wrapper} is for --strategy {', '.join(takes)}; got {strategy}"
+        refuse("verify", text)
+    if wrapper == "local-sgd" and optimizer != "descent":
+        text = f"got {optimizer}, of which each replica has a state of its own"
+        refuse("verify", f"--wrapper local-sgd is for --optimizer descent; {text}")
+    if delay and wrapper not in (None, "async"):
+        refuse("verify", f"--delay {delay} is for --wrapper async; got {wrapper}")
+    if optimizer == "lbfgs" and (delay or precision or wrapper not in (None, "elastic")):
+        text = "leave out --delay, --precision and --wrapper, except --wrapper elastic"
+        refuse("verify", f"--optimizer lbfgs compares losses of one function: {text}")
 
 
 def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:

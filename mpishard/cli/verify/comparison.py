@@ -208,12 +208,9 @@ class Comparison:
 
 
 def compare(
-    backend: CommunicationBackend,
-    job: VerifyJob,
-    problem: Problem,
-    reference: Reference,
+    backend: CommunicationBackend, job: VerifyJob, problem: Problem, reference: Reference,
     schedule: str = "",
-) -> Comparison:
+) -> Comparison:  # fmt: skip
     """Train ``problem`` sharded and compare after each step. Collective; the same on all ranks."""
     start = problem.model.get_parameters()
     entries = problem.entries(start.size)
@@ -237,8 +234,10 @@ def compare(
         "local-sgd": lambda: LocalSGDOptimizer(rule, config, 1, strategy=job.strategy),
         "elastic": lambda: ElasticOptimizer(rule, config, strategy=job.strategy),
         # Of all elements, so that nothing is left out.
-        "compression": lambda: GradientCompressionOptimizer(rule, config, 1.0, method="top-k"),
-        "async": lambda: AsyncSGDOptimizer(rule, config, delay=job.delay),
+        "compression": lambda: GradientCompressionOptimizer(
+            rule, config, 1.0, method="top-k", strategy=job.strategy
+        ),
+        "async": lambda: AsyncSGDOptimizer(rule, config, delay=job.delay, strategy=job.strategy),
     }
     optimizer = wrappers["async" if job.delay else job.wrapper]()
     kinds = ("parameters", "losses", "gradients", "inputs", "copies")
@@ -270,16 +269,13 @@ def compare(
     computed = "alone"
     if model.data_size < model.world_size:
         computed = "together" if model.is_compute_partitioned else "repeated"
+    exact = [default_tolerance(start.dtype.name)] * 2
     mine = {"built": _errors(entries, start, reference.parameters[0]), "predictions": predicted}
     return Comparison(
         names=np.array([e.name for e in entries]),
         shapes=np.array([str(e.shape) for e in entries]),
         dtype=np.array(start.dtype.name),
-        tolerances=np.array(
-            rounding_bounds(problem.model)
-            if job.precision
-            else [default_tolerance(start.dtype.name)] * 2
-        ),
+        tolerances=np.array(rounding_bounds(problem.model) if job.precision else exact),
         computed=np.array(computed),
         **{n: backend.all_gather(np.array([value])) for n, value in {**mine, **rows}.items()},
     )
@@ -336,8 +332,8 @@ def _norms_of_errors(
     """Return the Euclidean norm of each parameter's error, relative to that of ``expected``."""
     error = np.subtract(actual, expected, dtype=np.float64)
     whole = float(np.linalg.norm(expected)) or 1.0
-    norms = [float(np.linalg.norm(error[e.start : e.stop])) / whole for e in entries]
-    return [norm if np.isfinite(norm) else np.inf for norm in norms]
+    norms = [np.linalg.norm(error[e.start : e.stop]) for e in entries]
+    return [relative_error(norm, 0.0, whole) for norm in norms]
 
 
 def _errors(

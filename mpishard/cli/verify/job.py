@@ -8,7 +8,7 @@ import inspect
 import pickle
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -26,19 +26,9 @@ from mpishard.pipeline import SCHEDULE_NAMES, ActivationCheckpointConfig, Recomp
 from mpishard.sharding import ParameterEntry
 
 __all__ = [
-    "DATA_STRATEGIES",
-    "MESH_FLAGS",
-    "STRATEGIES",
-    "WRAPPERS",
-    "MeshChoice",
-    "Problem",
-    "TargetError",
-    "VerifyJob",
-    "build_problem",
-    "checksum",
-    "load_factory",
-    "relative_error",
-]
+    "DATA_STRATEGIES", "MESH_FLAGS", "STRATEGIES", "WRAPPERS", "MeshChoice", "Problem",
+    "TargetError", "VerifyJob", "build_problem", "checksum", "load_factory", "relative_error",
+]  # fmt: skip
 
 _SETTINGS = "job.pickle"
 # In files, for all ranks' gradients of their own samples: of large models in fewer steps.
@@ -66,8 +56,8 @@ DATA_STRATEGIES = tuple(name for name in STRATEGIES if name not in STRATEGY_OPTI
 
 
 WRAPPERS = {
-    "local-sgd": (*DATA_STRATEGIES, "hybrid"), "async": ("ddp",), "elastic": DATA_STRATEGIES,
-    "compression": ("ddp",),
+    "local-sgd": (*DATA_STRATEGIES, "hybrid"), "async": (*DATA_STRATEGIES, "hybrid"),
+    "elastic": DATA_STRATEGIES, "compression": (*DATA_STRATEGIES, "hybrid"),
 }  # fmt: skip
 """Choices of ``--wrapper``, and the strategies that each goes with."""
 
@@ -170,7 +160,7 @@ class VerifyJob:
     precision : {"bfloat16"}, optional
         Precision that the ranks compute a float32 model in, against float64 alone.
     delay : int
-        Steps by which each gradient is applied later, with ``"ddp"``: see `AsyncSGDOptimizer`.
+        Steps by which each gradient is applied later: see `AsyncSGDOptimizer`.
     wrapper : str, optional
         Optimizer in the strategy's place, one of `WRAPPERS`, with the settings that make it equal.
     """
@@ -203,11 +193,13 @@ class VerifyJob:
 
     @property
     def replica_size(self) -> int | None:
-        """Ranks of a replica that ``"local-sgd"`` trains apart; None if each rank is one, or all.
+        """Ranks of each replica between which a wrapper sends something; None if each rank is one.
 
-        With other strategies than ``"ddp"`` there are as few replicas as the data axis allows.
+        With other strategies than ``"ddp"`` there are as few replicas as the data axis allows. None
+        without such a wrapper.
         """
-        if self.wrapper != "local-sgd" or self.strategy == "ddp":
+        has_replicas = bool(self.delay) or self.wrapper not in (None, "elastic")
+        if not has_replicas or self.strategy == "ddp":
             return None
         counts = (n for n in range(2, self.data_size + 1) if self.data_size % n == 0)
         return self.world_size // next(counts, 1)
@@ -224,8 +216,9 @@ class VerifyJob:
 
     def batch(self, step: int, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the samples of a step's global batch."""
-        # A function of seed and step, so that every process finds the same samples by itself.
-        generator = np.random.default_rng([self.seed, step])
+        # A function of seed and step, so that every process finds the same samples by itself. A
+        # line search needs one function, and so one batch.
+        generator = np.random.default_rng([self.seed, step if self.optimizer != "lbfgs" else 0])
         return generator.choice(samples, min(samples, self.batch_size), replace=False)
 
     def share(self, step: int, size: int, data_rank: int) -> slice:
@@ -312,23 +305,19 @@ def load_factory(target: str) -> Factory:
     """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name.isidentifier():
-        raise TargetError(
-            f"TARGET must be package.module:factory or file.py:factory, got {target!r}\n"
-            "factory(seed) is a function that returns (model, x, y) or (model, x, y, loss)"
-        )
+        text = "factory(seed) is a function that returns (model, x, y) or (model, x, y, loss)"
+        places = "package.module:factory or file.py:factory"
+        raise TargetError(f"TARGET must be {places}, got {target!r}\n{text}")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     factory = getattr(module, name, None)
     if factory is None:
         there = [n for n, v in vars(module).items() if inspect.isfunction(v) and n[0] != "_"]
-        raise TargetError(
-            f"{place} has no {name!r}\n"
-            + (f"its functions are {', '.join(there)}" if there else "it has no function at all")
-        )
+        text = f"its functions are {', '.join(there)}" if there else "it has no function at all"
+        raise TargetError(f"{place} has no {name!r}\n{text}")
     if not callable(factory):
-        raise TargetError(
-            f"{name!r} of {place} is a {type(factory).__name__} and no function\n"
-            "factory(seed) returns (model, x, y) or (model, x, y, loss)"
-        )
+        text = "factory(seed) returns (model, x, y) or (model, x, y, loss)"
+        kind = type(factory).__name__
+        raise TargetError(f"{name!r} of {place} is a {kind} and no function\n{text}")
     return factory  # type: ignore[no-any-return]
 
 
@@ -339,10 +328,8 @@ def _load_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # something that the module itself imports
-        raise TargetError(
-            f"there is no module {error.name!r}\n"
-            f"looked for it in {Path.cwd()} and on Python's path; a file is given as file.py:NAME"
-        ) from None
+        text = f"{Path.cwd()} and on Python's path; a file is given as file.py:NAME"
+        raise TargetError(f"there is no module {error.name!r}\nlooked for it in {text}") from None
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -369,57 +356,42 @@ def build_problem(factory: Factory, seed: int, dtype: str | None) -> Problem:
     """
     takes_dtype = "dtype" in inspect.signature(factory).parameters
     given = factory(seed, dtype=dtype) if dtype and takes_dtype else factory(seed)
+    for fault in _faults(given, dtype):
+        raise TargetError(fault)
+    return Problem(*given)
+
+
+def _faults(given: Any, dtype: str | None) -> Iterator[str]:
+    """Yield the faults of a factory's result; only the first one is certain to be one."""
     if not isinstance(given, tuple) or len(given) not in (3, 4):
         what = f"a tuple of {len(given)}" if isinstance(given, tuple) else type(given).__name__
-        raise TargetError(f"factory(seed) must return (model, x, y) or (model, x, y, loss)\n"
-                          f"it returned {what}")  # fmt: skip
-    problem = Problem(*given)
-    _check_model(problem.model)
-    for name, data in (("x", problem.x), ("y", problem.y)):
-        try:
-            check_dataset(data, name)
-        except (TypeError, ValueError) as error:
-            raise TargetError(
-                f"what factory(seed) returned cannot be trained on\n{error}"
-            ) from None
-    if len(problem.x) != len(problem.y):
-        raise TargetError(
-            "x and y of factory(seed) must have as many samples\n"
-            f"x has {len(problem.x)} and y has {len(problem.y)}"
-        )
-    if problem.loss is not None and not isinstance(problem.loss, ILossFunction):
-        raise TargetError(
-            "the loss of factory(seed) must be a loss of mpishard.nn\n"
-            f"it is a {type(problem.loss).__name__}; a function belongs into the model"
-        )
-    found = problem.model.get_parameters().dtype.name
-    if dtype is not None and found != dtype:
-        raise TargetError(
-            f"--dtype {dtype}: the model of factory(seed) has {found} parameters\n"
-            "write def factory(seed, dtype): and build model and data in that dtype"
-        )
-    return problem
-
-
-def _check_model(model: Any) -> None:
+        yield f"factory(seed) must return (model, x, y) or (model, x, y, loss)\nit returned {what}"
+    model, x, y, *losses = given
     name = type(model).__name__
     if isinstance(model, IShardedModel):
-        raise TargetError(
-            f"the model of factory(seed) is sharded already, as {name}\n"
-            "return the plain model: verify wraps it"
-        )
+        text = "return the plain model: verify wraps it"
+        yield f"the model of factory(seed) is sharded already, as {name}\n{text}"
     missing = [m for m in ("get_parameters", "set_parameters") if not hasattr(model, m)]
     if not any(hasattr(model, m) for m in ("compute_gradients", "compute_loss_and_gradients")):
         missing.append("compute_gradients")
     if missing:
-        raise TargetError(
-            f"the model of factory(seed), a {name}, has no {' and no '.join(missing)}\n"
-            "docs/bring-your-own-model.md says what a model needs"
-        )
+        text = "docs/bring-your-own-model.md says what a model needs"
+        yield f"the model of factory(seed), a {name}, has no {' and no '.join(missing)}\n{text}"
     vector = model.get_parameters()
+    found = getattr(vector, "dtype", type(vector).__name__)
     if not isinstance(vector, np.ndarray) or vector.ndim != 1 or vector.dtype.kind != "f":
-        what = f"{getattr(vector, 'dtype', type(vector).__name__)}"
-        raise TargetError(
-            f"get_parameters() of {name} must return a 1-D NumPy vector of floats\n"
-            f"it returned {what} of shape {getattr(vector, 'shape', '?')}"
-        )
+        text = f"it returned {found} of shape {getattr(vector, 'shape', '?')}"
+        yield f"get_parameters() of {name} must return a 1-D NumPy vector of floats\n{text}"
+    try:
+        sizes = check_dataset(x, "x"), check_dataset(y, "y")
+    except (TypeError, ValueError) as error:
+        raise TargetError(f"what factory(seed) returned cannot be trained on\n{error}") from None
+    if sizes[0] != sizes[1]:
+        text = f"x has {sizes[0]} and y has {sizes[1]}"
+        yield f"x and y of factory(seed) must have as many samples\n{text}"
+    if losses and not isinstance(losses[0], ILossFunction | None):
+        text = f"it is a {type(losses[0]).__name__}; a function belongs into the model"
+        yield f"the loss of factory(seed) must be a loss of mpishard.nn\n{text}"
+    if dtype is not None and found != dtype:
+        text = "write def factory(seed, dtype): and build model and data in that dtype"
+        yield f"--dtype {dtype}: the model of factory(seed) has {found} parameters\n{text}"

@@ -2,16 +2,18 @@
 
 Nothing here comes from mpishard's engine, stores or update rules: the user's model computes its
 gradient on the whole batch, and the textbook's rule, written here once more, moves the whole
-vector. The papers are cited in `mpishard.optimizers`.
+vector. The papers are cited in `mpishard.optimizers`. Only the trial steps of a line search come
+from `StrongWolfe`, which knows numbers alone, and is tested against SciPy's.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,13 +30,15 @@ from mpishard.cli.verify.job import (
 from mpishard.contracts import ILayeredModel
 from mpishard.data import take
 from mpishard.nn import Model
-from mpishard.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion, Optimizer, RMSprop
+from mpishard.optimizers import LAMB, LBFGS, SGD, Adagrad, Adam, AdamW, Lion, Optimizer, RMSprop
+from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
 from mpishard.tensor import check_sequence
 
-__all__ = ["RULES", "Reference", "require_layers", "settle_schedules", "train_alone"]
+__all__ = ["RULES", "Reference", "require_fit", "settle_schedules", "train_alone"]
 
 _MOMENTUM, _BETA1, _BETA2, _EPSILON, _DECAY = 0.9, 0.9, 0.99, 1e-8, 0.01
 _ADAM = (_BETA1, _BETA2, _EPSILON)
+_PAIRS, _TRIALS, _LONGEST, _C1, _C2 = 3, 20, 1e10, 1e-3, 0.9  # so few pairs that the oldest go
 
 RULES: dict[str, Callable[[float], Optimizer]] = {
     "sgd": lambda rate: SGD(rate, _MOMENTUM),
@@ -45,18 +49,15 @@ RULES: dict[str, Callable[[float], Optimizer]] = {
     "lion": lambda rate: Lion(rate, _BETA1, _BETA2, weight_decay=_DECAY),
     "lamb": lambda rate: LAMB(rate, *_ADAM, weight_decay=_DECAY),
     "descent": SGD,
+    "lbfgs": lambda rate: LBFGS(rate, c1=_C1, c2=_C2, max_line_search=_TRIALS, memory=_PAIRS),
 }
 """Choices of ``--optimizer``, and mpishard's rule at a learning rate."""
 
 
 def textbook_direction(
-    rule: str,
-    theta: Array,
-    gradient: Array,
-    state: dict[str, Array],
-    number: int,
+    rule: str, theta: Array, gradient: Array, state: dict[str, Array], number: int,
     parts: Sequence[slice],
-) -> Array:
+) -> Array:  # fmt: skip
     """Return the vector that one step subtracts from ``theta``, over the learning rate.
 
     Parameters
@@ -103,6 +104,54 @@ def textbook_direction(
             if length > 0 and own > 0:
                 direction[part] *= length / own
     return direction
+
+
+def textbook_search(
+    theta: Array, value: float, gradient: Array, pairs: list[tuple[Array, Array]], rate: float,
+    evaluate: Callable[[Array], tuple[float, Array]],
+) -> Array:  # fmt: skip
+    """Return the next point of L-BFGS: Nocedal and Wright, algorithms 7.4 and 7.5.
+
+    Parameters
+    ----------
+    theta, gradient : Array
+        The point and its gradient, shape (length,).
+    value : float
+        The loss there.
+    pairs : list of (Array, Array)
+        Steps and changes of the gradient, the oldest first; changed here.
+    rate : float
+        First trial, in units of the direction.
+    evaluate : callable
+        Returns loss and gradient at another point.
+
+    Raises
+    ------
+    TargetError
+        If the model tells no loss, or no trial is accepted.
+    """
+    if math.isnan(value):
+        text = "give it compute_loss_and_gradients, or return a loss from factory(seed)"
+        raise TargetError(f"--optimizer lbfgs compares losses, and the model tells none\n{text}")
+    found, alphas = -gradient, []
+    for step, change in reversed(pairs):
+        alphas.append(step @ found / (step @ change))
+        found -= alphas[-1] * change
+    if pairs:
+        step, change = pairs[-1]
+        found *= step @ change / (change @ change)
+    for (step, change), alpha in zip(pairs, reversed(alphas), strict=True):
+        found += (alpha - change @ found / (step @ change)) * step
+    first = rate if pairs else 1 / (float(np.linalg.norm(found)) or 1.0)
+    search = StrongWolfe(value, float(gradient @ found), first, _LONGEST, _C1, _C2)
+    for _ in range(_TRIALS if search.slope < 0 else 0):
+        moved = (theta + search.step * found).astype(theta.dtype)
+        other, slope = evaluate(moved)
+        if search.judge(other, float(slope @ found)):
+            pairs[:] = [*pairs, (moved - theta, slope - gradient)][-_PAIRS:]
+            return moved
+    text = f"{_TRIALS} trials\ngive fewer --steps, if it is near a minimum, or look at the gradient"
+    raise TargetError(f"training alone: L-BFGS finds no lower loss than {value:.6g} in {text}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +203,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     parts = [slice(entry.start, entry.stop) for entry in entries]
     trained = np.concatenate([np.full(entry.size, entry.trainable) for entry in entries])
     state: dict[str, Array] = {}
+    pairs: list[tuple[Array, Array]] = []
     parameters, losses, gradients, inputs = [theta], [], [], []
     under_way: list[Array] = []
     for step in range(job.steps):
@@ -164,20 +214,25 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
             gradients.append([_gradient(problem, step, *share)[1] for share in shares])
         indices = job.batch(step, len(problem.x))
         x, y = take(problem.x, indices), take(problem.y, indices)
-        loss, g = _gradient(problem, step, x, y)
+
+        def evaluate(theta: Array, step: int = step, x: Array = x, y: Array = y) -> Any:
+            model.set_parameters(theta.copy())  # a copy, because a model may keep and change it
+            loss, gradient = _gradient(problem, step, x, y)
+            return loss, gradient * trained
+
+        loss, g = evaluate(theta)
         if not np.isfinite(g).all() or math.isinf(loss):
-            raise TargetError(
-                f"step {step + 1} of training alone: the loss or its gradient is not finite\n"
-                "lower --learning-rate, or look at the data"
-            )
+            text = "is not finite\nlower --learning-rate, or look at the data"
+            raise TargetError(f"step {step + 1} of training alone: the loss or its gradient {text}")
         # With a delay each update has the gradient of an earlier step.
         under_way.append(g)
-        if step >= job.delay:
+        if job.optimizer == "lbfgs":
+            theta = textbook_search(theta, loss, g, pairs, job.learning_rate, evaluate)
+        elif step >= job.delay:
             direction = textbook_direction(
                 job.optimizer, theta, under_way.pop(0), state, step + 1 - job.delay, parts
             )
             theta = (theta - trained * (job.learning_rate * direction)).astype(theta.dtype)
-        # A copy, because a model may keep the array and change it.
         model.set_parameters(theta.copy())
         parameters.append(theta)
         losses.append(loss)
@@ -185,27 +240,30 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     return Reference(*map(np.array, (parameters, losses, gradients, inputs, _predict(model, last))))
 
 
-def require_layers(job: VerifyJob, problem: Problem) -> None:
-    """Refuse what needs layers of a black box, and sequence parallelism without a sequence.
+def require_fit(job: VerifyJob, problem: Problem) -> None:
+    """Refuse dropout in a line search, layers of a black box, and a sequence that is none.
 
     Raises
     ------
     TargetError
-        If ``--recompute`` or ``--sequence-parallel`` is asked of such a model, or sequences
-        cannot be cut into equal parts.
+        For ``--optimizer lbfgs`` of a model with dropout, ``--recompute`` and
+        ``--sequence-parallel`` of a black box, and sequences that cannot be cut equally.
     """
-    model, options = problem.model, job.mesh.options
+    model, options, name = problem.model, job.mesh.options, type(problem.model).__name__
+    layers: Mapping[str, Any] = {}
+    if isinstance(model, ILayeredModel):
+        infos = model.get_all_layer_info()
+        layers = {i.name: layer for i, layer in zip(infos, model.layers, strict=True)}
+    if job.optimizer == "lbfgs" and any(layer.is_random for layer in layers.values()):
+        text = "another function at each point that --optimizer lbfgs evaluates"
+        raise TargetError(f"dropout makes {text}\nleave dropout out of the model")
     for flag in ("--recompute", "--sequence-parallel"):
-        if MESH_FLAGS[flag] in options and not isinstance(model, ILayeredModel):
-            raise TargetError(
-                f"{flag} is for models of layers, and {type(model).__name__} is a black box\n"
-                "leave it out, or return a model that implements ILayeredModel (mpishard.nn)"
-            )
+        if MESH_FLAGS[flag] in options and not layers:
+            text = "leave it out, or return a model that implements ILayeredModel (mpishard.nn)"
+            raise TargetError(f"{flag} is for models of layers, and {name} is a black box\n{text}")
     ranks = job.mesh.sizes[1]
     if "sequence_parallel" not in options or ranks == 1:
         return
-    infos = model.get_all_layer_info()
-    layers = {i.name: layer for i, layer in zip(infos, model.layers, strict=True)}
     try:
         check_sequence(layers, infos[0].input_shape)
     except ValueError as error:
@@ -224,6 +282,9 @@ def settle_schedules(job: VerifyJob, problem: Problem) -> VerifyJob:
     """Return the job, with one comparison and no schedule for a black box, which has no stages."""
     if isinstance(problem.model, ILayeredModel):
         return job
+    if (count := len(job.mesh.schedules)) > 1:
+        text = f"{type(problem.model).__name__} is a black box, which has no stages to schedule"
+        sys.stderr.write(f"mpishard verify: once for all {count} schedules: {text}\n")
     return replace(job, mesh=replace(job.mesh, schedules=("",)))
 
 
@@ -265,16 +326,10 @@ def main() -> None:
     job = VerifyJob.read(Path(sys.argv[1]))
     try:
         problem = build_problem(load_factory(job.target), job.seed, job.dtype_alone)
-        require_layers(job, problem)
-        settled = settle_schedules(job, problem)
-        if len(settled.mesh.schedules) < len(job.mesh.schedules):
-            name = type(problem.model).__name__
-            sys.stderr.write(
-                f"mpishard verify: once for all {len(job.mesh.schedules)} schedules: {name} is a "
-                "black box, which has no stages to schedule\n"
-            )
-        settled.write()
-        train_alone(settled, problem).write(job.folder)
+        require_fit(job, problem)
+        job = settle_schedules(job, problem)
+        job.write()
+        train_alone(job, problem).write(job.folder)
     except TargetError as error:
         sys.stderr.write(f"mpishard verify: {error}\n")
         raise SystemExit(2) from None
