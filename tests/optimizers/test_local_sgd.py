@@ -251,9 +251,13 @@ def test_arguments(backend):
     ):
         with pytest.raises(error, match=match):
             LocalSGDOptimizer(*given)
-    other = ms.ShardingConfiguration(backend, gradient_leaves=2)
-    with pytest.raises(ValueError, match="leave out gradient_leaves"):
-        LocalSGDOptimizer(SGD(), other).bind(ms.DDPModel(plain(), other))
+    for choice, match in (
+        ({"gradient_leaves": 2}, "and gradient_leaves=2 fixes the order .*: leave out"),
+        ({"auto_sync_gradients": False}, "leave out auto_sync_gradients=False, and give synchron"),
+    ):
+        other = ms.ShardingConfiguration(backend, **choice)
+        with pytest.raises(ValueError, match=match):
+            LocalSGDOptimizer(SGD(), other).bind(ms.DDPModel(plain(), other))
     model, optimizer = build(backend)
     optimizer.step(model, X, Y)
     for refused in (

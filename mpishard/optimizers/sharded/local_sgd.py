@@ -167,13 +167,22 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         """Take several."""
 
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
+        # Before the checks of the strategy, whose advice is for models without this optimizer.
+        if isinstance(model, ShardedModelBase):
+            config = model.sharding_configuration
+            own = f"{type(self).__name__} updates each replica with its own gradient"
+            if config.gradient_leaves is not None:
+                raise ValueError(
+                    f"{own}, and gradient_leaves={config.gradient_leaves} fixes the order of sums "
+                    "over all ranks: leave out gradient_leaves"
+                )
+            if not config.auto_sync_gradients:
+                raise ValueError(
+                    f"{own} by itself, and with auto_sync_gradients=False the ranks would not even "
+                    "agree on losses and errors: leave out auto_sync_gradients=False, and give "
+                    "synchronization_period the number of steps that replicas train alone"
+                )
         super()._require_model_of_this_kind(model)
-        config = model.sharding_configuration
-        if config.gradient_leaves is not None or not config.auto_sync_gradients:
-            raise ValueError(
-                f"{type(self).__name__} trains each rank alone and brings the ranks together: "
-                "leave out gradient_leaves, and auto_sync_gradients=False"
-            )
 
     def _run_step(
         self, state: ModelState, x: Array, y: Array, sample_start: int | None
