@@ -48,6 +48,7 @@ DEFAULTS = {
     "precision": None,
     "validate_every": 150,
     "checkpoint_every": 300,
+    "sample_bytes": 400,
 }
 # Options of the parallelism and the strategies that accept them; stored, but free to change.
 SPREAD = {
@@ -385,7 +386,7 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
     )
     if backend.rank == 0:
         plot(directory, baseline)
-    sample(model, directory, settings["seed"])
+    sample(model, directory, settings)
     summarize(model, spread["strategy"], result, baseline)
     backend.print(directory)
 
@@ -406,12 +407,14 @@ def summarize(
     )
 
 
-def sample(model: ms.ShardedModelBase, directory: Path, seed: int) -> None:
+def sample(model: ms.ShardedModelBase, directory: Path, settings: dict) -> None:
     """Generate text on the ranks that store the model's layers. Collective."""
     prompt = np.frombuffer(PROMPT.encode(), np.uint8).astype(np.int64)
     # The context window slides by an eighth at a time and is then computed again.
     slide = max(1, model.wrapped_model.context_length // 8)
-    generated = model.generate(prompt, 400, temperature=0.8, seed=seed, slide=slide)
+    generated = model.generate(
+        prompt, settings["sample_bytes"], temperature=0.8, seed=settings["seed"], slide=slide
+    )
     text = bytes(int(token) for token in generated).decode(errors="replace")
     if model.backend.rank == 0:
         (directory / LAST_FILE).write_text(text + "\n")

@@ -3,6 +3,7 @@
 Tests import scikit-learn themselves, because that takes each process that collects them a second.
 """
 
+import doctest
 import importlib.util
 import pickle
 import threading
@@ -33,6 +34,12 @@ def regressor(*given, **options):
     from mpishard.sklearn import ShardedRegressor
 
     return ShardedRegressor(*given, **(QUICK | options))
+
+
+def test_the_examples_in_the_docstrings():
+    import mpishard.sklearn
+
+    assert doctest.testmod(mpishard.sklearn) == (0, 7)
 
 
 @pytest.mark.parametrize("make", [classifier, regressor])

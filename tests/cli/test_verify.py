@@ -200,15 +200,24 @@ def test_other_optimizers_are_equal(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "tensor", "size"),
-    [("ddp", None, None), ("fsdp", None, 2), ("hybrid", 2, 2), ("hybrid", 4, 4)],
+    ("strategy", "tensor", "size", "given"),
+    [
+        ("ddp", None, None, {"wrapper": "local-sgd", "optimizer": "descent"}),
+        ("fsdp", None, 2, {"wrapper": "local-sgd", "optimizer": "descent"}),
+        ("hybrid", 2, 2, {"wrapper": "local-sgd", "optimizer": "descent"}),
+        ("hybrid", 4, 4, {"wrapper": "local-sgd", "optimizer": "descent"}),
+        ("fsdp", None, 2, {"wrapper": "compression", "optimizer": "adamw"}),
+        ("hybrid", 2, 2, {"wrapper": "compression", "optimizer": "adamw"}),
+        ("zero2", None, 2, {"delay": 1, "optimizer": "adamw"}),
+        ("hybrid", 4, 4, {"wrapper": "async", "optimizer": "adamw"}),
+    ],
 )
 @in_worlds(4)
 def test_replicas_of_several_ranks_are_equal(
-    backend: Any, strategy: str, tensor: int | None, size: int | None
+    backend: Any, strategy: str, tensor: int | None, size: int | None, given: Any
 ) -> None:
     flags = {"--tensor-parallel-size": tensor, "--data-parallel-size": tensor and 4 // tensor}
-    mine = job(4, flags, strategy=strategy, optimizer="descent", wrapper="local-sgd")
+    mine = job(4, flags, strategy=strategy, **given)
     assert mine.replica_size == size
     reference = train_alone(mine, RIGHT["mlp"](ALONE))
     right = compare(backend, mine, RIGHT["mlp"](backend.rank), reference)
@@ -746,7 +755,7 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
          "--recompute is for --strategy tensor and pipeline and hybrid; got fsdp"),
         (["--recompute", "half"], "'half' is not one of 'full', 'selective'"),
         (["--micro-batches", "0"], "Invalid value for '--micro-batches'"),
-        (["--delay", "1"], "--delay is for --strategy ddp, and it is fsdp"),
+        (["--strategy", "tensor", "--delay", "1"], "fsdp, hybrid, and it is tensor"),
         (["--strategy", "ddp", "--delay", "5"], "--delay 5 leaves no update of --steps 5"),
         (["--strategy", "tensor", "--wrapper", "local-sgd"],
          "is for --strategy ddp, zero1, zero2, zero3, fsdp, hybrid; got tensor"),

@@ -19,7 +19,7 @@ from mpishard.observe import read_metrics
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 SMALL = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "24", "--batch", "29",
          "--warm-up", "3", "--steps", "10", "--validate-every", "10",
-         "--checkpoint-every", "5"]  # fmt: skip
+         "--checkpoint-every", "5", "--sample-bytes", "40"]  # fmt: skip
 HYBRID = ("--strategy", "hybrid", "--pipeline-parallel-size", "2", "--tensor-parallel-size", "2")
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 FILES = {"checkpoint", "loss.png", "metrics.jsonl", "sample.txt", "settings.json"}
@@ -63,6 +63,7 @@ def trained(
     assert ended.stdout.splitlines()[-1] == f"runs/{name}"
     picture = set() if has_extras else {"loss.png"}
     assert {p.name for p in (directory / "runs" / name).iterdir()} == FILES - picture
+    assert len((directory / "runs" / name / "sample.txt").read_text()) > 40  # and the prompt
     assert ("no loss curve: " in ended.stdout) is not has_extras
     assert "an add-one bigram model reaches 2.3" in ended.stdout
     return losses(directory, name)
@@ -118,7 +119,7 @@ def kill_after_first_checkpoint(directory: Path, *arguments: str) -> None:
 
 
 def test_a_killed_run_goes_on_at_another_world_size(tmp_path: Path) -> None:
-    long = (*SMALL, "--dtype", "float64", "--steps", "30", "--checkpoint-every", "5")
+    long = (*SMALL, "--dtype", "float64", "--steps", "30", "--validate-every", "15")
     whole = trained(tmp_path, "whole", *long)
     (tmp_path / "killed").mkdir()
     kill_after_first_checkpoint(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,9 @@ import pytest
 from mpishard import nn
 from mpishard.nn import passes
 
-pytest.importorskip("numba", reason="without numba NumPy computes")
+# Not imported here: that takes each process that collects this file half a second.
+if importlib.util.find_spec("numba") is None:
+    pytest.skip("without numba NumPy computes", allow_module_level=True)
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 both = pytest.mark.parametrize("dtype", ["float32", BFLOAT16], ids=str)

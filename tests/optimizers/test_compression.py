@@ -267,6 +267,21 @@ def train_textbook(method, rule, model, steps, **options):
     return theta, book, mine
 
 
+def require_equal_copies(model):
+    """Fail if ranks of the world have other bits of what they hold alike. Collective."""
+    held = {}
+    for unit in model.engine.layout.units:
+        values = np.empty(unit.length)
+        model.engine.parameters.read(unit, values)
+        for part in model.engine.placement.slices:
+            entry = part.entry
+            if unit.start <= entry.start < unit.stop:
+                own = values[entry.start - unit.start : entry.stop - unit.start]
+                held[f"{entry.name} {part.boxes}"] = own.tobytes().hex()
+    for text in all_texts(model.backend, json.dumps(held)):
+        assert all(held.get(name, bits) == bits for name, bits in json.loads(text).items())
+
+
 ROWS = [
     *((3, "ddp", method) for method in METHODS), *((4, "fsdp/2", method) for method in METHODS),
     *((4, "1x2", method) for method in METHODS), (1, "ddp", "quantization"), (2, "ddp", "top-k"),
@@ -290,7 +305,7 @@ def test_fifty_steps_are_the_textbooks(backend, method, layout):
     expected, book, places = train_textbook(method, rule, model, 50, start_step=start)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
     assert (backend.all_gather(found[None]) == found).all()
-    assert model.check_replicas() >= (0 if size == 1 else 1)
+    require_equal_copies(model)
     # Errors are as long as this rank's part of the gradient.
     across = model.engine.replica.across or backend
     errors = optimizer._state.errors
@@ -456,6 +471,41 @@ def test_another_layout_of_ranks_takes_the_same_sum_of_errors(method, tmp_path):
                 np.testing.assert_allclose(found[:count], expected[:count], rtol=0, atol=1e-13)
 
 
+def test_errors_that_other_ranks_have_left_arrive(tmp_path):
+    def run(backend, layout, *, write=False, **given):
+        model, optimizer = build(backend, layout=layout, **given)
+        if write:
+            train(model, optimizer, range(3))
+            ms.checkpoint.save(tmp_path / "run", model, optimizer)
+            return None
+        ms.checkpoint.load(tmp_path / "run", model, optimizer)
+        first = train(model, optimizer, [3])
+        require_equal_copies(model)
+        return first, train(model, optimizer, [4])
+
+    def go_on(size, layout):  # with codes that leave nothing out
+        given = {"method": "top-k", "compression_ratio": 1.0}
+        return ms.run_in_threads(size, lambda b: run(b, layout, **given))
+
+    ms.run_in_threads(4, lambda b: run(b, "fsdp/2", write=True, method="top-k"))
+    expected = go_on(1, "ddp")[0]
+    assert abs(expected[0] - expected[1]).max() > 1e-6
+    for size, layout in ((3, "ddp"), (4, "1x2"), (4, "zero1/2"), (6, "1x3"), (8, "1x2x2 fsdp")):
+        for found in go_on(size, layout):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("messages_only")
+@pytest.mark.parametrize("layout", ["ddp/2", "zero1/2", "fsdp/2"])
+@in_worlds(4)
+def test_replicas_that_share_no_memory(backend, layout):
+    model, optimizer = build(backend, "int8", layout=layout)
+    found = train(model, optimizer, range(8))
+    expected, _, _ = train_textbook("int8", "sgd", model, 8)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    np.testing.assert_array_equal(backend.all_gather(found[None]), [found] * 4)
+
+
 @pytest.mark.parametrize(("world_size", "strategy"), [(1, "ddp"), (3, "ddp"), (4, "fsdp")])
 @in_worlds()
 def test_optimize_resumes_and_a_plain_model_is_wrapped(backend, strategy, shared_path):
@@ -546,6 +596,64 @@ def test_arguments_and_settings(backend):
             GradientCompressionOptimizer(rule, other).bind(ms.DDPModel(plain(), other))
     with pytest.raises(ShardingError, match="updates DDPModel"):
         made.bind(ms.FSDPModel(plain(), config))
+    for strategy, match in (("fsdp", "give ShardingConfiguration"), ("tensor", "must be one of")):
+        with pytest.raises(ValueError, match=match):
+            GradientCompressionOptimizer(rule, config, strategy=strategy)
+    alone = ms.ShardingConfiguration(backend, auto_sync_gradients=False)
+    with pytest.raises(ValueError, match="leave out auto_sync_gradients=False"):
+        GradientCompressionOptimizer(rule, alone).bind(ms.DDPModel(plain(), alone))
+    replicas = ms.ShardingConfiguration(backend, replica_size=1)
+    inside = GradientCompressionOptimizer(rule, replicas, strategy="fsdp")
+    with pytest.raises(ShardingError, match=r"is one replica of all ranks: wrap it with Sharding"):
+        inside.bind(ms.FSDPModel(plain(), config))
+
+
+@pytest.mark.parametrize("layout", ["ddp/2", "fsdp/2", "1x2"])
+@in_worlds(4)
+def test_replicas_without_a_method_send_whole_gradients(backend, layout):
+    model, optimizer = build(
+        backend, None, "adam", layout=layout, use_quantization=False, use_sparsification=False
+    )
+    config = ms.ShardingConfiguration(backend)
+    other, exact = ms.DDPModel(plain(), config), ms.DDPOptimizer(make_rule("adam"), config)
+    for each in (optimizer, exact):
+        each.wrapped_optimizer.clip_global_norm = 0.1
+    for step in range(5):
+        batch = share(step, model.data_rank, model.data_size)
+        report = optimizer.step_report(model, *batch)
+        speaks = model.engine.replica.speaks  # ranks that compute together count once
+        known = exact.step_report(other, *(array[: len(array) * speaks] for array in batch))
+        figures = [(each.loss, each.weight, each.gradient_norm) for each in (report, known)]
+        np.testing.assert_allclose(*figures, rtol=1e-12)
+    found = model.get_parameters()
+    np.testing.assert_allclose(found, other.get_parameters(), rtol=0, atol=1e-12)
+    saved = optimizer.serialize()
+    again, second = build(backend, None, "adam", layout=layout, use_quantization=False)
+    second.deserialize(saved)
+    second.bind(again)
+    for name, vector in optimizer.state.items():
+        np.testing.assert_array_equal(second.state[name], vector)
+    mine = {name: vector.copy() for name, vector in optimizer.state.items()}
+    if model.engine.replica.across.rank:
+        optimizer.state["first_moment"].fill(9)
+    optimizer.synchronize_optimizer_state()
+    assert (optimizer.state["first_moment"] == mine["first_moment"]).all()
+
+
+def test_a_plain_model_has_nodes_for_replicas(monkeypatch):
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", "2")
+
+    def main(backend):
+        config = ms.ShardingConfiguration(backend)
+        optimizer = GradientCompressionOptimizer(make_rule("sgd"), config, strategy="fsdp")
+        optimizer.optimize(ms.OptimizationInputData(
+            model=plain(), x_train=X, y_train=Y, max_steps=2, progress=False
+        ))  # fmt: skip
+        across = optimizer.model.engine.replica.across
+        assert (across.world_size, across.axis, config.replica_size) == (2, "replica", None)
+        assert type(optimizer.model) is ms.FSDPModel
+
+    ms.run_in_threads(4, main)
 
 
 @in_worlds(2, 3)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import mpishard as ms
 from mpishard.arrays import to_host
 from mpishard.optimizers import (
     LAMB,
@@ -16,6 +17,7 @@ from mpishard.optimizers import (
     Segment,
     UpdateContext,
 )
+from mpishard.testing.worlds import in_worlds
 
 RULES = {
     "sgd": SGD(0.01),
@@ -47,3 +49,30 @@ def test_rules(name, dtype, gpu):
     tolerance = 1e-6 if dtype == "float32" else 1e-14
     np.testing.assert_allclose(*results, rtol=0, atol=tolerance)
     assert np.abs(results[1] - first).max() > 0.001
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what"),
+    [("fsdp", "int8"), ("zero1", "powersgd"), ("ddp", "late"), ("fsdp", "late")],
+)
+@in_worlds(4)
+def test_compressed_and_late_gradients_of_replicas(backend, gpu, strategy, what):
+    generator = np.random.default_rng(0)
+    x, y = generator.standard_normal((24, 6)), generator.standard_normal((24, 3))
+    mine = ms.ShardLayout(24, 4).slice(backend.rank)
+    found = []
+    for device, place in (("cpu", np.asarray), ("cuda", gpu.asarray)):
+        config = ms.ShardingConfiguration(backend, replica_size=2, minimum_parameter_group_size=1)
+        model = ms.as_distributed(ms.nn.MLP([6, 16, 3], seed=1, device=device), config, strategy)
+        if what == "late":
+            optimizer = ms.AsyncSGDOptimizer(Adam(1e-3), config, delay=2, strategy=strategy)
+        else:
+            optimizer = ms.GradientCompressionOptimizer(
+                Adam(1e-3), config, method=what, rank=1, strategy=strategy
+            )
+        for _ in range(5):
+            optimizer.step(model, place(x[mine]), place(y[mine]))
+        if what == "late":
+            assert optimizer.apply_pending_gradients() == 2
+        found.append(to_host(model.get_parameters()))
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-12)

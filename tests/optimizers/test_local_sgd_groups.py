@@ -299,6 +299,9 @@ def fifty_steps(backend, mesh, inside, options):
     replicas = backend.world_size // int(np.prod(mesh))
     assert (model.data_size, model.mesh.replica_count) == (replicas * mesh[2], replicas)
     assert model.data_rank_of(backend.rank) == model.data_rank
+    told = model.get_model_metadata().properties
+    place = (replicas, model.mesh.replica_rank) if replicas > 1 else (None, None)
+    assert (told.get("ReplicaCount"), told.get("ReplicaRank")) == place
     mine = train(model, optimizer, range(50))
     expected = textbook(mesh[2], model.data_size, 50, 4, outer)
     np.testing.assert_allclose(mine, expected[model.mesh.replica_rank], rtol=0, atol=1e-12)

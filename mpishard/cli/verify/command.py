@@ -99,7 +99,7 @@ def verify(
     ] = None,
     data_parallel_strategy: Annotated[str | None, _flag(_DATA)] = None,
     delay: Annotated[
-        int, _flag("For ddp: AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
+        int, _flag("AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
     ] = 0,
     wrapper: Annotated[str | None, _flag(_WRAPPERS)] = None,
 ) -> None:
@@ -162,8 +162,9 @@ def _check_wrapper(
     if wrapper is not None:
         check_choice("verify", "--wrapper", wrapper, WRAPPERS)
     takes = (strategy,) if wrapper is None else WRAPPERS[wrapper]
-    if delay and strategy != "ddp":
-        refuse("verify", f"--delay is for --strategy ddp, and it is {strategy}")
+    if delay and strategy not in WRAPPERS["async"]:
+        known = ", ".join(WRAPPERS["async"])
+        refuse("verify", f"--delay is for --strategy {known}, and it is {strategy}")
     if delay >= steps:
         refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
     if strategy not in takes:

@@ -235,8 +235,10 @@ def compare(
         "local-sgd": lambda: LocalSGDOptimizer(rule, config, 1, strategy=job.strategy),
         "elastic": lambda: ElasticOptimizer(rule, config, strategy=job.strategy),
         # Of all elements, so that nothing is left out.
-        "compression": lambda: GradientCompressionOptimizer(rule, config, 1.0, method="top-k"),
-        "async": lambda: AsyncSGDOptimizer(rule, config, delay=job.delay),
+        "compression": lambda: GradientCompressionOptimizer(
+            rule, config, 1.0, method="top-k", strategy=job.strategy
+        ),
+        "async": lambda: AsyncSGDOptimizer(rule, config, delay=job.delay, strategy=job.strategy),
     }
     optimizer = wrappers["async" if job.delay else job.wrapper]()
     kinds = ("parameters", "losses", "gradients", "inputs", "copies")

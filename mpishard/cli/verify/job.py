@@ -56,8 +56,8 @@ DATA_STRATEGIES = tuple(name for name in STRATEGIES if name not in STRATEGY_OPTI
 
 
 WRAPPERS = {
-    "local-sgd": (*DATA_STRATEGIES, "hybrid"), "async": ("ddp",), "elastic": DATA_STRATEGIES,
-    "compression": ("ddp",),
+    "local-sgd": (*DATA_STRATEGIES, "hybrid"), "async": (*DATA_STRATEGIES, "hybrid"),
+    "elastic": DATA_STRATEGIES, "compression": (*DATA_STRATEGIES, "hybrid"),
 }  # fmt: skip
 """Choices of ``--wrapper``, and the strategies that each goes with."""
 
@@ -160,7 +160,7 @@ class VerifyJob:
     precision : {"bfloat16"}, optional
         Precision that the ranks compute a float32 model in, against float64 alone.
     delay : int
-        Steps by which each gradient is applied later, with ``"ddp"``: see `AsyncSGDOptimizer`.
+        Steps by which each gradient is applied later: see `AsyncSGDOptimizer`.
     wrapper : str, optional
         Optimizer in the strategy's place, one of `WRAPPERS`, with the settings that make it equal.
     """
@@ -193,11 +193,13 @@ class VerifyJob:
 
     @property
     def replica_size(self) -> int | None:
-        """Ranks of a replica that ``"local-sgd"`` trains apart; None if each rank is one, or all.
+        """Ranks of each replica between which a wrapper sends something; None if each rank is one.
 
-        With other strategies than ``"ddp"`` there are as few replicas as the data axis allows.
+        With other strategies than ``"ddp"`` there are as few replicas as the data axis allows. None
+        without such a wrapper.
         """
-        if self.wrapper != "local-sgd" or self.strategy == "ddp":
+        has_replicas = bool(self.delay) or self.wrapper not in (None, "elastic")
+        if not has_replicas or self.strategy == "ddp":
             return None
         counts = (n for n in range(2, self.data_size + 1) if self.data_size % n == 0)
         return self.world_size // next(counts, 1)
