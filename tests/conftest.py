@@ -54,6 +54,7 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import pytest
+from _pytest.assertion import rewrite
 from _pytest.doctest import DoctestModule
 from cupy_stand_in import installed
 
@@ -239,6 +240,26 @@ def pytest_ignore_collect(collection_path, config):
     kind = "mpi" if config.getoption("with_mpi") else config.getoption("markexpr")
     is_file = collection_path.suffix == ".py" and collection_path.name != "conftest.py"
     return True if kind in _WORDS and is_file and not _has_words(collection_path, kind) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session):
+    """In a fresh clone let each worker compile other files first, and read those of the others.
+
+    All workers collect the same files in the same order: each would compile all of them.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or sys.dont_write_bytecode:
+        return
+    state = session.config.stash[rewrite.assertstate_key]
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for file in (*files[first:], *files[:first]):
+        compiled = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+        if not compiled.exists() and not pytest_ignore_collect(file, session.config):
+            compiled.parent.mkdir(exist_ok=True)
+            status, code = rewrite._rewrite_test(file, session.config)
+            rewrite._write_pyc(state, code, status, compiled)
 
 
 @pytest.hookimpl(wrapper=True)
