@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
+from mpishard.errors import NotInitializedError
 from mpishard.layout import ShardLayout
 
 __all__ = ["InverseHessian"]
@@ -20,12 +21,14 @@ class InverseHessian:
     """The approximate inverse Hessian of L-BFGS, as ``scipy.optimize.LbfgsInvHessProduct``.
 
     Of the pairs of steps s and changes y of the gradient each rank holds its part. The matrix is
-    that of SciPy: the updates of Nocedal and Wright, "Numerical Optimization", 2006, equation 7.16,
-    on the identity. A product is the two loops of algorithm 7.4: one small all-reduce for each
-    vector s and y, and one all-gather of the result. **Its calls are collective**: every rank makes
-    them, with the same argument, while the backend of `minimize` lives. It holds the 2m n / N
-    numbers of the history for as long as it lives. ``scipy.sparse.linalg.aslinearoperator`` takes
-    it.
+    SciPy's of the same pairs: the updates of Nocedal and Wright, "Numerical Optimization", 2006,
+    equation 7.16, on the identity. The last iteration's pair is among them, which the result of
+    ``scipy.optimize.minimize`` leaves out. A product is the two loops of algorithm 7.4: one small
+    all-reduce for each vector s and y, and one all-gather of the result. **Its calls are
+    collective**: every rank makes them, with the same argument, while the backend of `minimize`
+    lives. It holds the 2m n / N numbers of the history for as long as it lives.
+    ``scipy.sparse.linalg.aslinearoperator`` takes it; `pickle` and `copy.deepcopy` do not, because
+    a rank has its part alone.
 
     Parameters
     ----------
@@ -120,6 +123,11 @@ class InverseHessian:
 
     def _product(self, x: Array) -> Array:
         backend = self._backend
+        if not backend.is_initialized:
+            raise NotInitializedError(
+                f"{backend.describe()} has ended, over which hess_inv communicates: multiply "
+                "before, or keep hess_inv.todense()"
+            )
         pairs = list(zip(self.steps, self.changes, 1 / self._curvatures, strict=True))
         xp = array_namespace(self.steps[0] if pairs else x)
         found = xp.array(x[self._part], dtype=self.dtype)  # a copy, which the loops change
@@ -132,6 +140,13 @@ class InverseHessian:
             beta = rho * backend.all_reduce(_wide(change) @ found)
             found += _wide(step)[:, None] * (alphas.pop() - beta)
         return backend.all_gather(found)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"hess_inv communicates over {self._backend.describe()}, and cannot be pickled or "
+            "copied: keep result.hess_inv.todense(), which is collective, or del result.hess_inv "
+            "before the result is pickled"
+        )
 
     def __repr__(self) -> str:
         n = self.shape[0]

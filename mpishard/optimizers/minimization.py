@@ -170,7 +170,8 @@ def minimize(
         **rule.fingerprint(), **limits, "parameters": theta.size, "dtype": theta.dtype.name,
         "bounds": None if box is None else zlib.crc32(np.stack(box).tobytes()),
         "data sets": len(args), "samples": None if local_data else len(args[0]) if args else 1,
-        "local_data": local_data, "callback": callback is not None, "jac": jac is True,
+        "local_data": local_data, "gradient_leaves": leaves,
+        "callback": callback is not None, "jac": jac is True,
         "checkpoint": checkpoint is not None, "checkpoint_every": checkpoint_every,
         "resume": resume is True if resume is None or isinstance(resume, bool) else "path",
     }  # fmt: skip

@@ -30,6 +30,11 @@ def by_node(config: ShardingConfiguration) -> ShardingConfiguration:
 
     It is a copy if no ``replica_size`` was given, and there are several nodes, with as many ranks
     each, consecutive ones, and more than one.
+
+    Raises
+    ------
+    ValueError
+        If it would be a copy, and ``gradient_leaves`` is given.
     """
     backend = config.communication_backend
     if config.replica_size is not None:
@@ -38,6 +43,12 @@ def by_node(config: ShardingConfiguration) -> ShardingConfiguration:
     size = _ranks_of_a_node(backend)
     if backend.node_count == 1 or size in (None, 1):
         return config
+    if config.gradient_leaves is not None:  # a later refusal would name a size that nobody gave
+        raise ValueError(
+            f"this optimizer makes each of the {backend.node_count} nodes a replica, and "
+            f"gradient_leaves={config.gradient_leaves} fixes the order of sums over all ranks: "
+            "leave out gradient_leaves"
+        )
     # A copy: the user's configuration may serve other models, of one replica.
     found = copy.copy(config)
     found._replica_size = size

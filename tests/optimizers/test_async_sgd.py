@@ -213,6 +213,21 @@ def test_what_is_pending_is_applied_as_by_later_steps(backend, layout, rule):
     assert optimizer.steps == 12
 
 
+@pytest.mark.parametrize("layout", ["ddp/2", "fsdp/2", "1x2"])
+@in_worlds(4)
+def test_without_delay_a_given_gradient_is_applied_at_once(backend, layout):
+    model, optimizer = build(backend, SGD(0.1), layout=layout, delay=0)
+    for _ in range(2):
+        before = model.get_parameters()
+        gradient = np.arange(before.size, dtype=float)
+        optimizer.apply_gradients(gradient, model)
+        np.testing.assert_allclose(
+            model.get_parameters(), before - 0.1 * gradient, rtol=0, atol=1e-12
+        )
+        train(backend, model, optimizer, 0, 1)
+    assert optimizer.steps == 4
+
+
 @in_worlds(2)
 def test_ranks_with_other_pending_gradients_are_refused(backend):
     model, optimizer = build(backend, delay=2)

@@ -13,7 +13,7 @@ from mpishard import nn
 from mpishard.checkpoint.format.consensus import all_texts
 from mpishard.errors import CheckpointError, NonFiniteLossError, ShardingError
 from mpishard.models.stores.compression import Int8, Quantization, RandomK, TopK
-from mpishard.optimizers import GradientCompressionOptimizer
+from mpishard.optimizers import LBFGS, GradientCompressionOptimizer
 from mpishard.sharding.regions import put_region
 from mpishard.testing.worlds import in_worlds
 
@@ -652,8 +652,29 @@ def test_a_plain_model_has_nodes_for_replicas(monkeypatch):
         across = optimizer.model.engine.replica.across
         assert (across.world_size, across.axis, config.replica_size) == (2, "replica", None)
         assert type(optimizer.model) is ms.FSDPModel
+        leaves = ms.ShardingConfiguration(backend, gradient_leaves=4)
+        with pytest.raises(ValueError, match=r"each of the 2 nodes a replica.*leave out grad"):
+            GradientCompressionOptimizer(make_rule("sgd"), leaves)
 
     ms.run_in_threads(4, main)
+
+
+@pytest.mark.parametrize("layout", ["fsdp/2", "1x2"])
+@in_worlds(4)
+def test_replicas_that_compress_nothing_take_every_rule(backend, layout):
+    model, strategy = wrap(backend, plain(), layout)
+    optimizer = GradientCompressionOptimizer(
+        LBFGS(), model.sharding_configuration, use_quantization=False, strategy=strategy
+    )
+    place = model.data_rank, model.data_size
+    losses = [optimizer.step(model, *share(0, *place)) for _ in range(4)]
+    alone = ms.DDPModel(plain(), ms.ShardingConfiguration(backend))
+    other = ms.DDPOptimizer(LBFGS(), alone.sharding_configuration)
+    x, y = share(0, 0, 1)
+    rows = ms.ShardLayout(len(x), backend.world_size).slice(backend.rank)
+    expected = [other.step(alone, x[rows], y[rows]) for _ in range(4)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-12)
+    np.testing.assert_allclose(model.get_parameters(), alone.get_parameters(), atol=1e-12)
 
 
 @in_worlds(2, 3)

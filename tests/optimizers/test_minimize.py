@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import sys
 from dataclasses import asdict
@@ -14,7 +15,7 @@ import pytest
 import scipy  # loads scipy.optimize in the tests that need it
 
 import mpishard as ms
-from mpishard.errors import NonFiniteLossError, PeerError, Preempted
+from mpishard.errors import NonFiniteLossError, NotInitializedError, PeerError, Preempted
 from mpishard.observe import open_trace, summarize_trace, trace
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers import LBFGS
@@ -199,11 +200,21 @@ def test_the_inverse_hessian_is_scipys_of_the_same_history(backend):
     with pytest.raises(ValueError, match=r"columns of shape \(2, k\), got \(3, 1\)"):
         found.matmat(np.ones((3, 1)))
     assert backend._sequence == before
+    with pytest.raises(TypeError, match=r"pickled or copied: keep result\.hess_inv\.todense\(\)"):
+        pickle.dumps(found)
     # At its first point a run has no pairs, and SciPy's matrix is the identity.
     bowl = ms.minimize(lambda t: (t @ t, 2 * t), np.zeros(12_000), backend=backend).hess_inv
     np.testing.assert_array_equal(bowl @ np.arange(12_000.0), np.arange(12_000.0))
     with pytest.raises(ValueError, match=r"12,000 x 12,000 numbers, 1\.1 GiB on every rank"):
         bowl.todense()
+
+
+def test_the_inverse_hessian_ends_with_its_backend():
+    results = ms.run_in_threads(
+        2, lambda backend: ms.minimize(logistic, START, (X, Y), backend=backend)
+    )
+    with pytest.raises(NotInitializedError, match=r"multiply before, or keep hess_inv\.todense"):
+        results[0].hess_inv @ START
 
 
 @in_worlds(2, 3, 4)
@@ -377,7 +388,7 @@ def test_unequal_arguments_are_an_error_on_every_rank(backend):
         ms.minimize(
             logistic, START, (X, Y), backend=backend, options={"maxcor": min(5, 4 + backend.rank)}
         )
-    with pytest.raises(ValueError, match="gradient_leaves is 4, 8"):
+    with pytest.raises(ValueError, match="same function; by rank, gradient_leaves is 4, 8"):
         ms.minimize(
             logistic, START, (X, Y), backend=backend,
             options={"gradient_leaves": 4 + 4 * min(1, backend.rank)},

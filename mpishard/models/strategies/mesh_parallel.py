@@ -359,8 +359,8 @@ class HybridShardedModel(MeshModel):
     Narayanan et al., "Efficient large-scale language model training on GPU clusters using
     Megatron-LM", SC 2021 (arXiv:2104.04473). A rank holds its stages' layers alone, and of those
     that split its slice; the data axis runs one of the data-parallel strategies on it. If the
-    configuration has a ``replica_size``, so many ranks are a mesh of these three axes, and each
-    such replica is trained apart from the others, by `LocalSGDOptimizer`.
+    configuration has a ``replica_size``, so many ranks are a mesh of these three axes, and between
+    such replicas travels what the optimizer says: see `ShardingConfiguration`.
 
     Parameters
     ----------

@@ -185,7 +185,7 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
             return
         self._refuse_other_gradients(model, "sends gradients its own way")
         self._refuse_ranks_alone(model)
-        if self._rule.searches:
+        if self.method and self._rule.searches:
             raise ValueError(
                 f"{type(self._rule).__name__} needs exact gradients: compress with another rule"
             )

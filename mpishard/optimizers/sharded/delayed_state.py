@@ -89,6 +89,11 @@ class DelayedState(ModelState):
 
     def update(self, updates: list[Update], report: StepReport) -> None:
         """Update with the gradient that is due, if one is."""
+        if not self._delay:  # this one is, also if it was given and has not travelled
+            assert report.gradient_norm is not None
+            self.norm = report.gradient_norm
+            super().update(updates, report)
+            return
         pending = self.sums.pending  # with this step's
         self._weights = [*self._weights, report.weight][-pending:]
         self.norm = 0.0
