@@ -55,7 +55,26 @@ SPARED = {
 
 # What no check reaches is for tests of its own, by function and text.
 _RESUME = "optimizers/test_resume.py"
+_LATE = "optimizers/test_async_sgd.py"
+_FIFTY_LATE = f"{_LATE}::test_fifty_steps_are_the_textbooks_on_every_rank"
+_DROPPED = f"{_LATE}::test_a_buffer_is_written_to_when_its_dropped_message_has_ended"
+_COMPRESSED = "optimizers/test_compression.py::test_fifty_steps_are_the_textbooks"
 TESTED = {
+    ("Engine.update_again", "self.world.all_reduce(squared)"):
+        f"{_LATE}::test_what_is_pending_is_applied_as_by_later_steps",
+    ("CompressedSums.exchange", "self.across.all_reduce_async(array)"): _COMPRESSED,
+    ("CompressedSums.exchange", "work.wait()"):
+        "optimizers/test_compression.py::test_whole_gradients_of_the_first_steps_are_waited_for",
+    ("CompressedSums._exchange_unit", "self.across.all_reduce(given[place])"): _COMPRESSED,
+    ("ExchangedGradients.reduce", "self._inner.reduce(unit)"): _COMPRESSED,
+    ("ExchangedGradients.settle", "self._inner.settle()"): _COMPRESSED,
+    ("ExchangedGradients.finish", "self._inner.finish()"): _COMPRESSED,
+    ("DelayedSums.exchange", "self._stale[0].wait()"): _DROPPED,
+    ("DelayedSums.expect", "self._stale.pop().wait()"): _DROPPED,
+    ("DelayedSums.exchange", "self.across.all_reduce_async(array)"): _FIFTY_LATE,
+    ("DelayedSums.exchange", "work.wait()"): _FIFTY_LATE,
+    ("_StaleState.wait_for_slow_ranks", "self._next_message(rank).wait()"):
+        "optimizers/test_stale_synchronous.py::test_the_replay_of_what_arrived_is_the_textbooks",
     ("DelayedState.apply_pending",
      "differences(self.model.backend, {n: str(v) for n, v in self.settings().items()})"):
         "optimizers/test_async_sgd.py::test_ranks_with_other_pending_gradients_are_refused",
@@ -182,7 +201,8 @@ def _judge(problems: Any, site: Any, checks: list[str], seconds: dict[str, float
 
 def _judge_by_pytest(number: int, test: str) -> Verdict:
     """What becomes of a mutant in a test."""
-    command = [sys.executable, __file__, "--only", str(number), "--suite", str(HERE / test), "-q"]
+    suite = [str(HERE / test), "-q", "-x"]
+    command = [sys.executable, __file__, "--only", str(number), "--suite", *suite]
     name = test.rpartition("::")[2][:38]
     try:
         done = subprocess.run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from layouts import wrap
@@ -284,6 +286,39 @@ def test_a_rank_that_has_dropped_its_gradients_alone_is_noticed(backend):
     with pytest.raises(ShardingError, match="gradients under way is 2, 0"):
         train(backend, model, optimizer, 4, 5)
     train(backend, model, optimizer, 5, 9)
+
+
+@pytest.mark.parametrize("call", ["step", "expect"])
+def test_a_buffer_is_written_to_when_its_dropped_message_has_ended(call):
+    made = []
+
+    class Message:
+        def __init__(self, array):
+            self.array, self.sent, self.has_ended = array, array.copy(), False
+            made.append(self)
+
+        def wait(self):
+            assert (self.array == self.sent).all(), "its buffer was written to"
+            self.has_ended = True
+
+    def body(backend):
+        model, optimizer = build(backend, delay=2)
+        optimizer.bind(model)
+        sums = model.engine.gradients.exchange
+        sums.across = SimpleNamespace(all_reduce_async=Message, progress=lambda: None)
+        train(backend, model, optimizer, 0, 2)
+        with pytest.raises(ZeroDivisionError), model.accumulate():
+            raise ZeroDivisionError
+        dropped = list(made)
+        assert dropped
+        assert not any(message.has_ended for message in dropped)
+        if call == "step":
+            train(backend, model, optimizer, 2, 3)
+        else:
+            sums.expect(0)
+        assert all(message.has_ended for message in dropped)
+
+    ms.run_in_threads(1, body)
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [(1, "ddp"), (2, "ddp"), (4, "fsdp/2")])

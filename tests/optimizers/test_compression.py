@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -313,6 +314,26 @@ def test_fifty_steps_are_the_textbooks(backend, method, layout):
     own = np.concatenate([np.zeros(0), *(book.errors[across.rank][each] for each in places)])
     np.testing.assert_allclose(errors.own, own, rtol=0, atol=1e-9)
     assert errors.own.any() or not len(errors.own)
+
+
+def test_whole_gradients_of_the_first_steps_are_waited_for():
+    def body(backend):
+        class Message:
+            def __init__(self, array):
+                self.array = array
+                array.fill(np.nan)  # what is read too early shows
+
+            def wait(self):
+                self.array.fill(0)
+
+        model, optimizer = build(backend, "int8", start_step=1)
+        optimizer.bind(model)
+        sums = model.engine.gradients.exchange
+        sums.across = SimpleNamespace(all_reduce_async=Message, progress=lambda: None)
+        before = model.get_parameters()
+        assert (train(model, optimizer, range(1)) == before).all()
+
+    ms.run_in_threads(1, body)
 
 
 @in_worlds(1, 3)
