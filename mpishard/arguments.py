@@ -23,6 +23,7 @@ __all__ = [
     "as_loss",
     "as_number",
     "as_positive",
+    "check_name",
     "check_path",
     "check_sizes",
     "is_size",
@@ -31,6 +32,8 @@ __all__ = [
     "require_type",
     "take_plain_fields",
 ]
+
+_RESERVED = "__metadata__"  # by safetensors, for a header's own entries
 
 
 def as_number(name: str, value: Any) -> float:
@@ -204,6 +207,30 @@ def take_plain_fields(record: Any) -> None:
         if field.type in _KINDS:
             value = _KINDS[field.type](field.name, getattr(record, field.name))
             object.__setattr__(record, field.name, value)
+
+
+def check_name(name: str, kind: str) -> None:
+    """Refuse a name under which a safetensors file cannot hold a tensor.
+
+    ``kind`` is the word for it in the error: "parameter" or "tensor".
+
+    Raises
+    ------
+    ValueError
+        For the name that the format reserves, and for one that UTF-8 cannot hold.
+    """
+    if name == _RESERVED:
+        raise ValueError(
+            f"{kind} name {name!r} is reserved by the safetensors format; choose another name"
+        )
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{kind} name {name!r} cannot be written as UTF-8 ({error.reason}); choose "
+                "another name"
+            ) from None
 
 
 def check_path(name: str, path: Any) -> None:

@@ -23,9 +23,9 @@ from mpishard.checkpoint import (
     CheckpointProblem,
     describe,
 )
+from mpishard.checkpoint.format.content import COUNT, TEXT, require_form, spelled
 from mpishard.checkpoint.format.folder import LATEST
 from mpishard.checkpoint.format.manifest import MANIFEST
-from mpishard.checkpoint.format.metadata import COUNT, TEXT, require_form, spelled
 from mpishard.checkpoint.loading.inspection import problems_in
 from mpishard.checkpoint.loading.reader import find_checkpoint, find_single
 from mpishard.checkpoint.loading.restore import newest_first

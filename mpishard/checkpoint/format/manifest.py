@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.checkpoint.format.coverage import check_coverage
-from mpishard.checkpoint.format.metadata import (
+from mpishard.checkpoint.format.content import (
     COUNT,
     OBJECT,
     TEXT,
@@ -22,6 +21,7 @@ from mpishard.checkpoint.format.metadata import (
     spelled,
     unspelled,
 )
+from mpishard.checkpoint.format.coverage import check_coverage
 from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord, tensor_key
 from mpishard.communication.contract.call import DTYPES
 from mpishard.errors import CheckpointError

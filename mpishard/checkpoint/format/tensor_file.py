@@ -23,10 +23,10 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from mpishard.arguments import check_name
 from mpishard.checkpoint.format import disk
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
-from mpishard.sharding.table import check_name
 
 __all__ = [
     "BLOCK_BYTES",

@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.callbacks.run import names_of
 from mpishard.checkpoint.format.consensus import differences, together
-from mpishard.checkpoint.format.protocol import CheckpointState
+from mpishard.checkpoint.format.content import CheckpointState
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import count_samples, take

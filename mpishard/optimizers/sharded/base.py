@@ -14,7 +14,7 @@ from mpishard.arguments import check_path
 from mpishard.arrays import Array
 from mpishard.checkpoint.format.consensus import differences, together
 from mpishard.checkpoint.loading.restore import load_states
-from mpishard.checkpoint.saving.snapshot import save_states
+from mpishard.checkpoint.saving.save import save_states
 from mpishard.communication import ReductionOperation
 from mpishard.contracts import (
     ICheckpointableModel,

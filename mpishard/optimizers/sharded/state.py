@@ -12,7 +12,7 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.checkpoint import CheckpointState, Pieces
-from mpishard.checkpoint.format.metadata import require_form
+from mpishard.checkpoint.format.content import require_form
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport, Update
