@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from computed_once import computed_once
 
 import mpishard as ms
 from mpishard import nn
@@ -42,6 +43,7 @@ def share(step, rank, size):
     return X[rows], Y[rows]
 
 
+@computed_once
 def textbook(size, world, steps, period, outer):
     """Return the parameters of all replicas: momentum in each, Nesterov outside."""
     model = plain()
