@@ -127,8 +127,7 @@ def step(
     ] = "on",
     memory: Annotated[bool, typer.Option(help="Measure resident memory too.")] = False,
     precision: Annotated[
-        Literal["float32", "bfloat16"],
-        typer.Option(help="bfloat16: mixed precision."),
+        Literal["float32", "bfloat16"], typer.Option(help="bfloat16: mixed precision.")
     ] = "float32",
     json: JSONOption = None,
     plot: PlotOption = None,

@@ -20,8 +20,7 @@ ScriptArgument = Annotated[
     ),
 ]
 RanksOption = Annotated[
-    int | None,
-    typer.Option("-n", "-np", help="Number of ranks.", metavar="N", show_default=False),
+    int | None, typer.Option("-n", "-np", help="Number of ranks.", metavar="N", show_default=False)
 ]
 ModuleOption = Annotated[
     bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")
@@ -32,8 +31,7 @@ OversubscribeOption = Annotated[
 HostsOption = Annotated[
     str,
     typer.Option(
-        help="Machines to run on; SLOTS is the number of ranks of one.",
-        metavar="HOST[:SLOTS],...",
+        help="Machines to run on; SLOTS is the number of ranks of one.", metavar="HOST[:SLOTS],..."
     ),
 ]
 

@@ -21,13 +21,7 @@ from mpishard.blas import better_kernel, loaded_kernel
 from mpishard.cli.machine import usable_cores
 from mpishard.cli.run import rank_agent
 from mpishard.cli.run.job_report import Outcome
-from mpishard.cli.run.launcher import (
-    Host,
-    Launcher,
-    find_launcher,
-    loaded_library,
-    parse_hosts,
-)
+from mpishard.cli.run.launcher import Host, Launcher, find_launcher, loaded_library, parse_hosts
 from mpishard.cli.run.logs import (
     check_log_folder,
     folder_of_start,

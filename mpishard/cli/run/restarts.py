@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -278,38 +277,33 @@ def _answers_of(
 ) -> list[tuple[int | None, str]]:
     """Run all of ``commands`` at once; return the exit code and output of each.
 
-    The code is None if the program was not found, or has not ended in time.
+    The code is None if the program has not ended in time, and 127 if there is none.
     """
-    asked: list[tuple[subprocess.Popen[bytes] | None, IO[bytes]]] = []
     with ExitStack() as held:
+        asked: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
         try:
             for command in commands:
                 output = held.enter_context(tempfile.TemporaryFile())
-                process = None
-                if shutil.which(command[0]) is not None:
-                    process = subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.DEVNULL,
-                        start_new_session=True,  # without a terminal to ask for a password
-                    )
+                process = subprocess.Popen(
+                    ["/bin/sh", "-c", 'exec "$@"', "sh", *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # without a terminal to ask for a password
+                )
                 asked.append((process, output))
             end = time.monotonic() + _ANSWER_SECONDS
-            while any(process is not None and process.poll() is None for process, _ in asked):
+            while any(process.poll() is None for process, _ in asked):
                 if received or time.monotonic() > end:
                     break
                 time.sleep(_POLL_SECONDS)
             answers = []
             for process, written in asked:
                 written.seek(0)
-                code = None if process is None else process.returncode
-                answers.append((code, written.read().decode(errors="replace")))
+                answers.append((process.returncode, written.read().decode(errors="replace")))
             return answers
         finally:
             for process, _ in asked:
-                if process is None:
-                    continue
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
