@@ -17,12 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Column, Table
 
 from mpishard import checkpoint as checkpoints
-from mpishard.checkpoint import (
-    CheckpointFolder,
-    CheckpointForm,
-    CheckpointProblem,
-    describe,
-)
+from mpishard.checkpoint import CheckpointFolder, CheckpointForm, CheckpointProblem, describe
 from mpishard.checkpoint.format.content import COUNT, TEXT, require_form, spelled
 from mpishard.checkpoint.format.folder import LATEST
 from mpishard.checkpoint.format.manifest import MANIFEST

@@ -15,8 +15,8 @@ from mpishard import settings
 from mpishard.cli.bench.checkpoint import CheckpointBenchmark
 from mpishard.cli.bench.collectives import KINDS, CollectiveBenchmark
 from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark
-from mpishard.cli.bench.step import STRATEGIES, ChecksBenchmark, StepBenchmark
-from mpishard.cli.bench.workload import CONTEXT, write_json
+from mpishard.cli.bench.step import CONTEXT, STRATEGIES, ChecksBenchmark, StepBenchmark
+from mpishard.cli.machine import write_json
 from mpishard.cli.tables import show
 from mpishard.cli.wording import check_choice, parse_bytes, refuse, refusing
 from mpishard.communication import CommunicationBackend
@@ -127,8 +127,7 @@ def step(
     ] = "on",
     memory: Annotated[bool, typer.Option(help="Measure resident memory too.")] = False,
     precision: Annotated[
-        Literal["float32", "bfloat16"],
-        typer.Option(help="bfloat16: mixed precision."),
+        Literal["float32", "bfloat16"], typer.Option(help="bfloat16: mixed precision.")
     ] = "float32",
     json: JSONOption = None,
     plot: PlotOption = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shutil
 import signal
@@ -9,6 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 import typer
@@ -17,9 +20,8 @@ from mpishard import settings
 from mpishard.blas import better_kernel, loaded_kernel
 from mpishard.cli.machine import usable_cores
 from mpishard.cli.run import rank_agent
-from mpishard.cli.run.arguments import Host, parse_hosts, python_arguments
 from mpishard.cli.run.job_report import Outcome
-from mpishard.cli.run.launcher import Launcher, find_launcher, loaded_library
+from mpishard.cli.run.launcher import Host, Launcher, find_launcher, loaded_library, parse_hosts
 from mpishard.cli.run.logs import (
     check_log_folder,
     folder_of_start,
@@ -27,19 +29,67 @@ from mpishard.cli.run.logs import (
     prepare_log_folder,
 )
 from mpishard.cli.run.rank_processes import can_be_watched
-from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.run.restarts import Restarts, allocated_hosts, find_lost_hosts
 from mpishard.cli.run.supervisor import Supervisor
 from mpishard.cli.wording import counted, refuse
 from mpishard.communication.failure.report import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["Job", "own_log_folder", "prepare_job"]
+__all__ = ["Job", "own_log_folder", "prepare_job", "python_arguments"]
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _RANKS_PER_CORE = 8  # more are a slip of the finger rather than a test
 _OF_ONE_START = ("MPISHARD_JOB_FOLDER", "MPISHARD_RESTART")
+
+
+def python_arguments(words: Sequence[str], is_module: bool = False) -> list[str]:
+    """Return the arguments with which Python runs a script or module, as the user means it.
+
+    A leading ``python`` is left out, and a folder is run if it has a ``__main__.py``.
+
+    Parameters
+    ----------
+    words : sequence of str
+        A script or the name of a module, and its arguments.
+    is_module : bool
+        Whether the first word names a module.
+
+    Raises
+    ------
+    ValueError
+        If there is no such script or module, naming one that is spelled alike.
+    """
+    script, *arguments = words
+    path = Path(script)
+    if is_module:
+        name = script.partition(".")[0]
+        # Only looked for, because importing it could start anything. Python adds this folder.
+        if not (find_spec(name) or PathFinder.find_spec(name, [str(Path.cwd())])):
+            raise ValueError(f"-m {script}: there is no module {name}, here or on Python's path")
+        return ["-m", script, *arguments]
+    if re.fullmatch(r"python[\d.]*", path.name) and not path.is_dir():
+        if path.parent != Path() and path.parent.absolute() != Path(sys.executable).parent:
+            raise ValueError(
+                f"ranks run in {sys.executable}, not in {script}: leave it out, or start "
+                f"`{script} -m mpishard run`"
+            )
+        if not arguments:
+            raise ValueError(f"there is no script after {script}")
+        return arguments if arguments[0].startswith("-") else python_arguments(arguments)
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        scripts = sorted(path.glob("*.py"))
+        raise ValueError(f"{script} is a folder without __main__.py{_did_you_mean(scripts[:3])}")
+    if not (path.is_file() or path.is_dir()):
+        folder = path.parent if path.parent.is_dir() else Path()
+        found = {each.name: each for each in folder.glob("*.py")}
+        alike = difflib.get_close_matches(path.name, found, 1)
+        raise ValueError(f"there is no script {script}{_did_you_mean([found[n] for n in alike])}")
+    return list(words)
+
+
+def _did_you_mean(paths: Sequence[Path]) -> str:
+    return f"; did you mean {' or '.join(map(str, paths))}?" if paths else ""
 
 
 def _user_variables(entries: Sequence[str]) -> dict[str, str]:
@@ -96,7 +146,7 @@ class Job:
         The command line of each rank.
     environment : mapping of str to str
         The variables of the launcher.
-    user_variables : mapping of str to str
+    user_variables : dict of str to str
         Those of ``--env``, which come before all others.
     passed_on : sequence of str
         Those that ranks on other machines need as well.
@@ -124,7 +174,7 @@ class Job:
     launcher: Launcher
     program: Sequence[str]
     environment: Mapping[str, str]
-    user_variables: Mapping[str, str]
+    user_variables: dict[str, str]
     passed_on: Sequence[str]
     ranks: int
     hosts: Sequence[Host]
@@ -145,8 +195,7 @@ class Job:
             With code 2 if the log folder is another job's, or cannot be written.
         """
         self.say(self.announcement)
-        may_lose = self.hosts
-        resizing: Resizing | None = None
+        may_lose, folder = self.hosts, self.log_folder
         if self.max_restarts and self.launcher.is_slurm and not self.hosts:
             may_lose = allocated_hosts(self.max_ranks or self.ranks)
 
@@ -156,7 +205,21 @@ class Job:
         def start(restart_count: int, ranks: int, hosts: Sequence[Host]) -> Outcome:
             # On all that SLURM has allocated, the launcher needs no list of them.
             hosts = self.hosts if hosts == may_lose else hosts
-            return self._start(ranks, hosts, restart_count, resizing)
+            logs = folder and folder_of_start(folder, restart_count)
+            supervisor = Supervisor(
+                self.name,
+                self.launcher,
+                self.command(ranks, hosts, logs),
+                ranks,
+                restarts.resizing,
+                [host.name for host in hosts],
+                logs,
+                self.received,
+                self.survives,
+            )
+            variables = _thread_variables(self.launcher, ranks, hosts) | self.user_variables
+            variables["MPISHARD_RESTART"] = f"{restart_count}"
+            return supervisor.run({**self.environment, **variables})
 
         restarts = Restarts(
             start,
@@ -169,38 +232,13 @@ class Job:
             self.max_ranks,
             self.received,
         )
-        folder = self.log_folder
         with ExitStack() as held:
             if folder is not None:
                 held.enter_context(own_log_folder(self.name, folder))
-            if can_be_watched():
-                least, most = self.min_ranks or self.ranks, self.max_ranks or self.ranks
-                resizing = Resizing(self.ranks, least, most, may_lose, find_lost)
-                if folder is not None:
+                if can_be_watched():
                     with suppress(OSError):  # a file system without sockets
-                        held.enter_context(resizing.listens(folder))
-                restarts.resizing = resizing
+                        held.enter_context(restarts.resizing.listens(folder))
             return restarts.run()
-
-    def _start(
-        self, ranks: int, hosts: Sequence[Host], restart_count: int, resizing: Resizing | None
-    ) -> Outcome:
-        logs = self.log_folder and folder_of_start(self.log_folder, restart_count)
-        supervisor = Supervisor(
-            self.name,
-            self.launcher,
-            self.command(ranks, hosts, logs),
-            ranks,
-            len(hosts) or int(self.launcher.is_slurm),
-            logs,
-            [host.name for host in hosts],
-            self.received,
-            self.survives,
-            resizing,
-        )
-        of_start = _thread_variables(self.launcher, ranks, hosts)
-        of_start |= {**self.user_variables, "MPISHARD_RESTART": f"{restart_count}"}
-        return supervisor.run({**self.environment, **of_start})
 
     def command(self, ranks: int, hosts: Sequence[Host], logs: Path | None = None) -> list[str]:
         """Return the command line of a start."""

@@ -191,7 +191,11 @@ def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
     code = _run(
         *launch, "-m", "mpishard.cli.verify.comparison", folder, "mpi" if is_mpi else "memory"
     )
-    whom = counted(ranks, "MPI rank" if is_mpi else "thread-rank")
+    whom, how = counted(ranks, "MPI rank" if is_mpi else "thread-rank"), job.optimizer
+    if job.wrapper or job.delay:
+        how += f" with {job.wrapper or 'async'}"
+    if job.replica_count:
+        whom += f", {counted(job.replica_count, 'replica')},"
     are_equal = True
     for name in job.mesh.schedules:
         found = Comparison.read(job.folder, name, tolerance)
@@ -202,7 +206,7 @@ def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
             break
         typer.echo(
             f"{job.target}: {where} against training alone, {counted(job.steps, 'step')} of "
-            f"{job.optimizer}, {job.precision or found.dtype}"
+            f"{how}, {job.precision or found.dtype}"
         )
         show(found.table())
         typer.echo("\n".join(found.lines()))
