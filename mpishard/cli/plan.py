@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from mpishard.cli.tables import figures_table, screen_width, show
-from mpishard.cli.wording import counted, refusing
+from mpishard.cli.wording import counted, refusing, say
 from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
 from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
 
@@ -93,7 +93,7 @@ def schedule(
     if output is not None:
         with refusing("plan", "--output: ", errors=(OSError,)):
             plot_timelines(output, timelines)
-        typer.echo(f"mpishard plan: wrote {output}", err=True)
+        say("plan", f"wrote {output}")
     if as_json:
         rows = [_as_dict(*pair) for pair in zip(schedules, timelines, strict=True)]
         typer.echo(json.dumps(rows, indent=1))

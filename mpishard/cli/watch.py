@@ -27,7 +27,7 @@ import typer
 from mpishard.arguments import nearest
 from mpishard.arrays import Array
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start
-from mpishard.cli.wording import refuse
+from mpishard.cli.wording import refuse, say
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.records import RankRecord
 from mpishard.communication.contract.status import pages_beside, records_at, records_in
@@ -78,11 +78,8 @@ def watch(
     server.daemon_threads = True
     if not run.exists():
         there = [p.name for p in run.parent.iterdir()] if run.parent.is_dir() else []
-        typer.echo(
-            f"mpishard watch: there is no {run} yet, and the page waits for it"
-            f"{nearest(run.name, there)}",
-            err=True,
-        )
+        text = f"there is no {run} yet, and the page waits for it"
+        say("watch", f"{text}{nearest(run.name, there)}")
     typer.echo(f"{run}: http://127.0.0.1:{server.server_port} (Ctrl-C ends it)")
     with server:
         try:

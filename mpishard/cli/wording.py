@@ -1,4 +1,4 @@
-"""Text for people: counts, bytes and times in words, and refusals with exit code 2."""
+"""Text for people: counts, bytes and times in words, messages, and refusals with exit code 2."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mpishard.arguments import nearest
 
 __all__ = [
     "bytes_text", "check_choice", "counted", "milliseconds", "parse_bytes", "refuse", "refusing",
+    "say",
 ]  # fmt: skip
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -62,15 +63,20 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def say(command: str, message: object) -> None:
+    """Print ``message`` as that of ``mpishard <command>``, beside what the command answers."""
+    typer.echo(f"mpishard {command}: {message}", err=True)
+
+
 def refuse(command: str, message: object, code: int = 2) -> NoReturn:
-    """Print ``message`` as that of ``mpishard <command>``, and end with exit code 2 or another.
+    """`say` ``message``, and end with exit code 2 or another.
 
     Raises
     ------
     typer.Exit
         Always.
     """
-    typer.echo(f"mpishard {command}: {message}", err=True)
+    say(command, message)
     raise typer.Exit(code) from None
 
 

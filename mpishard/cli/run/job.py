@@ -9,12 +9,11 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-
-import typer
 
 from mpishard import settings
 from mpishard.blas import better_kernel, loaded_kernel
@@ -31,7 +30,7 @@ from mpishard.cli.run.logs import (
 from mpishard.cli.run.rank_processes import can_be_watched
 from mpishard.cli.run.restarts import Restarts, allocated_hosts, find_lost_hosts
 from mpishard.cli.run.supervisor import Supervisor
-from mpishard.cli.wording import counted, refuse
+from mpishard.cli.wording import counted, refuse, say
 from mpishard.communication.failure.report import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
@@ -139,7 +138,7 @@ class Job:
     Parameters
     ----------
     name : str
-        The command that started it, such as ``mpishard run``.
+        The command of mpishard that starts it, such as ``run``.
     launcher : Launcher
         The program that starts the ranks.
     program : sequence of str
@@ -166,8 +165,6 @@ class Job:
         Whether ranks may outlive each other.
     announcement : str
         What the user is told before the first start.
-    received : list of Signals
-        The signals that are to end the job, as they come.
     """
 
     name: str
@@ -184,7 +181,6 @@ class Job:
     max_ranks: int | None
     survives: bool
     announcement: str
-    received: list[signal.Signals] = field(default_factory=list)
 
     def run(self) -> int:
         """Run it to its end, with all its restarts; return the exit code.
@@ -194,13 +190,14 @@ class Job:
         typer.Exit
             With code 2 if the log folder is another job's, or cannot be written.
         """
-        self.say(self.announcement)
+        say(self.name, self.announcement)
         may_lose, folder = self.hosts, self.log_folder
+        received: list[signal.Signals] = []
         if self.max_restarts and self.launcher.is_slurm and not self.hosts:
             may_lose = allocated_hosts(self.max_ranks or self.ranks)
 
         def find_lost() -> list[str]:
-            return find_lost_hosts(self.launcher, may_lose, self.received)
+            return find_lost_hosts(self.launcher, may_lose, received)
 
         def start(restart_count: int, ranks: int, hosts: Sequence[Host]) -> Outcome:
             # On all that SLURM has allocated, the launcher needs no list of them.
@@ -214,7 +211,7 @@ class Job:
                 restarts.resizing,
                 [host.name for host in hosts],
                 logs,
-                self.received,
+                received,
                 self.survives,
             )
             variables = _thread_variables(self.launcher, ranks, hosts) | self.user_variables
@@ -223,14 +220,14 @@ class Job:
 
         restarts = Restarts(
             start,
-            self.say,
+            partial(say, self.name),
             self.ranks,
             may_lose,
             find_lost,
             self.max_restarts,
             self.min_ranks,
             self.max_ranks,
-            self.received,
+            received,
         )
         with ExitStack() as held:
             if folder is not None:
@@ -247,10 +244,6 @@ class Job:
         return self.launcher.command(
             ranks, program, hosts=hosts, variables=self.passed_on, survives=self.survives
         )
-
-    def say(self, line: str) -> None:
-        """Tell the user."""
-        typer.echo(f"{self.name}: {line}", err=True)
 
 
 def prepare_job(
@@ -315,7 +308,7 @@ def prepare_job(
             told.append(f"--max-ranks {max_ranks} is above the {slots} slots of --hosts")
         whom = f"{counted(ranks, 'rank')} of {launcher.library}"
         job = Job(
-            f"mpishard {name}",
+            name,
             launcher,
             [sys.executable, "-u", *program],
             {**settings.environment(), **added},
@@ -392,9 +385,7 @@ def own_log_folder(name: str, folder: Path) -> Iterator[None]:
             held.enter_context(held_log_folder(folder))
             aside = prepare_log_folder(folder)
         except (OSError, ValueError) as error:
-            what = "--log-dir: " if isinstance(error, OSError) else ""
-            typer.echo(f"{name}: {what}{error}", err=True)
-            raise typer.Exit(2) from None
+            refuse(name, f"{'--log-dir: ' if isinstance(error, OSError) else ''}{error}")
         if aside is not None:
-            typer.echo(f"{name}: moved the logs of an earlier job to {aside}", err=True)
+            say(name, f"moved the logs of an earlier job to {aside}")
         yield
