@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -94,11 +94,12 @@ def refusing(
         refuse(command, f"{what}{error}", code)
 
 
-def check_choice(command: str, flag: str, given: str, choices: Iterable[str]) -> None:
-    """Refuse a value of ``flag`` that is not among ``choices``."""
+def check_choice(
+    command: str, flag: str, given: str | Sequence[str], choices: Iterable[str]
+) -> None:
+    """Refuse values of ``flag`` that are not among ``choices``."""
     names = list(choices)
-    if given not in names:
-        refuse(
-            command,
-            f"{flag} must be one of {', '.join(names)}; got {given!r}{nearest(given, names)}",
-        )
+    for each in [given] if isinstance(given, str) else given:
+        if each not in names:
+            known = f"must be one of {', '.join(names)}; got {each!r}{nearest(each, names)}"
+            refuse(command, f"{flag} {known}")
