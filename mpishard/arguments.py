@@ -23,6 +23,7 @@ __all__ = [
     "as_loss",
     "as_number",
     "as_positive",
+    "check_divides",
     "check_name",
     "check_path",
     "check_sizes",
@@ -262,6 +263,21 @@ def check_path(name: str, path: Any) -> None:
 def is_size(value: Any, least: int = 1) -> bool:
     """True if ``value`` is an integer, of Python or of NumPy, and at least ``least``."""
     return isinstance(value, Integral) and int(value) >= least
+
+
+def check_divides(name: str, number: int, of: str, whole: int) -> None:
+    """Refuse a number that does not divide another one.
+
+    Raises
+    ------
+    ValueError
+        With both names, and the division.
+    """
+    if whole % number:
+        raise ValueError(
+            f"{name} must divide {of}, got {whole} = {whole // number} * {number} + "
+            f"{whole % number}"
+        )
 
 
 def check_sizes(owner: str, **sizes: Any) -> None:

@@ -185,14 +185,8 @@ class Manifest:
 
     def torn_files(self, directory: Path) -> list[str]:
         """Return the files in ``directory`` that are missing or of another length, in words."""
-        torn = []
-        for name, record in self.files.items():
-            file = directory / name
-            if not file.is_file():
-                torn.append(f"{name} is missing")
-            elif file.stat().st_size != record.nbytes:
-                torn.append(f"{name} has {file.stat().st_size} of {record.nbytes} bytes")
-        return torn
+        tears = {name: record.tear(directory / name) for name, record in self.files.items()}
+        return [f"{name} {tear}" for name, tear in tears.items() if tear]
 
     def to_bytes(self) -> bytes:
         """Return the content of ``manifest.json``.

@@ -273,6 +273,13 @@ class FileRecord:
     nbytes: int
     checksums: tuple[int, ...]
 
+    def tear(self, file: Path) -> str:
+        """Return why ``file`` cannot be the one recorded, by its length; "" if it can."""
+        if not file.is_file():
+            return "is no file" if file.exists() else "is missing"
+        held = file.stat().st_size
+        return "" if held == self.nbytes else f"has {held} of {self.nbytes} bytes"
+
 
 class RankFile:
     """The file of one rank, laid out before anything is written.

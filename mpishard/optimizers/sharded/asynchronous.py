@@ -185,7 +185,6 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         if model is self.model or not (self.max_staleness or has_replicas):
             return
         self._refuse_other_gradients(model, "keeps several gradients under way")
-        self._refuse_ranks_alone(model)
         if self.allow_staleness and model.engine.layout.device.is_gpu:
             raise NotImplementedError(
                 f"{type(self).__name__} sends pieces of host memory with allow_staleness, and the "
