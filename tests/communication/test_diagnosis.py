@@ -18,7 +18,7 @@ from mpishard.communication.contract.matching import (
 )
 from mpishard.communication.contract.records import MessageWait, RankRecord, RankState
 from mpishard.communication.contract.reduction import ReductionOperation
-from mpishard.communication.diagnostics.stall import (
+from mpishard.communication.failure.stall import (
     describe_stall,
     longest_waiting,
     parting,

@@ -9,8 +9,8 @@ import pytest
 from mpishard import run_in_threads
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.records import MessageWait, RankRecord, RankState
-from mpishard.communication.diagnostics.stall import describe_departure
 from mpishard.communication.failure.report import failure_report
+from mpishard.communication.failure.stall import describe_departure
 from mpishard.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

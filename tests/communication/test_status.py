@@ -17,7 +17,7 @@ from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.records import MessageWait, RankState
 from mpishard.communication.contract.status import StatusPage, StatusReader, records_in
-from mpishard.communication.diagnostics.stall import rank_table
+from mpishard.communication.failure.stall import rank_table
 from mpishard.communication.mpi import job as job_module
 
 

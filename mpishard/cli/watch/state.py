@@ -19,7 +19,7 @@ from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.records import RankRecord
 from mpishard.communication.contract.status import pages_beside, records_at, records_in
-from mpishard.communication.diagnostics.stall import verdict
+from mpishard.communication.failure.stall import verdict
 from mpishard.observe.metrics import parse_metrics
 from mpishard.observe.timing import proportional_memory
 

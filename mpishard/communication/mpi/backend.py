@@ -23,10 +23,10 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import LONG_POLL, SHARES_CORE_SECONDS, Backoff
 from mpishard.communication.contract.call import Call, Kind, place_after
 from mpishard.communication.contract.work import Steps, Work, in_call
-from mpishard.communication.diagnostics.stall import describe_departure, parting
 from mpishard.communication.failure import hooks
 from mpishard.communication.failure.hooks import helper_error, is_helper
 from mpishard.communication.failure.report import OnFailure, check_on_failure
+from mpishard.communication.failure.stall import describe_departure, parting
 from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.gpu import Staging, needs_staging
 from mpishard.communication.mpi.group import CUT_OFF, Group, share_group_memory

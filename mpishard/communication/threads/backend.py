@@ -26,7 +26,7 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call, Kind, place_after, refuse_other_message
 from mpishard.communication.contract.records import RankState
 from mpishard.communication.contract.work import CollectiveWork, Steps, Work
-from mpishard.communication.diagnostics.stall import describe_departure, describe_stall, parting
+from mpishard.communication.failure.stall import describe_departure, describe_stall, parting
 from mpishard.communication.threads.world import Awaited, Failure, Message, Receive, World
 from mpishard.communication.tracing.recorder import stop_recording
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
