@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.records import RankRecord, RankState
-from mpishard.communication.contract.status import records_in
+from mpishard.communication.contract.status import RankRecord, RankState, records_in
 
 __all__ = [
     "CALLS",
