@@ -18,7 +18,7 @@ from typing import Any, Literal
 from jobs import Runner
 from model import Costs, Line, bytes_sent
 
-from mpishard.cli.bench.collectives import CollectiveResult, collective_panels
+from mpishard.cli.bench.collectives import CollectiveBenchmark, CollectiveResult
 from mpishard.cli.machine import usable_cores
 from mpishard.observe import Curve, Panel, Timing, plot_panels
 
@@ -112,7 +112,8 @@ def draw(study: str, runner: Runner, folder: Path) -> Path:
     if study == "collectives":
         words = ("bench", "collectives", "-n", "--sizes", SIZES, "--repeats", "9")
         found = runner.ours(*words, ranks=2)["collectives"]
-        drawn = collective_panels([CollectiveResult(**row) for row in found])
+        results = [CollectiveResult(**row) for row in found]
+        drawn = CollectiveBenchmark([], []).panels(results, 0)
     elif study == "ranks":
         cores = usable_cores()
         boundary = (cores + 0.5, f"more ranks than the {cores} cores")

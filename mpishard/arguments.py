@@ -23,6 +23,8 @@ __all__ = [
     "as_loss",
     "as_number",
     "as_positive",
+    "check_divides",
+    "check_name",
     "check_path",
     "check_sizes",
     "is_size",
@@ -31,6 +33,8 @@ __all__ = [
     "require_type",
     "take_plain_fields",
 ]
+
+_RESERVED = "__metadata__"  # by safetensors, for a header's own entries
 
 
 def as_number(name: str, value: Any) -> float:
@@ -206,6 +210,30 @@ def take_plain_fields(record: Any) -> None:
             object.__setattr__(record, field.name, value)
 
 
+def check_name(name: str, kind: str) -> None:
+    """Refuse a name under which a safetensors file cannot hold a tensor.
+
+    ``kind`` is the word for it in the error: "parameter" or "tensor".
+
+    Raises
+    ------
+    ValueError
+        For the name that the format reserves, and for one that UTF-8 cannot hold.
+    """
+    if name == _RESERVED:
+        raise ValueError(
+            f"{kind} name {name!r} is reserved by the safetensors format; choose another name"
+        )
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{kind} name {name!r} cannot be written as UTF-8 ({error.reason}); choose "
+                "another name"
+            ) from None
+
+
 def check_path(name: str, path: Any) -> None:
     """Refuse what names no place in the file system.
 
@@ -235,6 +263,21 @@ def check_path(name: str, path: Any) -> None:
 def is_size(value: Any, least: int = 1) -> bool:
     """True if ``value`` is an integer, of Python or of NumPy, and at least ``least``."""
     return isinstance(value, Integral) and int(value) >= least
+
+
+def check_divides(name: str, number: int, of: str, whole: int) -> None:
+    """Refuse a number that does not divide another one.
+
+    Raises
+    ------
+    ValueError
+        With both names, and the division.
+    """
+    if whole % number:
+        raise ValueError(
+            f"{name} must divide {of}, got {whole} = {whole // number} * {number} + "
+            f"{whole % number}"
+        )
 
 
 def check_sizes(owner: str, **sizes: Any) -> None:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, Self, TypeVar, overload
 
 from mpishard import models, optimizers
-from mpishard.arguments import adapter_hint, nearest
+from mpishard.arguments import adapter_hint, as_count, nearest
 from mpishard.communication import CommunicationBackend, init, run_in_threads
 from mpishard.communication.failure.report import OnFailure, check_on_failure
 from mpishard.communication.init import is_launched, refuse_worlds_of_one
@@ -465,8 +465,8 @@ def launch(
         ms.launch(main, on_failure="shrink")
     """
     check_on_failure(on_failure)
-    if world_size is not None and world_size < 1:
-        raise ValueError(f"world_size must be 1 or more, got {world_size}")
+    if world_size is not None:
+        as_count("world_size", world_size)
     if backend == "mpi" or (backend == "auto" and is_launched()):
         own = init("mpi", on_failure=on_failure)
         return main(own, *args) if on_failure == "abort" else _go_on(own, main, args)[1]

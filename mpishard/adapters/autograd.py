@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.adapters.parameter_tree import ParameterTree
-from mpishard.adapters.tree_model import TreeModel, described, scalar_loss
+from mpishard.adapters.placed_vector import TreeModel, described, scalar_loss
 from mpishard.arrays import Array
 from mpishard.contracts import ILossFunction
 from mpishard.data import tree_of

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.adapters.parameter_tree import flat_leaves
-from mpishard.adapters.tree_model import TreeModel, described
+from mpishard.adapters.placed_vector import TreeModel, described
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction

@@ -153,7 +153,7 @@ class OptaxRule(Optimizer):
         for owned in ranges:
             for span in self._option_ranges(owned.segments):
                 part = slice(span.start, span.stop)
-                rate = span.rate(context.step - 1, context.learning_rate)
+                rate = self._rate_in(span, context)
                 after = self._update_part(owned, part, rate, before, context)
         if not after:  # no element is here: the numbers go on, for a checkpoint
             nothing = np.zeros(1, np.float32)

@@ -170,7 +170,7 @@ class TorchModel(PlacedVectorModel):
 
     def choices(self) -> dict[str, Any]:
         """The buffers of ``state_dict()``, which training may have changed."""
-        from mpishard.torch.buffers import to_text
+        from mpishard.torch.placed import to_text
 
         buffers = self._placed.buffers.saved(with_parameters=False)
         return {_BUFFERS: to_text(buffers)} if buffers else {}
@@ -268,7 +268,7 @@ def _wide(named: Iterable[tuple[str, Any]]) -> list[str]:
 
 
 def _buffers_in(choices: Mapping[str, Any]) -> dict[str, Any]:
-    from mpishard.torch.buffers import from_text
+    from mpishard.torch.placed import from_text
 
     return from_text(choices[_BUFFERS]) if _BUFFERS in choices else {}
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mpishard.arguments import as_integer, as_number
+from mpishard.arguments import as_amount, as_count
 from mpishard.callbacks.run import Record, Run
 
 __all__ = ["EarlyStopping"]
@@ -56,10 +56,9 @@ class EarlyStopping:
     waited: int = 0
 
     def __post_init__(self) -> None:
-        if self.patience is not None and as_integer("patience", self.patience) < 1:
-            raise ValueError(f"patience must be 1 or more, got {self.patience}")
-        if not 0 <= as_number("tolerance", self.tolerance) < math.inf:
-            raise ValueError(f"tolerance must be 0 or more and finite, got {self.tolerance}")
+        if self.patience is not None:
+            as_count("patience", self.patience)
+        as_amount("tolerance", self.tolerance)
 
     def observe(self, step: int, score: float) -> None:
         """Record an evaluation after ``step`` updates."""

@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from mpishard.callbacks.run import Record, Run
+from mpishard.checkpoint.format.disk import replace_file
 from mpishard.contracts import PathLike
-from mpishard.observe.metrics import MetricsWriter, replace_text
+from mpishard.observe.metrics import MetricsWriter
 from mpishard.observe.progress import Progress
 
 __all__ = ["CSVFile", "JSONLines", "ProgressLine", "TensorBoard", "WandB"]
@@ -133,7 +134,7 @@ class CSVFile(_Writer):
         table = csv.DictWriter(whole, self._columns, restval="")
         table.writeheader()
         table.writerows(kept)
-        replace_text(self._path, whole.getvalue())
+        replace_file(self._path, [whole.getvalue().encode()])
         self._stream = self._path.open("a", newline="", encoding="utf-8")
         self._table = csv.DictWriter(self._stream, self._columns, restval="")
 

@@ -4,21 +4,21 @@ A checkpoint is a directory: one safetensors file for each rank that wrote somet
 ``manifest.json``, written last. It holds regions of the model's parameters and knows no ranks, so
 a rank that loads it reads the regions that it needs.
 
-Begin with `saving.snapshot` (`save`) and `loading.restore` (`load`). `format` is what lies on the
+Begin with `saving.save` (`save`) and `loading.restore` (`load`). `format` is what lies on the
 disk, and how ranks agree; `exchange` converts to and from other programs' files. A chapter imports
 from those before it: format, loading, saving, exchange. The room imports from `sharding` and the
 rooms before that.
 """
 
 from mpishard.checkpoint.exchange.convert import CheckpointForm, consolidate, convert
-from mpishard.checkpoint.format.folder import CheckpointFolder
-from mpishard.checkpoint.format.manifest import Manifest
-from mpishard.checkpoint.format.protocol import (
+from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
     CheckpointState,
     Pieces,
 )
+from mpishard.checkpoint.format.folder import CheckpointFolder
+from mpishard.checkpoint.format.manifest import Manifest
 from mpishard.checkpoint.loading.inspection import (
     CheckpointProblem,
     CheckpointReport,
@@ -29,8 +29,7 @@ from mpishard.checkpoint.loading.inspection import (
 )
 from mpishard.checkpoint.loading.reader import CheckpointReader
 from mpishard.checkpoint.loading.restore import load, newest_valid
-from mpishard.checkpoint.saving.pending import PendingSave
-from mpishard.checkpoint.saving.snapshot import reserve, save, save_async, write_checkpoint
+from mpishard.checkpoint.saving.save import PendingSave, reserve, save, save_async, write_checkpoint
 from mpishard.checkpoint.saving.staging import StagingBuffer
 
 __all__ = [

@@ -2,10 +2,10 @@
 
 Each command is a folder that begins with ``command.py``, or one module: ``run/`` starts a script on
 N ranks and watches it, ``doctor/`` examines an installation, ``verify/`` compares sharded with
-plain training, ``bench/`` measures, ``watch/`` shows a run on a page, ``resize.py`` changes its
-ranks; ``plan.py`` simulates pipeline schedules; ``checkpoint.py``, ``trace.py`` and ``plot.py``
-read what a run has written. This file has the table of commands. A command is imported when it is
-called, so that ``mpishard run`` does not wait for models.
+plain training, ``bench/`` measures; ``watch.py`` shows a run on a page, ``plan.py`` simulates
+pipeline schedules, ``checkpoint.py``, ``trace.py`` and ``plot.py`` read what a run has written.
+``resize`` is in ``run/``, whose jobs it changes. This file has the table of commands. A command is
+imported when it is called, so that ``mpishard run`` does not wait for models.
 
 Commands share ``tables.py``, ``wording.py`` (and refusals), ``probe.py`` (programs with a time
 limit) and ``machine.py``. They may import those, ``run/``, and every other room of mpishard; they
@@ -39,11 +39,11 @@ _COMMANDS = {
     "checkpoint": (
         "checkpoint", "Look into checkpoints, verify them, exchange them with other programs."
     ),
-    "resize": ("resize", "Order a running job to go on with N ranks."),
+    "resize": ("run.resizing", "Order a running job to go on with N ranks."),
     "trace": ("trace", "Record what each rank does and when; merge it for Perfetto, add it up."),
     "plot": ("plot", "Draw the losses of one run, or of several."),
     "watch": (
-        "watch.command",
+        "watch",
         "Show a run on a local page, live: losses, throughput, memory, and the state of each rank.",
     ),
 }  # fmt: skip

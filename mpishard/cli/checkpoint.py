@@ -17,20 +17,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Column, Table
 
 from mpishard import checkpoint as checkpoints
-from mpishard.checkpoint import (
-    CheckpointFolder,
-    CheckpointForm,
-    CheckpointProblem,
-    describe,
-)
+from mpishard.checkpoint import CheckpointFolder, CheckpointForm, CheckpointProblem, describe
+from mpishard.checkpoint.format.content import COUNT, TEXT, require_form, spelled
 from mpishard.checkpoint.format.folder import LATEST
 from mpishard.checkpoint.format.manifest import MANIFEST
-from mpishard.checkpoint.format.metadata import COUNT, TEXT, require_form, spelled
 from mpishard.checkpoint.loading.inspection import problems_in
 from mpishard.checkpoint.loading.reader import find_checkpoint, find_single
 from mpishard.checkpoint.loading.restore import newest_first
 from mpishard.cli.tables import show
-from mpishard.cli.wording import bytes_text, counted, parse_bytes, refusing
+from mpishard.cli.wording import bytes_text, counted, parse_bytes, refusing, say
 
 __all__ = ["checkpoint"]
 
@@ -121,20 +116,14 @@ def check(
         if not wrong and not is_lost:
             return
         if wrong:
-            typer.echo(
-                f"mpishard checkpoint: {len(wrong)} of {counted(len(chosen), 'checkpoint')} cannot "
-                "be trusted",
-                err=True,
-            )
+            them = counted(len(chosen), "checkpoint")
+            say("checkpoint", f"{len(wrong)} of {them} cannot be trusted")
         if entries:
             whole = next(
                 (o for o in others if o not in wrong and (o in chosen or not _read(o))), None
             )
-            typer.echo(
-                "mpishard checkpoint: "
-                + ("none is whole" if whole is None else f"the newest that is whole is {whole}"),
-                err=True,
-            )
+            text = "none is whole" if whole is None else f"the newest that is whole is {whole}"
+            say("checkpoint", text)
     raise typer.Exit(1)
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 __all__ = [
-    "available_memory",
-    "core_quota",
-    "installed_version",
-    "processor_name",
-    "total_memory",
-    "usable_cores",
-]
+    "available_memory", "core_quota", "describe_machine", "installed_version", "usable_cores",
+    "write_json",
+]  # fmt: skip
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -40,11 +38,6 @@ def core_quota(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> float | None
     return min(quotas, default=None)
 
 
-def total_memory() -> int | None:
-    """Return the machine's memory in bytes; None if the system does not tell."""
-    return _memory_facts().get("MemTotal")
-
-
 def available_memory(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> tuple[int, int] | None:
     """Return the bytes that this process may ever have, and the free ones; None if not known."""
     facts = _memory_facts()
@@ -62,13 +55,6 @@ def available_memory(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> tuple[
     return total, free
 
 
-def processor_name() -> str:
-    """Return the model name of the processor; its architecture if the system tells no more."""
-    lines = _read(Path("/proc/cpuinfo")).splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
-
-
 def installed_version(package: str) -> str | None:
     """Return the version of a package; None if it is not installed."""
     # Here, because it imports a parser of mail, and `mpishard run` needs none.
@@ -78,6 +64,33 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory, and the versions that decide about speed."""
+    import threadpoolctl  # which `mpishard run` does not need
+
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    blas = threadpoolctl.threadpool_info()
+    return {
+        "processor": next(names, platform.processor() or platform.machine()),
+        "cores": usable_cores(),
+        "memory_bytes": _memory_facts().get("MemTotal"),
+        "system": platform.platform(terse=True),
+        "python": platform.python_version(),
+        **{name: installed_version(name) for name in ("mpishard", "numpy", "mpi4py")},
+        "blas": [f"{i['internal_api']} {i['version']} {i.get('architecture')}" for i in blas],
+        "blas_threads": [i["num_threads"] for i in blas],
+    }
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write measurements, with the machine that they were made on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {"machine": describe_machine(), **result}
+    # NaN and infinity are refused: other readers of JSON do not know them.
+    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _memory_facts() -> dict[str, int]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from mpishard import settings
-from mpishard.cli.wording import milliseconds
+from mpishard.cli.wording import bytes_text, milliseconds
+from mpishard.observe import Timing
 
-if TYPE_CHECKING:
-    from mpishard.observe import Timing
-
-__all__ = ["figures_table", "screen_width", "show", "timing_cells"]
+__all__ = ["figures_table", "rate_cells", "screen_width", "show", "timing_cells"]
 
 _USUAL = 80
 
@@ -53,6 +50,13 @@ def figures_table(
     return table
 
 
-def timing_cells(timing: Timing) -> tuple[str, str]:
-    """Return a median, and the spread around it."""
+def timing_cells(seconds: Sequence[float]) -> tuple[str, str]:
+    """Return the median of some times, and the spread around it."""
+    timing = Timing(tuple(seconds))
     return milliseconds(timing.median), f"{timing.spread:.0%}"
+
+
+def rate_cells(seconds: Sequence[float], nbytes: int) -> tuple[str, str, str]:
+    """Return median, spread, and the bytes that are moved in a second; "" if there are none."""
+    rate = f"{bytes_text(int(nbytes / Timing(tuple(seconds)).median))}/s" if nbytes else ""
+    return (*timing_cells(seconds), rate)

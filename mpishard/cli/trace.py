@@ -18,13 +18,7 @@ from mpishard.cli.run.command import (
 from mpishard.cli.run.job import prepare_job
 from mpishard.cli.tables import figures_table, show
 from mpishard.cli.wording import bytes_text, counted, milliseconds, refusing
-from mpishard.observe import (
-    JobTrace,
-    TraceSummary,
-    merge_traces,
-    open_trace,
-    summarize_trace,
-)
+from mpishard.observe import JobTrace, TraceSummary, merge_traces, open_trace, summarize_trace
 
 __all__ = ["trace"]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import as_count
 from mpishard.arrays import Array, array_namespace, require_plain
 
 __all__ = ["TokenWindows", "check_dataset", "count_samples", "take"]
@@ -65,12 +66,10 @@ class TokenWindows:
             raise TypeError(f"tokens must be a NumPy array of integers, got {kind}")
         if tokens.ndim != 1:
             raise ValueError(f"tokens must be 1-D, got shape {tokens.shape}")
-        if context_length < 1:
-            raise ValueError(f"context_length must be 1 or more, got {context_length}")
+        as_count("context_length", context_length)
         if offset not in (0, 1):
             raise ValueError(f"offset must be 0 (inputs) or 1 (targets), got {offset}")
-        if stride < 1:
-            raise ValueError(f"stride must be 1 or more, got {stride}")
+        as_count("stride", stride)
         if len(tokens) <= context_length:
             raise ValueError(
                 f"{len(tokens)} tokens hold no window of context_length {context_length} and the "

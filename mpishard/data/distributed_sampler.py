@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sized
 
 import numpy as np
 
+from mpishard.arguments import as_count
 from mpishard.data.sampler import Indices, order_of
 
 __all__ = ["DistributedSampler", "ElasticDistributedSampler"]
@@ -99,9 +100,7 @@ class DistributedSampler:
         ValueError
             If `epoch` is negative.
         """
-        if epoch < 0:
-            raise ValueError(f"epoch must be 0 or more, got {epoch}")
-        self._epoch = int(epoch)
+        self._epoch = as_count("epoch", epoch, least=0)
 
     def __len__(self) -> int:
         """Number of indices that the replica gets in the epoch."""
@@ -122,8 +121,7 @@ class DistributedSampler:
 
     def _deal(self, num_replicas: int, rank: int, left: int) -> None:
         """Set replicas and rank, after a check that `left` samples are enough for them."""
-        if num_replicas < 1:
-            raise ValueError(f"num_replicas must be 1 or more, got {num_replicas}")
+        as_count("num_replicas", num_replicas)
         if not 0 <= rank < num_replicas:
             raise ValueError(
                 f"rank must be from 0 to {num_replicas - 1} for {num_replicas} replicas, got {rank}"

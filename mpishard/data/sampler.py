@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import as_count
 from mpishard.layout import LeafLayout, ShardLayout
 
 __all__ = ["GlobalBatchSampler", "Indices", "LocalBatchSampler", "block_order_of", "order_of"]
@@ -90,13 +91,12 @@ def _order(
 
 
 def _check_block(block_size: int | None) -> None:
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"shuffle_block_size must be 1 or more, got {block_size}")
+    if block_size is not None:
+        as_count("shuffle_block_size", block_size)
 
 
 def _check_place(epoch: int, index: int, batches: int) -> None:
-    if epoch < 0:
-        raise ValueError(f"epoch must be 0 or more, got {epoch}")
+    as_count("epoch", epoch, least=0)
     if not 0 <= index < batches:
         raise IndexError(f"batch {index} is outside the epoch's {batches} batches")
 
@@ -165,8 +165,7 @@ class GlobalBatchSampler:
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"a data set needs at least one sample, got length {self.length}")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be 1 or more, got {self.batch_size}")
+        as_count("batch_size", self.batch_size)
         _check_block(self.shuffle_block_size)
         if self.drop_last and self.length < self.batch_size:
             raise ValueError(

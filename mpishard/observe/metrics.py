@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from mpishard.checkpoint.format.disk import replace_file
+
 __all__ = ["MetricsWriter", "read_metrics"]
 
 
@@ -109,19 +111,9 @@ def _keep(path: Path, step: float) -> float:
     """Drop lines after ``step``, by writing a new file and renaming it; return the last time."""
     # A run that resumes repeats the steps after its checkpoint, and writes their lines again.
     kept = [record for record in read_metrics(path) if record["step"] <= step]
-    replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    replace_file(path, ["".join(json.dumps(record) + "\n" for record in kept).encode()])
     times = [time for record in kept if isinstance(time := record.get("time"), int | float)]
     return float(max(times, default=0.0))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file whole: a process that is killed leaves the old or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8", newline="") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
 
 
 def _plain(value: Any) -> Any:

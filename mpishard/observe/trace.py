@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from mpishard import settings
-from mpishard.arguments import as_integer
+from mpishard.arguments import as_count
 from mpishard.communication import CommunicationBackend, init
 from mpishard.communication.tracing.recorder import (
     Row,
@@ -82,8 +82,7 @@ def trace(
             f"trace() records a whole world, and {world.describe()} was split from one; give it "
             "the backend of init(): what its ranks do among themselves is recorded too"
         )
-    if as_integer("maximum_events", maximum_events) < 1:
-        raise ValueError(f"maximum_events must be 1 or more, got {maximum_events}")
+    as_count("maximum_events", maximum_events)
     start_recording(world, Path(folder), maximum_events)
     try:
         yield

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mpishard.arguments import as_count
+from mpishard.arguments import as_amount, as_count
 from mpishard.pipeline.operations import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -67,8 +66,7 @@ class StageTimes:
         for name in ("forward", "backward_input", "backward_weight", "communication"):
             given = getattr(self, name)
             for value in [given] if isinstance(given, int | float) else given:
-                if not (math.isfinite(value) and value >= 0):
-                    raise ValueError(f"{name} must be 0 or more and finite, got {value}")
+                as_amount(name, value)
 
     def of_stages(self, kind: PipelineOperationType, num_global_stages: int) -> list[float]:
         """Seconds, or whatever the unit is, of an operation in each global stage.

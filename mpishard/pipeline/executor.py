@@ -6,6 +6,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,12 +26,12 @@ from mpishard.pipeline.operations import (
     FORWARD,
     Flow,
     IPipelineSchedule,
+    Order,
     PipelineOperation,
     PipelineOperationType,
     PipelinePlan,
     Step,
     forward_orders,
-    schedule_orders,
 )
 
 __all__ = ["IPipelineStage", "OperationTimes", "PipelineExecutor", "PipelineRecord"]
@@ -214,13 +215,14 @@ class PipelineExecutor:
         return self._execute(stage, self._forward_plan)
 
     def _make_plan(self, *, is_training: bool) -> PipelinePlan:
-        ranks = self._backend.world_size
-        # Forward alone needs no check, because `forward_orders` makes the order itself.
+        schedule, ranks, count = self._schedule, self._backend.world_size, self._micro_batches
+        orders: Sequence[Order]
         if is_training:
-            check_schedule(self._schedule, ranks, self._micro_batches)
-        make = schedule_orders if is_training else forward_orders
-        orders = make(self._schedule, ranks, self._micro_batches)
-        return PipelinePlan.make(self._schedule, self._backend.rank, ranks, orders)
+            check_schedule(schedule, ranks, count)
+            orders = [schedule.get_schedule(rank, ranks, count) for rank in range(ranks)]
+        else:  # needs no check: the order is made here
+            orders = forward_orders(schedule, ranks, count)
+        return PipelinePlan.make(schedule, self._backend.rank, ranks, orders)
 
     def _execute(self, stage: IPipelineStage, plan: PipelinePlan) -> PipelineRecord:
         # Tags differ from run to run: messages of a failed run are not taken for new ones.

@@ -25,7 +25,6 @@ __all__ = [
     "Step",
     "forward_orders",
     "most_saved",
-    "schedule_orders",
 ]
 
 
@@ -224,13 +223,6 @@ def _step(operation: PipelineOperation, stage: int, last: int) -> Step:
             Flow(True, stage - 1, micro_batch) if stage > 0 else None,
         )
     return Step(operation, None, None)
-
-
-def schedule_orders(
-    schedule: IPipelineSchedule, num_stages: int, micro_batches: int
-) -> list[Order]:
-    """The operations of every rank, as the schedule says."""
-    return [schedule.get_schedule(rank, num_stages, micro_batches) for rank in range(num_stages)]
 
 
 def forward_orders(schedule: IPipelineSchedule, num_stages: int, micro_batches: int) -> list[Order]:

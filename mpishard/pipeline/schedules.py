@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -42,11 +43,13 @@ Row = tuple[PipelineOperationType, int, int]
 class RuleSchedule(IPipelineSchedule):
     """A schedule given by rules, without a search.
 
-    A subclass gives `name`, `_operations` and `published_bubble_fraction`.
+    A subclass gives `name`, `_operations` and the figures of its published bubble.
     """
 
     _name = ""
     _virtual_stages = 1
+    _work: float = 1
+    """W in the published bubble (P-1)/(WM+P-1)."""
 
     @property
     def name(self) -> str:
@@ -69,12 +72,19 @@ class RuleSchedule(IPipelineSchedule):
     def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
         """The operations of one rank, for checked arguments."""
 
-    @abstractmethod
     def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float | None:
         """The paper's formula for equal forward, backward-input and backward-weight times.
 
         None if the formula does not cover these numbers of ranks and micro-batches.
         """
+        if not self._is_published(num_stages, num_micro_batches):
+            return None
+        # P - 1 steps are spent on filling and draining.
+        return (num_stages - 1) / (self._work * num_micro_batches + num_stages - 1)
+
+    def _is_published(self, num_stages: int, num_micro_batches: int) -> bool:
+        """True if the paper's formula holds for these numbers."""
+        return True
 
     def estimate_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float:
         """The published fraction of time that a rank waits; 0 for P <= 1 or M <= 0.
@@ -88,11 +98,6 @@ class RuleSchedule(IPipelineSchedule):
         if published is not None:
             return published
         return bubble_fraction(run_clock(self, num_stages, num_micro_batches))
-
-
-def _bubble(num_stages: int, work: float) -> float:
-    """Part of the time that a rank waits if P - 1 steps are spent on filling and draining."""
-    return (num_stages - 1) / (work + num_stages - 1)
 
 
 def with_phases(rows: Sequence[Row], warmup: int, cooldown: int) -> list[PipelineOperation]:
@@ -134,9 +139,6 @@ class GPipeSchedule(RuleSchedule):
         backwards = [(BACKWARD, m, 0) for m in reversed(range(num_micro_batches))]
         return with_phases(forwards + backwards, num_micro_batches, num_micro_batches)
 
-    def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float:
-        return _bubble(num_stages, num_micro_batches)
-
 
 class OneForwardOneBackwardSchedule(RuleSchedule):
     """After min(P-1-s, M) forwards of warm-up, rank s alternates one forward and one backward.
@@ -155,9 +157,6 @@ class OneForwardOneBackwardSchedule(RuleSchedule):
         backwards = [(BACKWARD, m, 0) for m in range(num_micro_batches)]
         return with_phases(_alternated(forwards, backwards, warmup), warmup, warmup)
 
-    def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float:
-        return _bubble(num_stages, num_micro_batches)
-
 
 class _LoopedSchedule(RuleSchedule):
     """A schedule of V virtual stages per rank, with V chosen by the user."""
@@ -169,16 +168,7 @@ class _LoopedSchedule(RuleSchedule):
                 f"virtual_stages_per_rank must be 2 or more, got {count}; with one stage per rank "
                 "use OneForwardOneBackwardSchedule or GPipeSchedule"
             )
-        self._virtual_stages = count
-
-    def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float | None:
-        if not self._is_published(num_stages, num_micro_batches):
-            return None
-        return _bubble(num_stages, self._virtual_stages * num_micro_batches)
-
-    @abstractmethod
-    def _is_published(self, num_stages: int, num_micro_batches: int) -> bool:
-        """True if the paper's formula holds for these numbers."""
+        self._virtual_stages = self._work = count
 
 
 class Interleaved1F1BSchedule(_LoopedSchedule):
@@ -292,14 +282,14 @@ class ZeroBubbleH1Schedule(RuleSchedule):
     """
 
     _name = "ZB-H1"
+    _work = 3
 
     def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
         warmup = min(num_stages - 1 - rank, num_micro_batches)
         return _with_weights_put_off(num_micro_batches, warmup, rank, forward_first=True)
 
-    def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float | None:
-        is_published = num_micro_batches >= num_stages
-        return _bubble(num_stages, 3 * num_micro_batches) if is_published else None
+    def _is_published(self, num_stages: int, num_micro_batches: int) -> bool:
+        return num_micro_batches >= num_stages
 
 
 class ZeroBubbleH2Schedule(RuleSchedule):
@@ -313,14 +303,15 @@ class ZeroBubbleH2Schedule(RuleSchedule):
     """
 
     _name = "ZB-H2"
+    _work = math.inf  # no bubble
 
     def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
         # About twice 1F1B's warm-up fills the bubble in front, and holds twice the activations.
         warmup = min(2 * (num_stages - rank) - 1, num_micro_batches)
         return _with_weights_put_off(num_micro_batches, warmup, 2 * rank, forward_first=False)
 
-    def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float | None:
-        return 0.0 if num_micro_batches >= 2 * num_stages - 1 else None
+    def _is_published(self, num_stages: int, num_micro_batches: int) -> bool:
+        return num_micro_batches >= 2 * num_stages - 1
 
 
 _DOWN, _UP = 0, 1  # virtual stages: global stages r and 2P-1-r
@@ -342,8 +333,8 @@ class ZeroBubbleVSchedule(RuleSchedule):
     """
 
     _name = "ZB-V"
-
     _virtual_stages = 2
+    _work = math.inf  # no bubble
 
     def global_stage(self, stage_id: int, virtual_stage_index: int, num_stages: int) -> int:
         """Stage r on the way down, 2P-1-r on the way up."""
@@ -379,8 +370,8 @@ class ZeroBubbleVSchedule(RuleSchedule):
         operations = with_phases(rows.rows, warmup, len(rows.rows) - steady_until)
         return [op for op in operations if op.micro_batch_index < num_micro_batches]
 
-    def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float | None:
-        return 0.0 if num_micro_batches >= 2 * num_stages - 1 else None
+    def _is_published(self, num_stages: int, num_micro_batches: int) -> bool:
+        return num_micro_batches >= 2 * num_stages - 1
 
 
 class _Rows:

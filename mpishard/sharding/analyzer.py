@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mpishard.arguments import as_count
 from mpishard.arrays import Array
 from mpishard.contracts import ILayeredModel
 from mpishard.errors import ShardingError
@@ -65,12 +66,8 @@ class ParameterAnalyzer:
     """
 
     def __init__(self, minimum_group_size: int = 1024, world_size: int = 1) -> None:
-        if minimum_group_size < 1:
-            raise ValueError(f"minimum_group_size must be 1 or more, got {minimum_group_size}")
-        if world_size < 1:
-            raise ValueError(f"world_size must be 1 or more, got {world_size}")
-        self.minimum_group_size = minimum_group_size
-        self.world_size = world_size
+        self.minimum_group_size = as_count("minimum_group_size", minimum_group_size)
+        self.world_size = as_count("world_size", world_size)
 
     def analyze_model(self, model: Any) -> list[ParameterGroup]:
         """The groups of a model; no parameter is made, gathered or read.

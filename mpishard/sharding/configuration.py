@@ -91,8 +91,10 @@ def _precision(name: str, value: Any) -> str | None:
     return cast("str | None", value)
 
 
-def _choice(name: str, check: Callable[[str, Any], Any], doc: str) -> Any:
-    """A property of a configuration, whose values ``check(name, value)`` checks when it is set."""
+def _choice(name: str, check: Callable[[str, Any], Any] | None, doc: str) -> Any:
+    """A property of a configuration, read-only or set to ``check(name, value)``."""
+    if check is None:
+        return property(operator.attrgetter(f"_{name}"), doc=doc)
 
     def write(config: ShardingConfiguration, value: Any) -> None:
         setattr(config, f"_{name}", check(name, value))
@@ -199,7 +201,7 @@ class ShardingConfiguration:
                 "communication_backend must be a CommunicationBackend, got "
                 f"{type(communication_backend).__name__}; mpishard.init() returns one"
             )
-        self._backend = communication_backend
+        self._communication_backend = communication_backend
         self.learning_rate = learning_rate
         self.auto_sync_gradients = auto_sync_gradients
         self.minimum_parameter_group_size = minimum_parameter_group_size
@@ -221,7 +223,7 @@ class ShardingConfiguration:
             for each in defaults
             if each.default is not each.empty and getattr(self, each.name) != each.default
         ]
-        return f"{type(self).__name__}({self._backend!r}{''.join(chosen)})"
+        return f"{type(self).__name__}({self._communication_backend!r}{''.join(chosen)})"
 
     # ------------------------------------------------------------------------------------ presets
 
@@ -273,28 +275,19 @@ class ShardingConfiguration:
 
     # ----------------------------------------------------------------------------------- choices
 
-    @property
-    def communication_backend(self) -> CommunicationBackend:
-        """The backend of this rank."""
-        return self._backend
-
-    @property
-    def replica_size(self) -> int | None:
-        """Number of ranks that hold one replica; None if all do. Read-only."""
-        return self._replica_size
-
     def _checked_replica_size(self, given: int | str | None) -> int | None:
         if given is None:
             return None
-        world = self._backend.world_size
+        backend = self._communication_backend
+        world = backend.world_size
         if given == "node":
-            self._backend.initialize()  # the ranks know of nodes when they have met
-            of_a_node = _ranks_of_a_node(self._backend)
+            backend.initialize()  # the ranks know of nodes when they have met
+            of_a_node = _ranks_of_a_node(backend)
             if of_a_node is None:
                 raise ValueError(
                     'replica_size="node" needs as many ranks on each node, and consecutive ones; '
-                    f"rank {self._backend.rank} of {world} on {self._backend.node_count} nodes "
-                    f"shares its node with {list(self._backend.peers)}: start the job with its "
+                    f"rank {backend.rank} of {world} on {backend.node_count} nodes "
+                    f"shares its node with {list(backend.peers)}: start the job with its "
                     "ranks by node, or give a number"
                 )
             return of_a_node
@@ -306,6 +299,12 @@ class ShardingConfiguration:
             )
         return int(given)
 
+    communication_backend: CommunicationBackend = _choice(
+        "communication_backend", None, "The backend of this rank. Read-only."
+    )
+    replica_size: int | None = _choice(
+        "replica_size", None, "Number of ranks that hold one replica; None if all do. Read-only."
+    )
     learning_rate: float = _choice("learning_rate", as_positive, "Step size of ``model.train``.")
     minimum_parameter_group_size: int = _choice(
         "minimum_parameter_group_size", as_count, "Elements below which a unit takes a layer."
@@ -338,8 +337,8 @@ class ShardingConfiguration:
     @property
     def check_collectives(self) -> bool:
         """True if the calls of all ranks are compared before data is mixed."""
-        return self._backend.check_collectives
+        return self._communication_backend.check_collectives
 
     @check_collectives.setter
     def check_collectives(self, value: bool) -> None:
-        self._backend.check_collectives = as_flag("check_collectives", value)
+        self._communication_backend.check_collectives = as_flag("check_collectives", value)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
+from mpishard.arguments import check_name
 from mpishard.arrays import Array
 from mpishard.layout import ShardLayout
 
@@ -21,7 +22,6 @@ __all__ = [
     "Unit",
     "build_units",
     "cells_of",
-    "check_name",
     "cut_at_cells",
     "nested",
     "nested_views",
@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 _DENSE_WORLDS = 8  # up to this number each number of ranks reproduces
-_RESERVED = "__metadata__"  # by safetensors, for a header's own entries
 
 
 class _Spec(Protocol):
@@ -43,30 +42,6 @@ class _Spec(Protocol):
 
     @property
     def trainable(self) -> bool: ...
-
-
-def check_name(name: str, kind: str) -> None:
-    """Refuse a name under which a safetensors file cannot hold a tensor.
-
-    ``kind`` is the word for it in the error: "parameter" or "tensor".
-
-    Raises
-    ------
-    ValueError
-        For the name that the format reserves, and for one that UTF-8 cannot hold.
-    """
-    if name == _RESERVED:
-        raise ValueError(
-            f"{kind} name {name!r} is reserved by the safetensors format; choose another name"
-        )
-    if not name.isascii():
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{kind} name {name!r} cannot be written as UTF-8 ({error.reason}); choose "
-                "another name"
-            ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """Tensor parallelism: each rank of a group computes a part of every layer that splits.
 
 Begin with ``linear.py``: column- and row-parallel linear layers. ``layer.py`` is what split layers
-share, with `DimSplit`, the partition of a dim. ``vocabulary.py``, ``attention.py``,
-``sequence.py`` and ``stage3.py`` split other layers and the loss; ``regions.py`` has the operators
-at the edges of a split region.
+share, with `DimSplit`, the partition of a dim. ``vocabulary.py``, ``attention.py``, ``sequence.py``
+and ``stage3.py`` split other layers and the loss; ``regions.py`` has the operators at the edges of
+a split region.
 
 ``partitioner.py`` turns a model's chain of layers into one rank's part of it: ``partition.py``
-finds the runs of layers that are split together, ``chain_split.py`` splits them. ``inference.py``
-predicts on the threads of one process. This room imports nn, sharding, communication and contracts.
+finds the runs of layers that are split together. ``inference.py`` predicts on the threads of one
+process. This room imports nn, sharding, communication and contracts.
 """
 
 from mpishard.tensor.attention import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpishard.arguments import check_sizes, require_type
+from mpishard.arguments import check_divides, check_sizes, require_type
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.nn.layers.activations import ReLU
@@ -197,14 +197,8 @@ def attention_layers(
                 f"{owner} deals its heads evenly: {name} {number} is no multiple of the {ranks} "
                 "ranks; use a multiple, or partition_chain, which deals any number"
             )
-    for name, number, whole in (
-        ("num_heads must divide embed_dim", num_heads, embed_dim),
-        ("num_kv_heads must divide num_heads", groups, num_heads),
-    ):
-        if whole % number:
-            raise ValueError(
-                f"{name}, got {whole} = {whole // number} * {number} + {whole % number}"
-            )
+    check_divides("num_heads", num_heads, "embed_dim", embed_dim)
+    check_divides("num_kv_heads", groups, "num_heads", num_heads)
     size, shared = embed_dim // num_heads, num_heads // groups
     # Each rank's queries are those that share its keys and values: attention exchanges nothing.
     return {

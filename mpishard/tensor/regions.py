@@ -269,6 +269,7 @@ class Framed(Layer):
         self, layer: Layer, *, before: _Operator | None = None, after: _Operator | None = None
     ) -> None:
         self.layer = layer
+        self.children = layer.children
         self.before = before
         self.after = after
 
@@ -276,11 +277,6 @@ class Framed(Layer):
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """The layer's."""
         return self.layer.parameters
-
-    @property
-    def children(self) -> Mapping[str, Layer]:
-        """The layer's."""
-        return self.layer.children
 
     @property
     def is_random(self) -> bool:

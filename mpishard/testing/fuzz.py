@@ -18,7 +18,7 @@ from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.fuzz_plan import SHARED_BYTES, Step, draw_plan, spoil
-from mpishard.testing.reductions import assert_same, bounds, tree_reduce, values
+from mpishard.testing.reductions import assert_same, expected_result, values
 
 __all__ = ["fuzz_sequence"]
 
@@ -198,97 +198,40 @@ class _Run:
         self, backend: CommunicationBackend, step: Step
     ) -> tuple[tuple[Any, ...], dict[str, Any], Check]:
         """Arguments of this rank, and the check of its result."""
-        make = getattr(self, f"_for_{step.method}")
-        result: tuple[tuple[Any, ...], dict[str, Any], Check] = make(backend, step)
-        return result
+        rank, world, method = backend.rank, backend.world_size, step.method
+        inputs: list[Any] = [self._input(step, peer) for peer in range(world)]
+        mine = inputs[rank].copy()
+        if method == "all_to_all":
+            inputs = [
+                [array[(source + target) % (len(array) + 1) :] for target in range(world)]
+                for source, array in enumerate(inputs)
+            ]
+            mine = inputs[rank]
+        elif method in ("broadcast", "scatter"):
+            brings = rank == step.root or (method == "broadcast" and step.has_out)
+            mine = mine if brings else None
+        else:
+            mine = self._place(step, mine, step.place(rank))
+        expected = expected_result(
+            method, inputs, rank, operation=step.operation, root=step.root, counts=step.counts
+        )
+        options: dict[str, Any] = {}
+        if method == "reduce_scatter" or (method == "scatter" and rank == step.root):
+            options["counts"] = step.counts
+        given = mine if method in ("all_reduce", "broadcast") else None
+        if step.has_out and method in ("all_reduce", "reduce_scatter", "all_gather"):
+            given = self._place(step, np.zeros(expected.shape, step.dtype), step.out_at)
+            options["out"] = given
 
-    def _own(self, backend: CommunicationBackend, step: Step) -> tuple[list[Array], Array]:
-        """All ranks' arrays, and this one's if the step wants it."""
-        inputs = [self._input(step, rank) for rank in range(backend.world_size)]
-        mine = inputs[backend.rank].copy()
-        return inputs, self._place(step, mine, step.place(backend.rank))
+        def check(result: Any) -> None:
+            assert_same(result, expected, str(step))
+            assert given is None or result is given, f"{step} returned another array"
+            if mine is not None and mine is not given:
+                assert_same(mine, inputs[rank], f"the input of {step}")
 
-    def _for_all_reduce(self, backend: CommunicationBackend, step: Step) -> Any:
-        inputs, mine = self._own(backend, step)
-        total = tree_reduce(inputs, step.operation)
-        if not step.has_out:
-            return (mine, step.operation), {}, _expect(step, total, mine)
-        out = self._out(step, total.shape)
-        return (mine, step.operation), {"out": out}, _expect(step, total, out)
-
-    def _for_reduce_scatter(self, backend: CommunicationBackend, step: Step) -> Any:
-        inputs, mine = self._own(backend, step)
-        piece = tree_reduce(inputs, step.operation)[bounds(step.counts, backend.rank)]
-        options: dict[str, Any] = {"counts": step.counts}
-        out = np.empty(piece.shape, piece.dtype) if step.has_out else None
-        if out is not None:
-            options["out"] = out
-
-        def check(result: Array) -> None:
-            _expect(step, piece, out)(result)
-            assert_same(mine, inputs[backend.rank], f"the input of {step}")
-
-        return (mine, step.operation), options, check
-
-    def _for_all_gather(self, backend: CommunicationBackend, step: Step) -> Any:
-        inputs, mine = self._own(backend, step)
-        whole = np.concatenate(inputs)
-        if not step.has_out:
-            return (mine,), {}, _expect(step, whole, None)
-        out = self._out(step, whole.shape)
-        return (mine,), {"out": out}, _expect(step, whole, out)
-
-    def _for_broadcast(self, backend: CommunicationBackend, step: Step) -> Any:
-        sent = self._input(step, step.root)
-        brings = step.has_out or backend.rank == step.root
-        mine = self._input(step, backend.rank) if brings else None
-        return (mine, step.root), {}, _expect(step, sent, mine)
-
-    def _for_scatter(self, backend: CommunicationBackend, step: Step) -> Any:
-        sent = self._input(step, step.root)
-        is_root = backend.rank == step.root
-        expected = sent[bounds(step.counts, backend.rank)]
-        options = {"counts": step.counts} if is_root else {}
-        return (sent if is_root else None, step.root), options, _expect(step, expected, None)
-
-    def _for_gather(self, backend: CommunicationBackend, step: Step) -> Any:
-        inputs, mine = self._own(backend, step)
-
-        def check(result: Array | None) -> None:
-            if backend.rank == step.root:
-                assert_same(result, np.concatenate(inputs), str(step))
-            else:
-                assert result is None, f"{step}: an array beside the root"
-
-        return (mine, step.root), {}, check
-
-    def _for_all_to_all(self, backend: CommunicationBackend, step: Step) -> Any:
-        rank, world = backend.rank, backend.world_size
-
-        def parts(source: int) -> list[Array]:
-            array = self._input(step, source)
-            return [array[(source + target) % (len(array) + 1) :] for target in range(world)]
-
-        def check(received: list[Array]) -> None:
-            assert len(received) == world
-            for source, part in enumerate(received):
-                assert_same(part, parts(source)[rank], str(step))
-
-        return (parts(rank),), {}, check
-
-    def _for_barrier(self, backend: CommunicationBackend, step: Step) -> Any:
-        def check(result: object) -> None:
-            assert result is None
-
-        return (), {}, check
-
-    def _out(self, step: Step, shape: tuple[int, ...]) -> Array:
-        return self._place(step, np.zeros(shape, step.dtype), step.out_at)
-
-
-def _expect(step: Step, expected: Array, given: Array | None) -> Check:
-    def check(result: Array) -> None:
-        assert_same(result, expected, str(step))
-        assert given is None or result is given, f"{step} returned another array"
-
-    return check
+        if method == "barrier":
+            return (), {}, check
+        if method in ("all_reduce", "reduce_scatter"):
+            return (mine, step.operation), options, check
+        rooted = method in ("broadcast", "scatter", "gather")
+        return (mine, step.root) if rooted else (mine,), options, check

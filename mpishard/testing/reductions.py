@@ -26,6 +26,7 @@ __all__ = [
     "assert_same",
     "bounds",
     "even_sizes",
+    "expected_result",
     "operations",
     "shapes",
     "tree_reduce",
@@ -62,8 +63,54 @@ def tree_reduce(arrays: Sequence[Array], operation: ReductionOperation) -> Array
         return result.astype(dtype)
 
 
-def assert_same(actual: Any, expected: Array, what: str) -> None:
-    """Same shape, dtype and bits; NaNs are equal whatever their payload."""
+def expected_result(
+    method: str,
+    inputs: Sequence[Any],
+    rank: int,
+    *,
+    operation: ReductionOperation = SUM,
+    root: int = 0,
+    counts: Sequence[int] = (),
+) -> Any:
+    """The result of a collective on one rank, the plain way.
+
+    Parameters
+    ----------
+    method : str
+        The collective.
+    inputs : sequence
+        Each rank's array; for "all_to_all" each rank's list of arrays.
+    rank : int
+        The rank that gets the result.
+    operation, root, counts
+        As of the collective; without ``counts`` pieces are even.
+    """
+    if method in ("all_reduce", "reduce_scatter", "broadcast", "scatter"):
+        is_reduced = method in ("all_reduce", "reduce_scatter")
+        whole = tree_reduce(inputs, operation) if is_reduced else inputs[root]
+        if method in ("all_reduce", "broadcast"):
+            return whole
+        return whole[bounds(counts or even_sizes(len(whole), len(inputs)), rank)]
+    if method == "all_to_all":
+        return [parts[rank] for parts in inputs]
+    if method == "all_gather" or (method == "gather" and rank == root):
+        return np.concatenate(inputs)
+    return None
+
+
+def assert_same(actual: Any, expected: Any, what: str) -> None:
+    """Same shape, dtype and bits; NaNs are equal whatever their payload.
+
+    ``expected`` is an array, a list of them, or None.
+    """
+    if isinstance(expected, list):
+        assert len(actual) == len(expected), f"{what}: {len(actual)} arrays, not {len(expected)}"
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other, what)
+        return
+    if expected is None:
+        assert actual is None, f"{what}: got {actual!r}, not None"
+        return
     assert actual is not None, f"{what}: got None"
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, not {expected.dtype}"
@@ -321,10 +368,8 @@ class MovementChecks(CommunicationChecks):
             rows = [(shape[0] + peer) % (world + 2) for peer in range(world)]
             inputs = [values(dtype, (n, *shape[1:]), p, 5) for p, n in enumerate(rows)]
             result = backend.gather(inputs[rank].copy(), root)
-            if rank == root:
-                assert_same(result, np.concatenate(inputs), f"gather {dtype.name} rows {rows}")
-            else:
-                assert result is None, "gather returned an array beside the root"
+            expected = expected_result("gather", inputs, rank, root=root)
+            assert_same(result, expected, f"gather {dtype.name} rows {rows}")
 
     def check_all_to_all(self, backend: CommunicationBackend) -> None:
         """Parts of any shape, empty ones among them."""

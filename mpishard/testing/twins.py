@@ -17,7 +17,7 @@ from mpishard.testing.reductions import (
     assert_raises,
     assert_same,
     bounds,
-    even_sizes,
+    expected_result,
     operations,
     tree_reduce,
     values,
@@ -38,39 +38,29 @@ class TwinChecks(CommunicationChecks):
         dtype = np.dtype(np.float64)
         lengths = [5, 3000, 1, 0, 2000, 7, 1000]
         arrays = [[values(dtype, n, p, k) for p in range(world)] for k, n in enumerate(lengths)]
-        expected = [tree_reduce(inputs, SUM) for inputs in arrays]
         works = []
         for k, inputs in enumerate(arrays):
-            works.append((k, "all_reduce", backend.all_reduce_async(inputs[rank].copy())))
-            works.append((k, "reduce_scatter", backend.reduce_scatter_async(inputs[rank])))
-            works.append((k, "all_gather", backend.all_gather_async(inputs[rank])))
-            root = k % world
-            rooted = inputs[rank] if rank == root else None
-            works.append((k, "broadcast", backend.broadcast_async(rooted, root)))
-            works.append((k, "scatter", backend.scatter_async(rooted, root)))
-            works.append((k, "gather", backend.gather_async(inputs[rank], root)))
-            works.append((k, "all_to_all", backend.all_to_all_async([inputs[rank]] * world)))
-            works.append((k, "barrier", backend.barrier_async()))
+            mine, root = inputs[rank], k % world
+            rooted = mine if rank == root else None
+            calls: dict[str, tuple[Any, ...]] = {
+                "all_reduce": (mine.copy(),),
+                "reduce_scatter": (mine,),
+                "all_gather": (mine,),
+                "broadcast": (rooted, root),
+                "scatter": (rooted, root),
+                "gather": (mine, root),
+                "all_to_all": ([mine] * world,),
+                "barrier": (),
+            }
+            for name, arguments in calls.items():
+                works.append((k, name, getattr(backend, f"{name}_async")(*arguments)))
         order = np.random.default_rng(rank).permutation(len(works))
         for index in order:
             k, kind, work = works[index]
+            given = [[array] * world for array in arrays[k]] if kind == "all_to_all" else arrays[k]
             result = work.wait()
-            piece = bounds(even_sizes(lengths[k], world), rank)
-            whole = {
-                "all_reduce": expected[k],
-                "reduce_scatter": expected[k][piece],
-                "all_gather": np.concatenate(arrays[k]),
-                "broadcast": arrays[k][k % world],
-                "scatter": arrays[k][k % world][piece],
-                "gather": np.concatenate(arrays[k]) if rank == k % world else None,
-                "all_to_all": np.concatenate(arrays[k]),
-                "barrier": None,
-            }[kind]
-            if whole is None:
-                assert result is None, f"{kind}_async gave {result!r}"
-                continue
-            given = np.concatenate(result) if kind == "all_to_all" else result
-            assert_same(given, whole, f"{kind}_async [{lengths[k]}]")
+            expected = expected_result(kind, given, rank, root=k % world)
+            assert_same(result, expected, f"{kind}_async [{lengths[k]}]")
             assert work.done
             assert work.wait() is result
         # A blocking call overtakes nothing that was issued before it.
@@ -89,7 +79,7 @@ class TwinChecks(CommunicationChecks):
                 works = [getattr(backend, f"{name}_async")(*arguments()) for arguments in both]
                 for number in (0, 1) if backend.rank % 2 else (1, 0):
                     what = f"{name}_async {dtype.name}{list(shapes[number])}"
-                    _assert_same_result(works[number].wait(), blocking[number], what)
+                    assert_same(works[number].wait(), blocking[number], what)
 
     @staticmethod
     def _calls(
@@ -158,17 +148,6 @@ class TwinChecks(CommunicationChecks):
 
 def _copied(array: Array, operation: ReductionOperation) -> tuple[Any, ...]:
     return array.copy(), operation
-
-
-def _assert_same_result(actual: Any, expected: Any, what: str) -> None:
-    if isinstance(expected, list):
-        assert len(actual) == len(expected), f"{what}: {len(actual)} arrays"
-        for one, other in zip(actual, expected, strict=True):
-            assert_same(one, other, what)
-    elif expected is None:
-        assert actual is None, f"{what}: got {actual!r}, not None"
-    else:
-        assert_same(actual, expected, what)
 
 
 class TransferChecks(CommunicationChecks):

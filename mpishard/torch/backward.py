@@ -21,10 +21,9 @@ from mpishard.models.stores.gradient_store import (
 )
 from mpishard.observe.trace import span
 from mpishard.sharding import ParameterEntry, Piece
-from mpishard.torch.buffers import Buffers
 from mpishard.torch.gathering import GatheredUnits
 from mpishard.torch.parameters import Part, native_gradient
-from mpishard.torch.placed import flat_gradient
+from mpishard.torch.placed import Buffers, flat_gradient
 
 __all__ = ["BackwardPasses"]
 

@@ -15,11 +15,10 @@ from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.errors import CheckpointError
 from mpishard.sharding import ParameterEntry
-from mpishard.torch.buffers import from_text, to_text
-from mpishard.torch.module import module_of
 from mpishard.torch.optimizer import is_elementwise, numbered_parts, parts_of
 from mpishard.torch.parameters import Part
-from mpishard.torch.sharded import ShardedModule
+from mpishard.torch.placed import from_text, to_text
+from mpishard.torch.sharded import ShardedModule, module_of
 
 __all__ = ["load", "save"]
 

@@ -1,4 +1,4 @@
-"""Optimizers of PyTorch, or rules of mpishard, on the parts that a rank owns.
+"""Optimizers of PyTorch, or rules of mpishard, on the parts that a rank owns; and clipping.
 
 Their state dicts are in PyTorch's own form: whole tensors, on every rank.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,202 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpishard import settings
+from mpishard.communication import ReductionOperation
 from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.observe.trace import span
-from mpishard.optimizers import Optimizer
-from mpishard.torch.module import module_of, part_of
+from mpishard.optimizers import Constant, Optimizer, OwnedRange, Segment, UpdateContext
 from mpishard.torch.parameters import Part, SharedParameter
-from mpishard.torch.rule_optimizer import RuleOptimizer
-from mpishard.torch.sharded import ShardedModule
+from mpishard.torch.sharded import ShardedModule, module_of, part_of
 
-__all__ = ["is_elementwise", "numbered_parts", "optimizer", "parts_of"]
+__all__ = [
+    "RuleOptimizer",
+    "clip_grad_norm_",
+    "is_elementwise",
+    "norm_of",
+    "numbered_parts",
+    "optimizer",
+    "parts_of",
+]
+
+
+def norm_of(parts: Sequence[Part], order: float = 2.0) -> float:
+    """Return the p-norm of the gradients over all parts and ranks. Collective."""
+    is_largest = math.isinf(order)
+    shared, alone = 0.0, 0.0  # of divided gradients, and of those that each rank has whole
+    for part in parts:
+        gradient = part.tensor.grad
+        if gradient is None:
+            continue
+        norm = float(torch.linalg.vector_norm(gradient, order)) if gradient.numel() else 0.0
+        value = norm if is_largest else norm**order
+        if not part.owner.shards_state:
+            alone = max(alone, value) if is_largest else alone + value
+        else:
+            shared = max(shared, value) if is_largest else shared + value
+    # Replicas have the same gradients: added up over the ranks each would count several times.
+    if any(part.owner.shards_state for part in parts):
+        operation = ReductionOperation.MAX if is_largest else ReductionOperation.SUM
+        shared = float(parts[0].owner.backend.all_reduce(np.array([shared]), operation)[0])
+    return max(shared, alone) if is_largest else (shared + alone) ** (1 / order)
+
+
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Any:
+    """Scale gradients down if their norm over all parameters and ranks is larger. Collective.
+
+    As ``torch.nn.utils.clip_grad_norm_`` does in one process.
+
+    Parameters
+    ----------
+    parameters : torch.nn.Module, torch.Tensor, or iterable of torch.Tensor
+        A sharded model, or parameters of sharded models.
+    max_norm : float
+        Largest norm; infinity only computes it.
+    norm_type : float
+        p of the p-norm, above 0; infinity for the largest element.
+    error_if_nonfinite : bool
+        Refuse gradients that are not finite.
+
+    Returns
+    -------
+    torch.Tensor
+        The norm before, a scalar, the same on every rank.
+
+    Raises
+    ------
+    ShardingError
+        For parameters of no sharded model; if the last ``backward()`` was inside `no_sync`.
+    RuntimeError
+        On every rank, for a norm that is not finite, if that is asked for. Nothing has changed.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be above 0, got {norm_type}")
+    if isinstance(parameters, torch.nn.Module):
+        parts = module_of(parameters).parts
+    else:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        parts = [part_of(parameter) for parameter in given if parameter.requires_grad]
+    owners = list(dict.fromkeys(part.owner for part in parts))
+    for owner in owners:
+        owner.require_reduced("clip_grad_norm_()")
+    total = norm_of(parts, norm_type)
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is not finite, so they cannot be "
+            "clipped; error_if_nonfinite=False goes on regardless"
+        )
+    # As torch.nn.utils.clip_grad_norm_ computes it, so that both give the same numbers.
+    factor = max_norm / (total + 1e-6)
+    if not factor >= 1:  # NaN, too
+        for part in parts:
+            if part.tensor.grad is not None:
+                part.tensor.grad.mul_(factor)
+    dtype = parts[0].tensor.dtype if parts else torch.float32
+    return torch.tensor(total, dtype=dtype)
+
+
+class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+    """A rule that updates the parts of a model which this rank owns.
+
+    Its one group has ``lr``, which schedulers of PyTorch set, and ``steps``, the number of
+    updates. A rule with a schedule of its own sets ``lr`` itself. Options of single parameters
+    are the rule's ``parameter_options``.
+
+    Parameters
+    ----------
+    groups : list
+        Tensors of parts, or one group of them.
+    rule : Optimizer
+        Of `mpishard.optimizers`.
+    parts : mapping of int to Part
+        The parts, by the id of their tensors.
+
+    Raises
+    ------
+    ValueError
+        For several groups or models, or options that match no parameter.
+    TypeError
+        For a rule that searches along a line.
+    """
+
+    def __init__(self, groups: Sequence[Any], rule: Optimizer, parts: Mapping[int, Part]) -> None:
+        if rule.searches:
+            raise TypeError(
+                f"{type(rule).__name__} computes the loss several times a step; loops of PyTorch "
+                "take rules that update once after a backward()"
+            )
+        if len({part.owner for part in parts.values()}) > 1:
+            raise ValueError(f"{type(rule).__name__} updates one model; make one for each")
+        self.rule = rule
+        self._parts = parts
+        super().__init__(groups, {"lr": rule.rate_of_step(0), "steps": 0, "numbers": {}})
+        self._names = [part.entry.name for part in parts.values()]
+        rule.checked_options.check_patterns(self._names)
+        self._frozen = rule.checked_options.frozen_among(self._names)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take the one group."""
+        if self.param_groups:
+            raise ValueError(
+                f"{type(self.rule).__name__} of mpishard has one group of parameters; options of "
+                'some of them are given as parameter_options={"*.bias": {"weight_decay": 0}}'
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: None = None) -> None:
+        """Update the parts that have a gradient. Collective."""
+        rule, (group,) = self.rule, self.param_groups
+        if not isinstance(rule.learning_rate, Constant):
+            # Schedulers of PyTorch leave this key in the groups that they change.
+            if "initial_lr" in group:
+                raise ValueError(
+                    f"the learning rate of {type(rule).__name__} is a schedule of its own, "
+                    f"{rule.learning_rate!r}, and a scheduler of PyTorch would set it, too; give "
+                    "the rule a number"
+                )
+            group["lr"] = rule.checked_rate(group["steps"])
+        parts = [self._parts[id(tensor)] for tensor in group["params"]]
+        owner = parts[0].owner
+        trained = [
+            part
+            for part in parts
+            if part.tensor.grad is not None and part.entry.name not in self._frozen
+        ]
+        scale = 1.0
+        if rule.clip_global_norm is not None:
+            scale = rule.clip_factor(norm_of(trained))
+        context = UpdateContext(
+            step=group["steps"] + 1,
+            learning_rate=float(group["lr"]),
+            gradient_scale=scale,
+            sum_over_owners=owner.backend.all_reduce if owner.shards_state else lambda rows: rows,
+            parameter_names=self._names,
+            numbers=group["numbers"],
+        )
+        ranges = [self._range(part) for part in trained]  # of empty parts, too: all have state
+        rule.update_all([owned for owned in ranges if owned.parameters.size], context)
+        group["steps"] += 1
+
+    def _range(self, part: Part) -> OwnedRange:
+        state = self.state[part.tensor]
+        for name in self.rule.needed_state():
+            if name not in state:
+                state[name] = torch.zeros_like(part.tensor)
+        return OwnedRange(
+            _flat(part.tensor),
+            _flat(part.tensor.grad),
+            {name: _flat(vector) for name, vector in state.items()},
+            (Segment(part.entry.name, 0, part.stop - part.start),),
+        )
+
+
+def _flat(tensor: Any) -> np.ndarray[Any, Any]:
+    """The elements of a contiguous tensor, in its memory."""
+    values: np.ndarray[Any, Any] = tensor.detach().reshape(-1).numpy()
+    return values
 
 
 def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:

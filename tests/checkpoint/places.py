@@ -11,7 +11,7 @@ import numpy as np
 from mpishard import checkpoint, run_in_threads
 from mpishard.checkpoint import CheckpointFolder, PendingSave, StagingBuffer, newest_valid
 from mpishard.checkpoint.format.folder import Target
-from mpishard.checkpoint.saving.snapshot import begin_save
+from mpishard.checkpoint.saving.save import begin_save
 
 __all__ = ["Place"]
 

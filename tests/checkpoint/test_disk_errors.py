@@ -21,7 +21,7 @@ from places import Place
 from mpishard import run_in_threads
 from mpishard.checkpoint import CheckpointFolder, newest_valid
 from mpishard.checkpoint.format import disk
-from mpishard.checkpoint.saving.snapshot import begin_save
+from mpishard.checkpoint.saving.save import begin_save
 from mpishard.errors import CheckpointError
 
 ERRORS = {"ENOSPC": errno.ENOSPC, "EACCES": errno.EACCES, "EIO": errno.EIO}

@@ -14,7 +14,7 @@ import pytest
 from mpishard import checkpoint, run_in_threads
 from mpishard.checkpoint import CheckpointFolder, StagingBuffer, newest_valid
 from mpishard.checkpoint.format import disk
-from mpishard.checkpoint.saving.snapshot import begin_save
+from mpishard.checkpoint.saving.save import begin_save
 from mpishard.errors import CheckpointError, PeerError
 from mpishard.sharding import Region
 
@@ -397,7 +397,7 @@ def test_a_staging_buffer_is_given_back_where_a_save_fails(
 ) -> None:
     staging = StagingBuffer()
     with monkeypatch.context() as patch:
-        lost = "mpishard.checkpoint.saving.pending.path_from"
+        lost = "mpishard.checkpoint.saving.save.path_from"
         patch.setattr(lost, lambda text: Path(text) / "nowhere")
         pending = checkpoint.save_async(
             tmp_path / "a", fakes.Model(None, fakes.values(1)), staging=staging

@@ -26,7 +26,7 @@ from vectors import LENGTH, Model, values
 
 from mpishard import checkpoint, run_in_threads
 from mpishard.checkpoint import CheckpointFolder, PendingSave, StagingBuffer, newest_valid
-from mpishard.checkpoint.saving.snapshot import begin_save
+from mpishard.checkpoint.saving.save import begin_save
 from mpishard.errors import CheckpointError
 
 CALLS = ("open", "write", "fsync", "mkdir", "rename")

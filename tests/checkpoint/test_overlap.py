@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpishard.checkpoint.loading import overlap
-from mpishard.checkpoint.loading.overlap import overlaps
+from mpishard.checkpoint.loading import reader
+from mpishard.checkpoint.loading.reader import overlaps
 from mpishard.sharding import Region, whole_box
 from mpishard.sharding.regions import take_region
 
@@ -39,8 +39,8 @@ def test_what_was_written_in_pieces_is_read_in_others(
     tensor = np.arange(math.prod(shape)).reshape(shape)
     stored = fakes.tiling(rng, "t", whole_box(shape))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "_BLOCK", block)
-        patch.setattr(overlap, "_RUN", run)
+        patch.setattr(reader, "_BLOCK", block)
+        patch.setattr(reader, "_RUN", run)
         pieces = [(region, values_of(tensor, region)) for region in stored]
         for wanted in fakes.tiling(rng, "t", whole_box(shape)):
             out = np.full(wanted.length, -1)
@@ -78,8 +78,8 @@ def read(shape: tuple[int, int], box: Any) -> list[int]:
 
 
 def test_no_more_is_read_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "_BLOCK", 100)
-    monkeypatch.setattr(overlap, "_RUN", 8)
+    monkeypatch.setattr(reader, "_BLOCK", 100)
+    monkeypatch.setattr(reader, "_RUN", 8)
     assert read((30, 10), ((5, 28), (0, 10))) == [100, 100, 30], "rows, a block at a time"
     assert read((30, 10), ((5, 28), (2, 4))) == [100, 100, 30], "short rows whole"
     assert read((30, 50), ((5, 8), (2, 14))) == [12, 12, 12], "of long ones what it takes"

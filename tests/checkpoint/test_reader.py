@@ -57,7 +57,7 @@ def test_every_range_of_every_cut(
     entry = ParameterEntry("w", (40,), 0)
     arrays = {"parameters": pieces[::-1]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpishard.checkpoint.loading.overlap._BLOCK", block)
+        patch.setattr("mpishard.checkpoint.loading.reader._BLOCK", block)
         write_checkpoint(tmp_path / "c", None, [entry], vector.dtype, arrays, {})
         with CheckpointReader(tmp_path / "c") as reader:
             for one, other in ranges:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpishard import checkpoint, run_in_threads
-from mpishard.checkpoint.saving.snapshot import save_states
+from mpishard.checkpoint.saving.save import save_states
 from mpishard.errors import CheckpointError
 
 WORLDS = [1, 2, 3, 5, 16]

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mpishard.cli.run.arguments import Host, parse_hosts, slots_are_even
+from mpishard.cli.run.launcher import Host, parse_hosts
 
 
 @pytest.mark.parametrize(
@@ -21,11 +21,6 @@ from mpishard.cli.run.arguments import Host, parse_hosts, slots_are_even
 )
 def test_deals_the_ranks(text, ranks, slots):
     assert parse_hosts(text, ranks) == [Host(name, n) for name, n in slots.items()]
-
-
-def test_even_slots():
-    assert slots_are_even(parse_hosts("a,b", 4))
-    assert not slots_are_even(parse_hosts("a:1,b", 4))
 
 
 @pytest.mark.parametrize(

@@ -293,12 +293,12 @@ class TestSeveralWorldsOfOneProcess:
 
     def test_the_last_collective_is_that_of_the_process(self):
         first, second = record_of(0), record_of(0, calls=3, world_number=1)
-        assert RankLogs((first, second)).last_call.number == 3
-        assert not RankLogs((first, second)).waits_in_last
+        assert RankLogs((first, second)).newest.last.number == 3
+        assert RankLogs((first, second)).place.startswith("after collective 3, ")
         logs = RankLogs((first, record_of(0, calls=4, world_number=1, waits=4)))
-        assert logs.last_call.number == 4
-        assert logs.waits_in_last
-        assert not RankLogs((record_of(0, calls=4, waits=3),)).waits_in_last
+        assert logs.place.startswith("in collective 4, ")
+        waits_no_more = RankLogs((record_of(0, calls=4, waits=3),))
+        assert waits_no_more.place.startswith("after collective 4, ")
 
     def test_the_launchers_number_is_named(self):
         # Two halves of a job of 4: both have a rank 1.

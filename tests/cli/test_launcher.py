@@ -9,8 +9,8 @@ import pytest
 from mpishard.cli.machine import usable_cores
 from mpishard.cli.probe import Answer, answer_line
 from mpishard.cli.run import launcher
-from mpishard.cli.run.arguments import Host
 from mpishard.cli.run.launcher import (
+    Host,
     Launcher,
     MPIFamily,
     MPILibrary,

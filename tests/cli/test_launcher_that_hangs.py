@@ -10,6 +10,7 @@ import pytest
 from mpishard.cli.run import rank_agent, supervisor
 from mpishard.cli.run.launcher import Launcher, MPILibrary
 from mpishard.cli.run.rank_processes import can_be_watched
+from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.run.supervisor import Supervisor
 
 pytestmark = [
@@ -49,5 +50,6 @@ def test_it_is_ended(ends, code, monkeypatch):
     assert launcher.rank_variable
     agent = [sys.executable, "-I", "-S", rank_agent.__file__]
     program = LAUNCHER.replace("PMI_RANK", launcher.rank_variable).replace("*AGENT", f"*{agent}")
-    job = Supervisor("test", launcher, [sys.executable, "-c", program, *ends], len(ends), 0)
+    command, size = [sys.executable, "-c", program, *ends], len(ends)
+    job = Supervisor("test", launcher, command, size, Resizing(size, size, size))
     assert job.run(os.environ).verdict.code == code

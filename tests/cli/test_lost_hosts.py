@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpishard.cli.run import restarts
-from mpishard.cli.run.arguments import Host
-from mpishard.cli.run.launcher import Launcher, MPILibrary
+from mpishard.cli.run.launcher import Host, Launcher, MPILibrary
 from mpishard.cli.run.restarts import allocated_hosts, find_lost_hosts
 
 MPICH = Launcher(Path("/opt/mpiexec"), MPILibrary("MPICH Version: 5.0.2"))

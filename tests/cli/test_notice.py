@@ -12,6 +12,7 @@ from mpishard.cli.run import rank_agent
 from mpishard.cli.run import supervisor as module
 from mpishard.cli.run.launcher import Launcher, MPILibrary
 from mpishard.cli.run.notice import Notice
+from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.run.supervisor import Supervisor
 
 PROGRAM = """
@@ -65,5 +66,5 @@ def test_each_start_of_the_job_is_told(monkeypatch, tmp_path):
     command = [sys.executable, "-I", "-S", rank_agent.__file__, "PMI_RANK", "", *rank]
     launcher = Launcher(Path("mpiexec"), MPILibrary("MPICH Version: 5.0.2"))
     for _ in range(2):
-        supervisor = Supervisor("mpishard run", launcher, command, 1, 0, tmp_path)
+        supervisor = Supervisor("run", launcher, command, 1, Resizing(1, 1, 1), log_folder=tmp_path)
         assert supervisor.run(variables).verdict.code == 0

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from mpishard.cli import app
 from mpishard.cli.machine import usable_cores
-from mpishard.cli.run.arguments import python_arguments
+from mpishard.cli.run.job import python_arguments
 
 
 @pytest.fixture(autouse=True)

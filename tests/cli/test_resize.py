@@ -18,8 +18,8 @@ from mpishard import settings
 from mpishard.cli import app
 from mpishard.cli.run import resizing as resizing_module
 from mpishard.cli.run import restarts as module
-from mpishard.cli.run.arguments import Host
 from mpishard.cli.run.job_report import Outcome, Verdict
+from mpishard.cli.run.launcher import Host
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.notice import Notice
 from mpishard.cli.run.resizing import Order, Resizing
@@ -58,10 +58,8 @@ class Job:
         monkeypatch.setattr(Restarts, "_wait", lambda *_: None)
         self.ends, self.starts, self.lines = list(ends), [], []
         self.command = Command()
-        self.resizing = Resizing(ranks, 1, 4)
-        self.restarts = Restarts(
-            self.start, self.lines.append, ranks, resizing=self.resizing, **options
-        )
+        self.restarts = Restarts(self.start, self.lines.append, ranks, **options)
+        self.resizing = self.restarts.resizing
         self.code = self.restarts.run()
 
     def start(self, count, ranks, hosts):

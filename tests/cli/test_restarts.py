@@ -9,9 +9,8 @@ from typer.testing import CliRunner
 from mpishard import settings
 from mpishard.cli import app
 from mpishard.cli.run import job as jobs
-from mpishard.cli.run.arguments import Host
 from mpishard.cli.run.job_report import Outcome, Verdict
-from mpishard.cli.run.launcher import Launcher, MPILibrary
+from mpishard.cli.run.launcher import Host, Launcher, MPILibrary
 from mpishard.cli.run.restarts import Restarts
 from mpishard.cli.run.supervisor import Supervisor
 

@@ -9,6 +9,7 @@ import pytest
 from mpishard.cli.run import supervisor as module
 from mpishard.cli.run.launcher import Launcher, MPILibrary
 from mpishard.cli.run.notice import Notice
+from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.run.supervisor import Supervisor
 from mpishard.communication.contract.status import StatusPage
 
@@ -32,9 +33,9 @@ class Run:
         self.ranks = [Rank(number) for number in range(rank_count)]
         self.to_launcher, self.alarms, self.now = [], [], 100.0
         library = MPILibrary("MPICH Version: 5.0.2")
-        self.supervisor = Supervisor(
-            "mpishard run", Launcher(Path("/bin/mpiexec"), library), [], 2, int(is_elsewhere)
-        )
+        launcher = Launcher(Path("/bin/mpiexec"), library)
+        hosts = ["elsewhere"] * is_elsewhere
+        self.supervisor = Supervisor("run", launcher, [], 2, Resizing(2, 2, 2), hosts)
         self.supervisor._job = SimpleNamespace(pid=1)
         self.supervisor._folder = folder
         self.supervisor._processes = SimpleNamespace(running=self.ranks)

@@ -592,13 +592,15 @@ def verify(*arguments: str, cwd: Any = None) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.spawned
 def test_a_job_of_threads(file: str) -> None:
-    ended = verify(f"{file}:factory", "-n", "3", "--backend", "memory", "--optimizer", "adamw",
-                   "--dtype", "float32", "--strategy", "zero1", "--seed", "4")  # fmt: skip
+    ended = verify(f"{file}:factory", "-n", "4", "--backend", "memory", "--optimizer", "adamw",
+                   "--dtype", "float32", "--strategy", "zero1", "--seed", "4",
+                   "--wrapper", "compression")  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     first, heads, *_, last = ended.stdout.splitlines()
-    assert "zero1 on 3 thread-ranks against training alone, 5 steps of adamw, float32" in first
+    where = "zero1 on 4 thread-ranks, 2 replicas, against training alone"
+    assert f"{where}, 5 steps of adamw with compression, float32" in first
     assert heads.split() == ["parameter", "shape", "error", "on", "rank", "above", "from", "step"]
-    assert last.startswith("EQUAL: all 4 parameters on 3 ranks are within 1e-04")
+    assert last.startswith("EQUAL: all 4 parameters on 4 ranks are within 1e-04")
 
 
 @pytest.mark.spawned

@@ -27,8 +27,7 @@ from mpishard.cli import app
 from mpishard.cli.run.job_report import JobEnd, Verdict
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start, prepare_log_folder
 from mpishard.cli.run.rank_processes import RankProcess
-from mpishard.cli.watch import state as state_module
-from mpishard.cli.watch.state import RunState
+from mpishard.cli.watch import RunState
 from mpishard.communication.contract.call import Call, Kind
 from mpishard.communication.contract.status import RankState, StatusPage, records_in
 from mpishard.observe import MetricsWriter
@@ -120,7 +119,7 @@ def test_ranks_that_run_wait_and_are_gone(tmp_path, monkeypatch):
     assert now["ranks"][0]["call"].startswith("collective 1, barrier()")
     assert all(r["memory"] > 1e6 for r in now["ranks"])
     pages[0].wait(call)
-    monkeypatch.setattr(state_module, "_STALLED_SECONDS", 0.0)
+    monkeypatch.setattr("mpishard.cli.watch._STALLED_SECONDS", 0.0)
     now = RunState(tmp_path, tmp_path).now()
     assert [r["kind"] for r in now["ranks"]] == ["waits", "late"]
     assert re.fullmatch("waits 0 s", now["ranks"][0]["state"])

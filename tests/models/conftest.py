@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from computed_once import computed_once
 
 from mpishard import nn
 from mpishard.adapters import AutogradModel, FunctionModel
@@ -250,7 +251,7 @@ class Reference:
     parameters: list[Vector]
 
 
-@functools.cache  # every rank asks for it, and nobody changes it
+@computed_once
 def train_sequentially(
     kind: str,
     update: Callable[..., Vector],

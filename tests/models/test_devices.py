@@ -10,7 +10,7 @@ from mpishard import nn
 from mpishard.arrays import is_device_array, to_host
 from mpishard.communication import run_in_threads
 from mpishard.layout import ShardLayout
-from mpishard.models.engine.evaluation import loss_sum
+from mpishard.models.engine.evaluation import measured
 from mpishard.optimizers import AdamW, OptimizationInputData
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
@@ -53,7 +53,7 @@ def test_another_thread_of_a_rank_computes_on_its_gpu_too(problems, gpu):
 
         def elsewhere():
             found.append(to_host(model.predict(x)))
-            found.append(loss_sum(model.engine, x, y))
+            found.append(measured(model.engine, x, y)[1:])
             found.append(to_host(model.compute_gradients(x, y)))
             found.append(to_host(model.gather_full_parameters()))
             gpu.cuda.get_current_stream().synchronize()
@@ -142,7 +142,7 @@ def test_surface(backend, problems, strategy, offload, gpu, shared_path):
         np.testing.assert_allclose(to_host(plain.predict(x)), host.predict(x), rtol=0, atol=1e-12)
     with model.unsharded(root=1) as plain:
         assert (plain is None) == (backend.rank == 0)
-    assert loss_sum(model.engine, x, y) == pytest.approx(loss_sum(host.engine, x, y))
+    assert measured(model.engine, x, y)[1:] == pytest.approx(measured(host.engine, x, y)[1:])
     assert model.train(x, y) == pytest.approx(host.train(x, y))
     np.testing.assert_allclose(
         to_host(model.gather_full_parameters()), host.gather_full_parameters(), rtol=0, atol=1e-12

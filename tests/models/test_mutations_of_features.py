@@ -17,8 +17,8 @@ from mpishard import nn
 from mpishard.communication import run_in_threads
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.replicas import Replicas
-from mpishard.models.engine.round import Round
-from mpishard.models.stores import gradient_store, sharded_gradients
+from mpishard.models.engine.update import Round
+from mpishard.models.stores import gradient_store
 from mpishard.optimizers import LAMB
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import ShardingConfiguration
@@ -141,19 +141,19 @@ def scales_by_layer(problems: Any, strategy: str) -> None:
 
 def encode_skipped(patch: Patch) -> None:
     """Nothing of the gradient reaches what travels."""
-    for module in (gradient_store, sharded_gradients):
+    for module in (gradient_store,):
         patch.setattr(module, "encode", lambda gradient, compressed: compressed.fill(0))
 
 
 def not_compressed(patch: Patch) -> None:
     """Gradients travel as they are."""
-    for module in (gradient_store.ReplicatedGradients, sharded_gradients.ShardedGradients):
+    for module in (gradient_store.ReplicatedGradients, gradient_store.ShardedGradients):
         patch.setattr(module, "_make_buffers", lambda self: None)
 
 
 def sum_rounded_again(patch: Patch) -> None:
     """The sum, too, is rounded, where it need not travel."""
-    original = sharded_gradients.ShardedGradients._finish_oldest
+    original = gradient_store.ShardedGradients._finish_oldest
 
     def mutant(self: Any) -> None:
         scatter = self.in_flight[0]
@@ -162,7 +162,7 @@ def sum_rounded_again(patch: Patch) -> None:
             scatter.extra[...] = scatter.extra.astype(ml_dtypes.bfloat16)
         original(self)
 
-    patch.setattr(sharded_gradients.ShardedGradients, "_finish_oldest", mutant)
+    patch.setattr(gradient_store.ShardedGradients, "_finish_oldest", mutant)
 
 
 def frozen_is_trained(patch: Patch) -> None:
@@ -207,9 +207,9 @@ def weights_not_forgotten(patch: Patch) -> None:
     original = Replicas.synchronize
 
     def mutant(self: Any) -> bool:
-        before = self._weight
+        before = self.weight
         changed = original(self)
-        self._weight = before * self._parameters.backend.rank
+        self.weight = before * self._parameters.backend.rank
         return changed
 
     patch.setattr(Replicas, "synchronize", mutant)

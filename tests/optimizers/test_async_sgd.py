@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from computed_once import computed_once
 from layouts import wrap
 
 import mpishard as ms
@@ -54,6 +55,7 @@ in_layouts = pytest.mark.parametrize(
 )
 
 
+@computed_once
 def textbook(rule, delay, size, steps):
     """Return parameters and losses."""
     model, gradients, losses = plain(), [], []

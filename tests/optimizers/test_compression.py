@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from computed_once import computed_once
 from layouts import wrap
 
 import mpishard as ms
@@ -242,11 +244,17 @@ class Textbook:
 def train_textbook(method, rule, model, steps, **options):
     """Return the parameters and the textbook, and the places of this rank's errors. Collective."""
     parts, mine = dealt(model)
-    chain, size = plain(), model.data_size  # of which each computes a part of the samples
-    theta = chain.get_parameters()
+    size = model.data_size  # of which each computes a part of the samples
     across = model.engine.replica.across
     count = size if across is None else across.world_size
-    book = Textbook(method, count, parts, theta.size, **options)
+    return *textbook_of(method, rule, size, count, pickle.dumps(parts), steps, **options), mine
+
+
+@computed_once
+def textbook_of(method, rule, size, count, parts, steps, **options):
+    chain = plain()
+    theta = chain.get_parameters()
+    book = Textbook(method, count, pickle.loads(parts), theta.size, **options)
     first, second = np.zeros_like(theta), np.zeros_like(theta)
     for step in range(steps):
         batches = [share(step, rank, size) for rank in range(size)]
@@ -265,7 +273,7 @@ def train_textbook(method, rule, model, steps, **options):
             second = 0.999 * second + 0.001 * mean**2
             corrected = second / (1 - 0.999 ** (step + 1))
             theta = theta - 1e-3 * first / (1 - 0.9 ** (step + 1)) / (np.sqrt(corrected) + 1e-8)
-    return theta, book, mine
+    return theta, book
 
 
 def require_equal_copies(model):

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from computed_once import computed_once
 
 import mpishard as ms
 from mpishard import nn
@@ -42,6 +43,7 @@ def share(step, rank, size):
     return X[rows], Y[rows]
 
 
+@computed_once
 def textbook(size, world, steps, period, outer):
     """Return the parameters of all replicas: momentum in each, Nesterov outside."""
     model = plain()
@@ -451,6 +453,9 @@ def test_what_a_mesh_cannot_do_is_refused(backend):
     ):
         with pytest.raises(ValueError, match=words):
             ms.HybridShardedModel(plain(), config, *sizes)
+    for kind in (ms.TensorParallelModel, ms.PipelineParallelModel) if size > 2 else ():
+        with pytest.raises(ValueError, match=r"=2 makes 2: use strategy='hybrid' with .* 2 ranks"):
+            kind(plain(), config)
     leaves = ms.ShardingConfiguration(backend, replica_size=2, gradient_leaves=4)
     for kind in (ms.FSDPModel, ms.HybridShardedModel):
         with pytest.raises(ValueError, match=r"gradient_leaves=4 is for one replica of all ranks"):

@@ -18,7 +18,7 @@ torch = pytest.importorskip(
 import torch_nets as nets  # noqa: E402
 
 import mpishard.torch as mst  # noqa: E402
-from mpishard.torch.module import module_of  # noqa: E402
+from mpishard.torch.sharded import module_of  # noqa: E402
 
 nn = torch.nn
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

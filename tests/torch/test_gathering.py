@@ -20,7 +20,7 @@ import torch_nets as nets  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mpishard.torch as mst  # noqa: E402
-from mpishard.torch.module import module_of  # noqa: E402
+from mpishard.torch.sharded import module_of  # noqa: E402
 
 nn = torch.nn
 SIDE, DEPTH = 30, 6

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mpishard as ms  # noqa: E402
 import mpishard.torch as mst  # noqa: E402
-from mpishard.torch.module import module_of  # noqa: E402
+from mpishard.torch.sharded import module_of  # noqa: E402
 
 nn = torch.nn
 by_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])

@@ -21,7 +21,7 @@ torch = pytest.importorskip(
 import torch_nets as nets  # noqa: E402
 
 import mpishard.torch as mst  # noqa: E402
-from mpishard.torch.module import module_of  # noqa: E402
+from mpishard.torch.sharded import module_of  # noqa: E402
 
 RUNNING = """
 import os, signal, sys, mpishard as ms, mpishard.torch as mst, torch

@@ -16,11 +16,11 @@ from mpishard.arguments import as_count, as_flag, check_path
 from mpishard.checkpoint.exchange.plain import CHOICES_HEADER, choices_in
 from mpishard.checkpoint.exchange.sources import CHECKPOINT_HEADER, INDEX, TensorSource, open_source
 from mpishard.checkpoint.format import disk
+from mpishard.checkpoint.format.content import spelled
 from mpishard.checkpoint.format.folder import Target
 from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, assemble
-from mpishard.checkpoint.format.metadata import spelled
 from mpishard.checkpoint.format.tensor_file import LazyTensor, RankFile, TensorFile
-from mpishard.checkpoint.saving.pending import require_room
+from mpishard.checkpoint.saving.save import require_room
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry

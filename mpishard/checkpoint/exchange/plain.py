@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, copy_into, to_host
-from mpishard.checkpoint.format.metadata import OBJECT, require_form
-from mpishard.checkpoint.format.protocol import Pieces
+from mpishard.checkpoint.format.content import OBJECT, Pieces, require_form
 from mpishard.checkpoint.format.tensor_file import bytes_of, metadata_of, tensors_of
 from mpishard.checkpoint.loading.restore import load
-from mpishard.checkpoint.saving.snapshot import save
+from mpishard.checkpoint.saving.save import save
 from mpishard.contracts import ICheckpointableModel, PathLike
 from mpishard.sharding import ParameterEntry, Placement
 

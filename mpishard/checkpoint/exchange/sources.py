@@ -17,8 +17,8 @@ import safetensors
 
 from mpishard.arguments import check_path
 from mpishard.checkpoint.exchange.plain import CHOICES_HEADER
+from mpishard.checkpoint.format.content import unspelled
 from mpishard.checkpoint.format.manifest import MOST_DIMS, PARAMETERS
-from mpishard.checkpoint.format.metadata import unspelled
 from mpishard.checkpoint.format.tensor_file import DTYPES_OF_FILES, LazyTensor
 from mpishard.checkpoint.loading.reader import CheckpointReader
 from mpishard.errors import CheckpointError

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.checkpoint.format.coverage import check_coverage
-from mpishard.checkpoint.format.metadata import (
+from mpishard.checkpoint.format.content import (
     COUNT,
     OBJECT,
     TEXT,
@@ -22,6 +21,7 @@ from mpishard.checkpoint.format.metadata import (
     spelled,
     unspelled,
 )
+from mpishard.checkpoint.format.coverage import check_coverage
 from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord, tensor_key
 from mpishard.communication.contract.call import DTYPES
 from mpishard.errors import CheckpointError
@@ -185,14 +185,8 @@ class Manifest:
 
     def torn_files(self, directory: Path) -> list[str]:
         """Return the files in ``directory`` that are missing or of another length, in words."""
-        torn = []
-        for name, record in self.files.items():
-            file = directory / name
-            if not file.is_file():
-                torn.append(f"{name} is missing")
-            elif file.stat().st_size != record.nbytes:
-                torn.append(f"{name} has {file.stat().st_size} of {record.nbytes} bytes")
-        return torn
+        tears = {name: record.tear(directory / name) for name, record in self.files.items()}
+        return [f"{name} {tear}" for name, tear in tears.items() if tear]
 
     def to_bytes(self) -> bytes:
         """Return the content of ``manifest.json``.

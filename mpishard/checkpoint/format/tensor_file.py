@@ -23,10 +23,10 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from mpishard.arguments import check_name
 from mpishard.checkpoint.format import disk
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
-from mpishard.sharding.table import check_name
 
 __all__ = [
     "BLOCK_BYTES",
@@ -272,6 +272,13 @@ class FileRecord:
 
     nbytes: int
     checksums: tuple[int, ...]
+
+    def tear(self, file: Path) -> str:
+        """Return why ``file`` cannot be the one recorded, by its length; "" if it can."""
+        if not file.is_file():
+            return "is no file" if file.exists() else "is missing"
+        held = file.stat().st_size
+        return "" if held == self.nbytes else f"has {held} of {self.nbytes} bytes"
 
 
 class RankFile:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, Manifest
-from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord
-from mpishard.checkpoint.loading.mapped_file import checksum_at, header_difference
+from mpishard.checkpoint.format.tensor_file import FileRecord
+from mpishard.checkpoint.loading.mapped_file import MappedFile
 from mpishard.checkpoint.loading.reader import CheckpointReader, find_checkpoint
 from mpishard.checkpoint.loading.restore import open_whole
 from mpishard.errors import CheckpointError
@@ -186,35 +186,22 @@ def _read_through(
 ) -> Iterator[tuple[int, int, str]]:
     """Yield ranges of bytes, in order, and the problem of each; "" if there is none."""
     try:
-        if not file.is_file() and file.exists():
-            yield 0, record.nbytes, "it is no file"
-            return
-        held = file.stat().st_size
         # A torn file is told from its length, without reading it.
-        if held != record.nbytes:
-            yield 0, record.nbytes, f"it has {held} of {record.nbytes} bytes"
+        tear = record.tear(file)
+        if tear:
+            yield 0, record.nbytes, f"it {tear}"
             return
-        descriptor = os.open(file, os.O_RDONLY)
-    except FileNotFoundError:
-        yield 0, record.nbytes, "it is missing"
-        return
-    except OSError as error:
+        mapped = MappedFile(file, record, tensors)
+    except (OSError, ValueError) as error:
         yield 0, record.nbytes, f"it cannot be read: {error}"
         return
-    try:
-        for block, expected in enumerate(record.checksums):
-            low, high = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, record.nbytes)
-            words = f"bytes {low} to {high} do not have the checksum that they were written with"
-            try:
-                is_right = checksum_at(descriptor, low, high - low) == expected
-            except OSError as error:
-                is_right, words = False, f"bytes {low} to {high} cannot be read: {error}"
-            yield low, high, "" if is_right else words
-            # The header lies in the first block. If that is damaged, it says nothing more.
-            if block == 0 and is_right:
-                yield 0, 0, header_difference(np.memmap(file, np.uint8, "r"), tensors)
-    finally:
-        os.close(descriptor)
+    for block in range(mapped.block_count):
+        fault = mapped.block_fault(block)
+        yield *mapped.bounds(block), fault
+        # The header lies in the first block. If that is damaged, it says nothing more.
+        if block == 0 and not fault:
+            yield 0, 0, mapped.header_fault()
+    mapped.close()
 
 
 def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:

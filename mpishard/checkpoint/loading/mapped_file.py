@@ -15,7 +15,7 @@ import numpy as np
 from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord
 from mpishard.errors import CheckpointError
 
-__all__ = ["MappedFile", "PieceValues", "checksum_at", "header_difference"]
+__all__ = ["MappedFile", "PieceValues"]
 
 _READ_BYTES = 1 << 18  # fits the L2 cache
 
@@ -33,7 +33,7 @@ class MappedFile:
         Its length and the checksums of its blocks, from the manifest.
     tensors : mapping of str to (int, int)
         The bytes of each tensor, start and stop, from the manifest, by `tensor_key`.
-    was_replaced : callable
+    was_replaced : callable, optional
         Returns whether another checkpoint is in its place by now.
 
     Raises
@@ -47,7 +47,7 @@ class MappedFile:
         file: Path,
         record: FileRecord,
         tensors: Mapping[str, tuple[int, int]],
-        was_replaced: Callable[[], bool],
+        was_replaced: Callable[[], bool] = lambda: False,
     ) -> None:
         self._file = file
         self._record = record
@@ -67,26 +67,36 @@ class MappedFile:
         """Number of blocks."""
         return len(self._record.checksums)
 
+    def bounds(self, block: int) -> tuple[int, int]:
+        """Return the first byte of a block, and the one behind its last."""
+        return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self._record.nbytes)
+
+    def block_fault(self, block: int, what: str = "") -> str:
+        """Return why a block is not as it was written, in words; "" if it is.
+
+        ``what`` is the name of its content for these words.
+        """
+        low, high = self.bounds(block)
+        try:
+            found = _checksum_at(self._descriptor, low, high - low)
+        except OSError as error:
+            return f"bytes {low} to {high} cannot be read: {error}"
+        if found == self._record.checksums[block]:
+            return ""
+        of = f", of {what}," if what else ""
+        return f"bytes {low} to {high}{of} do not have the checksum that they were written with"
+
     def verify(self, first: int, stop: int, what: str = "") -> None:
         """Compare the checksums of blocks that were not compared before."""
         for block in (first + np.flatnonzero(~self._verified[first:stop])).tolist():
-            low = block * BLOCK_BYTES
-            length = min(BLOCK_BYTES, self._content.size - low)
-            try:
-                found = checksum_at(self._descriptor, low, length)
-            except OSError as error:
-                raise CheckpointError(f"{self._file}: {error}") from error
-            if found != self._record.checksums[block]:
-                of = f", of {what}," if what else ""
+            fault = self.block_fault(block, what)
+            if fault:
                 why = (
                     "the checkpoint was replaced while it was read"
                     if self._was_replaced()
                     else "the disk, or somebody, changed them"
                 )
-                raise CheckpointError(
-                    f"{self._file}: bytes {low} to {low + length}"
-                    f"{of} do not have the checksum that they were written with; {why}"
-                )
+                raise CheckpointError(f"{self._file}: {fault}; {why}")
             self._verified[block] = True
 
     def close(self) -> None:
@@ -98,10 +108,33 @@ class MappedFile:
         if self._is_as_listed:
             return
         self.verify(0, 1, "the header")
-        why = header_difference(self._content, self._tensors)
+        why = self.header_fault()
         if why:
             raise CheckpointError(f"{self._file}: {why}")
         self._is_as_listed = True
+
+    def header_fault(self) -> str:
+        """Return how the header differs from the manifest, in words; "" if it does not."""
+        start = 8 + int.from_bytes(self._content[:8].tobytes(), "little")
+        # Compared before it is read, so that a forged length cannot fill the memory.
+        expected = min((low for low, _ in self._tensors.values()), default=self._content.size)
+        if start != expected:
+            return f"its header ends at byte {start}, and its tensors begin at {expected}"
+        found = {}
+        try:
+            for key, entry in json.loads(self._content[8:start].tobytes().decode()).items():
+                if key != "__metadata__":
+                    low, high = entry["data_offsets"]
+                    found[key] = start + low, start + high
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            return f"its header is none of a safetensors file: {type(error).__name__}: {error}"
+        for key in [*self._tensors, *found]:
+            if found.get(key) != self._tensors.get(key):
+                return (
+                    f"its header and the manifest differ: {key} lies in bytes {found.get(key)} by "
+                    f"the one, {self._tensors.get(key)} by the other"
+                )
+        return ""
 
     def part(self, start: int, stop: int, what: str) -> Bytes:
         """Return bytes ``start`` to ``stop``, a view."""
@@ -110,7 +143,7 @@ class MappedFile:
         return self._content[start:stop]
 
 
-def checksum_at(descriptor: int, start: int, length: int) -> int:
+def _checksum_at(descriptor: int, start: int, length: int) -> int:
     """Return the CRC-32 of ``length`` bytes of an open file, from byte ``start`` on.
 
     The bytes are read rather than mapped: with a map, a disk that fails or a file that is
@@ -129,38 +162,6 @@ def checksum_at(descriptor: int, start: int, length: int) -> int:
             raise OSError(f"it ends at byte {start + done}")
         crc, done = zlib.crc32(buffer[:count], crc), done + count
     return crc
-
-
-def header_difference(content: Bytes, tensors: Mapping[str, tuple[int, int]]) -> str:
-    """Return how the header of a file differs from the manifest, in words; "" if it does not.
-
-    Parameters
-    ----------
-    content : array of uint8
-        All bytes of the file.
-    tensors : mapping of str to (int, int)
-        What the manifest says, as for `MappedFile`.
-    """
-    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
-    # Compared before it is read, so that a forged length cannot fill the memory.
-    expected = min((low for low, _ in tensors.values()), default=content.size)
-    if start != expected:
-        return f"its header ends at byte {start}, and its tensors begin at {expected}"
-    found = {}
-    try:
-        for key, entry in json.loads(content[8:start].tobytes().decode()).items():
-            if key != "__metadata__":
-                low, high = entry["data_offsets"]
-                found[key] = start + low, start + high
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        return f"its header is none of a safetensors file: {type(error).__name__}: {error}"
-    for key in [*tensors, *found]:
-        if found.get(key) != tensors.get(key):
-            return (
-                f"its header and the manifest differ: {key} lies in bytes {found.get(key)} by the "
-                f"one, {tensors.get(key)} by the other"
-            )
-    return ""
 
 
 class PieceValues:

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from mpishard.arguments import check_path
 from mpishard.arrays import Array
 from mpishard.checkpoint.format.consensus import all_texts, path_from, path_text, together
-from mpishard.checkpoint.format.folder import CheckpointFolder, Entry
-from mpishard.checkpoint.format.protocol import (
+from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
     CheckpointState,
@@ -26,6 +25,7 @@ from mpishard.checkpoint.format.protocol import (
     require_checkpointable,
     states_of,
 )
+from mpishard.checkpoint.format.folder import CheckpointFolder, Entry
 from mpishard.checkpoint.loading.reader import CheckpointReader, find_single
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError

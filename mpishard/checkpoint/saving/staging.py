@@ -18,45 +18,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpishard.arrays import address, to_host
-from mpishard.checkpoint.format.protocol import Pieces
+from mpishard.arrays import address
 from mpishard.compilation import compile_loop, numba_module
-from mpishard.sharding.regions import Region
 
-__all__ = ["StagingBuffer", "StreamingCopy", "on_host", "staged_bytes", "streaming_copy"]
+__all__ = ["StagingBuffer", "StreamingCopy", "aligned", "streaming_copy"]
 
 _ALIGNMENT = 64  # bytes
 _lock = threading.Lock()
 _WORD = np.dtype(np.uint64)
-
-HostPieces = dict[str, list[tuple[Region, np.ndarray[Any, Any]]]]
-
-
-def on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
-    """Return the pieces in host memory, without empty ones; copies, if there is a buffer."""
-    pieces: HostPieces = {}
-    shared: list[tuple[str, int]] = []
-    for kind, given in arrays.items():
-        pieces[kind] = []
-        for region, array in given:
-            length = region.stop - region.start
-            if array.shape != (length,):
-                raise ValueError(
-                    f"{kind}: the piece {region} has shape ({length},), got {array.shape}"
-                )
-            # Empty pieces need no place in a file.
-            if array.size:
-                is_host = isinstance(array, np.ndarray)
-                host = np.ascontiguousarray(array if is_host else to_host(array))
-                # CuPy's arrays are copied by to_host; NumPy cannot be asked of them.
-                if staging is not None and is_host and np.may_share_memory(host, array):
-                    shared.append((kind, len(pieces[kind])))
-                pieces[kind].append((region, host))
-    if staging is not None:
-        copies = staging.copies([pieces[kind][index][1] for kind, index in shared])
-        for (kind, index), copy in zip(shared, copies, strict=True):
-            pieces[kind][index] = (pieces[kind][index][0], copy)
-    return pieces
 
 
 class StagingBuffer:
@@ -100,7 +69,7 @@ class StagingBuffer:
         """
         self._require_own()
         runs = _runs(arrays)
-        starts = [0, *accumulate(_aligned(sum(a.nbytes for a in run)) for run in runs)]
+        starts = [0, *accumulate(aligned(sum(a.nbytes for a in run)) for run in runs)]
         self._grow(starts.pop())
         self._is_lent = True
         copied = []
@@ -134,16 +103,6 @@ class StagingBuffer:
             )
 
 
-def staged_bytes(arrays: Pieces) -> int:
-    """Return the number of bytes that `on_host` copies into a staging buffer."""
-    return sum(
-        _aligned(array.nbytes)
-        for given in arrays.values()
-        for _, array in given
-        if isinstance(array, np.ndarray)
-    )
-
-
 def _runs(arrays: Sequence[np.ndarray[Any, Any]]) -> list[list[np.ndarray[Any, Any]]]:
     """Group ``arrays``, in their order, into runs that lie end to end in memory.
 
@@ -161,7 +120,8 @@ def _runs(arrays: Sequence[np.ndarray[Any, Any]]) -> list[list[np.ndarray[Any, A
     return runs
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Return the bytes of a staging buffer that a copy of ``nbytes`` bytes takes."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

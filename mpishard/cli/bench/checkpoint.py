@@ -18,11 +18,10 @@ from mpishard import checkpoint, nn
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.consensus import share_path, together
 from mpishard.checkpoint.format.tensor_file import file_name
-from mpishard.cli.tables import figures_table, timing_cells
+from mpishard.cli.tables import figures_table, rate_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import as_distributed
-from mpishard.observe import Timing
 from mpishard.optimizers import AdamW
 
 __all__ = ["CheckpointBenchmark", "CheckpointResult"]
@@ -129,14 +128,9 @@ class CheckpointBenchmark:
         )
         seconds: Mapping[str, np.ndarray[Any, Any]] = {r.way: np.array(r.seconds) for r in results}
         for result in results:
-            timing, way, other = Timing(result.seconds), result.way, result.other
-            table.add_row(
-                way,
-                *timing_cells(timing),
-                f"{bytes_text(int(result.nbytes / timing.median))}/s" if result.nbytes else "",
-                f"{np.median(seconds[way] / seconds[other]):.2f}" if other else "",
-                other,
-            )
+            way, other = result.way, result.other
+            ratio = f"{np.median(seconds[way] / seconds[other]):.2f}" if other else ""
+            table.add_row(way, *rate_cells(result.seconds, result.nbytes), ratio, other)
         table.caption = (
             "read and load: from the system's cache. stall: time that training waits in all"
         )

@@ -18,14 +18,14 @@ from rich.table import Table
 from mpishard import settings
 from mpishard.arrays import Array
 from mpishard.checkpoint.format.consensus import share_path
-from mpishard.cli.tables import figures_table, timing_cells
+from mpishard.cli.tables import figures_table, rate_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend
 from mpishard.communication.mpi.library import load_mpi
 from mpishard.layout import ShardLayout
 from mpishard.observe import Curve, Panel, Timing, time_alternately
 
-__all__ = ["KINDS", "CollectiveBenchmark", "CollectiveResult", "collective_panels"]
+__all__ = ["KINDS", "CollectiveBenchmark", "CollectiveResult"]
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "barrier")
 """Collectives that are measured."""
@@ -125,7 +125,6 @@ class CollectiveBenchmark:
         seen = None
         for result in results:
             key = (result.collective, result.nbytes)
-            timing = Timing(result.seconds)
             ratios = [
                 f"{np.median(result.seconds / seconds[*key, other]):.2f}"
                 if (*key, other) in seconds
@@ -135,8 +134,7 @@ class CollectiveBenchmark:
             table.add_row(
                 *([result.collective, bytes_text(result.nbytes)] if key != seen else ["", ""]),
                 result.way,
-                *timing_cells(timing),
-                f"{bytes_text(int(result.nbytes / timing.median))}/s" if result.nbytes else "",
+                *rate_cells(result.seconds, result.nbytes),
                 *ratios,
             )
             seen = key
@@ -148,7 +146,22 @@ class CollectiveBenchmark:
 
     def panels(self, results: Sequence[CollectiveResult], world_size: int) -> list[Panel]:
         """Return a panel of time against size for each collective that has sizes."""
-        return collective_panels(results)
+        panels = []
+        for kind in dict.fromkeys(r.collective for r in results if r.nbytes):
+            mine = [r for r in results if r.collective == kind]
+            curves = []
+            for way in dict.fromkeys(r.way for r in mine):
+                points = sorted((r.nbytes, Timing(r.seconds)) for r in mine if r.way == way)
+                curves.append(
+                    Curve(
+                        way,
+                        [nbytes for nbytes, _ in points],
+                        [timing.median * 1e3 for _, timing in points],
+                        [(t.quartiles[0] * 1e3, t.quartiles[1] * 1e3) for _, t in points],
+                    )
+                )
+            panels.append(Panel(kind.replace("_", "-"), "bytes", "milliseconds", curves))
+        return panels
 
 
 def _ways(
@@ -238,23 +251,3 @@ def _of_gloo(torch: Any, kind: str, source: Array, size: int) -> Way:
     call = getattr(distributed, new if hasattr(distributed, new) else old)
     tensor, out = torch.from_numpy(source), torch.from_numpy(np.empty(size, source.dtype))
     return lambda: call(out, tensor)
-
-
-def collective_panels(results: Sequence[CollectiveResult]) -> list[Panel]:
-    """Return a panel of time against size for each collective that has sizes."""
-    panels = []
-    for kind in dict.fromkeys(r.collective for r in results if r.nbytes):
-        mine = [r for r in results if r.collective == kind]
-        curves = []
-        for way in dict.fromkeys(r.way for r in mine):
-            points = sorted((r.nbytes, Timing(r.seconds)) for r in mine if r.way == way)
-            curves.append(
-                Curve(
-                    way,
-                    [nbytes for nbytes, _ in points],
-                    [timing.median * 1e3 for _, timing in points],
-                    [(t.quartiles[0] * 1e3, t.quartiles[1] * 1e3) for _, t in points],
-                )
-            )
-        panels.append(Panel(kind.replace("_", "-"), "bytes", "milliseconds", curves))
-    return panels

@@ -15,8 +15,8 @@ from mpishard import settings
 from mpishard.cli.bench.checkpoint import CheckpointBenchmark
 from mpishard.cli.bench.collectives import KINDS, CollectiveBenchmark
 from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark
-from mpishard.cli.bench.step import STRATEGIES, ChecksBenchmark, StepBenchmark
-from mpishard.cli.bench.workload import CONTEXT, write_json
+from mpishard.cli.bench.step import CONTEXT, STRATEGIES, ChecksBenchmark, StepBenchmark
+from mpishard.cli.machine import write_json
 from mpishard.cli.tables import show
 from mpishard.cli.wording import check_choice, parse_bytes, refuse, refusing
 from mpishard.communication import CommunicationBackend
@@ -83,8 +83,7 @@ def collectives(
     gloo is measured if PyTorch is installed.
     """
     chosen = collective or list(KINDS)
-    for name in chosen:
-        check_choice("bench", "--collective", name, KINDS)
+    check_choice("bench", "--collective", chosen, KINDS)
     with refusing("bench", "--sizes: "):
         lengths = [parse_bytes(text) for text in sizes.split(",")]
     benchmark = CollectiveBenchmark(chosen, lengths, dtype, repeats, busy)
@@ -127,8 +126,7 @@ def step(
     ] = "on",
     memory: Annotated[bool, typer.Option(help="Measure resident memory too.")] = False,
     precision: Annotated[
-        Literal["float32", "bfloat16"],
-        typer.Option(help="bfloat16: mixed precision."),
+        Literal["float32", "bfloat16"], typer.Option(help="bfloat16: mixed precision.")
     ] = "float32",
     json: JSONOption = None,
     plot: PlotOption = None,
@@ -137,8 +135,7 @@ def step(
 ) -> None:
     """Time training steps; the strategy alone is the same step without communication."""
     chosen = strategy or [s for s in STRATEGIES if s != "zero3"]  # which is fsdp
-    for name in chosen:
-        check_choice("bench", "--strategy", name, STRATEGIES)
+    check_choice("bench", "--strategy", chosen, STRATEGIES)
     usual = _SIZES[model]
     sizes = (width or usual[0], layers or usual[1], batch or usual[2])
     mixed = None if precision == "float32" else precision
@@ -173,8 +170,7 @@ def speedup(
     """Time a step that all ranks share, by tensor or pipeline parallelism, against one rank's."""
     every = [TENSOR, *SCHEDULE_NAMES]
     chosen = way or [TENSOR, "1f1b", "zb-h1"]
-    for name in chosen:
-        check_choice("bench", "--way", name, [*every, "all"])
+    check_choice("bench", "--way", chosen, [*every, "all"])
     if "all" in chosen:
         chosen = every
     size = ranks or world_size or settings.launched_world_size()

@@ -11,13 +11,12 @@ import numpy as np
 from rich.table import Table
 
 from mpishard import nn
-from mpishard.cli.bench.workload import CONTEXT, alone, gpt, tokens, training_step
+from mpishard.cli.bench.step import CONTEXT, alone, gpt, tokens, training_step
 from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend
 from mpishard.models.programs.mesh_program import MeshProgram
 from mpishard.models.strategies.mesh_parallel import MeshModel
-from mpishard.observe import Timing
 from mpishard.pipeline import measured_layer_costs
 from mpishard.sharding import ShardingConfiguration
 from mpishard.tensor import TensorParallelLayerPartitioner
@@ -124,42 +123,30 @@ class SpeedupBenchmark:
             strategy = {_ONE: "ddp", TENSOR: TENSOR}.get(way, "pipeline")
             options: dict[str, Any] = {"schedule": way, **cut} if strategy == "pipeline" else {}
             trained[way] = training_step(config, self.build_model(), strategy, x, y, **options)
-        seconds: dict[str, list[float]] = {way: [] for way in trained}
-        computing: dict[str, list[tuple[float, float]]] = {way: [] for way in trained}
-        sent = dict.fromkeys(trained, 0)
+        # Seconds, computing, waiting and bytes sent of each step.
+        figures: dict[str, list[tuple[float, ...]]] = {way: [] for way in trained}
         for number in range(-self.warmup, self.steps):
             for way, (model, step) in trained.items():
                 # Together, because the delay of a rank would be measured as the others' waiting.
                 backend.barrier()
-                before = _sent(model)
-                begun = time.perf_counter()
-                if way != _ONE:
-                    step()
-                elif backend.rank == 0:
-                    step()
-                    backend.broadcast(np.zeros(1))
+                before, begun = _sent(model), time.perf_counter()
+                if way == _ONE:
+                    _on_one(backend, step)
                 else:
-                    # Rank 0 steps: the others take no time of its processor or memory.
-                    work = backend.broadcast_async(np.zeros(1))
-                    while not work.done:
-                        time.sleep(1e-3)
-                        backend.progress()
-                    work.wait()
+                    step()
                 took = time.perf_counter() - begun
                 if number >= 0:
-                    seconds[way].append(took)
-                    sent[way] = _sent(model) - before
                     program = model.engine.program
                     record = program.last_record if isinstance(program, MeshProgram) else None
                     times = (0.0, 0.0) if record is None else (record.computing(), record.waiting())
-                    computing[way].append(times)
+                    figures[way].append((took, *times, _sent(model) - before))
         single.shutdown()
-        one = float(np.median(seconds[_ONE]))
+        one = float(np.median([took for took, *_ in figures[_ONE]]))
         results = []
         for way, (model, _) in trained.items():
-            mine = np.median(np.array(computing[way]), axis=0)
-            table = backend.all_gather(np.array([[*mine, sent[way]]]))
-            results.append(self._result(way, seconds[way], one, table, model))
+            medians = np.median(figures[way], axis=0)
+            rows = backend.all_gather(medians[None, 1:])
+            results.append(self._result(way, [row[0] for row in figures[way]], one, rows, model))
         return results
 
     def _result(
@@ -196,7 +183,7 @@ class SpeedupBenchmark:
         for result in results:
             table.add_row(
                 result.way,
-                *timing_cells(Timing(result.seconds)),
+                *timing_cells(result.seconds),
                 f"{result.speedup:.2f}",
                 f"{result.limit:.2f}",
                 *("" if v is None else f"{v:.2f}" for v in (result.balance, result.overhead)),
@@ -204,6 +191,19 @@ class SpeedupBenchmark:
                 bytes_text(result.bytes_sent),
             )
         return table
+
+
+def _on_one(backend: CommunicationBackend, step: Callable[[], object]) -> None:
+    """Step on rank 0, while the others take no time of its processor or memory. Collective."""
+    if backend.rank == 0:
+        step()
+        backend.broadcast(np.zeros(1))
+        return
+    work = backend.broadcast_async(np.zeros(1))
+    while not work.done:
+        time.sleep(1e-3)
+        backend.progress()
+    work.wait()
 
 
 def _sent(model: Any) -> int:

@@ -1,9 +1,13 @@
-"""``mpishard bench step`` and ``checks``: time of a training step, and the checks' part of it."""
+"""``mpishard bench step`` and ``checks``: time of a training step, and the checks' part of it.
+
+`training_step` makes the model, batch and step of these benchmarks and of others.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any, ClassVar
@@ -12,19 +16,19 @@ import numpy as np
 from rich.table import Table
 
 from mpishard import nn
-from mpishard.cli.bench.workload import CONTEXT, alone, gpt, tokens, training_step
 from mpishard.cli.tables import figures_table, timing_cells
 from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, InMemoryCommunicationBackend
 from mpishard.communication.contract.call import Call
+from mpishard.distributed import as_distributed
 from mpishard.observe import Curve, Panel, Timing, memory_while, time_alternately, time_chain
 from mpishard.optimizers import AdamW
 from mpishard.optimizers.rules.compiled import uses_numba
 from mpishard.sharding import ShardingConfiguration
 
 __all__ = [
-    "ALONE", "LIMIT", "STRATEGIES", "ChecksBenchmark", "ChecksResult", "StepBenchmark",
-    "StepResult",
+    "ALONE", "CONTEXT", "STRATEGIES", "ChecksBenchmark", "ChecksResult", "StepBenchmark",
+    "StepResult", "alone", "gpt", "tokens", "training_step",
 ]  # fmt: skip
 
 ALONE = "alone"
@@ -34,6 +38,56 @@ STRATEGIES = (ALONE, "ddp", "zero1", "zero2", "zero3", "fsdp")
 """Those whose ranks compute samples of their own; `SpeedupBenchmark` is for the others."""
 
 _HEADS = 8
+
+CONTEXT = 128
+"""Tokens of a sequence."""
+
+_VOCABULARY = 256
+
+Matrix = np.ndarray[Any, np.dtype[Any]]
+
+
+def gpt(width: int, layers: int, heads: int, context: int = CONTEXT) -> nn.GPT:
+    """Return a GPT without arrays yet, in float32.
+
+    Raises
+    ------
+    ValueError
+        For sizes that do not fit each other.
+    """
+    return nn.GPT(
+        vocabulary_size=_VOCABULARY, context_length=context, width=width, heads=heads, layers=layers
+    )
+
+
+def tokens(seed: int, sequences: int, context: int = CONTEXT) -> tuple[Matrix, Matrix]:
+    """Return random inputs and targets of a GPT."""
+    found = np.random.default_rng(seed).integers(0, _VOCABULARY, (sequences, context + 1))
+    return found[:, :-1].copy(), found[:, 1:].copy()
+
+
+def alone() -> CommunicationBackend:
+    """Return a backend of one rank, which communicates with nobody."""
+    # Ranks of one environment find each other by its name: nobody else has this one.
+    backend = InMemoryCommunicationBackend(0, 1, f"alone-{uuid.uuid4()}")
+    backend.initialize()
+    return backend
+
+
+def training_step(
+    config: ShardingConfiguration,
+    plain: nn.Model,
+    strategy: str,
+    x: Matrix,
+    y: Matrix,
+    rule: AdamW | None = None,
+    **options: Any,
+) -> tuple[Any, Callable[[], object]]:
+    """Return the sharded model, and the step that trains it on one batch."""
+    model = as_distributed(plain, config, strategy, **options)
+    rule = rule or AdamW(1e-3, weight_decay=0.01)
+    optimizer = as_distributed(rule, config, strategy, **options)
+    return model, lambda: optimizer.step(model, x, y)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +234,10 @@ class StepBenchmark:
         table = figures_table(title, columns, ("strategy",))
         bound = next((Timing(r.seconds).median for r in results if r.strategy == ALONE), None)
         for result in results:
-            timing = Timing(result.seconds)
             table.add_row(
                 result.strategy,
-                *timing_cells(timing),
-                "" if bound is None else f"{timing.median / bound:.2f}",
+                *timing_cells(result.seconds),
+                "" if bound is None else f"{Timing(result.seconds).median / bound:.2f}",
                 bytes_text(result.bytes_sent),
                 bytes_text(result.resting_bytes),
                 bytes_text(result.peak_bytes),

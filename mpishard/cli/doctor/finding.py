@@ -77,11 +77,6 @@ class Finding:
     is_problem: bool = False
 
     @property
-    def group(self) -> str:
-        """The section of the report that it belongs to."""
-        return self.name.partition(".")[0]
-
-    @property
     def verdict(self) -> Verdict:
         """Its meaning for the user: nothing is reported as wrong without a command that helps."""
         if self.mend is None:
@@ -118,10 +113,12 @@ def show_findings(findings: Iterable[Finding]) -> list[Finding]:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     columns = max(min(settings.terminal_columns() or console.width, _WIDEST), _INDENT + 20)
     shown: list[Finding] = []
+    last = ""
     for finding in findings:
-        if not shown or shown[-1].group != finding.group:
-            console.print(Text("\n" * bool(shown) + _TITLES[finding.group], "bold"))
-        label = finding.name.partition(".")[2].replace("_", " ")
+        group, _, fact = finding.name.partition(".")
+        if group != last:
+            console.print(Text("\n" * bool(shown) + _TITLES[group], "bold"))
+        last, label = group, fact.replace("_", " ")
         # Paths are not broken, because users copy them. A table of rich would break them.
         text = Text(
             textwrap.fill(

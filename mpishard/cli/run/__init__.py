@@ -1,9 +1,10 @@
 """``mpishard run``: start a script on N ranks, watch it, restart it, and report how it ended.
 
 Begin with ``command.py``. It calls ``job.py``, which checks all that can be refused: the user's
-words (``arguments.py``), the folder of logs (``logs.py``), the ranks' environment. ``launcher.py``
-finds the mpiexec that belongs to the MPI library. ``restarts.py`` decides whether the job starts
-again, and on which machines; ``resizing.py`` takes orders for other ranks. ``supervisor.py`` runs
+words, the folder of logs (``logs.py``), the ranks' environment. ``launcher.py`` finds the mpiexec
+that belongs to the MPI library, and reads ``--hosts``. ``restarts.py`` decides whether the job
+starts again, and on which machines; ``resizing.py`` takes the orders of ``mpishard resize`` for
+other ranks, and has that command. ``supervisor.py`` runs
 one start: it watches the processes and removes what they leave in shared memory
 (``rank_processes.py``), and passes signals on (``notice.py``: the order to save and end).
 ``job_report.py`` explains the end from what ``logs.py`` reads. ``rank_agent.py`` is the parent of

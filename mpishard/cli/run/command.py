@@ -10,13 +10,8 @@ import typer
 from mpishard import settings
 
 __all__ = [
-    "HostsOption",
-    "ModuleOption",
-    "OversubscribeOption",
-    "RanksOption",
-    "ScriptArgument",
-    "run",
-]
+    "HostsOption", "ModuleOption", "OversubscribeOption", "RanksOption", "ScriptArgument", "run",
+]  # fmt: skip
 
 ScriptArgument = Annotated[
     str,
@@ -25,8 +20,7 @@ ScriptArgument = Annotated[
     ),
 ]
 RanksOption = Annotated[
-    int | None,
-    typer.Option("-n", "-np", help="Number of ranks.", metavar="N", show_default=False),
+    int | None, typer.Option("-n", "-np", help="Number of ranks.", metavar="N", show_default=False)
 ]
 ModuleOption = Annotated[
     bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")
@@ -37,54 +31,7 @@ OversubscribeOption = Annotated[
 HostsOption = Annotated[
     str,
     typer.Option(
-        help="Machines to run on; SLOTS is the number of ranks of one.",
-        metavar="HOST[:SLOTS],...",
-    ),
-]
-
-
-_LogDirOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Keep each rank's output in DIR/rank-<r>.log, and its call log; those of a restart in "
-        "DIR/restart-<k>.",
-    ),
-]
-_EnvOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME[=VALUE]",
-        help="Set a variable for the ranks on all machines; may be repeated.",
-    ),
-]
-_MaxRestartsOption = Annotated[
-    int, typer.Option(metavar="K", help="Restart a job that fails, at most K times.")
-]
-_MinRanksOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="M",
-        help="Go on with fewer ranks, M or more, if hosts are lost, or if `mpishard resize` orders "
-        "it. Default: N.",
-        show_default=False,
-    ),
-]
-_MaxRanksOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="M",
-        help="Go on with more ranks, M at most: a restart, if the hosts have free slots, or if "
-        "`mpishard resize` orders it. Default: N.",
-        show_default=False,
-    ),
-]
-_OnFailureOption = Annotated[
-    str,
-    typer.Option(
-        metavar="abort|shrink",
-        help="abort: a lost rank ends the job; shrink: the others may go on, in scripts that "
-        'ask for on_failure="shrink", under Open MPI.',
+        help="Machines to run on; SLOTS is the number of ranks of one.", metavar="HOST[:SLOTS],..."
     ),
 ]
 
@@ -96,12 +43,50 @@ def run(
     module: ModuleOption = False,
     hosts: HostsOption = "",
     oversubscribe: OversubscribeOption = False,
-    log_dir: _LogDirOption = None,
-    env: _EnvOption = None,
-    max_restarts: _MaxRestartsOption = 0,
-    min_ranks: _MinRanksOption = None,
-    max_ranks: _MaxRanksOption = None,
-    on_failure: _OnFailureOption = "abort",
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep each rank's output in DIR/rank-<r>.log, and its call log; those of a "
+            "restart in DIR/restart-<k>.",
+        ),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=VALUE]",
+            help="Set a variable for the ranks on all machines; may be repeated.",
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(metavar="K", help="Restart a job that fails, at most K times.")
+    ] = 0,
+    min_ranks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="M",
+            help="Go on with fewer ranks, M or more, if hosts are lost, or if `mpishard resize` "
+            "orders it. Default: N.",
+            show_default=False,
+        ),
+    ] = None,
+    max_ranks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="M",
+            help="Go on with more ranks, M at most: a restart, if the hosts have free slots, or if "
+            "`mpishard resize` orders it. Default: N.",
+            show_default=False,
+        ),
+    ] = None,
+    on_failure: Annotated[
+        str,
+        typer.Option(
+            metavar="abort|shrink",
+            help="abort: a lost rank ends the job; shrink: the others may go on, in scripts that "
+            'ask for on_failure="shrink", under Open MPI.',
+        ),
+    ] = "abort",
 ) -> None:
     """Run SCRIPT on N MPI ranks.
 
@@ -118,8 +103,9 @@ def run(
 
     A job with --log-dir takes orders for another number of ranks: see mpishard resize.
     """
-    # Here, because it imports NumPy and the communication room, and --help needs neither.
+    # Here, because they import NumPy and the communication room, and --help needs neither.
     from mpishard.cli.run.job import prepare_job
+    from mpishard.cli.wording import refuse
 
     try:
         job = prepare_job(
@@ -138,10 +124,7 @@ def run(
         )
         code = job.run()
     except BlockingIOError as error:
-        typer.echo(
-            f"mpishard run: the system allows no more processes ({error}): raise the limit "
-            "(`ulimit -u`), or end other programs",
-            err=True,
-        )
-        code = settings.EXIT_FAILURE
+        fix = "raise the limit (`ulimit -u`), or end other programs"
+        text = f"the system allows no more processes ({error}): {fix}"
+        refuse("run", text, settings.EXIT_FAILURE)
     raise typer.Exit(code)

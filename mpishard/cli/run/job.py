@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
-
-import typer
 
 from mpishard import settings
 from mpishard.blas import better_kernel, loaded_kernel
 from mpishard.cli.machine import usable_cores
 from mpishard.cli.run import rank_agent
-from mpishard.cli.run.arguments import Host, parse_hosts, python_arguments
 from mpishard.cli.run.job_report import Outcome
-from mpishard.cli.run.launcher import Launcher, find_launcher, loaded_library
+from mpishard.cli.run.launcher import Host, Launcher, find_launcher, loaded_library, parse_hosts
 from mpishard.cli.run.logs import (
     check_log_folder,
     folder_of_start,
@@ -27,19 +28,67 @@ from mpishard.cli.run.logs import (
     prepare_log_folder,
 )
 from mpishard.cli.run.rank_processes import can_be_watched
-from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.run.restarts import Restarts, allocated_hosts, find_lost_hosts
 from mpishard.cli.run.supervisor import Supervisor
-from mpishard.cli.wording import counted, refuse
+from mpishard.cli.wording import counted, refuse, say
 from mpishard.communication.failure.report import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["Job", "own_log_folder", "prepare_job"]
+__all__ = ["Job", "own_log_folder", "prepare_job", "python_arguments"]
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _RANKS_PER_CORE = 8  # more are a slip of the finger rather than a test
 _OF_ONE_START = ("MPISHARD_JOB_FOLDER", "MPISHARD_RESTART")
+
+
+def python_arguments(words: Sequence[str], is_module: bool = False) -> list[str]:
+    """Return the arguments with which Python runs a script or module, as the user means it.
+
+    A leading ``python`` is left out, and a folder is run if it has a ``__main__.py``.
+
+    Parameters
+    ----------
+    words : sequence of str
+        A script or the name of a module, and its arguments.
+    is_module : bool
+        Whether the first word names a module.
+
+    Raises
+    ------
+    ValueError
+        If there is no such script or module, naming one that is spelled alike.
+    """
+    script, *arguments = words
+    path = Path(script)
+    if is_module:
+        name = script.partition(".")[0]
+        # Only looked for, because importing it could start anything. Python adds this folder.
+        if not (find_spec(name) or PathFinder.find_spec(name, [str(Path.cwd())])):
+            raise ValueError(f"-m {script}: there is no module {name}, here or on Python's path")
+        return ["-m", script, *arguments]
+    if re.fullmatch(r"python[\d.]*", path.name) and not path.is_dir():
+        if path.parent != Path() and path.parent.absolute() != Path(sys.executable).parent:
+            raise ValueError(
+                f"ranks run in {sys.executable}, not in {script}: leave it out, or start "
+                f"`{script} -m mpishard run`"
+            )
+        if not arguments:
+            raise ValueError(f"there is no script after {script}")
+        return arguments if arguments[0].startswith("-") else python_arguments(arguments)
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        scripts = sorted(path.glob("*.py"))
+        raise ValueError(f"{script} is a folder without __main__.py{_did_you_mean(scripts[:3])}")
+    if not (path.is_file() or path.is_dir()):
+        folder = path.parent if path.parent.is_dir() else Path()
+        found = {each.name: each for each in folder.glob("*.py")}
+        alike = difflib.get_close_matches(path.name, found, 1)
+        raise ValueError(f"there is no script {script}{_did_you_mean([found[n] for n in alike])}")
+    return list(words)
+
+
+def _did_you_mean(paths: Sequence[Path]) -> str:
+    return f"; did you mean {' or '.join(map(str, paths))}?" if paths else ""
 
 
 def _user_variables(entries: Sequence[str]) -> dict[str, str]:
@@ -89,14 +138,14 @@ class Job:
     Parameters
     ----------
     name : str
-        The command that started it, such as ``mpishard run``.
+        The command of mpishard that starts it, such as ``run``.
     launcher : Launcher
         The program that starts the ranks.
     program : sequence of str
         The command line of each rank.
     environment : mapping of str to str
         The variables of the launcher.
-    user_variables : mapping of str to str
+    user_variables : dict of str to str
         Those of ``--env``, which come before all others.
     passed_on : sequence of str
         Those that ranks on other machines need as well.
@@ -116,15 +165,13 @@ class Job:
         Whether ranks may outlive each other.
     announcement : str
         What the user is told before the first start.
-    received : list of Signals
-        The signals that are to end the job, as they come.
     """
 
     name: str
     launcher: Launcher
     program: Sequence[str]
     environment: Mapping[str, str]
-    user_variables: Mapping[str, str]
+    user_variables: dict[str, str]
     passed_on: Sequence[str]
     ranks: int
     hosts: Sequence[Host]
@@ -134,7 +181,6 @@ class Job:
     max_ranks: int | None
     survives: bool
     announcement: str
-    received: list[signal.Signals] = field(default_factory=list)
 
     def run(self) -> int:
         """Run it to its end, with all its restarts; return the exit code.
@@ -144,63 +190,52 @@ class Job:
         typer.Exit
             With code 2 if the log folder is another job's, or cannot be written.
         """
-        self.say(self.announcement)
-        may_lose = self.hosts
-        resizing: Resizing | None = None
+        say(self.name, self.announcement)
+        may_lose, folder = self.hosts, self.log_folder
+        received: list[signal.Signals] = []
         if self.max_restarts and self.launcher.is_slurm and not self.hosts:
             may_lose = allocated_hosts(self.max_ranks or self.ranks)
 
         def find_lost() -> list[str]:
-            return find_lost_hosts(self.launcher, may_lose, self.received)
+            return find_lost_hosts(self.launcher, may_lose, received)
 
         def start(restart_count: int, ranks: int, hosts: Sequence[Host]) -> Outcome:
             # On all that SLURM has allocated, the launcher needs no list of them.
             hosts = self.hosts if hosts == may_lose else hosts
-            return self._start(ranks, hosts, restart_count, resizing)
+            logs = folder and folder_of_start(folder, restart_count)
+            supervisor = Supervisor(
+                self.name,
+                self.launcher,
+                self.command(ranks, hosts, logs),
+                ranks,
+                restarts.resizing,
+                [host.name for host in hosts],
+                logs,
+                received,
+                self.survives,
+            )
+            variables = _thread_variables(self.launcher, ranks, hosts) | self.user_variables
+            variables["MPISHARD_RESTART"] = f"{restart_count}"
+            return supervisor.run({**self.environment, **variables})
 
         restarts = Restarts(
             start,
-            self.say,
+            partial(say, self.name),
             self.ranks,
             may_lose,
             find_lost,
             self.max_restarts,
             self.min_ranks,
             self.max_ranks,
-            self.received,
+            received,
         )
-        folder = self.log_folder
         with ExitStack() as held:
             if folder is not None:
                 held.enter_context(own_log_folder(self.name, folder))
-            if can_be_watched():
-                least, most = self.min_ranks or self.ranks, self.max_ranks or self.ranks
-                resizing = Resizing(self.ranks, least, most, may_lose, find_lost)
-                if folder is not None:
+                if can_be_watched():
                     with suppress(OSError):  # a file system without sockets
-                        held.enter_context(resizing.listens(folder))
-                restarts.resizing = resizing
+                        held.enter_context(restarts.resizing.listens(folder))
             return restarts.run()
-
-    def _start(
-        self, ranks: int, hosts: Sequence[Host], restart_count: int, resizing: Resizing | None
-    ) -> Outcome:
-        logs = self.log_folder and folder_of_start(self.log_folder, restart_count)
-        supervisor = Supervisor(
-            self.name,
-            self.launcher,
-            self.command(ranks, hosts, logs),
-            ranks,
-            len(hosts) or int(self.launcher.is_slurm),
-            logs,
-            [host.name for host in hosts],
-            self.received,
-            self.survives,
-            resizing,
-        )
-        of_start = _thread_variables(self.launcher, ranks, hosts)
-        of_start |= {**self.user_variables, "MPISHARD_RESTART": f"{restart_count}"}
-        return supervisor.run({**self.environment, **of_start})
 
     def command(self, ranks: int, hosts: Sequence[Host], logs: Path | None = None) -> list[str]:
         """Return the command line of a start."""
@@ -209,10 +244,6 @@ class Job:
         return self.launcher.command(
             ranks, program, hosts=hosts, variables=self.passed_on, survives=self.survives
         )
-
-    def say(self, line: str) -> None:
-        """Tell the user."""
-        typer.echo(f"{self.name}: {line}", err=True)
 
 
 def prepare_job(
@@ -277,7 +308,7 @@ def prepare_job(
             told.append(f"--max-ranks {max_ranks} is above the {slots} slots of --hosts")
         whom = f"{counted(ranks, 'rank')} of {launcher.library}"
         job = Job(
-            f"mpishard {name}",
+            name,
             launcher,
             [sys.executable, "-u", *program],
             {**settings.environment(), **added},
@@ -354,9 +385,7 @@ def own_log_folder(name: str, folder: Path) -> Iterator[None]:
             held.enter_context(held_log_folder(folder))
             aside = prepare_log_folder(folder)
         except (OSError, ValueError) as error:
-            what = "--log-dir: " if isinstance(error, OSError) else ""
-            typer.echo(f"{name}: {what}{error}", err=True)
-            raise typer.Exit(2) from None
+            refuse(name, f"{'--log-dir: ' if isinstance(error, OSError) else ''}{error}")
         if aside is not None:
-            typer.echo(f"{name}: moved the logs of an earlier job to {aside}", err=True)
+            say(name, f"moved the logs of an earlier job to {aside}")
         yield

@@ -202,7 +202,7 @@ class JobEnd:
         ranks = []
         for rank, log in self.logs.items():
             code = codes.get(rank)
-            last = log.last_call
+            last = log.newest.last
             ranks.append({
                 "rank": rank,
                 "host": log.host,
@@ -305,10 +305,7 @@ class JobEnd:
         silently = " without leaving (os._exit, MPI_Abort?)," if code >= 0 else ""
         if log.state is RankState.STARTED:
             return f"{silently} in mpishard.init()"
-        last = log.last_call
-        if last is None:
-            return f"{silently} before any collective"
-        return f"{silently} {'in' if log.waits_in_last else 'after'} {last.full_text}"
+        return f"{silently} {log.place or 'before any collective'}"
 
     def _missing(self) -> tuple[str, ...]:
         """Return a line for each rank that the others waited for in ``init`` until they gave up."""
@@ -332,10 +329,8 @@ def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> Verdict
     word = "interrupted (SIGINT)" if number is signal.SIGINT else f"ended by {number.name}"
     alike: dict[str, list[int]] = {}
     for log in logs.values():
-        last = log.last_call
-        if last is not None:
-            place = "in" if log.waits_in_last else "after"
-            alike.setdefault(f"{place} {last.full_text}", []).append(log.rank)
+        if log.place:
+            alike.setdefault(log.place, []).append(log.rank)
     stood = [f"{who(ranks)} {text}" for text, ranks in alike.items()]
     if len(stood) > _MOST_SHOWN:
         stood[_MOST_SHOWN:] = [f"and {len(stood) - _MOST_SHOWN} more"]

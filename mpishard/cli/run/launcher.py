@@ -17,17 +17,12 @@ from pathlib import Path
 
 from mpishard import settings
 from mpishard.cli.probe import ask, python_command
-from mpishard.cli.run.arguments import Host, slots_are_even
 from mpishard.errors import MPIUnavailableError
 
 __all__ = [
-    "Launcher",
-    "MPIFamily",
-    "MPILibrary",
-    "find_launcher",
-    "launcher_family",
-    "loaded_library",
-]
+    "Host", "Launcher", "MPIFamily", "MPILibrary", "find_launcher", "launcher_family",
+    "loaded_library", "parse_hosts",
+]  # fmt: skip
 
 _PROBE_SECONDS = 60.0
 
@@ -46,6 +41,57 @@ answer({"version": MPI.Get_library_version(), "files": files})
 """
 
 _LIBRARY_FILE = re.compile(r"libmpi(ch|_abi)?\.(so|dylib)")
+
+_LABEL = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}"
+_HOST_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
+_LONGEST_NAME = 253
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine that takes up to ``slots`` ranks, before the next one is filled."""
+
+    name: str
+    slots: int
+
+
+def parse_hosts(text: str, world_size: int) -> list[Host]:
+    """Return the machines of ``a,b:slots``; those without a number share the rest evenly.
+
+    Raises
+    ------
+    ValueError
+        If a name or number is wrong, or the ranks do not fit the machines.
+    """
+    if not text:
+        return []
+    entries = [entry.strip().partition(":") for entry in text.split(",")]
+    if any(not name for name, _, _ in entries):
+        raise ValueError(f"--hosts has an empty name: {text!r}")
+    if len(entries) > world_size:
+        raise ValueError(f"--hosts names {len(entries)} machines for {world_size} ranks")
+    for name, colon, number in entries:
+        if not _HOST_NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
+            raise ValueError(
+                f"--hosts takes names or addresses of machines: labels of 1 to 63 letters, digits, "
+                f"- and _ with dots between them, {_LONGEST_NAME} characters at most, the first "
+                f"no -; got {name!r}"
+            )
+        if colon and not (number.isdecimal() and int(number)):
+            raise ValueError(
+                f"--hosts takes NAME or NAME:SLOTS, with 1 slot or more; got {name}:{number}"
+            )
+    given = sum(int(number) for _, _, number in entries if number)
+    rest = [name for name, _, number in entries if not number]
+    if given + len(rest) > world_size and rest:
+        raise ValueError(
+            f"--hosts {text} leaves no rank of {world_size} for {', '.join(rest)}: "
+            f"the others take {given}"
+        )
+    if given < world_size and not rest:
+        raise ValueError(f"--hosts {text} has {given} slots for {world_size} ranks")
+    share = -(-(world_size - given) // len(rest)) if rest else 0
+    return [Host(name, int(number) if number else share) for name, _, number in entries]
 
 
 class MPIFamily(StrEnum):
@@ -170,9 +216,10 @@ class Launcher:
                 f"ranks of {self.library}, which end together; --on-failure abort is the default"
             )
         names = ",".join(host.name for host in hosts)
+        are_even = len({host.slots for host in hosts}) == 1
         with_slots = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         if self.is_slurm:
-            if hosts and not slots_are_even(hosts):
+            if hosts and not are_even:
                 raise ValueError(
                     f"--hosts {with_slots}: inside SLURM srun deals the ranks to the nodes; give "
                     "names alone, or an allocation of --ntasks-per-node"
@@ -193,7 +240,7 @@ class Launcher:
                 options += ["-x", name]
         else:
             options = ["-n", f"{world_size}"]
-            if hosts and slots_are_even(hosts):
+            if are_even:
                 options += ["-hosts", names, "-ppn", f"{hosts[0].slots}"]
             elif hosts:
                 options += ["-hosts", with_slots]

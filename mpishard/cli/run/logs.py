@@ -13,19 +13,12 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Self
 
-from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.status import RankRecord, RankState, records_in
 
 __all__ = [
-    "CALLS",
-    "ENDED",
-    "RankLogs",
-    "check_log_folder",
-    "folder_of_start",
-    "held_log_folder",
-    "newest_start",
-    "prepare_log_folder",
-]
+    "CALLS", "ENDED", "RankLogs", "check_log_folder", "folder_of_start", "held_log_folder",
+    "newest_start", "prepare_log_folder",
+]  # fmt: skip
 
 CALLS = "calls"
 """Subfolder for the call logs that the ranks write; it is the job's own."""
@@ -199,30 +192,22 @@ class RankLogs:
         return next((r.code for r in self.records if r.state is RankState.REPORTED), 0)
 
     @property
-    def last_call(self) -> Call | None:
-        """Last collective of the rank, in any of its worlds."""
-        return self._last[1]
-
-    @property
-    def waits_in_last(self) -> bool:
-        """True if the rank waits in `last_call`."""
-        record, last = self._last
-        return last is not None and record.waits == last
-
-    @property
     def newest(self) -> RankRecord:
         """The record of the world that the rank used last."""
-        return self._last[0]
+        return max(self.records, key=lambda record: record.last.time if record.last else 0.0)
+
+    @property
+    def place(self) -> str:
+        """``in`` or ``after``, and the last collective of the rank in any of its worlds; or ""."""
+        record = self.newest
+        if record.last is None:
+            return ""
+        return f"{'in' if record.waits == record.last else 'after'} {record.last.full_text}"
 
     @property
     def end(self) -> str:
         """The last state of the process as its end, in words."""
         return _ENDS[self.state]
-
-    @property
-    def _last(self) -> tuple[RankRecord, Call | None]:
-        found = [(record, record.last) for record in self.records]
-        return max(found, key=lambda pair: pair[1].time if pair[1] else 0.0)
 
     def text(self) -> str:
         """Return a text for people: the rank, its end, and its last collectives."""

@@ -1,4 +1,4 @@
-"""Orders of ``mpishard resize`` to a job that runs: another number of ranks, from the next step on.
+"""``mpishard resize``: order a running job to go on with another number of ranks.
 
 The command connects to a socket in the folder of ``--log-dir`` and sends the number. Answers come
 back as lines of JSON; the last one has the exit code of the command. A job that a lost host has
@@ -16,12 +16,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
+from typing import Annotated
 
-from mpishard.cli.run.arguments import Host
+import typer
+
+from mpishard.cli.run.launcher import Host
 from mpishard.cli.run.logs import RankLogs
-from mpishard.cli.wording import counted
+from mpishard.cli.wording import counted, refuse
 
-__all__ = ["Order", "Resizing", "orders_socket"]
+__all__ = ["Order", "Resizing", "resize"]
 
 _SOCKET = ".orders"
 _WORD_SECONDS = 1.0
@@ -31,7 +34,7 @@ _HOSTS_SECONDS = 60.0
 
 
 @contextmanager
-def orders_socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
+def _orders_socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
     """Return a new socket, and the address of the job that logs to ``folder``.
 
     Raises
@@ -45,6 +48,47 @@ def orders_socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
         new = held.enter_context(socket.socket(socket.AF_UNIX))
         # The folder's own path may be longer than the 107 characters of an address.
         yield new, f"/proc/self/fd/{handle}/{_SOCKET}"
+
+
+def resize(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of `mpishard run --log-dir` of the job.")
+    ],
+    ranks: Annotated[int, typer.Option("-n", "-np", metavar="N", help="Number of ranks.")],
+) -> None:
+    """Order a running job to go on with N ranks.
+
+    At the next step boundary its ranks save, as when they are preempted, and `mpishard run` starts
+    N ranks at once, which go on from there: parameters, optimizer state, position in the data and
+    the error feedback of compression are dealt to them. The job must be in an
+    optimize(checkpoint=FOLDER), and N within --min-ranks and --max-ranks of `mpishard run` and the
+    bounds of an ElasticOptimizer. Otherwise nothing happens to it.
+
+    Waits until the N ranks train. If they fail before that, the job goes back to its number of
+    ranks. Exit codes: 0, the job has N ranks; 2, refused; 1, the change failed, or the job ended.
+    """
+    if ranks < 1:
+        refuse("resize", f"a job has at least one rank, got -n {ranks}")
+    if not run.is_dir():
+        refuse("resize", f"there is no folder {run}")
+    text, code = "the job has ended", 1
+    try:
+        with _orders_socket(run) as (connection, address):
+            connection.connect(address)
+            connection.sendall(f"{ranks}\n".encode())
+            for line in connection.makefile():
+                text, code = json.loads(line)
+                if code is not None:
+                    break
+                typer.echo(text)
+                text, code = "the job has ended", 1
+    except (FileNotFoundError, ConnectionRefusedError):
+        refuse("resize", f"no `mpishard run --log-dir {run}` runs on this machine")
+    except OSError as error:
+        refuse("resize", f"{run}: {error}", 1)
+    if code:
+        refuse("resize", text, code)
+    typer.echo(text)
 
 
 @dataclass(slots=True)
@@ -97,7 +141,8 @@ class Resizing:
     """Number of ranks until the order; 0 as long as these have not saved."""
     wanted: int = 0
     """Number of ranks, if no host were lost."""
-    _listening: list[socket.socket] = field(default_factory=list)
+    sockets: list[socket.socket] = field(default_factory=list)
+    """The socket that can be read when an order comes; none if nobody listens."""
     _answers: list[Sequence[str]] = field(default_factory=list)
     _asked_at: float = field(default_factory=time.monotonic)
 
@@ -110,23 +155,18 @@ class Resizing:
         OSError
             If its file system has no sockets.
         """
-        with orders_socket(folder) as (listening, address):
+        with _orders_socket(folder) as (listening, address):
             (folder / _SOCKET).unlink(missing_ok=True)  # of a job that was killed
             listening.bind(address)
             # Only this user may change the job.
             (folder / _SOCKET).chmod(0o600)
             listening.listen()
-            self._listening = [listening]
+            self.sockets = [listening]
             try:
                 yield
             finally:
-                self._listening = []
+                self.sockets = []
                 (folder / _SOCKET).unlink(missing_ok=True)
-
-    @property
-    def sockets(self) -> list[socket.socket]:
-        """The socket that can be read when an order comes; none if nobody listens."""
-        return self._listening
 
     def take(self, logs: Mapping[int, RankLogs], *, is_ending: bool) -> bool:
         """Answer a command that has connected; return whether the ranks are to save now.
@@ -139,7 +179,7 @@ class Resizing:
             Whether the job has been ordered to end.
         """
         try:
-            connection, _ = self._listening[0].accept()
+            connection, _ = self.sockets[0].accept()
             # The supervisor must not wait for a program that connects and says nothing.
             connection.settimeout(_WORD_SECONDS)
             order = Order(int(connection.recv(_WORD_BYTES)), connection)

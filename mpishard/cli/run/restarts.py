@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,9 +21,8 @@ from pathlib import Path
 from typing import IO
 
 from mpishard import settings
-from mpishard.cli.run.arguments import Host
 from mpishard.cli.run.job_report import Outcome
-from mpishard.cli.run.launcher import Launcher
+from mpishard.cli.run.launcher import Host, Launcher
 from mpishard.cli.run.notice import notice
 from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.wording import counted
@@ -74,7 +72,10 @@ class Restarts:
         Ranks of a restart at most, if the hosts have free slots; None: as in the first start.
     received : list of Signals
         The signals that are to end the job, as they come.
-    resizing : Resizing, optional
+
+    Attributes
+    ----------
+    resizing : Resizing
         Takes orders for another number of ranks, which then stands for ``ranks``.
     """
 
@@ -87,7 +88,11 @@ class Restarts:
     min_ranks: int | None = None
     max_ranks: int | None = None
     received: list[signal.Signals] = field(default_factory=list)
-    resizing: Resizing | None = None
+    resizing: Resizing = field(init=False)
+
+    def __post_init__(self) -> None:
+        least, most = self.min_ranks or self.ranks, self.max_ranks or self.ranks
+        self.resizing = Resizing(self.ranks, least, most, self.hosts, self.find_lost)
 
     def run(self) -> int:
         """Start the job until it ends well or may not start again; return the last exit code."""
@@ -96,11 +101,10 @@ class Restarts:
         failed_first = 0  # number of the start
         pause = 0.0
         for number in count(1):
-            if self.resizing is not None:
-                # Before a failure no host is missing that could answer again.
-                slots = sum(host.slots for host in self.hosts) if failures else 0
-                most = min(self.max_ranks or self.ranks, slots)
-                self.resizing.ranks, self.resizing.wanted = ranks, max(ranks, most)
+            # Before a failure no host is missing that could answer again.
+            slots = sum(host.slots for host in self.hosts) if failures else 0
+            most = min(self.max_ranks or self.ranks, slots)
+            self.resizing.ranks, self.resizing.wanted = ranks, max(ranks, most)
             outcome = self.start(number - 1, ranks, hosts)
             lines, code = outcome.verdict.lines, outcome.verdict.code
             if (change := self._change(outcome)) is not None:
@@ -135,7 +139,8 @@ class Restarts:
             # A start that lasted shows that the fault is not in the start: pauses begin anew.
             is_first = not pause or outcome.seconds >= _SOON_SECONDS
             pause = _FIRST_PAUSE_SECONDS if is_first else min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            place = f" on {', '.join(h.name for h in hosts)} without {_names(lost)}" if lost else ""
+            left = ", ".join(host.name for host in hosts)
+            place = f" on {left} without {', '.join(lost)}" if lost else ""
             which = f"restart {len(failures)} of {self.most} with {counted(ranks, 'rank')}{place}"
             self.say(f"{outcome.cause}; {which} in {pause:g} s")
             self._wait(pause)
@@ -152,14 +157,11 @@ class Restarts:
     def _change(self, outcome: Outcome) -> tuple[int, Sequence[str], str] | None:
         """Return ranks, lost hosts and a line for the user, if the job goes on with other ranks."""
         resizing, code = self.resizing, outcome.verdict.code
-        if resizing is None or resizing.order is None:
-            return None
         order, now, before = resizing.order, resizing.ranks, resizing.before
-        if (
-            not before
-            and code == settings.EXIT_PREEMPTED
-            and not (self.received or notice.is_given)
-        ):
+        if order is None:
+            return None
+        is_to_end = self.received or notice.is_given
+        if code == settings.EXIT_PREEMPTED and not (before or is_to_end):
             resizing.before, self.ranks, self.max_ranks = now, order.ranks, None
             ranks = counted(order.ranks, "rank")
             text = f"the ranks have saved; the job goes on with {ranks} instead of {now}"
@@ -181,7 +183,7 @@ class Restarts:
         need = f"--min-ranks is {self.min_ranks}"
         if self.min_ranks is None:
             need = f"without --min-ranks it keeps its {self.ranks}"
-        return f"{_names(lost)} cannot be reached, {room}, and {need}"
+        return f"{', '.join(lost)} cannot be reached, {room}, and {need}"
 
     def _wait(self, seconds: float) -> None:
         """Wait, or until a signal comes."""
@@ -197,10 +199,6 @@ class Restarts:
     def _say_all(self, lines: Sequence[str]) -> None:
         for line in lines:
             self.say(line)
-
-
-def _names(hosts: Sequence[str]) -> str:
-    return ", ".join(hosts)
 
 
 _ANSWER_SECONDS = 15.0
@@ -279,38 +277,33 @@ def _answers_of(
 ) -> list[tuple[int | None, str]]:
     """Run all of ``commands`` at once; return the exit code and output of each.
 
-    The code is None if the program was not found, or has not ended in time.
+    The code is None if the program has not ended in time, and 127 if there is none.
     """
-    asked: list[tuple[subprocess.Popen[bytes] | None, IO[bytes]]] = []
     with ExitStack() as held:
+        asked: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
         try:
             for command in commands:
                 output = held.enter_context(tempfile.TemporaryFile())
-                process = None
-                if shutil.which(command[0]) is not None:
-                    process = subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.DEVNULL,
-                        start_new_session=True,  # without a terminal to ask for a password
-                    )
+                process = subprocess.Popen(
+                    ["/bin/sh", "-c", 'exec "$@"', "sh", *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # without a terminal to ask for a password
+                )
                 asked.append((process, output))
             end = time.monotonic() + _ANSWER_SECONDS
-            while any(process is not None and process.poll() is None for process, _ in asked):
+            while any(process.poll() is None for process, _ in asked):
                 if received or time.monotonic() > end:
                     break
                 time.sleep(_POLL_SECONDS)
             answers = []
             for process, written in asked:
                 written.seek(0)
-                code = None if process is None else process.returncode
-                answers.append((code, written.read().decode(errors="replace")))
+                answers.append((process.returncode, written.read().decode(errors="replace")))
             return answers
         finally:
             for process, _ in asked:
-                if process is None:
-                    continue
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

@@ -18,8 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import typer
-
 from mpishard import settings
 from mpishard.cli.run.job_report import JobEnd, Outcome, Verdict, interrupted
 from mpishard.cli.run.launcher import Launcher
@@ -32,7 +30,7 @@ from mpishard.cli.run.rank_processes import (
     remove_shared_memory,
 )
 from mpishard.cli.run.resizing import Resizing
-from mpishard.cli.wording import counted
+from mpishard.cli.wording import counted, say
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import RankState, records_in
 
@@ -90,46 +88,49 @@ class Supervisor:
     Parameters
     ----------
     name : str
-        The command that prints messages, such as ``mpishard run``.
+        The command of mpishard that prints messages, such as ``run``.
     launcher : Launcher
         The program that starts the ranks.
     command : sequence of str
         Its command line.
     world_size : int
         Number of ranks.
-    host_count : int
-        Number of machines that the ranks were given; 0 is this one.
+    resizing : Resizing
+        Takes orders for another number of ranks.
+    hosts : sequence of str
+        The machines that the user named; empty for this one, or for those that SLURM chooses.
     log_folder : Path, optional
         Folder for the call logs of a job that failed.
-    hosts : sequence of str
-        The machines that the user named.
     received : list of Signals
         The signals that were to end the job, in any of its starts; also those that come later,
         until another one is run.
     survives : bool
         Whether ranks may outlive each other.
-    resizing : Resizing, optional
-        Takes orders for another number of ranks.
     """
 
     name: str
     launcher: Launcher
     command: Sequence[str]
     world_size: int
-    host_count: int
-    log_folder: Path | None = None
+    resizing: Resizing
     hosts: Sequence[str] = ()
+    log_folder: Path | None = None
     received: list[signal.Signals] = field(default_factory=list)
     survives: bool = False
-    resizing: Resizing | None = None
-    _folder: Path | None = None
+    _folder: Path = field(init=False)
+    """Where the ranks keep their call logs."""
+    _processes: RankProcesses = field(init=False)
     _job: subprocess.Popen[bytes] | None = None
-    _processes: RankProcesses | None = None
     _stopped_for: RankProcess | None = None
     _has_ended_launcher: bool = False
     _saves_since: float | None = None
     _is_ending: bool = False
     _reason: str = ""
+
+    @property
+    def host_count(self) -> int:
+        """Number of machines that the ranks were given, at least; 0 is this one."""
+        return len(self.hosts) or int(self.launcher.is_slurm)
 
     def run(self, environment: Mapping[str, str]) -> Outcome:
         """Run the job to its end.
@@ -139,21 +140,22 @@ class Supervisor:
         ended with 0 without leaving.
         """
         temporary = Path(tempfile.mkdtemp(prefix="mpishard-job-"))
-        folder = temporary if self.log_folder is None else self.log_folder / CALLS
-        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = temporary if self.log_folder is None else self.log_folder / CALLS
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._processes = RankProcesses(self._folder, self.world_size)
         # Open MPI's launcher puts its files here, and leaves them behind if it is killed. The path
         # is short, because the paths of sockets may have 107 characters at most.
         variables = {_OPEN_MPI_FOLDER: str(temporary), **environment}
-        variables["MPISHARD_JOB_FOLDER"] = str(folder)
-        self._folder = folder
+        variables["MPISHARD_JOB_FOLDER"] = str(self._folder)
+        folders = (self._folder, temporary)
         try:
-            return self._run(variables, folder, (folder, temporary))
+            return self._run(variables, folders)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.rmtree(temporary, ignore_errors=True)
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
 
-    def _run(self, environment: dict[str, str], folder: Path, to_remove: Sequence[Path]) -> Outcome:
-        self._processes = processes = RankProcesses(folder, self.world_size)
+    def _run(self, environment: dict[str, str], to_remove: Sequence[Path]) -> Outcome:
+        processes = self._processes
         self._handle_signals()
         # Its input ends with this process, also if that is killed: then it ends the job.
         janitor = subprocess.Popen(
@@ -176,7 +178,7 @@ class Supervisor:
         if self.received:  # while it started
             self._signal_job(self.received[-1])
         if can_be_watched():
-            self._watch(job, processes)
+            self._watch(job)
         code = job.wait()
         self._job = None
         signal.setitimer(signal.ITIMER_REAL, 0)  # the time to save has ended with the job
@@ -190,12 +192,10 @@ class Supervisor:
         janitor.communicate(b"the job has ended\n")
         if code and can_be_watched() and not (processes.ranks or self.host_count or self._reason):
             self._not_started(0, f"{self.launcher.program} ended with code {code}")
-        return self._judge(128 - code if code < 0 else code, folder, processes, seconds)
+        return self._judge(128 - code if code < 0 else code, seconds)
 
-    def _judge(
-        self, launcher_code: int, folder: Path, processes: RankProcesses, seconds: float
-    ) -> Outcome:
-        records = records_in(folder)
+    def _judge(self, launcher_code: int, seconds: float) -> Outcome:
+        processes, records = self._processes, records_in(self._folder)
         remove_shared_memory(records)
         logs = RankLogs.of_job(records)
         end = JobEnd(
@@ -218,20 +218,19 @@ class Supervisor:
         has_saved = self._saves_since is not None and verdict.code in _SAVED
         if self.received and not has_saved:
             verdict = interrupted(self.received[0], logs)
-        if verdict.code and self.log_folder is not None:
-            for rank, log in logs.items():
-                (self.log_folder / f"rank-{rank}.calls.txt").write_text(
-                    log.text(), encoding="utf-8"
-                )
-        if self.log_folder is not None:  # for `mpishard watch`
-            text = json.dumps(end.summary(verdict))
+        if self.log_folder is not None:
+            for rank, log in logs.items() if verdict.code else ():
+                path = self.log_folder / f"rank-{rank}.calls.txt"
+                path.write_text(log.text(), encoding="utf-8")
+            text = json.dumps(end.summary(verdict))  # for `mpishard watch`
             (self.log_folder / ENDED).write_text(text, encoding="utf-8")
         return Outcome(verdict, end.cause(verdict), end.called_init, seconds, self.log_folder)
 
     # ------------------------------------------------------------------------------------ watching
 
-    def _watch(self, job: subprocess.Popen[bytes], processes: RankProcesses) -> None:
+    def _watch(self, job: subprocess.Popen[bytes]) -> None:
         """Wait for the end of ``job``; end it if the others wait for a rank that is gone."""
+        processes = self._processes
         pause = _FIRST_LOOK_SECONDS
         failed_at = ended_at = 0.0
         started = looked_at = time.monotonic()
@@ -242,7 +241,7 @@ class Supervisor:
             for process in found if notice.is_given else ():  # the order came before the rank
                 process.send(signal.SIGUSR1)
             now = time.monotonic()
-            suspect = self._suspect(processes)
+            suspect = self._suspect()
             if suspect is None and not processes.orphaned:
                 failed_at = 0.0
             elif not failed_at:
@@ -267,20 +266,20 @@ class Supervisor:
             waited = 0.0 if found else waited + min(now - looked_at, 2 * _LAST_LOOK_SECONDS)
             looked_at = now
             if not (processes.all_seen or self.host_count or self._is_ending):
-                self._look_for_ranks(processes, waited)
+                self._look_for_ranks(waited)
             self._wait(launcher, pause)
             has_started = now - started > _START_SECONDS
             pause = min(pause * 1.3, _LAST_LOOK_SECONDS if has_started else _START_LOOK_SECONDS)
         os.close(launcher)
 
-    def _look_for_ranks(self, processes: RankProcesses, waited: float) -> None:
+    def _look_for_ranks(self, waited: float) -> None:
         """End the job if ranks of this machine have not been started for ``waited`` seconds.
 
         Hydra tries for ever to start a process that the system does not allow.
         """
         why = ""
-        if processes.failed:
-            why = f"the agent of {who(processes.failed)} could not start it"
+        if self._processes.failed:
+            why = f"the agent of {who(self._processes.failed)} could not start it"
         elif waited > _STARTS_SECONDS:
             why = f"no other has come within {_STARTS_SECONDS:g} s"
         elif waited > _FORK_SECONDS:
@@ -289,7 +288,7 @@ class Supervisor:
             except BlockingIOError as error:
                 why = f"the system allows no more processes ({error})"
         if why:
-            self._not_started(len(processes.ranks), why)
+            self._not_started(len(self._processes.ranks), why)
             self._end(signal.SIGTERM)
 
     def _not_started(self, count: int, why: str) -> None:
@@ -298,25 +297,22 @@ class Supervisor:
             "and `ulimit -n` allow as many processes, threads and open files as the job needs?"
         )
 
-    def _suspect(self, processes: RankProcesses) -> RankProcess | None:
+    def _suspect(self) -> RankProcess | None:
         """Return the first rank that failed, if the others would not be told of it.
 
         Open MPI's launcher and srun end the job if a rank fails; Hydra may let the others wait. If
         ranks outlive each other, only a rank that is lost before their world exists counts.
         """
-        if not processes.ended:
+        logs = self._logs() if self._processes.ended else {}
+        if any(log.state is RankState.REPORTED for log in logs.values()):
             return None
-        logs = self._logs()
-        states = {rank: log.state for rank, log in logs.items()}
-        if RankState.REPORTED in states.values():
-            return None
-        for process in processes.ended:
+        for process in self._processes.ended:
             log = logs.get(process.rank)
-            if log is not None and (
+            if log is None and not process.exit_code:
+                continue
+            if log is None or not (
                 log.state is RankState.LEFT or (self.survives and log.has_begun)
             ):
-                continue
-            if process.exit_code or process.rank in states:
                 return process
         return None
 
@@ -355,25 +351,21 @@ class Supervisor:
         mpishard yet the signal is blocked, and waits.
         """
         notice.is_given = True
-        processes = self._processes
-        if processes is None:
-            return
-        for process in processes.running:
+        running = self._processes.running
+        for process in running:
             process.send(signal.SIGUSR1)
-        if self.host_count and not processes.running:
+        if self.host_count and not running:
             self._signal_job(signal.SIGUSR1)  # launchers pass it on to other machines
         elif not self._savers():
-            self._say(
+            say(
+                self.name,
                 "SIGUSR1: no rank is where it could save, in an optimize(checkpoint=FOLDER); the "
-                "job goes on until one is"
+                "job goes on until one is",
             )
 
     def _wait(self, launcher: int, seconds: float) -> None:
         """Wait, until the job ends or an order for another number of ranks comes."""
         resizing = self.resizing
-        if resizing is None:
-            select.select([launcher], [], [], seconds)
-            return
         watched: list[Any] = [launcher, *resizing.sockets]
         is_asked = set(select.select(watched, [], [], seconds)[0]) - {launcher}
         is_ending = self._is_ending or notice.is_given or bool(self.received)
@@ -382,7 +374,10 @@ class Supervisor:
         else:
             are_to_save = not is_ending and resizing.take_back_hosts(self._logs)
             if are_to_save:
-                self._say("lost hosts answer again: the ranks will save at the next step boundary")
+                say(
+                    self.name,
+                    "lost hosts answer again: the ranks will save at the next step boundary",
+                )
         if are_to_save:
             savers = self._savers()
             for process in savers:
@@ -394,8 +389,6 @@ class Supervisor:
 
     def _savers(self) -> list[RankProcess]:
         """Return the ranks of this machine that save if they receive the order now."""
-        if self._processes is None:
-            return []
         logs = self._logs()
         return [p for p in self._processes.running if p.rank in logs and logs[p.rank].is_saving]
 
@@ -406,36 +399,32 @@ class Supervisor:
 
     def _after_grace(self, _number: int, _frame: FrameType | None) -> None:
         if not self._is_ending:
-            self._say(f"the ranks have not saved within {_SAVE_SECONDS:g} s")
+            say(self.name, f"the ranks have not saved within {_SAVE_SECONDS:g} s")
             self._end(signal.SIGTERM)
             return
         self._signal_job(signal.SIGKILL)
         # Hydra gives each rank a session of its own.
-        for process in self._processes.running if self._processes else ():
+        for process in self._processes.running:
             process.send(signal.SIGKILL)
 
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
         """Make the ranks of this machine report what they do. The job goes on."""
-        running = [] if self._processes is None else self._processes.running
+        running = self._processes.running
         # A process without a handler, as a rank before init, would end.
         asked = [process for process in running if process.catches(signal.SIGQUIT)]
         for process in asked:
             process.send(signal.SIGQUIT)
         others = [process for process in running if process not in asked]
-        self._say(
+        say(
+            self.name,
             f"SIGQUIT (Ctrl-\\) went to {who([p.rank for p in asked]) if asked else 'no rank'}"
-            + (f"; {who([p.rank for p in others])} cannot answer yet" if others else "")
+            + (f"; {who([p.rank for p in others])} cannot answer yet" if others else ""),
         )
 
     def _logs(self) -> dict[int, RankLogs]:
-        if self._folder is None:
-            return {}
         return RankLogs.of_job(records_in(self._folder, with_calls=False))
 
     def _signal_job(self, number: signal.Signals) -> None:
         if self._job is not None:
             with suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self._job.pid, number)
-
-    def _say(self, line: str) -> None:
-        typer.echo(f"{self.name}: {line}", err=True)

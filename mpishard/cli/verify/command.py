@@ -24,7 +24,7 @@ from mpishard.cli.verify.job import (
 )
 from mpishard.cli.verify.reference import RULES
 from mpishard.cli.verify.script import verify_script
-from mpishard.cli.wording import check_choice, counted, refuse, refusing
+from mpishard.cli.wording import check_choice, counted, refuse, refusing, say
 from mpishard.errors import MPIUnavailableError
 from mpishard.pipeline import SCHEDULE_NAMES
 
@@ -191,7 +191,11 @@ def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
     code = _run(
         *launch, "-m", "mpishard.cli.verify.comparison", folder, "mpi" if is_mpi else "memory"
     )
-    whom = counted(ranks, "MPI rank" if is_mpi else "thread-rank")
+    whom, how = counted(ranks, "MPI rank" if is_mpi else "thread-rank"), job.optimizer
+    if job.wrapper or job.delay:
+        how += f" with {job.wrapper or 'async'}"
+    if job.replica_count:
+        whom += f", {counted(job.replica_count, 'replica')},"
     are_equal = True
     for name in job.mesh.schedules:
         found = Comparison.read(job.folder, name, tolerance)
@@ -202,14 +206,14 @@ def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
             break
         typer.echo(
             f"{job.target}: {where} against training alone, {counted(job.steps, 'step')} of "
-            f"{job.optimizer}, {job.precision or found.dtype}"
+            f"{how}, {job.precision or found.dtype}"
         )
         show(found.table())
         typer.echo("\n".join(found.lines()))
         are_equal &= found.is_equal
     if code:
         text = f"alone the model trains, and {where} ended with exit code {code}: see above"
-        typer.echo(f"mpishard verify: {text}", err=True)
+        say("verify", text)
     return are_equal and code == 0
 
 
@@ -221,8 +225,7 @@ def _can_start_mpi(backend: Backend) -> bool:
     except MPIUnavailableError as error:
         if backend == "mpi":
             refuse("verify", f"--backend mpi: {error}")
-        text = f"uses threads, because MPI cannot be started here: {error}"
-        typer.echo(f"mpishard verify: {text}", err=True)
+        say("verify", f"uses threads, because MPI cannot be started here: {error}")
         return False
     return True
 

@@ -24,6 +24,7 @@ from mpishard.cli.verify.job import (
 from mpishard.cli.verify.reference import RULES, Reference
 from mpishard.cli.wording import counted
 from mpishard.communication import CommunicationBackend
+from mpishard.communication.contract.matching import who
 from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
 from mpishard.models import ShardedModelBase
@@ -348,8 +349,7 @@ def default_tolerance(dtype: str) -> float:
 
 
 def _ranks(which: Array) -> str:
-    ranks = np.flatnonzero(which)
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
+    return who(np.flatnonzero(which).tolist())
 
 
 def main() -> None:

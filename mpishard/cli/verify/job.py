@@ -192,17 +192,22 @@ class VerifyJob:
         return self.world_size // (pipeline * tensor)
 
     @property
-    def replica_size(self) -> int | None:
-        """Ranks of each replica between which a wrapper sends something; None if each rank is one.
+    def replica_count(self) -> int:
+        """Number of replicas between which a wrapper sends something; 0 without such a wrapper.
 
-        With other strategies than ``"ddp"`` there are as few replicas as the data axis allows. None
-        without such a wrapper.
+        With other strategies than ``"ddp"`` there are as few as the data axis allows.
         """
-        has_replicas = bool(self.delay) or self.wrapper not in (None, "elastic")
-        if not has_replicas or self.strategy == "ddp":
-            return None
-        counts = (n for n in range(2, self.data_size + 1) if self.data_size % n == 0)
-        return self.world_size // next(counts, 1)
+        if self.wrapper in (None, "elastic") and not self.delay:
+            return 0
+        if self.strategy == "ddp":
+            return self.world_size
+        return next((n for n in range(2, self.data_size + 1) if self.data_size % n == 0), 1)
+
+    @property
+    def replica_size(self) -> int | None:
+        """Ranks of each replica; None if each rank is one, or there are none."""
+        is_sharded = self.replica_count and self.strategy != "ddp"
+        return self.world_size // self.replica_count if is_sharded else None
 
     def write(self) -> None:
         """Leave the settings for `read`."""

@@ -16,9 +16,9 @@ from mpishard.contracts import ILossFunction
 from mpishard.errors import NoSampleError
 from mpishard.layout import ShardLayout
 from mpishard.models.engine.replicas import Replicas
-from mpishard.models.engine.round import Round
 from mpishard.models.engine.update import (
     Policy,
+    Round,
     Rule,
     StepReport,
     TrainingRecord,
@@ -113,6 +113,7 @@ class Engine:
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self.layout = parameters.layout
         self.own_pieces = parameters.layout.pieces()
+        self._is_on_gpu = parameters.layout.device.is_gpu
         self.backend = parameters.backend
         self.world = config.communication_backend
         self._config = config
@@ -240,7 +241,8 @@ class Engine:
         NonFiniteLossError
             On every rank, if the loss or the gradient is not finite.
         """
-        self.layout.device.use()  # of the thread that calls
+        if self._is_on_gpu:
+            self.layout.device.use()  # of the thread that calls
         # A gradient that was found before the step is none of the parameters after it.
         self.computed = None
         # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
@@ -249,12 +251,13 @@ class Engine:
         # A sum of gradients has no meaning if the replicas differ.
         if is_local or apart:
             self.replicas.require_drifting()
-        else:
+        elif self.replicas.weight:
             self.replicas.require_equal("a synchronised step")
         if self.leaves is not None:
             self.leaves.require(self._config, accumulates=self.round.accumulates)
         try:
-            self.replica.require_one_batch("step", x, y, everywhere=True)
+            if self.replica.is_on_mesh:
+                self.replica.require_one_batch("step", x, y, everywhere=True)
             batches = self._batches(inputs, targets, sample_start, is_local=is_local)
             began = time.perf_counter()
             with step_span(self.step_number + 1):
@@ -461,9 +464,9 @@ class Engine:
         self._publish()
         self.changed()
 
-    def zeros_for_state(self) -> Array:
-        """Zeros for an optimizer's state: one for each element that this rank updates."""
-        length = sum(piece.length for piece in self.pieces.updated)
+    def zeros_for_state(self, pieces: Sequence[Piece]) -> Array:
+        """Zeros for an optimizer's state: one for each element of ``pieces``."""
+        length = sum(piece.length for piece in pieces)
         # In the layout of the state: with offloading it lies in host memory, and the parameters on
         # a GPU.
         vector = self.state_layout.allocate(MemoryCategory.OPTIMIZER_STATE, length)

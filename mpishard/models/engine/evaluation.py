@@ -12,7 +12,7 @@ from mpishard.models.programs.program import Batch
 from mpishard.models.stores.gradient_store import ReplicatedGradients
 from mpishard.nn.layers.layer import Context
 
-__all__ = ["global_gradient", "local_gradient", "loss_sum", "mean_loss", "synchronize_gradient"]
+__all__ = ["global_gradient", "local_gradient", "mean_loss", "measured", "synchronize_gradient"]
 
 
 def local_gradient(
@@ -92,26 +92,31 @@ def global_gradient(engine: Engine, x: Array, y: Array) -> tuple[float, Array]:
     return loss, full
 
 
-def loss_sum(engine: Engine, x: Array, y: Array) -> tuple[float, float]:
-    """Return the sum and the weight of the loss over this rank's batch.
+def measured(
+    engine: Engine, x: Array, y: Array, *, predicts: bool = False
+) -> tuple[Array | None, float, float]:
+    """Return outputs for this rank's batch, and the sum and the weight of the loss.
 
-    Without a gradient, unless a black box tells its loss only together with one.
+    Without a gradient, unless a black box tells its loss only together with one. Then there are
+    outputs only if ``predicts``. There may be none if the batch has no samples.
     """
     engine.layout.device.use()
     inputs, targets = engine.program.check_pair(x, y, engine.loss)
     # No other rank waits then; sharded parameters must be gathered by all.
     if not engine.policy.shards_parameters and len(x) == 0:
-        return 0.0, 0.0
+        return None, 0.0, 0.0
     if engine.loss is None:
         batch = Batch(inputs, targets, None, Context(training=False))
-        return engine.program.forward(engine.parameters, batch)[:2]
-    return engine.program.measure(engine.loss, engine.predict(x), targets)
+        total, weight, _ = engine.program.forward(engine.parameters, batch)
+        return engine.predict(x) if predicts and len(x) else None, total, weight
+    prediction = engine.predict(x)
+    return prediction, *engine.program.measure(engine.loss, prediction, targets)
 
 
 def mean_loss(engine: Engine, x: Array, y: Array) -> tuple[float, float]:
     """Return the mean loss of all ranks' batches, NaN if unknown, and its weight. Collective."""
     engine.replicas.require_equal("evaluate()")
-    total, weight = loss_sum(engine, x, y)
+    _, total, weight = measured(engine, x, y)
     # Ranks that have computed one batch together count it once.
     own = (total, weight) if engine.replica.speaks else (0.0, 0.0)
     total, weight = map(float, engine.world.all_reduce(np.array(own)))

@@ -34,6 +34,8 @@ class Replicas:
 
     Attributes
     ----------
+    weight : float
+        Weight of the samples that this rank has used alone since all were equal.
     agreements : int
         Number of times that all replicas have become equal.
     """
@@ -50,13 +52,8 @@ class Replicas:
         self._policy = policy
         self._is_on_mesh = is_on_mesh
         self._are_apart = are_apart
-        self._weight = 0.0  # of the samples used by this rank alone since all were equal
+        self.weight = 0.0
         self.agreements = 0
-
-    @property
-    def weight(self) -> float:
-        """Weight of the samples that this rank has used alone since all were equal."""
-        return self._weight
 
     def require_drifting(self) -> None:
         """Refuse a strategy whose ranks cannot update alone.
@@ -101,7 +98,7 @@ class Replicas:
         ShardingError
             If this rank has made updates of its own since the last synchronisation.
         """
-        if self._weight:
+        if self.weight:
             raise ShardingError(
                 f"{purpose} needs equal replicas, and rank {self._parameters.backend.rank} has "
                 "made updates of its own: on all ranks first call settle() of a LocalSGDOptimizer "
@@ -110,15 +107,15 @@ class Replicas:
 
     def drift(self, weight: float) -> None:
         """Count an update that this rank made alone, with samples of this weight."""
-        self._weight += weight
+        self.weight += weight
 
     def drift_as(self, other: Replicas) -> None:
         """Continue as a copy of ``other``."""
-        self._weight = other._weight
+        self.weight = other.weight
 
     def mark_equal(self) -> None:
         """Note that all ranks have the same parameters now."""
-        self._weight = 0.0
+        self.weight = 0.0
         self.agreements += 1
 
     def synchronize(self) -> bool:
@@ -137,14 +134,14 @@ class Replicas:
             # No replica can have drifted; the call stays collective, whatever the strategy is.
             backend.barrier()
             return False
-        total = float(backend.all_reduce(np.array([self._weight]))[0])
+        total = float(backend.all_reduce(np.array([self.weight]))[0])
         if total == 0:
             return False
         whole = self._parameters.layout.pieces(sharded=False)
         for replica in self._parameters.owned(whole):
             # In place, in the store's own memory: a second copy of all parameters may not fit.
             mine = replica
-            mine *= self._weight / total
+            mine *= self.weight / total
             backend.all_reduce(mine)
         self.mark_equal()
         return True

@@ -13,8 +13,8 @@ from mpishard.arrays import Array, array_namespace, beside, copy_into
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import ILossFunction
 from mpishard.errors import ShardingError
+from mpishard.models.programs.mesh_replica import MeshReplica
 from mpishard.models.programs.program import Batch, Program, WholeProgram
-from mpishard.models.programs.replica import MeshReplica
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import RangeVector

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import as_loss
-from mpishard.arrays import Array, require_plain
+from mpishard.arrays import Array, require_plain, to_host
 from mpishard.bfloat16 import rounded, widened
 from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.communication import CommunicationBackend
@@ -17,8 +17,7 @@ from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
 from mpishard.devices import HOST
 from mpishard.errors import MissingLossError
 from mpishard.models.programs.chain import HeldLayer, HeldLayers, LayerChain
-from mpishard.models.programs.program import Batch, Program
-from mpishard.models.programs.replica import Replica
+from mpishard.models.programs.program import Batch, Program, Replica
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
@@ -79,6 +78,7 @@ class LayeredProgram(Program):
         self._output_shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # by a sample's shape
         self.dtype = model.dtype
         self.device = getattr(model, "device", HOST)
+        self._put = self.device.put if self.device.is_gpu else to_host
         self.is_random = any(layer.is_random for layer in model.layers)
         self.seed = int(getattr(model, "seed", 0))
         self._hold()
@@ -135,7 +135,7 @@ class LayeredProgram(Program):
         if len(y) != len(x):
             raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
         loss.check_target((len(x), *shape), y)
-        return self._model.as_input(x), self.device.put(y)
+        return self._model.as_input(x), self._put(y)
 
     def _output_shape(self, x: Any) -> tuple[int, ...]:
         """Shape of a sample's output. Layers refuse inputs of other shapes than they take."""
@@ -205,7 +205,9 @@ class LayeredProgram(Program):
         x = self.entering(batch.x)
         prediction, activations = chain.forward(parameters, x, batch.context)
         total, weight, of_loss = batch.loss.forward(self.leaving(prediction), batch.y)
-        return as_loss(total, batch.loss, "sum"), weight, [activations, batch.loss, of_loss]
+        if type(total) is not float:
+            total = as_loss(total, batch.loss, "sum")
+        return total, weight, [activations, batch.loss, of_loss]
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         activations, loss, of_loss = saved

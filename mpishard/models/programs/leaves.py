@@ -29,8 +29,8 @@ from mpishard.models.stores.gradient_store import (
     CompressionBuffers,
     GradientStore,
     ScatteredGradients,
+    ShardedGradients,
 )
-from mpishard.models.stores.sharded_gradients import ShardedGradients
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import (
     Piece,

@@ -17,8 +17,8 @@ from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.layout import ShardLayout
 from mpishard.models.programs.chain import LayerChain
 from mpishard.models.programs.layered_program import LayeredProgram
+from mpishard.models.programs.mesh_replica import MeshReplica
 from mpishard.models.programs.program import Batch, Program, parameters_by_name
-from mpishard.models.programs.replica import MeshReplica
 from mpishard.models.programs.stage_layout import StageLayout, lay_out
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore

@@ -13,8 +13,7 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.devices import Device
 from mpishard.errors import MissingMemberError
-from mpishard.models.programs.program import Batch, Program, WholeProgram
-from mpishard.models.programs.replica import Replica
+from mpishard.models.programs.program import Batch, Program, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector

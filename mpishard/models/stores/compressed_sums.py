@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -13,149 +12,12 @@ from mpishard.arrays import Array, copy_into, to_host
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.layout import ShardLayout
-from mpishard.models.stores.compression import Code, PowerSGD
+from mpishard.models.stores.compression import Block, Code, PowerSGD, blocks_of
+from mpishard.models.stores.error_feedback import ErrorFeedback
 from mpishard.models.stores.exchanged_gradients import Part, SumExchange
-from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.observe.ledger import MemoryCategory
-from mpishard.sharding import ParameterEntry, Piece
+from mpishard.sharding import ParameterEntry
 
-__all__ = ["Block", "CompressedSums", "ErrorFeedback", "blocks_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Whole rows of a matrix that lie in one part, which `PowerSGD` compresses as a matrix.
-
-    Parameters
-    ----------
-    name : str
-        Of the matrix.
-    number : int
-        Its index among the model's parameters.
-    start : int
-        Of the first row, in the rank's flat vector.
-    shape : (int, int)
-        Rows and columns.
-    """
-
-    name: str
-    number: int
-    start: int
-    shape: tuple[int, int]
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.shape[0] * self.shape[1]
-
-
-def blocks_of(
-    piece: Piece, entries: Sequence[ParameterEntry], numbers: dict[str, int], code: PowerSGD
-) -> list[Block]:
-    """Return the blocks of ``piece`` that are smaller as two factors."""
-    found = []
-    for entry in entries:
-        start, stop = max(piece.start, entry.start), min(piece.stop, entry.stop)
-        if len(entry.shape) < 2 or start >= stop:
-            continue
-        columns = int(np.prod(entry.shape[1:]))
-        first, last = -(-(start - entry.start) // columns), (stop - entry.start) // columns
-        if code.is_smaller(last - first, columns):
-            begin = entry.start + first * columns
-            found.append(Block(entry.name, numbers[entry.name], begin, (last - first, columns)))
-    return found
-
-
-class ErrorFeedback:
-    """The parts that compression has left out so far, which are added to the next gradient.
-
-    Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
-    2019, algorithm 2. All errors are of sums over samples. A step writes new ones beside the old,
-    which stay if the step fails.
-
-    Parameters
-    ----------
-    layout : StoreLayout
-        Where memory is booked.
-    across : CommunicationBackend
-        The ranks that hold the same parts.
-    parts : sequence of Part
-        This rank's.
-
-    Attributes
-    ----------
-    own : Array
-        Of the codes of this rank's parts, shape (all their elements,).
-    reduced : Array
-        Of its codes of the sums that it owns among these ranks, shape (the elements that it owns,).
-    own_pieces, reduced_pieces : tuple of Piece
-        The ranges of both, part by part; ``offset`` is the place there. What travels whole has only
-        the errors of a checkpoint of other ranks.
-    factors : dict of str to Array
-        Parameter -> second factor of PowerSGD in the last step, shape (columns, rank).
-    """
-
-    def __init__(
-        self, layout: StoreLayout, across: CommunicationBackend, parts: Sequence[Part]
-    ) -> None:
-        own, reduced = [], []
-        lengths = [0, 0]
-        for part in parts:
-            piece = part.piece
-            own.append(piece)
-            mine = ShardLayout(piece.length, across.world_size).slice(across.rank)
-            if part.is_alike:  # one replica's, wherever ranks cut it
-                mine = slice(0, 0 if across.rank else piece.length)
-            start, stop = piece.start + mine.start, piece.start + mine.stop
-            reduced.append(replace(piece, start=start, stop=stop, offset=lengths[1]))
-            lengths[0] += piece.length
-            lengths[1] += stop - start
-        self.own_pieces, self.reduced_pieces = tuple(own), tuple(reduced)
-        allocate = layout.ledger.allocate
-        self._kept, self._fresh = (
-            [allocate(MemoryCategory.OPTIMIZER_STATE, n, layout.dtype) for n in lengths]
-            for _ in range(2)
-        )
-        for vector in self._kept:
-            vector.fill(0)
-        self.factors: dict[str, Array] = {}
-        self._fresh_factors: dict[str, Array] = {}
-        self._is_complete = False
-
-    @property
-    def own(self) -> Array:
-        return self._kept[0]
-
-    @property
-    def reduced(self) -> Array:
-        return self._kept[1]
-
-    def of(self, part: int) -> list[tuple[Array, Array]]:
-        """Return old and new errors: of a part, by its index, and of the sums that it owns."""
-        pieces = self.own_pieces[part], self.reduced_pieces[part]
-        return [
-            (old[piece.in_shard], new[piece.in_shard])
-            for old, new, piece in zip(self._kept, self._fresh, pieces, strict=True)
-        ]
-
-    def write_factor(self, name: str, factor: Array) -> None:
-        """Remember a factor for the next step, if this one succeeds."""
-        self._fresh_factors[name] = factor
-
-    def commit(self) -> None:
-        """Take the new errors for the old ones: the step has updated the parameters."""
-        if self._is_complete:
-            self._kept, self._fresh = self._fresh, self._kept
-            self.factors = self._fresh_factors
-        self.drop()
-
-    def settle(self) -> None:
-        """Note that all parts have new errors."""
-        self._is_complete = True
-
-    def drop(self) -> None:
-        """Forget the new errors."""
-        self._fresh_factors = {}
-        self._is_complete = False
+__all__ = ["CompressedSums"]
 
 
 class CompressedSums(SumExchange):

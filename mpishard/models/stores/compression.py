@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array
+from mpishard.sharding import ParameterEntry, Piece
 
-__all__ = ["Code", "Int8", "Key", "PowerSGD", "Quantization", "RandomK", "Rounded", "TopK"]
+__all__ = [
+    "Block",
+    "Code",
+    "Int8",
+    "Key",
+    "PowerSGD",
+    "Quantization",
+    "RandomK",
+    "Rounded",
+    "TopK",
+    "blocks_of",
+]
 
 Key = tuple[int, ...]
 """Seed, step, unit, owner and sender: random numbers are a function of them."""
@@ -181,3 +194,46 @@ class PowerSGD:
     def first_factor(self, columns: int, key: Key) -> Any:
         """Return the columns to begin with, shape (columns, rank)."""
         return np.random.default_rng(key).standard_normal((columns, self.rank))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole rows of a matrix that lie in one part, which `PowerSGD` compresses as a matrix.
+
+    Parameters
+    ----------
+    name : str
+        Of the matrix.
+    number : int
+        Its index among the model's parameters.
+    start : int
+        Of the first row, in the rank's flat vector.
+    shape : (int, int)
+        Rows and columns.
+    """
+
+    name: str
+    number: int
+    start: int
+    shape: tuple[int, int]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape[0] * self.shape[1]
+
+
+def blocks_of(
+    piece: Piece, entries: Sequence[ParameterEntry], numbers: dict[str, int], code: PowerSGD
+) -> list[Block]:
+    """Return the blocks of ``piece`` that are smaller as two factors."""
+    found = []
+    for entry in entries:
+        start, stop = max(piece.start, entry.start), min(piece.stop, entry.stop)
+        if len(entry.shape) < 2 or start >= stop:
+            continue
+        columns = int(np.prod(entry.shape[1:]))
+        first, last = -(-(start - entry.start) // columns), (stop - entry.start) // columns
+        if code.is_smaller(last - first, columns):
+            begin = entry.start + first * columns
+            found.append(Block(entry.name, numbers[entry.name], begin, (last - first, columns)))
+    return found

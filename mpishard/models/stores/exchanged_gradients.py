@@ -16,8 +16,8 @@ from mpishard.models.stores.gradient_store import (
     NodeGradients,
     ReplicatedGradients,
     ScatteredGradients,
+    ShardedGradients,
 )
-from mpishard.models.stores.sharded_gradients import ShardedGradients
 from mpishard.sharding import Piece, Unit
 
 __all__ = ["ExchangedGradients", "Part", "SumExchange", "parts_of"]

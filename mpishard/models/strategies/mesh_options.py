@@ -99,8 +99,14 @@ def axis_sizes(
         raise ValueError(
             f"data_parallel_size must be 1 or more, or -1 for what is left, got {data}"
         )
-    world_size = config.communication_backend.world_size
-    return mesh_sizes(world_size, pipeline, tensor, data, replica_count(config))
+    world_size, replicas = config.communication_backend.world_size, replica_count(config)
+    if replicas > 1 and world_size in (pipeline, tensor):  # as of "tensor" and "pipeline"
+        raise ValueError(
+            f"a pipeline or tensor axis of all {world_size} ranks makes one replica, and "
+            f"replica_size={config.replica_size} makes {replicas}: use strategy='hybrid' with axes "
+            f"that make up {config.replica_size} ranks, or leave replica_size out"
+        )
+    return mesh_sizes(world_size, pipeline, tensor, data, replicas)
 
 
 def replica_count(config: ShardingConfiguration) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -679,10 +679,6 @@ class ShardedModelBase(IShardedModel):
             self.engine.abandon()
             give_up_ownership(self._wrapped_model, self)
         self._engine = None
-
-    def optimizer_state(self, names: Sequence[str]) -> dict[str, Array]:
-        """Zeros for an optimizer's state: by name a vector for the elements that it updates."""
-        return {name: self.engine.zeros_for_state() for name in names}
 
     # ---------------------------------------------------------------------------- files and bytes
 

@@ -22,7 +22,7 @@ from mpishard.checkpoint.exchange.plain import (
     packed_vector,
 )
 from mpishard.checkpoint.format.consensus import together
-from mpishard.checkpoint.format.metadata import COUNT, NUMBER, TEXT, Form, Kind, require_form
+from mpishard.checkpoint.format.content import COUNT, NUMBER, TEXT, Form, Kind, require_form
 from mpishard.checkpoint.format.tensor_file import tensors_of
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.engine import Engine

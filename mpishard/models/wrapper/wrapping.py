@@ -38,6 +38,7 @@ from mpishard.models.stores.gradient_store import (
     NodeGradients,
     ReplicatedGradients,
     ScatteredGradients,
+    ShardedGradients,
 )
 from mpishard.models.stores.offload import (
     OffloadedGradients,
@@ -51,7 +52,6 @@ from mpishard.models.stores.parameter_store import (
     ReplicatedParameters,
     ShardedParameters,
 )
-from mpishard.models.stores.sharded_gradients import ShardedGradients
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.nn.layers.layer import Layer
 from mpishard.nn.products import products_per_second

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, array_namespace, chunks
-from mpishard.bfloat16 import is_bfloat16, scratch, store, wide
+from mpishard.bfloat16 import BFLOAT16, is_bfloat16, scratch, store, wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn import passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
@@ -62,7 +62,7 @@ class ReLU(_Activation):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Rectify; saves y, which the next layer mostly saves too."""
-        if is_bfloat16(x):
+        if x.dtype == BFLOAT16:
             # By its bits: NumPy would convert each element to float32 and back.
             words = np.ascontiguousarray(x).view(np.uint16)
             y = np.empty_like(words)
@@ -78,7 +78,7 @@ class ReLU(_Activation):
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """``dy`` where y > 0, in its place."""
-        if is_bfloat16(dy):
+        if dy.dtype == BFLOAT16:
             words = dy.view(np.int16)
             words *= saved.view(np.int16) > 0  # the sign of bfloat16 is that of its bits
         else:

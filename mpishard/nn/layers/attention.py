@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import check_sizes
+from mpishard.arguments import check_divides, check_sizes
 from mpishard.arrays import Array, array_namespace, chunk_length, is_device_array
 from mpishard.bfloat16 import is_bfloat16, rounded, scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
@@ -66,11 +66,7 @@ class Attention(Layer):
     def __init__(self, heads: int, *, causal: bool = False, kv_heads: int | None = None) -> None:
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes(type(self).__name__, heads=heads, kv_heads=kv_heads)
-        if heads % kv_heads:
-            raise ValueError(
-                f"{type(self).__name__}: kv_heads must divide heads, got {heads} = "
-                f"{heads // kv_heads} * {kv_heads} + {heads % kv_heads}"
-            )
+        check_divides("kv_heads", kv_heads, "heads", heads)
         self.heads = heads
         self.kv_heads = kv_heads
         self.causal = bool(causal)

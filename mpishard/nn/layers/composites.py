@@ -47,6 +47,7 @@ class Sequential(Layer):
 
     category = LayerCategory.COMPOSITE
     computes_bfloat16 = True
+    children: dict[str, Layer]
 
     def __init__(self, *layers: Layer | Mapping[str, Layer]) -> None:
         named: dict[str, Layer] = {}
@@ -62,25 +63,20 @@ class Sequential(Layer):
         for name in named:
             if not name or "." in name:
                 raise ValueError(f"a layer's name must not be empty or hold a dot, got {name!r}")
-        self._children = named
-
-    @property
-    def children(self) -> Mapping[str, Layer]:
-        """The layers, name -> layer, in order."""
-        return self._children
+        self.children = named
 
     def copy(self) -> Self:
         """A chain of copies; a layer that stands in it twice is one layer in the copy too."""
         # By identity: a layer that stands twice shares one description, as in the original.
-        own = {id(child): child.copy() for child in self._children.values()}
+        own = {id(child): child.copy() for child in self.children.values()}
         chain = super().copy()
-        chain._children = {name: own[id(child)] for name, child in self._children.items()}
+        chain.children = {name: own[id(child)] for name, child in self.children.items()}
         return chain
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """The last layer's output shape, each layer being asked with the one before's."""
         shape = input_shape
-        for child in self._children.values():
+        for child in self.children.values():
             shape = child.output_shape(shape)
         return shape
 
@@ -97,14 +93,14 @@ class Sequential(Layer):
 
     def _walk_shapes(self, shape: tuple[int, ...]) -> Iterator[tuple[Layer, tuple[int, ...]]]:
         """The layers in order, each with the shape that it takes."""
-        for child in self._children.values():
+        for child in self.children.values():
             yield child, shape
             shape = child.output_shape(shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Run the layers in order; saves the list of their saved values."""
         saved = []
-        for name, child in self._children.items():
+        for name, child in self.children.items():
             # A layer without parameters has no entry in ``p``.
             x, child_saved = child.forward(p.get(name, _NONE), x, context.enter(name, child))
             saved.append(child_saved)
@@ -113,7 +109,7 @@ class Sequential(Layer):
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """Run the layers' halves in reverse; pending is the list of theirs, last layer first."""
         pending = []
-        for name, child in reversed(self._children.items()):
+        for name, child in reversed(self.children.items()):
             # pop, not an index: the activations of a layer are freed as soon as it has used them.
             dy, child_pending = child.backward_input(p.get(name, _NONE), saved.pop(), dy)
             pending.append(child_pending)
@@ -121,7 +117,7 @@ class Sequential(Layer):
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Run the layers' halves, first layer first."""
-        for name, child in self._children.items():
+        for name, child in self.children.items():
             child.backward_weight(pending.pop(), g.get(name, _NONE))
 
     def backward(
@@ -130,8 +126,8 @@ class Sequential(Layer):
     ) -> Array:  # fmt: skip
         """Both halves of one layer after the other, in reverse, so that little is pending."""
         # Only the first layer may leave out its input gradient: the others' is the next one's dy.
-        first = next(iter(self._children))
-        for name, child in reversed(self._children.items()):
+        first = next(iter(self.children))
+        for name, child in reversed(self.children.items()):
             dy = child.backward(
                 p.get(name, _NONE), saved.pop(), dy, g.get(name, _NONE),
                 needs_input_gradient=needs_input_gradient or name != first,
@@ -161,16 +157,13 @@ class Residual(Layer):
     def __init__(self, *inner: Layer | Mapping[str, Layer]) -> None:
         first = inner[0] if len(inner) == 1 else None
         self.inner = first if isinstance(first, Sequential) else Sequential(*inner)
-
-    @property
-    def children(self) -> Mapping[str, Layer]:
-        """The inner layers, name -> layer, in order."""
-        return self.inner.children
+        self.children = self.inner.children
 
     def copy(self) -> Self:
         """The same way around a copy of the inner layers."""
         layer = super().copy()
         layer.inner = self.inner.copy()
+        layer.children = layer.inner.children
         return layer
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -117,6 +118,9 @@ class Layer(ABC):
     pending_is_saved_and_dy: ClassVar[bool] = False
     """True if `backward_weight` takes ``(saved, dy)``: it can then run without `backward_input`."""
 
+    children: Mapping[str, Layer] = MappingProxyType({})
+    """Inner layers of a composite, name -> layer, in order; empty for a leaf."""
+
     computes_bfloat16: bool = False
     """True if the layer computes with bfloat16 parameters and activations, which is its own work:
     what it adds, averages or exponentiates in float32. Its weight gradients are float32."""
@@ -124,11 +128,6 @@ class Layer(ABC):
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """Own parameters, name -> description, in the order they take in the flat vector."""
-        return {}
-
-    @property
-    def children(self) -> Mapping[str, Layer]:
-        """Inner layers of a composite, name -> layer, in order; empty for a leaf."""
         return {}
 
     def walk_parameters(self, prefix: str = "") -> Iterator[tuple[str, ParameterSpec]]:

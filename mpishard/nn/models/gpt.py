@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_number, is_size
+from mpishard.arguments import as_number, check_divides, is_size
 from mpishard.arrays import Array, to_host
 from mpishard.devices import Device
 from mpishard.nn.layers.activations import GELU
@@ -193,16 +193,9 @@ def gpt_chain(
         raise ValueError(
             f"a GPT needs integer sizes >= 1 and an integer layers >= 0, got {sizes}, {layers=}"
         )
-    if width % heads:
-        raise ValueError(
-            f"heads must divide width, got {width} = {width // heads} * {heads} + {width % heads}"
-        )
     groups = sizes["kv_heads"]
-    if heads % groups:
-        raise ValueError(
-            f"kv_heads must divide heads, got {heads} = {heads // groups} * {groups} + "
-            f"{heads % groups}"
-        )
+    check_divides("heads", heads, "width", width)
+    check_divides("kv_heads", groups, "heads", heads)
     if as_number("initial_std", initial_std) <= 0:
         raise ValueError(f"initial_std must be positive, got {initial_std}")
     usual = normal(initial_std)

@@ -83,6 +83,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         if self._dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
             raise ValueError(f"dtype must be float32 or float64, got {self._dtype.name}")
         self._device = Device.parse(device)
+        self._put = self._device.put if self._device.is_gpu else to_host
         self.chain = chain
         self._features = dict(_feature_layers(chain))
         self.seed = seed
@@ -335,7 +336,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
 
     def as_input(self, x: Array) -> Array:
         self.check_input(x)
-        x = self._device.put(x)
+        x = self._put(x)
         return x if self.chain.takes_integers else x.astype(self._dtype, copy=False)
 
     def _prediction_shape(self, x: Array) -> tuple[int, ...]:
@@ -384,7 +385,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         x = self.as_input(x)
         # Before any computation, so that a wrong target leaves nothing half done.
         loss.check_target(self._prediction_shape(x), y)
-        y = self._device.put(y)
+        y = self._put(y)
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
         return TrainingPass(self.chain, self._table, self._parameters(), loss, x, y, context)
 

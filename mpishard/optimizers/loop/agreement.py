@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +11,7 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.callbacks.run import names_of
 from mpishard.checkpoint.format.consensus import differences, together
-from mpishard.checkpoint.format.protocol import CheckpointState
+from mpishard.checkpoint.format.content import CheckpointState
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import count_samples, take
@@ -26,7 +24,7 @@ from mpishard.optimizers.loop.saving import folder_of
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import shared_choices
 
-__all__ = ["LoopOptimizer", "Subject", "refuse_early", "require_agreement", "require_same_rule"]
+__all__ = ["LoopOptimizer", "refuse_early", "require_agreement", "require_same_rule"]
 
 _PARTS = ("train", "validation", "test")
 _SETTINGS = (
@@ -83,40 +81,6 @@ class LoopOptimizer(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The parts of a model that early checks need; the model need not be wrapped.
-
-    Parameters
-    ----------
-    name : str
-        Name of the user's class.
-    program : Program
-        The model's computation.
-    loss : ILossFunction or None
-        The loss to minimise; None if a black box has its own.
-    predict : callable
-        Outputs for inputs, of a black box.
-    """
-
-    name: str
-    program: Program
-    loss: ILossFunction | None
-    predict: Callable[[Array], Array]
-
-    @classmethod
-    def of(cls, model: Any, config: ShardingConfiguration) -> Subject:
-        """Return the parts of a sharded model, or of a plain one, which does not change."""
-        if isinstance(model, ShardedModelBase):
-            engine = model.engine
-            name = type(model.wrapped_model).__name__
-            return cls(name, engine.program, engine.loss, engine.predict)
-        program = program_of(model, config)
-        loss = getattr(model, "default_loss_function", None)
-        predict = partial(program.predict, None)  # type: ignore[arg-type]  # it needs no store
-        return cls(type(model).__name__, program, loss, predict)
-
-
 def refuse_early(
     model: Any, config: ShardingConfiguration, data: OptimizationInputData, data_size: int
 ) -> dict[str, list[int]]:
@@ -136,19 +100,23 @@ def refuse_early(
     """
     backend = config.communication_backend
     with together(backend):
-        subject = Subject.of(model, config)
+        loss: ILossFunction | None
+        if isinstance(model, ShardedModelBase):
+            program, loss, plain = model.engine.program, model.engine.loss, model.wrapped_model
+            leaves = model.gradient_leaves
+        else:  # it is not changed
+            program, plain, leaves = program_of(model, config), model, config.gradient_leaves
+            loss = getattr(model, "default_loss_function", None)
         for part in _PARTS:
             if getattr(data, f"x_{part}") is not None:
                 # Validation and test data, too, which are first used after hours of training.
-                _check_first(subject, data, part)
+                _check_first(program, loss, data, part)
         compares = data.patience is not None or data.keeps_best
-        if compares and not subject.program.knows_loss(subject.loss):
+        if compares and not program.knows_loss(loss):
             raise ValueError(
-                f"patience and keep_best compare losses, and {subject.name} tells none: give it "
-                "compute_loss_and_gradients, or a default_loss_function"
+                f"patience and keep_best compare losses, and {type(plain).__name__} tells none: "
+                "give it compute_loss_and_gradients, or a default_loss_function"
             )
-        is_sharded = isinstance(model, ShardedModelBase)
-        leaves = model.gradient_leaves if is_sharded else config.gradient_leaves
         if data.local_data and leaves is not None:
             raise ValueError(
                 f"with gradient_leaves={leaves} any number of ranks computes the same, and with "
@@ -173,7 +141,9 @@ def refuse_early(
     return everyone
 
 
-def _check_first(subject: Subject, data: OptimizationInputData, part: str) -> None:
+def _check_first(
+    program: Program, loss: ILossFunction | None, data: OptimizationInputData, part: str
+) -> None:
     """Refuse a data set if its first sample does not fit the model."""
     x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
     indices = np.zeros(min(1, count_samples(x)), np.int64)
@@ -184,9 +154,10 @@ def _check_first(subject: Subject, data: OptimizationInputData, part: str) -> No
                 f"{letter}_{part} gave an array of shape {sample.shape} for the index array "
                 f"{indices}; the first dim must be the samples"
             )
-    subject.program.check_pair(*first, subject.loss)
-    if data.predictions and subject.loss is None and len(indices):
-        subject.predict(first[0])  # a black box may have no predict
+    program.check_pair(*first, loss)
+    if data.predictions and loss is None and len(indices):
+        # A black box may have no predict; it needs no store of parameters.
+        program.predict(None, first[0])  # type: ignore[arg-type]
 
 
 def require_agreement(

@@ -17,8 +17,7 @@ from mpishard.communication import CommunicationBackend
 from mpishard.data import Batches, GlobalBatchSampler, LocalBatchSampler, take
 from mpishard.layout import ShardLayout
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.engine import Engine
-from mpishard.models.engine.evaluation import loss_sum
+from mpishard.models.engine.evaluation import measured
 from mpishard.nn.losses import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber
 
 __all__ = ["DatasetResult", "evaluate"]
@@ -95,9 +94,11 @@ def evaluate(
             layout = ShardLayout(len(batch.indices), len(sums))
             for number, own in enumerate(map(layout.slice, range(len(sums)))):
                 inputs, targets = batch.x[own], None if batch.y is None else batch.y[own]
-                prediction, *measured = _measure(engine, inputs, targets, predict=keep_predictions)
+                prediction, *sums_of_loss = measured(
+                    engine, inputs, targets, predicts=keep_predictions
+                )
                 if speaks:
-                    sums[number] += measured
+                    sums[number] += sums_of_loss
                 if prediction is not None and statistics is not None and speaks:
                     statistics.add(to_host(prediction), to_host(targets))
                 if prediction is not None and keep_predictions:
@@ -116,25 +117,6 @@ def evaluate(
         result.predictions = np.concatenate(outputs) if outputs else np.zeros(0, model.dtype)
         result.indices = np.concatenate(seen) if seen else np.zeros(0, np.int64)
     return result
-
-
-def _measure(
-    engine: Engine, x: Array, y: Array, *, predict: bool
-) -> tuple[Array | None, float, float]:
-    """Return outputs, sum of the loss and its weight for this rank's batch.
-
-    There are no outputs if a black box tells its loss without them, unless ``predict``, and if
-    there are no samples.
-    """
-    if engine.loss is None:
-        total, weight = loss_sum(engine, x, y)
-        return engine.predict(x) if predict and len(x) else None, total, weight
-    engine.program.check_pair(x, y, engine.loss)
-    # No rank waits for one without samples: no layer gathers its parameters.
-    if not engine.policy.shards_parameters and len(x) == 0:
-        return None, 0.0, 0.0
-    prediction = engine.predict(x)
-    return prediction, *engine.program.measure(engine.loss, prediction, y)
 
 
 def statistics_for(loss: Any, output_count: int) -> Classification | Regression | None:

@@ -13,7 +13,7 @@ from mpishard.arrays import Array
 from mpishard.checkpoint import CheckpointState, Pieces
 from mpishard.checkpoint.exchange.plain import PlainModelFiles, choices_in
 from mpishard.checkpoint.format.consensus import gather_texts, together
-from mpishard.checkpoint.format.metadata import check_keys
+from mpishard.checkpoint.format.content import check_keys
 from mpishard.communication import CommunicationBackend
 from mpishard.errors import CheckpointError
 from mpishard.models import ShardedModelBase

@@ -13,20 +13,20 @@ from mpishard import settings
 from mpishard.callbacks.preemption import Preemption
 from mpishard.checkpoint import CheckpointFolder, CheckpointReader, StagingBuffer, newest_valid
 from mpishard.checkpoint.format.consensus import share_path, together
-from mpishard.checkpoint.format.manifest import MANIFEST
-from mpishard.checkpoint.format.metadata import (
+from mpishard.checkpoint.format.content import (
     ANYTHING,
     COUNT,
     NUMBER,
     OBJECT,
     TEXT,
+    CheckpointableOptimizer,
+    CheckpointState,
     Kind,
     require_form,
 )
-from mpishard.checkpoint.format.protocol import CheckpointableOptimizer, CheckpointState
+from mpishard.checkpoint.format.manifest import MANIFEST
 from mpishard.checkpoint.loading.reader import find_single
-from mpishard.checkpoint.saving.pending import PendingSave
-from mpishard.checkpoint.saving.snapshot import begin_save, reserve
+from mpishard.checkpoint.saving.save import PendingSave, begin_save, reserve
 from mpishard.communication import CommunicationBackend
 from mpishard.data import count_samples
 from mpishard.errors import CheckpointError, NonFiniteLossError, NoSampleError, Preempted

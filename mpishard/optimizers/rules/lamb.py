@@ -78,7 +78,7 @@ class LAMB(Adam):
         for owned, cell, span in self._parameters_in(ranges):
             length, step_length = np.sqrt(squares[places[cell]]).tolist()
             ratio = length / step_length if length > 0 and step_length > 0 else 1.0
-            rate = span.rate(context.step - 1, context.learning_rate) * ratio
+            rate = self._rate_in(span, context) * ratio
             for p, _g, m, v in self._chunks(owned, span):
                 direction = self._direction(p, m, v, span.weight_decay, context.step)
                 direction *= rate

@@ -17,7 +17,6 @@ from mpishard.optimizers.rules.schedules import (
     Exponential,
     Schedule,
     as_schedule,
-    rate_at,
     rates,
 )
 from mpishard.sharding import ParameterEntry
@@ -48,11 +47,6 @@ class OptionRange:
     weight_decay: float
     learning_rate_scale: float = 1.0
     learning_rate: Schedule | None = None
-
-    def rate(self, step: int, common_rate: float) -> float:
-        """Return the rate of update ``step``, from 0; ``common_rate`` is that of the others."""
-        own = common_rate if self.learning_rate is None else rate_at(self.learning_rate, step)
-        return own * self.learning_rate_scale
 
 
 class CheckedOptions(Mapping[str, Mapping[str, Any]]):

@@ -153,6 +153,8 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         super().__setattr__(name, value if check is None else check(name, value))
         if name in ("weight_decay", "parameter_options"):  # which the cached ranges contain
             self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
+        if name in ("learning_rate", "parameter_options"):
+            self._schedules: dict[str, Schedule] = {}  # by their names in errors
 
     @property
     def checked_options(self) -> CheckedOptions:
@@ -236,7 +238,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         if self.clip_value is not None:  # then `run` scales the gradient, and clips it
             scale, context = context.gradient_scale, replace(context, gradient_scale=1.0)
         for span in self._option_ranges(segments):
-            rate = span.rate(context.step - 1, context.learning_rate)
+            rate = self._rate_in(span, context)
             body = self.body(rate, span.weight_decay, context)
             arrays = [None if a is None else a[span.start : span.stop] for a in whole]
             if self.clip_value is None:
@@ -260,18 +262,28 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         TypeError, ValueError
             If a schedule does not return a rate.
         """
-        schedules = {"the schedule": self.learning_rate} | {
-            f"the schedule of parameter_options[{pattern!r}]": values["learning_rate"]
-            for pattern, values in self.checked_options.items()
-            if "learning_rate" in values
-        }
-        for name, schedule in schedules.items():
-            rate = rate_at(cast("Schedule", schedule), step, name)
+        if not self._schedules:
+            self._schedules = {"the schedule": cast("Schedule", self.learning_rate)} | {
+                f"the schedule of parameter_options[{pattern!r}]": values["learning_rate"]
+                for pattern, values in self.checked_options.items()
+                if "learning_rate" in values
+            }
+        found = []
+        for name, schedule in self._schedules.items():
+            rate = rate_at(schedule, step, name)
             if not 0 <= rate < math.inf:
                 raise ValueError(
                     f"{name} gave a learning rate of {rate} for step {step}; nothing was updated"
                 )
-        return self.rate_of_step(step)
+            found.append(rate)
+        return found[0]
+
+    def _rate_in(self, span: OptionRange, context: UpdateContext) -> float:
+        """Return the rate of a range, whose options may differ from the other parameters'."""
+        own = context.learning_rate
+        if span.learning_rate is not None:
+            own = rate_at(span.learning_rate, context.step - 1)
+        return own * span.learning_rate_scale
 
     def clip_factor(self, gradient_norm: float) -> float:
         """Return the factor of the gradient that satisfies ``clip_global_norm``."""

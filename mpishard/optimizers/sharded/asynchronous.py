@@ -21,13 +21,12 @@ from mpishard.models.engine.update import StepReport, Update
 from mpishard.models.stores.gradient_store import ReplicatedGradients
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers.rules.lamb import LAMB
-from mpishard.optimizers.rules.ranges import segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.delayed_state import DelayedState
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.optimizers.sharded.strategies import model_of_replicas, require_replicas
-from mpishard.sharding import ShardingConfiguration, owned_pieces
+from mpishard.sharding import Piece, ShardingConfiguration, owned_pieces
 from mpishard.sharding.configuration import by_node
 
 __all__ = ["AsyncSGDOptimizer"]
@@ -186,7 +185,6 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         if model is self.model or not (self.max_staleness or has_replicas):
             return
         self._refuse_other_gradients(model, "keeps several gradients under way")
-        self._refuse_ranks_alone(model)
         if self.allow_staleness and model.engine.layout.device.is_gpu:
             raise NotImplementedError(
                 f"{type(self).__name__} sends pieces of host memory with allow_staleness, and the "
@@ -256,23 +254,13 @@ class _StaleState(ModelState):
         super().__init__(rule, model, frozen)
         engine, backend = model.engine, model.backend
         self._staleness = staleness
-        self._pieces = engine.pieces.owned
-        entries = engine.program.entries
-        self.segments = tuple(segments_of(entries, piece) for piece in self._pieces)
-        length = sum(piece.length for piece in self._pieces)
-        allocate = engine.state_layout.allocate
-        self.vectors = {
-            name: allocate(MemoryCategory.OPTIMIZER_STATE, length) for name in rule.needed_state()
-        }
-        for vector in self.vectors.values():
-            vector.fill(0)
         # The pieces that each rank owns of the units that are trained.
         units = [unit for unit in engine.layout.units
                  if unit.index not in engine.program.frozen_units]  # fmt: skip
         size, rank = backend.world_size, backend.rank
         self._owned = [owned_pieces(units, size, owner) for owner in range(size)]
         self._lengths = [sum(piece.length for piece in pieces) for pieces in self._owned]
-        self._sum = allocate(MemoryCategory.GRADIENTS, self._lengths[rank])
+        self._sum = engine.state_layout.allocate(MemoryCategory.GRADIENTS, self._lengths[rank])
         self._arrived, self._weight = 0, 0.0  # gradients in the sum
         # A group of its own: messages of the user's have other tags and the same ranks.
         self._group = backend
@@ -285,6 +273,9 @@ class _StaleState(ModelState):
         self._closed: set[int] = set()
         self._has_taken = False  # parameters of which the program was not told
         self.clocks = [0] * size
+
+    def _updated_pieces(self) -> tuple[Piece, ...]:
+        return self.model.engine.pieces.owned
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -334,7 +325,7 @@ class _StaleState(ModelState):
             starts[piece.unit.index] = position - piece.start
             position += piece.length
         updates = []
-        for piece, parameters in zip(self._pieces, engine.parameters.owned(self._pieces),
+        for piece, parameters in zip(self.pieces, engine.parameters.owned(self.pieces),
                                      strict=True):  # fmt: skip
             start = starts[piece.unit.index] + piece.start
             updates.append(Update(piece, parameters, self._sum[start : start + piece.length]))
@@ -410,10 +401,10 @@ class _StaleState(ModelState):
     # ------------------------------------------------------------------------------- checkpoints
 
     def arrays_to_write(self) -> Pieces:
-        return self._regions(self._pieces)
+        return self._regions(self.pieces)
 
     def arrays_to_read(self) -> Pieces:
-        return self._regions(self._pieces)
+        return self._regions(self.pieces)
 
 
 def _joined(arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:

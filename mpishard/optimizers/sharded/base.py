@@ -14,7 +14,7 @@ from mpishard.arguments import check_path
 from mpishard.arrays import Array
 from mpishard.checkpoint.format.consensus import differences, together
 from mpishard.checkpoint.loading.restore import load_states
-from mpishard.checkpoint.saving.snapshot import save_states
+from mpishard.checkpoint.saving.save import save_states
 from mpishard.communication import ReductionOperation
 from mpishard.contracts import (
     ICheckpointableModel,
@@ -353,15 +353,13 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             model.engine.replicas.require_drifting()
 
     def _refuse_other_gradients(self, model: ShardedModelBase, instead: str) -> None:
-        """Refuse choices of a model that keep gradients elsewhere than this optimizer."""
+        """Refuse choices of a model that do other things with gradients than this optimizer."""
         for name in ("enable_gradient_compression", "gradient_leaves"):
             if value := getattr(model.sharding_configuration, name):
                 raise ValueError(
                     f"{type(self).__name__} {instead}, which {name}={value} contradicts; leave one "
                     "of them out"
                 )
-
-    def _refuse_ranks_alone(self, model: ShardedModelBase) -> None:
         if not model.sharding_configuration.auto_sync_gradients:
             raise ValueError(
                 f"{type(self).__name__} brings the ranks together: leave out "

@@ -16,7 +16,7 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import written_here
-from mpishard.models.stores.compressed_sums import CompressedSums, ErrorFeedback
+from mpishard.models.stores.compressed_sums import CompressedSums
 from mpishard.models.stores.compression import (
     Code,
     Int8,
@@ -25,6 +25,7 @@ from mpishard.models.stores.compression import (
     RandomK,
     TopK,
 )
+from mpishard.models.stores.error_feedback import ErrorFeedback
 from mpishard.models.stores.exchanged_gradients import ExchangedGradients, Part
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.models.wrapper.wrapping import make_exchanged_store
@@ -184,7 +185,6 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         if model is self.model or not (self.method or has_replicas):
             return
         self._refuse_other_gradients(model, "sends gradients its own way")
-        self._refuse_ranks_alone(model)
         if self.method and self._rule.searches:
             raise ValueError(
                 f"{type(self._rule).__name__} needs exact gradients: compress with another rule"

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.checkpoint import CheckpointState, Pieces
-from mpishard.checkpoint.format.metadata import require_form
+from mpishard.checkpoint.format.content import require_form
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport, Update
@@ -49,6 +49,10 @@ class ModelState(CheckpointState):
 
     Attributes
     ----------
+    pieces : tuple of Piece
+        The pieces that this rank updates.
+    parts : list of (tuple of Segment, dict of str to Array)
+        The parameters that each of them cuts through, and its views of the vectors.
     vectors : mapping of str to Array
         This rank's state by name.
     steps : int
@@ -77,7 +81,7 @@ class ModelState(CheckpointState):
         # Before the vectors are made: frozen parameters get no memory in them.
         if engine.program.frozen != frozen:
             engine.freeze(frozen)
-        pieces = engine.pieces.updated
+        self.pieces = pieces = self._updated_pieces()
         segments = tuple(segments_of(engine.program.entries, piece) for piece in pieces)
         self._owners: dict[str, Any] = {
             "sum_over_owners": engine.sum_over_owners,
@@ -94,8 +98,17 @@ class ModelState(CheckpointState):
                 "sum_over_owners": lambda rows: cells.totals(engine.sum_over_owners(rows)),
                 "parameter_names": cells.names,
             }
-        self.segments = segments
-        self.vectors: Mapping[str, Array] = model.optimizer_state(rule.needed_state())
+        self.vectors: Mapping[str, Array] = {
+            name: engine.zeros_for_state(pieces) for name in rule.needed_state()
+        }
+        self.parts = [
+            (found, {name: vector[piece.in_shard] for name, vector in self.vectors.items()})
+            for found, piece in zip(segments, pieces, strict=True)
+        ]
+
+    def _updated_pieces(self) -> tuple[Piece, ...]:
+        """Return the pieces that this rank updates."""
+        return self.model.engine.pieces.updated
 
     @staticmethod
     def frozen_of(rule: Optimizer, model: ShardedModelBase) -> frozenset[str]:
@@ -180,13 +193,9 @@ class ModelState(CheckpointState):
             **self._owners,
         )
         ranges = [
-            OwnedRange(
-                update.parameters, update.gradients,
-                {name: vector[update.piece.in_shard] for name, vector in self.vectors.items()},
-                segments,
-            )
-            for update, segments in zip(updates, self.segments, strict=True)
-        ]  # fmt: skip
+            OwnedRange(update.parameters, update.gradients, views, segments)
+            for update, (segments, views) in zip(updates, self.parts, strict=True)
+        ]
         function(ranges, context)
 
     def mean_gradient(self) -> Array | None:
@@ -233,7 +242,7 @@ class ModelState(CheckpointState):
 
     def arrays_to_read(self) -> Pieces:
         """Return all pieces that this rank updates."""
-        return self._regions(self.model.engine.pieces.updated)
+        return self._regions(self.pieces)
 
     def _regions(self, pieces: Sequence[Piece]) -> Pieces:
         placement = self.model.engine.placement

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array, to_host
-from mpishard.checkpoint.format.metadata import COUNT, OBJECT, require_form
+from mpishard.checkpoint.format.content import COUNT, OBJECT, require_form
 from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
 from mpishard.checkpoint.loading.reader import CheckpointReader
-from mpishard.checkpoint.saving.snapshot import write_checkpoint
+from mpishard.checkpoint.saving.save import write_checkpoint
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import PathLike
 from mpishard.errors import CheckpointError

@@ -1,9 +1,8 @@
-"""The ranks that compute one batch together, and the replicas that are trained apart."""
+"""The ranks of a mesh that compute one batch together."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,83 +10,11 @@ import numpy as np
 from mpishard.arrays import to_host
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.errors import ShardingError
+from mpishard.models.programs.program import Replica
 
-__all__ = ["MeshReplica", "Replica"]
+__all__ = ["MeshReplica"]
 
 _CALLS = ("step", "compute_gradients", "predict")
-
-
-class Replica:
-    """The place of a rank that computes its samples alone.
-
-    Parameters
-    ----------
-    world : CommunicationBackend
-        All ranks.
-
-    Attributes
-    ----------
-    data : CommunicationBackend
-        The ranks that have the same part of the model, if it is divided, and compute other samples.
-        Gradients are reduced among them.
-    members : sequence of sequence of int
-        World ranks that compute each part of a batch, by rank of ``dealt``.
-    dealt : CommunicationBackend
-        The ranks among which samples are dealt: ``data``, unless replicas are trained apart.
-    across : CommunicationBackend or None
-        The ranks that hold the same part of the other replicas, if these are trained apart.
-    together : CommunicationBackend
-        The ranks of one replica, if these are trained apart.
-    speaks : bool
-        Whether this rank's loss counts, of all ranks that compute its batch.
-    is_on_mesh : bool
-        Whether ranks may hold different parts of the model, and have other units.
-    """
-
-    is_on_mesh = False
-
-    def __init__(self, world: CommunicationBackend) -> None:
-        self.world = self.data = self.dealt = self.together = world
-        self.across: CommunicationBackend | None = None
-        self.members: Sequence[Sequence[int]] = [[rank] for rank in range(world.world_size)]
-        self.speaks = True
-
-    def train_apart(self, mesh: ProcessMesh) -> None:
-        """Let each replica of ``mesh``, which has no other axis than data, be trained apart."""
-        self.data, self.dealt = mesh.data, mesh.samples
-        self.together, self.across = mesh.together, mesh.replica
-
-    def owners(self, *, shards_state: bool) -> CommunicationBackend | None:
-        """The ranks that together update every parameter once; None if each updates all."""
-        return self.data if shards_state else None
-
-    def tell(self, total: float, weight: float) -> tuple[float, float]:
-        """Tell the speaker's sum and weight of a loss to the ranks that compute it. Collective."""
-        return total, weight
-
-    def require_one_batch(self, call: str, x: Any, y: Any = None, *, everywhere: bool) -> None:
-        """Refuse calls and batches that differ between ranks that compute one. Collective.
-
-        Arrays are compared by checksums. Other batches, which a black box may take, are compared
-        by their lengths.
-
-        Parameters
-        ----------
-        call : str
-            The call that this rank makes: "step", "compute_gradients" or "predict".
-        x, y : Array
-            This rank's batch.
-        everywhere : bool
-            Whether all ranks take part and raise: in a step those of the world, in other calls
-            those of the replica. Otherwise the ranks that compute one batch.
-
-        Raises
-        ------
-        ShardingError
-            On the ranks that compute one batch, if they call different methods.
-        ValueError
-            On every rank that takes part, with the batch that each rank was given.
-        """
 
 
 class MeshReplica(Replica):
