@@ -29,9 +29,8 @@ from mpishard.arrays import Array
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start
 from mpishard.cli.wording import refuse, say
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.records import RankRecord
-from mpishard.communication.contract.status import pages_beside, records_at, records_in
-from mpishard.communication.diagnostics.stall import verdict
+from mpishard.communication.contract.status import RankRecord, pages_beside, records_at, records_in
+from mpishard.communication.failure.stall import verdict
 from mpishard.observe.metrics import parse_metrics
 from mpishard.observe.timing import proportional_memory
 
@@ -328,7 +327,7 @@ class RunState:
             "pid": record.pid,
             "kind": kind,
             "state": state,
-            "call": call.full_text if isinstance(call, Call) else str(call or ""),
+            "call": call.full_text if isinstance(call, Call) else call.where if call else "",
             "count": record.count,
             "memory": self._of_ranks.get(record.pid),
         }

@@ -32,8 +32,7 @@ from mpishard.cli.run.rank_processes import (
 from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.wording import counted, say
 from mpishard.communication.contract.matching import who
-from mpishard.communication.contract.records import RankState
-from mpishard.communication.contract.status import records_in
+from mpishard.communication.contract.status import RankState, records_in
 
 __all__ = ["Supervisor"]
 
