@@ -2,8 +2,8 @@
 
 Begin with `contract`, the collectives that every backend has, and `init`, which gives a process its
 backend. `mesh` arranges ranks in axes; `manager` is a backend for code that is not handed one.
-The chapters are, each importing only from those before it: `tracing`, `contract`, `diagnostics`,
-`failure`, `threads`, `mpi`, and then these three files. Other rooms import the names below, and
+The chapters are, each importing only from those before it: `tracing`, `contract`, `failure`,
+`threads`, `mpi`, and then these three files. Other rooms import the names below, and
 docs/architecture.md follows one call, and one failure, through the files.
 """
 

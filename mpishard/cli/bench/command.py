@@ -27,11 +27,7 @@ from mpishard.pipeline import SCHEDULE_NAMES
 
 __all__ = ["bench"]
 
-bench = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Measure collectives, training steps and checkpoints on this machine.",
-)
+bench = typer.Typer(rich_markup_mode=None)
 
 
 def _count(help_text: str, minimum: int = 1) -> Any:
@@ -83,8 +79,7 @@ def collectives(
     gloo is measured if PyTorch is installed.
     """
     chosen = collective or list(KINDS)
-    for name in chosen:
-        check_choice("bench", "--collective", name, KINDS)
+    check_choice("bench", "--collective", chosen, KINDS)
     with refusing("bench", "--sizes: "):
         lengths = [parse_bytes(text) for text in sizes.split(",")]
     benchmark = CollectiveBenchmark(chosen, lengths, dtype, repeats, busy)
@@ -136,8 +131,7 @@ def step(
 ) -> None:
     """Time training steps; the strategy alone is the same step without communication."""
     chosen = strategy or [s for s in STRATEGIES if s != "zero3"]  # which is fsdp
-    for name in chosen:
-        check_choice("bench", "--strategy", name, STRATEGIES)
+    check_choice("bench", "--strategy", chosen, STRATEGIES)
     usual = _SIZES[model]
     sizes = (width or usual[0], layers or usual[1], batch or usual[2])
     mixed = None if precision == "float32" else precision
@@ -172,8 +166,7 @@ def speedup(
     """Time a step that all ranks share, by tensor or pipeline parallelism, against one rank's."""
     every = [TENSOR, *SCHEDULE_NAMES]
     chosen = way or [TENSOR, "1f1b", "zb-h1"]
-    for name in chosen:
-        check_choice("bench", "--way", name, [*every, "all"])
+    check_choice("bench", "--way", chosen, [*every, "all"])
     if "all" in chosen:
         chosen = every
     size = ranks or world_size or settings.launched_world_size()
