@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,11 +53,11 @@ class ParameterTree:
     """
 
     def __init__(self, tree: Any) -> None:
-        found = list(_walk(tree, ""))
+        found: list[tuple[str, Any]] = []
+        self._template = _template(tree, "", found)
         if not found:
             raise ValueError(f"there is no array in the parameters: {tree!r}")
         self.entries, self.dtype, self.first_values = flat_leaves(found)
-        self._template = _with_leaves(tree, iter(range(len(found))))
 
     def build(self, leaves: Sequence[Any]) -> Any:
         """A tree of this structure that has ``leaves``, one per entry; its nodes are new."""
@@ -117,20 +117,17 @@ def _like(node: Any, children: list[Any]) -> Any:
     return children
 
 
-def _walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _template(node: Any, path: str, found: list[tuple[str, Any]]) -> Any:
+    """The structure of a tree, whose leaves are added to ``found`` with their names."""
     children = _children(node)
     if children is None:
-        yield path or "parameters", node
-        return
-    for key, child in children:
-        yield from _walk(child, f"{path}.{key}" if path else str(key))
-
-
-def _with_leaves(node: Any, numbers: Iterator[int]) -> Any:
-    children = _children(node)
-    if children is None:
-        return _Leaf(next(numbers), isinstance(node, float) and not isinstance(node, np.floating))
-    return _like(node, [_with_leaves(child, numbers) for _, child in children])
+        found.append((path or "parameters", node))
+        is_number = isinstance(node, float) and not isinstance(node, np.floating)
+        return _Leaf(len(found) - 1, is_number)
+    return _like(
+        node,
+        [_template(child, f"{path}.{key}" if path else str(key), found) for key, child in children],
+    )
 
 
 def _filled(node: Any, leaves: Sequence[Any], *, numbers: bool = False) -> Any:
