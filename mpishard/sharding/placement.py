@@ -243,16 +243,12 @@ class Placement:
             copy_into(out, full[start : start + int(out.size)])
             return
         for region, part in self.regions(start, start + int(out.size)):
-            take_region(self._tensor(full, region), region, out[part])
+            take_region(self._origin[region.name].view(full), region, out[part])
 
     def put(self, own: Array, start: int, full: Array) -> None:
         """The opposite of `take`: write the rank's own range into the model's vector."""
         for region, part in self.regions(start, start + int(own.size)):
-            put_region(own[part], region, self._tensor(full, region))
-
-    def _tensor(self, full: Array, region: Region) -> Array:
-        entry = self._origin[region.name]
-        return full[entry.start : entry.stop].reshape(entry.shape)
+            put_region(own[part], region, self._origin[region.name].view(full))
 
 
 def _runs(entry: ParameterEntry, region: Region) -> Iterator[tuple[int, int]]:
