@@ -174,6 +174,7 @@ def test_speedup(tmp_path):
     for way, row in rows.items():
         assert f"\n{way} " in ended.stdout
         assert (row["balance"] is None) == (way in ("one rank", "tensor"))
+        assert (row["bytes_sent"] == 0) == (way == "one rank")
 
 
 def test_numbers_that_json_does_not_know_are_refused(tmp_path):
