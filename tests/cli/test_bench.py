@@ -247,6 +247,7 @@ def test_a_step_in_bfloat16_sends_half_of_what_is_gathered(backend, monkeypatch)
             "tensor, gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, all; got 'dual'",
         ),
         (["collectives", "--dtype", "bool"], "'bool' is not one of 'float32'"),
+        (["collectives", "--plot", "a.pdf"], "--plot: a PNG is drawn: give a name that ends with"),
     ],
 )
 def test_refuses(arguments, message):
