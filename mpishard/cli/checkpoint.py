@@ -32,11 +32,7 @@ __all__ = ["checkpoint"]
 _LISTED = 3  # tensors of a damaged block that a line names
 _MOST_ITEMS, _MOST_CHARACTERS = 8, 80  # of a list and of a text that are shown
 
-checkpoint = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Look into checkpoints, verify them, exchange them with other programs.",
-)
+checkpoint = typer.Typer(rich_markup_mode=None)
 
 # Strings: a Path of a blank one would be the current folder.
 PathArgument = Annotated[

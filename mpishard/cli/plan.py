@@ -24,11 +24,7 @@ _LOOPED = ("interleaved", "looped-bfs")
 _MOST_OPERATIONS = 2_000_000  # which takes seconds, and less than a gigabyte
 _MANY_RANKS = 8  # from which on a table names the largest and not all
 
-plan = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Simulate pipeline schedules: what a run will cost, before it runs.",
-)
+plan = typer.Typer(rich_markup_mode=None)
 
 
 @plan.callback()

@@ -27,11 +27,7 @@ from mpishard.pipeline import SCHEDULE_NAMES
 
 __all__ = ["bench"]
 
-bench = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Measure collectives, training steps and checkpoints on this machine.",
-)
+bench = typer.Typer(rich_markup_mode=None)
 
 
 def _count(help_text: str, minimum: int = 1) -> Any:

@@ -105,6 +105,7 @@ def run(
     """
     # Here, because they import NumPy and the communication room, and --help needs neither.
     from mpishard.cli.run.job import prepare_job
+    from mpishard.cli.run.restarts import RestartLimits
     from mpishard.cli.wording import refuse
 
     try:
@@ -117,9 +118,7 @@ def run(
             may_oversubscribe=oversubscribe,
             user_variables=env or (),
             log_folder=log_dir,
-            max_restarts=max_restarts,
-            min_ranks=min_ranks,
-            max_ranks=max_ranks,
+            limits=RestartLimits(max_restarts, min_ranks, max_ranks),
             on_failure=on_failure,
         )
         code = job.run()

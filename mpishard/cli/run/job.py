@@ -28,7 +28,12 @@ from mpishard.cli.run.logs import (
     prepare_log_folder,
 )
 from mpishard.cli.run.rank_processes import can_be_watched
-from mpishard.cli.run.restarts import Restarts, allocated_hosts, find_lost_hosts
+from mpishard.cli.run.restarts import (
+    RestartLimits,
+    Restarts,
+    allocated_hosts,
+    find_lost_hosts,
+)
 from mpishard.cli.run.supervisor import Supervisor
 from mpishard.cli.wording import counted, refuse, say
 from mpishard.communication.failure.report import check_on_failure
@@ -155,12 +160,8 @@ class Job:
         The machines that the user named; empty for this one, or those that SLURM has allocated.
     log_folder : Path, optional
         Where the ranks' output and call logs are kept.
-    max_restarts : int
-        Starts after the first, at most.
-    min_ranks : int, optional
-        Ranks at least, if hosts are lost; None: as many as in the first start.
-    max_ranks : int, optional
-        Ranks of a restart at most, if the hosts have free slots; None: as in the first start.
+    limits : RestartLimits
+        How often it may start again, and with how many ranks.
     survives : bool
         Whether ranks may outlive each other.
     announcement : str
@@ -176,9 +177,7 @@ class Job:
     ranks: int
     hosts: Sequence[Host]
     log_folder: Path | None
-    max_restarts: int
-    min_ranks: int | None
-    max_ranks: int | None
+    limits: RestartLimits
     survives: bool
     announcement: str
 
@@ -193,8 +192,8 @@ class Job:
         say(self.name, self.announcement)
         may_lose, folder = self.hosts, self.log_folder
         received: list[signal.Signals] = []
-        if self.max_restarts and self.launcher.is_slurm and not self.hosts:
-            may_lose = allocated_hosts(self.max_ranks or self.ranks)
+        if self.limits.most and self.launcher.is_slurm and not self.hosts:
+            may_lose = allocated_hosts(self.limits.max_ranks or self.ranks)
 
         def find_lost() -> list[str]:
             return find_lost_hosts(self.launcher, may_lose, received)
@@ -218,17 +217,8 @@ class Job:
             variables["MPISHARD_RESTART"] = f"{restart_count}"
             return supervisor.run({**self.environment, **variables})
 
-        restarts = Restarts(
-            start,
-            partial(say, self.name),
-            self.ranks,
-            may_lose,
-            find_lost,
-            self.max_restarts,
-            self.min_ranks,
-            self.max_ranks,
-            received,
-        )
+        told = partial(say, self.name)
+        restarts = Restarts(start, told, self.ranks, may_lose, find_lost, self.limits, received)
         with ExitStack() as held:
             if folder is not None:
                 held.enter_context(own_log_folder(self.name, folder))
@@ -257,18 +247,15 @@ def prepare_job(
     may_oversubscribe: bool = False,
     user_variables: Sequence[str] = (),
     log_folder: Path | None = None,
-    max_restarts: int = 0,
-    min_ranks: int | None = None,
-    max_ranks: int | None = None,
+    limits: RestartLimits | None = None,
     on_failure: str = "abort",
 ) -> Job:
     """Check all that a command asks of a job, and start nothing.
 
     ``words`` are a script and its arguments; see `python_arguments`. The ranks find ``variables``
     in their environment, and ``user_variables``, each a name or ``NAME=VALUE``. Each rank's output
-    and call log are kept in ``log_folder``. If the job fails it is started again, ``max_restarts``
-    times at most, on ``min_ranks`` to ``max_ranks``. With ``on_failure="shrink"`` ranks may outlive
-    each other.
+    and call log are kept in ``log_folder``. If the job fails it is started again within ``limits``.
+    With ``on_failure="shrink"`` ranks may outlive each other.
 
     Raises
     ------
@@ -276,6 +263,7 @@ def prepare_job(
         With code 2 if it cannot start, after printing the reason.
     """
     folder = None if log_folder is None else log_folder.absolute()
+    limits = limits or RestartLimits()
     if ranks is None:
         misplaced = {"-n", "-np"}.intersection(words)
         where = f"{min(misplaced)} stands behind the script, which gets it: " if misplaced else ""
@@ -287,16 +275,13 @@ def prepare_job(
         check_on_failure(on_failure)
         settings.check()
         machines = parse_hosts(hosts, ranks)
-        _check_restarts(
-            max_restarts, ranks, machines, min_ranks=min_ranks, max_ranks=max_ranks,
-            may_be_resized=folder is not None,
-        )  # fmt: skip
+        limits.check(ranks, machines, may_be_resized=folder is not None)
         chosen = _user_variables(user_variables)
         if folder is not None:
             check_log_folder(folder)
         launcher = find_launcher(loaded_library())
         if not (may_oversubscribe or machines or launcher.is_slurm):
-            _check_cores(ranks, max_ranks)
+            _check_cores(ranks, limits.max_ranks)
         added = _thread_variables(launcher, ranks, machines) | _best_variables()
         added |= variables or {}
         elsewhere = settings.forwarded_variables() if machines else ()
@@ -304,8 +289,8 @@ def prepare_job(
         # terminal changes no result.
         told = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
         slots = sum(host.slots for host in machines)
-        if machines and max_ranks and max_ranks > slots:
-            told.append(f"--max-ranks {max_ranks} is above the {slots} slots of --hosts")
+        if machines and (limits.max_ranks or 0) > slots:
+            told.append(f"--max-ranks {limits.max_ranks} is above the {slots} slots of --hosts")
         whom = f"{counted(ranks, 'rank')} of {launcher.library}"
         job = Job(
             name,
@@ -317,9 +302,7 @@ def prepare_job(
             ranks,
             machines,
             folder,
-            max_restarts,
-            min_ranks,
-            max_ranks,
+            limits,
             on_failure == "shrink",
             ", ".join([whom, f"started by {launcher.program}", *told]),
         )
@@ -338,37 +321,6 @@ def _check_cores(ranks: int, max_ranks: int | None) -> None:
             f"{option} {most} is more than {_RANKS_PER_CORE} ranks for each of "
             f"{counted(cores, 'usable core')}: --oversubscribe allows that"
         )
-
-
-def _check_restarts(
-    most: int,
-    ranks: int,
-    hosts: Sequence[Host],
-    *,
-    min_ranks: int | None,
-    max_ranks: int | None,
-    may_be_resized: bool,
-) -> None:
-    if most < 0:
-        raise ValueError(f"--max-restarts must be 0 or more; got {most}")
-    for option, given in {"--min-ranks": min_ranks, "--max-ranks": max_ranks}.items():
-        if given is None:
-            continue
-        if not (most or may_be_resized):
-            raise ValueError(
-                f"{option} {given} is for restarts: give --max-restarts too; or --log-dir, for "
-                "orders of `mpishard resize`"
-            )
-        if option == "--min-ranks" and not 1 <= given <= ranks:
-            raise ValueError(f"--min-ranks must be 1 to {ranks}, the job's ranks; got {given}")
-        if option == "--max-ranks" and given < ranks:
-            raise ValueError(f"--max-ranks must be {ranks}, the job's ranks, or more; got {given}")
-        if not (hosts or may_be_resized or settings.is_slurm_allocation()):
-            raise ValueError(
-                f"{option} {given} is for jobs whose hosts may be lost: give --hosts, or start "
-                "it inside a SLURM allocation; or give --log-dir, for orders of `mpishard resize`. "
-                "On one machine a job keeps its ranks otherwise"
-            )
 
 
 @contextmanager

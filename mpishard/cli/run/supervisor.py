@@ -308,11 +308,12 @@ class Supervisor:
             return None
         for process in self._processes.ended:
             log = logs.get(process.rank)
-            if log is None and not process.exit_code:
-                continue
-            if log is None or not (
-                log.state is RankState.LEFT or (self.survives and log.has_begun)
-            ):
+            if log is None:
+                is_suspect = bool(process.exit_code)
+            else:
+                is_suspect = log.state is not RankState.LEFT
+                is_suspect &= not (self.survives and log.has_begun)
+            if is_suspect:
                 return process
         return None
 
