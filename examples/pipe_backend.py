@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from itertools import combinations
 from typing import NamedTuple
 
@@ -119,11 +119,10 @@ class Pipes:
             with self.changed:
                 left = None if deadline is None else deadline - time.monotonic()
                 if not self.changed.wait_for(lambda seen=seen: self.news > seen, left):
-                    silent = work.waitable.missing()
-                    raise CollectiveTimeoutError(
-                        f"rank {self.rank} waited {self.timeout:g} s {work.where}; nothing came "
-                        f"from ranks {silent}"
-                    )
+                    text = f"rank {self.rank} waited {self.timeout:g} s {work.where}"
+                    if isinstance(work.waitable, Messages):  # and not for an earlier receive
+                        text += f"; nothing came from ranks {work.waitable.missing()}"
+                    raise CollectiveTimeoutError(text)
 
     def _write(self, peer, connection):
         while (message := self.outgoing[peer].get()) is not None:
@@ -151,10 +150,10 @@ class Pipes:
 
 
 class Messages(Waitable):
-    """One message per source for an address; with a queue ``line``, in the order of the queue."""
+    """One message per source for an address."""
 
-    def __init__(self, pipes, sources, address, line=None):
-        self.pipes, self.address, self.line = pipes, address, line
+    def __init__(self, pipes, sources, address):
+        self.pipes, self.address = pipes, address
         self.keys = [(source, address) for source in sources]
 
     def missing(self):
@@ -167,7 +166,7 @@ class Messages(Waitable):
                 waits_for_it = rank in missing and world in (self.address[1], WORLD)
                 if missing and (is_failure or waits_for_it):
                     raise PeerError(text, origin)
-        return not missing and (self.line is None or self.line[0] is self)
+        return not missing
 
     def look(self):
         return [self.pipes.arrived[key][0] for key in self.keys]
@@ -188,7 +187,6 @@ class PipeBackend(CommunicationBackend):
         super().__init__()
         self._pipes = pipes
         self._world_ranks = tuple(ranks)  # numbered as in the first world
-        self._lines = defaultdict(deque)  # (source, tag) -> posted receives, oldest first
         pipes.backends.add(self)
 
     @property
@@ -302,18 +300,12 @@ class PipeBackend(CommunicationBackend):
         self._pipes.send(self.world_ranks[destination], message)
 
     def _steps_receive(self, source, count, tag, dtype):
-        line = self._lines[source, tag]
-        address = ("message", self.group, tag)
-        message = Messages(self._pipes, [self.world_ranks[source]], address, line)
-        line.append(message)
-        try:
-            yield message
-            array = message.look()[0].array
-            world_rank = self.world_ranks[source]
-            refuse_other_message(array.size, array.dtype, count, dtype, world_rank, tag)
-            return message.take()[0].array
-        finally:
-            line.remove(message)
+        world_rank = self.world_ranks[source]
+        message = Messages(self._pipes, [world_rank], ("message", self.group, tag))
+        yield message
+        array = message.look()[0].array
+        refuse_other_message(array.size, array.dtype, count, dtype, world_rank, tag)
+        return message.take()[0].array
 
 
 def _pieces(array, counts):

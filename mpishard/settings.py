@@ -5,6 +5,7 @@ No other module of the package touches `os.environ`.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -358,6 +359,7 @@ def shares_memory() -> bool:
     return _choice("MPISHARD_ARENA", "auto", "off") == "auto"
 
 
+@functools.cache  # once in a process: each update of a step asks
 def numba_is_allowed() -> bool:
     """MPISHARD_NUMBA: ``auto``, the default, compiles loops if numba is there; ``off`` does not.
 

@@ -590,6 +590,19 @@ def main_device(request):
 
 
 @pytest.fixture
+def set_numba(monkeypatch):
+    """Sets ``MPISHARD_NUMBA``, which a process reads once."""
+
+    def set_(value: str) -> None:
+        monkeypatch.setenv("MPISHARD_NUMBA", value)
+        settings.numba_is_allowed.cache_clear()
+
+    yield set_
+    monkeypatch.undo()
+    settings.numba_is_allowed.cache_clear()
+
+
+@pytest.fixture
 def messages_only(monkeypatch) -> None:
     """Ranks share no memory."""
     monkeypatch.setenv("MPISHARD_ARENA", "off")

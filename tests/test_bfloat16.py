@@ -30,8 +30,10 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("numba", ["auto", "off"])
 @pytest.mark.parametrize("stride", [1, 3])
-def test_rounds_to_the_nearest_and_ties_to_even(monkeypatch, numba: str, stride: int) -> None:
-    monkeypatch.setenv("MPISHARD_NUMBA", numba)
+def test_rounds_to_the_nearest_and_ties_to_even(
+    monkeypatch, set_numba, numba: str, stride: int
+) -> None:
+    set_numba(numba)
     monkeypatch.setattr(bfloat16, "_loop", bfloat16._loop.__wrapped__)
     upper = np.arange(2**16, dtype=np.uint32) << 16
     values = np.concatenate([upper + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])

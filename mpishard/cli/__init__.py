@@ -59,11 +59,11 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _COMMANDS and self.commands[cmd_name] is None:
-            module = importlib.import_module(f"mpishard.cli.{_COMMANDS[cmd_name][0]}")
-            found = getattr(module, cmd_name)
+            place, summary = _COMMANDS[cmd_name]
+            found = getattr(importlib.import_module(f"mpishard.cli.{place}"), cmd_name)
             holder = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
             if isinstance(found, typer.Typer):
-                holder.add_typer(found, name=cmd_name)
+                holder.add_typer(found, name=cmd_name, help=summary, no_args_is_help=True)
             else:
                 # The words after SCRIPT are its own, also those that look like options.
                 is_run = cmd_name == "run"

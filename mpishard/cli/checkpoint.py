@@ -25,18 +25,14 @@ from mpishard.checkpoint.loading.inspection import problems_in
 from mpishard.checkpoint.loading.reader import find_checkpoint, find_single
 from mpishard.checkpoint.loading.restore import newest_first
 from mpishard.cli.tables import show
-from mpishard.cli.wording import bytes_text, counted, parse_bytes, refusing
+from mpishard.cli.wording import bytes_text, counted, parse_bytes, refusing, say
 
 __all__ = ["checkpoint"]
 
 _LISTED = 3  # tensors of a damaged block that a line names
 _MOST_ITEMS, _MOST_CHARACTERS = 8, 80  # of a list and of a text that are shown
 
-checkpoint = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Look into checkpoints, verify them, exchange them with other programs.",
-)
+checkpoint = typer.Typer(rich_markup_mode=None)
 
 # Strings: a Path of a blank one would be the current folder.
 PathArgument = Annotated[
@@ -116,20 +112,14 @@ def check(
         if not wrong and not is_lost:
             return
         if wrong:
-            typer.echo(
-                f"mpishard checkpoint: {len(wrong)} of {counted(len(chosen), 'checkpoint')} cannot "
-                "be trusted",
-                err=True,
-            )
+            them = counted(len(chosen), "checkpoint")
+            say("checkpoint", f"{len(wrong)} of {them} cannot be trusted")
         if entries:
             whole = next(
                 (o for o in others if o not in wrong and (o in chosen or not _read(o))), None
             )
-            typer.echo(
-                "mpishard checkpoint: "
-                + ("none is whole" if whole is None else f"the newest that is whole is {whole}"),
-                err=True,
-            )
+            text = "none is whole" if whole is None else f"the newest that is whole is {whole}"
+            say("checkpoint", text)
     raise typer.Exit(1)
 
 

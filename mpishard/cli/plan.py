@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import typer
 from rich.table import Table
 
 from mpishard.cli.tables import figures_table, screen_width, show
-from mpishard.cli.wording import counted, refusing
+from mpishard.cli.wording import check_choice, check_png, counted, refusing, say
 from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
 from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
 
@@ -24,11 +23,7 @@ _LOOPED = ("interleaved", "looped-bfs")
 _MOST_OPERATIONS = 2_000_000  # which takes seconds, and less than a gigabyte
 _MANY_RANKS = 8  # from which on a table names the largest and not all
 
-plan = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Simulate pipeline schedules: what a run will cost, before it runs.",
-)
+plan = typer.Typer(rich_markup_mode=None)
 
 
 @plan.callback()
@@ -93,7 +88,7 @@ def schedule(
     if output is not None:
         with refusing("plan", "--output: ", errors=(OSError,)):
             plot_timelines(output, timelines)
-        typer.echo(f"mpishard plan: wrote {output}", err=True)
+        say("plan", f"wrote {output}")
     if as_json:
         rows = [_as_dict(*pair) for pair in zip(schedules, timelines, strict=True)]
         typer.echo(json.dumps(rows, indent=1))
@@ -110,31 +105,22 @@ def _check(output: Path | None, *times: float) -> None:
             raise ValueError(f"{flag} must be 0 or more and finite, got {value:g}")
     if not any(times):
         raise ValueError(f"{', '.join(flags[:-1])} and {flags[-1]} are all 0: one must take time")
-    if output is None:
-        return
-    if output.suffix.lower() != ".png":
-        raise ValueError(f"--output: a PNG is drawn: give a name that ends with .png, got {output}")
-    if not output.parent.is_dir():
-        raise ValueError(f"--output: there is no folder {output.parent}: make it first")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--output needs matplotlib: pip install 'mpishard[plot]'")
+    if output is not None:
+        check_png("plan", "--output", output)
+        if not output.parent.is_dir():
+            raise ValueError(f"--output: there is no folder {output.parent}: make it first")
 
 
 def _schedules(
     name: str, virtual_stages: int | None, stages: int, micro_batches: int
 ) -> list[RuleSchedule]:
     """Return the schedule of that name, or all; refuse those with too many operations."""
-    if name.lower() not in (_ALL, *SCHEDULE_NAMES):
-        raise ValueError(
-            f"--schedule must be one of {', '.join(SCHEDULE_NAMES)}, or {_ALL}; got {name!r}"
-        )
-    if name.lower() != _ALL:
-        schedules = [schedule_by_name(name, virtual_stages)]
-    else:
-        schedules = [
-            schedule_by_name(each, virtual_stages if each in _LOOPED else None)
-            for each in SCHEDULE_NAMES
-        ]
+    name = name.lower()
+    check_choice("plan", "--schedule", name, (*SCHEDULE_NAMES, _ALL))
+    schedules = [
+        schedule_by_name(each, virtual_stages if each in _LOOPED or name != _ALL else None)
+        for each in (SCHEDULE_NAMES if name == _ALL else (name,))
+    ]
     for each in schedules:
         # Forward and both halves of backward, for each micro-batch in each stage.
         count = 3 * stages * micro_batches * each.virtual_stages_per_rank

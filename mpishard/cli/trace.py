@@ -24,11 +24,7 @@ __all__ = ["trace"]
 
 _MERGED = "trace.json"
 
-trace = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Record what each rank does and when; merge it for Perfetto, add it up.",
-)
+trace = typer.Typer(rich_markup_mode=None)
 
 FolderArgument = Annotated[
     Path, typer.Argument(metavar="FOLDER", help="Where the ranks have left rank_<r>.json.")

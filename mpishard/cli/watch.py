@@ -27,11 +27,10 @@ import typer
 from mpishard.arguments import nearest
 from mpishard.arrays import Array
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs, newest_start
-from mpishard.cli.wording import refuse
+from mpishard.cli.wording import refuse, say
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.records import RankRecord
-from mpishard.communication.contract.status import pages_beside, records_at, records_in
-from mpishard.communication.diagnostics.stall import verdict
+from mpishard.communication.contract.status import RankRecord, pages_beside, records_at, records_in
+from mpishard.communication.failure.stall import verdict
 from mpishard.observe.metrics import parse_metrics
 from mpishard.observe.timing import proportional_memory
 
@@ -78,11 +77,8 @@ def watch(
     server.daemon_threads = True
     if not run.exists():
         there = [p.name for p in run.parent.iterdir()] if run.parent.is_dir() else []
-        typer.echo(
-            f"mpishard watch: there is no {run} yet, and the page waits for it"
-            f"{nearest(run.name, there)}",
-            err=True,
-        )
+        text = f"there is no {run} yet, and the page waits for it"
+        say("watch", f"{text}{nearest(run.name, there)}")
     typer.echo(f"{run}: http://127.0.0.1:{server.server_port} (Ctrl-C ends it)")
     with server:
         try:
@@ -331,7 +327,7 @@ class RunState:
             "pid": record.pid,
             "kind": kind,
             "state": state,
-            "call": call.full_text if isinstance(call, Call) else str(call or ""),
+            "call": call.full_text if isinstance(call, Call) else call.where if call else "",
             "count": record.count,
             "memory": self._of_ranks.get(record.pid),
         }

@@ -1,10 +1,12 @@
-"""Text for people: counts, bytes and times in words, and refusals with exit code 2."""
+"""Text for people: counts, bytes and times in words, messages, and refusals with exit code 2."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -12,7 +14,8 @@ import typer
 from mpishard.arguments import nearest
 
 __all__ = [
-    "bytes_text", "check_choice", "counted", "milliseconds", "parse_bytes", "refuse", "refusing",
+    "bytes_text", "check_choice", "check_png", "counted", "milliseconds", "parse_bytes", "refuse",
+    "refusing", "say",
 ]  # fmt: skip
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -62,15 +65,20 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def say(command: str, message: object) -> None:
+    """Print ``message`` as that of ``mpishard <command>``, beside what the command answers."""
+    typer.echo(f"mpishard {command}: {message}", err=True)
+
+
 def refuse(command: str, message: object, code: int = 2) -> NoReturn:
-    """Print ``message`` as that of ``mpishard <command>``, and end with exit code 2 or another.
+    """`say` ``message``, and end with exit code 2 or another.
 
     Raises
     ------
     typer.Exit
         Always.
     """
-    typer.echo(f"mpishard {command}: {message}", err=True)
+    say(command, message)
     raise typer.Exit(code) from None
 
 
@@ -88,11 +96,20 @@ def refusing(
         refuse(command, f"{what}{error}", code)
 
 
-def check_choice(command: str, flag: str, given: str, choices: Iterable[str]) -> None:
-    """Refuse a value of ``flag`` that is not among ``choices``."""
+def check_choice(
+    command: str, flag: str, given: str | Sequence[str], choices: Iterable[str]
+) -> None:
+    """Refuse values of ``flag`` that are not among ``choices``."""
     names = list(choices)
-    if given not in names:
-        refuse(
-            command,
-            f"{flag} must be one of {', '.join(names)}; got {given!r}{nearest(given, names)}",
-        )
+    for each in [given] if isinstance(given, str) else given:
+        if each not in names:
+            known = f"must be one of {', '.join(names)}; got {each!r}{nearest(each, names)}"
+            refuse(command, f"{flag} {known}")
+
+
+def check_png(command: str, flag: str, path: Path) -> None:
+    """Refuse a picture that cannot be drawn: in another format, or without matplotlib."""
+    if path.suffix.lower() != ".png":
+        refuse(command, f"{flag}: a PNG is drawn: give a name that ends with .png, got {path}")
+    if importlib.util.find_spec("matplotlib") is None:
+        refuse(command, f"{flag} needs matplotlib: pip install 'mpishard[plot]'")

@@ -2,8 +2,8 @@
 
 Begin with `contract`, the collectives that every backend has, and `init`, which gives a process its
 backend. `mesh` arranges ranks in axes; `manager` is a backend for code that is not handed one.
-The chapters are, each importing only from those before it: `tracing`, `contract`, `diagnostics`,
-`failure`, `threads`, `mpi`, and then these three files. Other rooms import the names below, and
+The chapters are, each importing only from those before it: `tracing`, `contract`, `failure`,
+`threads`, `mpi`, and then these three files. Other rooms import the names below, and
 docs/architecture.md follows one call, and one failure, through the files.
 """
 
@@ -20,17 +20,7 @@ from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.run import run_in_threads
 
 __all__ = [
-    "Arena",
-    "Call",
-    "CommunicationBackend",
-    "CommunicationManager",
-    "InMemoryCommunicationBackend",
-    "MPICommunicationBackend",
-    "ProcessMesh",
-    "ReductionOperation",
-    "Waitable",
-    "Work",
-    "init",
-    "refuse_other_message",
-    "run_in_threads",
-]
+    "Arena", "Call", "CommunicationBackend", "CommunicationManager", "InMemoryCommunicationBackend",
+    "MPICommunicationBackend", "ProcessMesh", "ReductionOperation", "Waitable", "Work", "init",
+    "refuse_other_message", "run_in_threads",
+]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Literal
 
 from mpishard.arguments import as_integer
@@ -114,13 +115,16 @@ class ProcessMesh:
         self.pipeline_rank, self.tensor_rank, self.data_rank = self.coordinates_of(backend.rank)
         self.replica_rank = self.replica_of(backend.rank)
         backend.initialize()
-        self.pipeline = self._axis_backend("pipeline")
-        self.tensor = self._axis_backend("tensor")
-        self.data = self._axis_backend("data")
-        self.together = self._replica_backend()
+        # A group that is another one already is not split off again: a communicator costs memory.
+        self._groups = {self._key(self.order): backend}
+        self.pipeline = self._group("pipeline", "pipeline")
+        self.tensor = self._group("tensor", "tensor")
+        self.data = self._group("data", "data")
+        self.together = self._group("together", *(a for a in self.order if a in AXES))
         self.model = self._model_backend()
-        self.replica = self._replica_axis_backend()
-        self.samples = self._samples_backend()
+        lone = next((a for a in AXES if self._size[a] == self.replica_count == 1), "replica")
+        self.replica = self._group("replica", lone)
+        self.samples = self._group("samples", "replica", "data")
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -218,52 +222,32 @@ class ProcessMesh:
             rank, found[axis] = divmod(rank, self._size[axis])
         return found
 
-    # A group that is another one already is not split off again: a communicator costs memory.
+    def _key(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of ``axes`` along which there are several ranks; the last if there are none."""
+        if self.world.world_size == 1:
+            return ()
+        return tuple(axis for axis in axes if self._size[axis] > 1) or (axes[-1],)
 
-    def _axis_backend(self, axis: Axis) -> CommunicationBackend:
-        ranks = self.group_of(axis)
-        if len(ranks) == self.world.world_size:
-            return self.world
-        member = self._split(axis, color=min(ranks), key=ranks.index(self.world.rank))
-        member.axis = axis
-        return member
-
-    def _replica_axis_backend(self) -> CommunicationBackend:
-        if self.replica_count == 1:
-            for group in (self.pipeline, self.tensor, self.data):
-                if group.world_size == 1:
-                    return group
-        return self._axis_backend("replica")
-
-    def _replica_backend(self) -> CommunicationBackend:
-        if self.replica_count == 1:
-            return self.world
-        if self.model_size == 1:
-            return self.data
-        return self._split("together", color=self.replica_rank, key=self.world.rank)
+    def _group(self, name: str, *axes: str) -> CommunicationBackend:
+        key = self._key(axes)
+        if key not in self._groups:
+            self._groups[key] = self._split(name, key)
+        return self._groups[key]
 
     def _model_backend(self) -> CommunicationBackend:
         if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):
             return self.together
-        color = self.replica_rank * self.data_size + self.data_rank
-        key = self.pipeline_rank * self.tensor_size + self.tensor_rank
-        return self._split("model", color=color, key=key)
+        # Also beside a group of the same ranks: bytes are counted by axis, and these are of none.
+        return self._split("model", ("pipeline", "tensor"))
 
-    def _samples_backend(self) -> CommunicationBackend:
-        if self.replica_count == 1:
-            return self.data
-        if self.data_size == 1:
-            return self.replica
-        if self.model_size == 1 and self.order.index("replica") < self.order.index("data"):
-            return self.world
-        color = self.pipeline_rank * self.tensor_size + self.tensor_rank
-        key = self.replica_rank * self.data_size + self.data_rank
-        return self._split("samples", color=color, key=key)
-
-    def _split(self, name: str, *, color: int, key: int) -> CommunicationBackend:
-        member = self.world.split(color, key)
+    def _split(self, name: str, axes: Sequence[str]) -> CommunicationBackend:
+        """Make the group of the ranks that differ from this one in ``axes`` alone."""
+        own, ways = self._place_of(self.world.rank), [range(self._size[axis]) for axis in axes]
+        ranks = [self._rank_at(own | dict(zip(axes, at, strict=True))) for at in product(*ways)]
+        member = self.world.split(min(ranks), ranks.index(self.world.rank))
         assert member is not None
         member._name_group(name)
+        member.axis = name if name in _ALL_AXES else ""
         return member
 
 

@@ -68,7 +68,7 @@ def test_paths_and_messages_travel_unchanged() -> None:
 
 
 def test_the_path_of_a_script_travels_with_its_calls() -> None:
-    call = Call.describe(3, Kind.BARRIER, None)
+    call = Call.describe(Kind.BARRIER, None, sequence=3)
     call.line, call.method, call.filename = 7, "main", NOT_UTF8
     found = Call.from_bytes(call.to_bytes())
     assert (found.line, found.method, found.filename) == (7, "main", NOT_UTF8)

@@ -61,14 +61,14 @@ def test_the_folder_of_a_running_job_is_refused(tmp_path, restart_count):
 def test_two_jobs_do_not_share_a_folder(tmp_path, capsys):
     """The second is refused before it moves anything, whatever its script imports."""
     folder = tmp_path / "logs"
-    with own_log_folder("mpishard run", folder):
+    with own_log_folder("run", folder):
         leave_logs(folder, "of the first")
-        with pytest.raises(typer.Exit) as refused, own_log_folder("mpishard run", folder):
+        with pytest.raises(typer.Exit) as refused, own_log_folder("run", folder):
             pytest.fail("two jobs were let in")
         assert refused.value.exit_code == 2
         assert "belongs to a job that still runs. Give each job" in capsys.readouterr().err
         assert (folder / "rank-0.log").read_text() == "of the first"
-    with own_log_folder("mpishard run", folder):
+    with own_log_folder("run", folder):
         assert "moved the logs of an earlier job" in capsys.readouterr().err
 
 

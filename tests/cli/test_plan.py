@@ -100,7 +100,7 @@ def test_picture(tmp_path):
         (["-p", 2, "-m", 2, "--forward", 0, "--backward-input", 0, "--backward-weight", 0],
          "--backward-weight and --communication are all 0"),
         (["-p", 2, "-m", 2, "--communication", "inf"], "communication must be 0 or more and fin"),
-        (["-p", 2, "-m", 2, "--schedule", "dual"], "zb-h1, zb-h2, zb-v, or all; got 'dual'"),
+        (["-p", 2, "-m", 2, "--schedule", "dual"], "zb-h1, zb-h2, zb-v, all; got 'dual'"),
         (["-p", 2, "-m", 2, "--virtual-stages", 1], "must be 2 or more, got 1"),
         (["-p", 2, "-m", 2, "--schedule", "zb-v", "--virtual-stages", 3], "ZB-V has 2 virtual"),
         (["-p", 10, "-m", 10**6], "and 1000000 micro-batches has up to 30000000"),

@@ -23,7 +23,7 @@ from mpishard.cli.run.launcher import Host
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.notice import Notice
 from mpishard.cli.run.resizing import Order, Resizing
-from mpishard.cli.run.restarts import Restarts
+from mpishard.cli.run.restarts import RestartLimits, Restarts
 from mpishard.communication.contract.status import StatusPage, records_in
 
 LIMIT = 60
@@ -58,7 +58,9 @@ class Job:
         monkeypatch.setattr(Restarts, "_wait", lambda *_: None)
         self.ends, self.starts, self.lines = list(ends), [], []
         self.command = Command()
-        self.restarts = Restarts(self.start, self.lines.append, ranks, **options)
+        names = options.keys() & {"most", "min_ranks", "max_ranks"}
+        limits = RestartLimits(**{name: options.pop(name) for name in names})
+        self.restarts = Restarts(self.start, self.lines.append, ranks, limits=limits, **options)
         self.resizing = self.restarts.resizing
         self.code = self.restarts.run()
 
@@ -125,6 +127,7 @@ def test_hosts_that_answered_when_the_order_came_are_used(monkeypatch):
     )  # fmt: skip
     # The host that was away is back in the last start, which has as many ranks as were ordered.
     assert job.starts == [(4, ["a", "b"]), (2, ["b"]), (2, ["b"]), (2, ["a", "b"])]
+    assert (job.resizing.least, job.resizing.most) == (1, 4)
 
 
 @pytest.fixture

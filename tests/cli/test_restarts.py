@@ -11,7 +11,7 @@ from mpishard.cli import app
 from mpishard.cli.run import job as jobs
 from mpishard.cli.run.job_report import Outcome, Verdict
 from mpishard.cli.run.launcher import Host, Launcher, MPILibrary
-from mpishard.cli.run.restarts import Restarts
+from mpishard.cli.run.restarts import RestartLimits, Restarts
 from mpishard.cli.run.supervisor import Supervisor
 
 HOSTS = [Host("a", 2), Host("b", 2)]
@@ -32,7 +32,9 @@ class Told:
 
     def __init__(self, monkeypatch, *ends, ranks=4, **options):
         self.ends, self.starts, self.lines, self.pauses = list(ends), [], [], []
-        self.job = Restarts(self.start, self.lines.append, ranks, **options)
+        names = options.keys() & {"most", "min_ranks", "max_ranks"}
+        limits = RestartLimits(**{name: options.pop(name) for name in names})
+        self.job = Restarts(self.start, self.lines.append, ranks, limits=limits, **options)
         monkeypatch.setattr(Restarts, "_wait", lambda _, seconds: self.pauses.append(seconds))
 
     def start(self, count, ranks, hosts):
@@ -223,3 +225,4 @@ def test_slurm_restarts_a_job_on_the_nodes_that_are_left(tmp_path, monkeypatch, 
     assert second.command[1:3] == ["-n", "2"]
     assert {"--nodelist=n1", "--nodes=1"} < set(second.command)
     assert (first.world_size, second.world_size) == (4, 2)
+    assert (first.host_count, second.host_count) == (1, 1)  # SLURM's, also if it names none

@@ -35,7 +35,7 @@ class Run:
         library = MPILibrary("MPICH Version: 5.0.2")
         launcher = Launcher(Path("/bin/mpiexec"), library)
         hosts = ["elsewhere"] * is_elsewhere
-        self.supervisor = Supervisor("mpishard run", launcher, [], 2, Resizing(2, 2, 2), hosts)
+        self.supervisor = Supervisor("run", launcher, [], 2, Resizing(2, 2, 2), hosts)
         self.supervisor._job = SimpleNamespace(pid=1)
         self.supervisor._folder = folder
         self.supervisor._processes = SimpleNamespace(running=self.ranks)

@@ -9,19 +9,19 @@ import pytest
 
 import mpishard as ms
 from mpishard import run_in_threads
-from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call import Call, Kind, MessageWait
 from mpishard.communication.contract.matching import (
     check_calls,
     group_label,
     group_members,
+    parting,
     ranks_text,
 )
-from mpishard.communication.contract.records import MessageWait, RankRecord, RankState
 from mpishard.communication.contract.reduction import ReductionOperation
-from mpishard.communication.diagnostics.stall import (
+from mpishard.communication.contract.status import RankRecord, RankState
+from mpishard.communication.failure.stall import (
     describe_stall,
     longest_waiting,
-    parting,
     rank_table,
     unfinished,
     verdict,
@@ -41,7 +41,7 @@ TENSOR, DATA = "tensor group 1 (ranks 0, 1)", "data group 2 (ranks 0, 1)"
 def logged(sequence, kind=Kind.BARRIER, *, line=1, method="", group="", ago=20.0, number=0):
     array = None if kind is Kind.BARRIER else np.ones(5)
     operation = ReductionOperation.SUM if kind is Kind.ALL_REDUCE else None
-    call = Call.describe(sequence, kind, array, operation=operation)
+    call = Call.describe(kind, array, operation=operation, sequence=sequence)
     call.filename, call.line, call.method = "train.py", line, method
     call.number, call.group, call.time = number or sequence, group, NOW - ago
     return call
@@ -425,7 +425,7 @@ class TestMismatch:
         return str(caught.value)
 
     def call(self, kind=Kind.ALL_REDUCE, *, length=4, dtype=float, method="", line=3, **options):
-        call = Call.describe(2, kind, np.ones(length, dtype), **options)
+        call = Call.describe(kind, np.ones(length, dtype), **options, sequence=2)
         call.filename, call.line, call.method = "train.py", line, method
         return call
 

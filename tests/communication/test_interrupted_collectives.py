@@ -10,7 +10,7 @@ import pytest
 
 from mpishard import MPICommunicationBackend, run_in_threads
 from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.communication.contract.work import CollectiveWork, Waitable
+from mpishard.communication.contract.work import Waitable, Work
 from mpishard.communication.mpi.messages import MessageChannel
 from mpishard.communication.mpi.node_memory import RowChannel
 from mpishard.communication.threads.world import Rendezvous
@@ -295,14 +295,14 @@ def struck_steps(steps, number, error, *, inside):
 @pytest.fixture
 def change_steps(monkeypatch):
     """Let the next collective of this rank take what a function makes of its steps."""
-    original = CollectiveWork.__init__
+    original = Work.__init__
 
     def arm(change):
         def changed(work, driver, steps, *arguments):
-            monkeypatch.setattr(CollectiveWork, "__init__", original)
+            monkeypatch.setattr(Work, "__init__", original)
             original(work, driver, change(steps), *arguments)
 
-        monkeypatch.setattr(CollectiveWork, "__init__", changed)
+        monkeypatch.setattr(Work, "__init__", changed)
 
     return arm
 

@@ -42,7 +42,8 @@ def test_scratch_is_reused_and_never_shared():
 def test_headers_say_what_was_written(dtype, shape, root, operation):
     arrays = [np.full(shape, rank, np.int64).astype(dtype) for rank in range(3)]
     calls = [
-        Call.describe(7, Kind.ALL_GATHER, array, operation=operation, root=root) for array in arrays
+        Call.describe(Kind.ALL_GATHER, array, operation=operation, root=root, sequence=7)
+        for array in arrays
     ]
     rows = [make_row(c, a) for c, a in zip(calls, arrays, strict=True)]
     headers = Headers(rows, calls[1], 1)

@@ -13,11 +13,10 @@ import pytest
 import mpishard as ms
 from mpishard import run_in_threads, settings
 from mpishard.communication.contract import status
-from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call import Call, Kind, MessageWait
 from mpishard.communication.contract.matching import who
-from mpishard.communication.contract.records import MessageWait, RankState
-from mpishard.communication.contract.status import StatusPage, StatusReader, records_in
-from mpishard.communication.diagnostics.stall import rank_table
+from mpishard.communication.contract.status import RankState, StatusPage, StatusReader, records_in
+from mpishard.communication.failure.stall import rank_table
 from mpishard.communication.mpi import job as job_module
 
 
@@ -60,7 +59,7 @@ def no_folder(monkeypatch):
 
 
 def a_call(number, line=1, method="", kind=Kind.ALL_REDUCE, group=""):
-    call = Call.describe(number, kind, np.ones((2, 3)))
+    call = Call.describe(kind, np.ones((2, 3)), sequence=number)
     call.group = group
     call.filename, call.line, call.method = "train.py", line, method
     return call
@@ -129,7 +128,7 @@ class TestFiles:
     def test_a_page_in_memory_outlives_its_process(self, no_folder):
         script = (
             "import os, sys\n"
-            "from mpishard.communication.contract.records import RankState\n"
+            "from mpishard.communication.contract.status import RankState\n"
             "from mpishard.communication.contract.status import StatusReader\n"
             "reader = StatusReader(1, 2)\n"
             "reader.page.end(RankState.RUNNING)\n"

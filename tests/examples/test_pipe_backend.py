@@ -246,7 +246,7 @@ def test_arrays_of_other_sorts_are_refused_before_anything_is_sent(pipes: Module
 
 
 def test_the_contents_of_a_message_travel() -> None:
-    call = Call.describe(7, Kind.GATHER, np.ones((2, 3), "bfloat16"), root=1)
+    call = Call.describe(Kind.GATHER, np.ones((2, 3), "bfloat16"), root=1, sequence=7)
     call.filename, call.line, call.method = "a file\nof two lines.py", 12, "FSDPModel.predict"
     assert Call.from_bytes(call.to_bytes()) == call
     error = PeerError("rank 3 left", 3)
@@ -265,7 +265,7 @@ CARELESS = {
     "which collective": (", call.sequence)", ")", "check_async_orders"),
     "the others' need": ("backend.progress()", "work.advance()", "check_async_orders"),
     "keys": ("members = sorted(", "members = list(", "check_split"),
-    "to look": ("            refuse_other_message(", "            len(", "check_point_to_point"),
+    "to look": ("        refuse_other_message(", "        len(", "check_point_to_point"),
     "dtypes": ("np.empty(kind[1], kind[0])", "np.empty(kind[1])", "check_broadcast"),
 }
 

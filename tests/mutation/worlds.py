@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from mpishard.communication import InMemoryCommunicationBackend, Work, run_in_threads
-from mpishard.communication.contract.work import CollectiveWork
 from mpishard.devices import Device
 from mpishard.models.stores import offload
 
@@ -54,7 +53,7 @@ def late(seconds: float, rank: int = 1) -> Iterator[None]:
         yield
 
 
-class IdleWork(CollectiveWork):
+class IdleWork(Work):
     """A collective that does nothing until it is waited for, or one that was issued after it."""
 
     def __init__(self, backend: Any, call: Any, steps: Any, issue: Any) -> None:

@@ -119,15 +119,15 @@ def tame(seed, dtype, length):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("make", [values, tame])
-def test_bits_of_the_passes(numba, monkeypatch, rule, dtype, make):
+def test_bits_of_the_passes(numba, monkeypatch, set_numba, rule, dtype, make):
     ran = []
     compiled = module._compile
     monkeypatch.setattr(module, "_compile", lambda *given: ran.append(given) or compiled(*given))
     for offset, length in [(0, LENGTH), (1, 64), (3, 17), (5, 1), (2, 0)]:
-        monkeypatch.setenv("MPISHARD_NUMBA", "off")
+        set_numba("off")
         expected = train(rule, dtype, offset, length, make)
         assert not ran
-        monkeypatch.setenv("MPISHARD_NUMBA", "auto")
+        set_numba("auto")
         found = train(rule, dtype, offset, length, make)
         assert len(ran) >= STEPS * (length > 0)
         ran.clear()
@@ -137,12 +137,12 @@ def test_bits_of_the_passes(numba, monkeypatch, rule, dtype, make):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_a_body_means_the_same_for_elements_and_for_arrays(monkeypatch, rule, dtype):
+def test_a_body_means_the_same_for_elements_and_for_arrays(monkeypatch, set_numba, rule, dtype):
     def interpreted(function, arrays):
         names = {**function.__globals__, "elements": range}
         return FunctionType(function.__code__, names)
 
-    monkeypatch.setenv("MPISHARD_NUMBA", "off")
+    set_numba("off")
     expected = train(rule, dtype, length=97)
     monkeypatch.setattr(module, "_machine_code", interpreted)
     for a, b in zip(expected, train(rule, dtype, length=97), strict=True):
@@ -282,7 +282,7 @@ def test_a_closure_is_run_by_numpy():
     assert p.tolist() == [-0.5, 0.5]
 
 
-def test_setting(monkeypatch):
-    monkeypatch.setenv("MPISHARD_NUMBA", "maybe")
+def test_setting(set_numba):
+    set_numba("maybe")
     with pytest.raises(ValueError, match="MPISHARD_NUMBA must be auto or off; got 'maybe'"):
         settings.check()

@@ -131,8 +131,8 @@ def of_torch(rule, settings):
 
 @pytest.mark.parametrize("numba", ["auto", "off"])
 @pytest.mark.parametrize("label", TORCH["rules"])
-def test_twenty_steps_of_pytorch(label, numba, monkeypatch):
-    monkeypatch.setenv("MPISHARD_NUMBA", numba)
+def test_twenty_steps_of_pytorch(label, numba, set_numba):
+    set_numba(numba)
     case = TORCH["rules"][label]
     rule = of_torch(case["rule"], case["settings"])
     p, curvatures = np.array(TORCH["start"]), np.array(TORCH["curvatures"])

@@ -276,3 +276,19 @@ def test_arguments(backend):
     ):
         with pytest.raises(error, match=match):
             AsyncSGDOptimizer(rule, config, **options)
+
+
+@in_worlds(2, 3)
+def test_goes_on_with_the_state_of_an_optimizer_that_waits(backend):
+    model, optimizer = build(backend, Adam(0.01))
+    waiting = ms.DDPOptimizer(Adam(0.01), ms.ShardingConfiguration(backend))
+    waiting.step(ms.DDPModel(plain(), waiting.sharding_configuration), X, Y)
+    data = waiting.serialize()
+    optimizer.bind(model)
+    optimizer.deserialize(data)
+    assert optimizer.steps == 1
+    for name, own in optimizer.state.items():
+        for piece in model.engine.pieces.owned:
+            np.testing.assert_array_equal(
+                own[piece.in_shard], waiting.state[name][piece.start : piece.stop]
+            )

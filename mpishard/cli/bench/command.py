@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark
 from mpishard.cli.bench.step import CONTEXT, STRATEGIES, ChecksBenchmark, StepBenchmark
 from mpishard.cli.machine import write_json
 from mpishard.cli.tables import show
-from mpishard.cli.wording import check_choice, parse_bytes, refuse, refusing
+from mpishard.cli.wording import check_choice, check_png, parse_bytes, refuse, refusing
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.errors import MPIUnavailableError
@@ -27,11 +26,7 @@ from mpishard.pipeline import SCHEDULE_NAMES
 
 __all__ = ["bench"]
 
-bench = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Measure collectives, training steps and checkpoints on this machine.",
-)
+bench = typer.Typer(rich_markup_mode=None)
 
 
 def _count(help_text: str, minimum: int = 1) -> Any:
@@ -83,8 +78,7 @@ def collectives(
     gloo is measured if PyTorch is installed.
     """
     chosen = collective or list(KINDS)
-    for name in chosen:
-        check_choice("bench", "--collective", name, KINDS)
+    check_choice("bench", "--collective", chosen, KINDS)
     with refusing("bench", "--sizes: "):
         lengths = [parse_bytes(text) for text in sizes.split(",")]
     benchmark = CollectiveBenchmark(chosen, lengths, dtype, repeats, busy)
@@ -136,8 +130,7 @@ def step(
 ) -> None:
     """Time training steps; the strategy alone is the same step without communication."""
     chosen = strategy or [s for s in STRATEGIES if s != "zero3"]  # which is fsdp
-    for name in chosen:
-        check_choice("bench", "--strategy", name, STRATEGIES)
+    check_choice("bench", "--strategy", chosen, STRATEGIES)
     usual = _SIZES[model]
     sizes = (width or usual[0], layers or usual[1], batch or usual[2])
     mixed = None if precision == "float32" else precision
@@ -172,8 +165,7 @@ def speedup(
     """Time a step that all ranks share, by tensor or pipeline parallelism, against one rank's."""
     every = [TENSOR, *SCHEDULE_NAMES]
     chosen = way or [TENSOR, "1f1b", "zb-h1"]
-    for name in chosen:
-        check_choice("bench", "--way", name, [*every, "all"])
+    check_choice("bench", "--way", chosen, [*every, "all"])
     if "all" in chosen:
         chosen = every
     size = ranks or world_size or settings.launched_world_size()
@@ -218,8 +210,8 @@ def _measure(
     ``run(backend)``, ``table(results, world_size)``, and ``panels(results, world_size)`` if it
     can be plotted.
     """
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        refuse("bench", "--plot needs matplotlib: pip install 'mpishard[plot]'")
+    if plot is not None:
+        check_png("bench", "--plot", plot)
     if ranks and threads:
         refuse("bench", "-n starts MPI ranks and --world-size threads: give one of them")
     launcher = settings.launcher_variable()

@@ -103,8 +103,10 @@ def run(
 
     A job with --log-dir takes orders for another number of ranks: see mpishard resize.
     """
-    # Here, because it imports NumPy and the communication room, and --help needs neither.
+    # Here, because they import NumPy and the communication room, and --help needs neither.
     from mpishard.cli.run.job import prepare_job
+    from mpishard.cli.run.restarts import RestartLimits
+    from mpishard.cli.wording import refuse
 
     try:
         job = prepare_job(
@@ -116,17 +118,12 @@ def run(
             may_oversubscribe=oversubscribe,
             user_variables=env or (),
             log_folder=log_dir,
-            max_restarts=max_restarts,
-            min_ranks=min_ranks,
-            max_ranks=max_ranks,
+            limits=RestartLimits(max_restarts, min_ranks, max_ranks),
             on_failure=on_failure,
         )
         code = job.run()
     except BlockingIOError as error:
-        typer.echo(
-            f"mpishard run: the system allows no more processes ({error}): raise the limit "
-            "(`ulimit -u`), or end other programs",
-            err=True,
-        )
-        code = settings.EXIT_FAILURE
+        fix = "raise the limit (`ulimit -u`), or end other programs"
+        text = f"the system allows no more processes ({error}): {fix}"
+        refuse("run", text, settings.EXIT_FAILURE)
     raise typer.Exit(code)

@@ -9,12 +9,11 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-
-import typer
 
 from mpishard import settings
 from mpishard.blas import better_kernel, loaded_kernel
@@ -29,9 +28,14 @@ from mpishard.cli.run.logs import (
     prepare_log_folder,
 )
 from mpishard.cli.run.rank_processes import can_be_watched
-from mpishard.cli.run.restarts import Restarts, allocated_hosts, find_lost_hosts
+from mpishard.cli.run.restarts import (
+    RestartLimits,
+    Restarts,
+    allocated_hosts,
+    find_lost_hosts,
+)
 from mpishard.cli.run.supervisor import Supervisor
-from mpishard.cli.wording import counted, refuse
+from mpishard.cli.wording import counted, refuse, refusing, say
 from mpishard.communication.failure.report import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
@@ -139,7 +143,7 @@ class Job:
     Parameters
     ----------
     name : str
-        The command that started it, such as ``mpishard run``.
+        The command of mpishard that starts it, such as ``run``.
     launcher : Launcher
         The program that starts the ranks.
     program : sequence of str
@@ -156,18 +160,12 @@ class Job:
         The machines that the user named; empty for this one, or those that SLURM has allocated.
     log_folder : Path, optional
         Where the ranks' output and call logs are kept.
-    max_restarts : int
-        Starts after the first, at most.
-    min_ranks : int, optional
-        Ranks at least, if hosts are lost; None: as many as in the first start.
-    max_ranks : int, optional
-        Ranks of a restart at most, if the hosts have free slots; None: as in the first start.
+    limits : RestartLimits
+        How often it may start again, and with how many ranks.
     survives : bool
         Whether ranks may outlive each other.
     announcement : str
         What the user is told before the first start.
-    received : list of Signals
-        The signals that are to end the job, as they come.
     """
 
     name: str
@@ -179,12 +177,9 @@ class Job:
     ranks: int
     hosts: Sequence[Host]
     log_folder: Path | None
-    max_restarts: int
-    min_ranks: int | None
-    max_ranks: int | None
+    limits: RestartLimits
     survives: bool
     announcement: str
-    received: list[signal.Signals] = field(default_factory=list)
 
     def run(self) -> int:
         """Run it to its end, with all its restarts; return the exit code.
@@ -194,13 +189,14 @@ class Job:
         typer.Exit
             With code 2 if the log folder is another job's, or cannot be written.
         """
-        self.say(self.announcement)
+        say(self.name, self.announcement)
         may_lose, folder = self.hosts, self.log_folder
-        if self.max_restarts and self.launcher.is_slurm and not self.hosts:
-            may_lose = allocated_hosts(self.max_ranks or self.ranks)
+        received: list[signal.Signals] = []
+        if self.limits.most and self.launcher.is_slurm and not self.hosts:
+            may_lose = allocated_hosts(self.limits.max_ranks or self.ranks)
 
         def find_lost() -> list[str]:
-            return find_lost_hosts(self.launcher, may_lose, self.received)
+            return find_lost_hosts(self.launcher, may_lose, received)
 
         def start(restart_count: int, ranks: int, hosts: Sequence[Host]) -> Outcome:
             # On all that SLURM has allocated, the launcher needs no list of them.
@@ -214,24 +210,15 @@ class Job:
                 restarts.resizing,
                 [host.name for host in hosts],
                 logs,
-                self.received,
+                received,
                 self.survives,
             )
             variables = _thread_variables(self.launcher, ranks, hosts) | self.user_variables
             variables["MPISHARD_RESTART"] = f"{restart_count}"
             return supervisor.run({**self.environment, **variables})
 
-        restarts = Restarts(
-            start,
-            self.say,
-            self.ranks,
-            may_lose,
-            find_lost,
-            self.max_restarts,
-            self.min_ranks,
-            self.max_ranks,
-            self.received,
-        )
+        told = partial(say, self.name)
+        restarts = Restarts(start, told, self.ranks, may_lose, find_lost, self.limits, received)
         with ExitStack() as held:
             if folder is not None:
                 held.enter_context(own_log_folder(self.name, folder))
@@ -248,10 +235,6 @@ class Job:
             ranks, program, hosts=hosts, variables=self.passed_on, survives=self.survives
         )
 
-    def say(self, line: str) -> None:
-        """Tell the user."""
-        typer.echo(f"{self.name}: {line}", err=True)
-
 
 def prepare_job(
     name: str,
@@ -264,18 +247,15 @@ def prepare_job(
     may_oversubscribe: bool = False,
     user_variables: Sequence[str] = (),
     log_folder: Path | None = None,
-    max_restarts: int = 0,
-    min_ranks: int | None = None,
-    max_ranks: int | None = None,
+    limits: RestartLimits | None = None,
     on_failure: str = "abort",
 ) -> Job:
     """Check all that a command asks of a job, and start nothing.
 
     ``words`` are a script and its arguments; see `python_arguments`. The ranks find ``variables``
     in their environment, and ``user_variables``, each a name or ``NAME=VALUE``. Each rank's output
-    and call log are kept in ``log_folder``. If the job fails it is started again, ``max_restarts``
-    times at most, on ``min_ranks`` to ``max_ranks``. With ``on_failure="shrink"`` ranks may outlive
-    each other.
+    and call log are kept in ``log_folder``. If the job fails it is started again within ``limits``.
+    With ``on_failure="shrink"`` ranks may outlive each other.
 
     Raises
     ------
@@ -283,56 +263,49 @@ def prepare_job(
         With code 2 if it cannot start, after printing the reason.
     """
     folder = None if log_folder is None else log_folder.absolute()
+    limits, variables = limits or RestartLimits(), dict(variables or {})
     if ranks is None:
         misplaced = {"-n", "-np"}.intersection(words)
         where = f"{min(misplaced)} stands behind the script, which gets it: " if misplaced else ""
         refuse(name, f"{where}give the number of ranks before the script: -n 4 SCRIPT")
     if ranks < 1:
         refuse(name, f"a job has at least one rank, got -n {ranks}")
-    try:
+    with refusing(name, errors=(MPIUnavailableError, ValueError)):
         program = python_arguments(words, is_module)
         check_on_failure(on_failure)
         settings.check()
         machines = parse_hosts(hosts, ranks)
-        _check_restarts(
-            max_restarts, ranks, machines, min_ranks=min_ranks, max_ranks=max_ranks,
-            may_be_resized=folder is not None,
-        )  # fmt: skip
+        limits.check(ranks, machines, may_be_resized=folder is not None)
         chosen = _user_variables(user_variables)
         if folder is not None:
             check_log_folder(folder)
         launcher = find_launcher(loaded_library())
         if not (may_oversubscribe or machines or launcher.is_slurm):
-            _check_cores(ranks, max_ranks)
-        added = _thread_variables(launcher, ranks, machines) | _best_variables()
-        added |= variables or {}
+            _check_cores(ranks, limits.max_ranks)
+        added = _thread_variables(launcher, ranks, machines) | _best_variables() | variables
         elsewhere = settings.forwarded_variables() if machines else ()
         # The first line says what differs from the user's own environment; the width of the
         # terminal changes no result.
         told = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
         slots = sum(host.slots for host in machines)
-        if machines and max_ranks and max_ranks > slots:
-            told.append(f"--max-ranks {max_ranks} is above the {slots} slots of --hosts")
+        if machines and (limits.max_ranks or 0) > slots:
+            told.append(f"--max-ranks {limits.max_ranks} is above the {slots} slots of --hosts")
         whom = f"{counted(ranks, 'rank')} of {launcher.library}"
         job = Job(
-            f"mpishard {name}",
+            name,
             launcher,
             [sys.executable, "-u", *program],
             {**settings.environment(), **added},
-            {**(variables or {}), **chosen},
+            variables | chosen,
             tuple(dict.fromkeys([*added, *chosen, *_OF_ONE_START, *elsewhere])),
             ranks,
             machines,
             folder,
-            max_restarts,
-            min_ranks,
-            max_ranks,
+            limits,
             on_failure == "shrink",
             ", ".join([whom, f"started by {launcher.program}", *told]),
         )
         job.command(ranks, machines)  # some launchers have none for these machines
-    except (MPIUnavailableError, ValueError) as error:
-        refuse(name, error)
     return job
 
 
@@ -347,37 +320,6 @@ def _check_cores(ranks: int, max_ranks: int | None) -> None:
         )
 
 
-def _check_restarts(
-    most: int,
-    ranks: int,
-    hosts: Sequence[Host],
-    *,
-    min_ranks: int | None,
-    max_ranks: int | None,
-    may_be_resized: bool,
-) -> None:
-    if most < 0:
-        raise ValueError(f"--max-restarts must be 0 or more; got {most}")
-    for option, given in {"--min-ranks": min_ranks, "--max-ranks": max_ranks}.items():
-        if given is None:
-            continue
-        if not (most or may_be_resized):
-            raise ValueError(
-                f"{option} {given} is for restarts: give --max-restarts too; or --log-dir, for "
-                "orders of `mpishard resize`"
-            )
-        if option == "--min-ranks" and not 1 <= given <= ranks:
-            raise ValueError(f"--min-ranks must be 1 to {ranks}, the job's ranks; got {given}")
-        if option == "--max-ranks" and given < ranks:
-            raise ValueError(f"--max-ranks must be {ranks}, the job's ranks, or more; got {given}")
-        if not (hosts or may_be_resized or settings.is_slurm_allocation()):
-            raise ValueError(
-                f"{option} {given} is for jobs whose hosts may be lost: give --hosts, or start "
-                "it inside a SLURM allocation; or give --log-dir, for orders of `mpishard resize`. "
-                "On one machine a job keeps its ranks otherwise"
-            )
-
-
 @contextmanager
 def own_log_folder(name: str, folder: Path) -> Iterator[None]:
     """A context in which ``folder`` is the job's alone, and holds nothing of an earlier one.
@@ -388,13 +330,9 @@ def own_log_folder(name: str, folder: Path) -> Iterator[None]:
         With code 2, before the block; the command ``name`` has said why.
     """
     with ExitStack() as held:
-        try:
+        with refusing(name), refusing(name, "--log-dir: ", errors=(OSError,)):
             held.enter_context(held_log_folder(folder))
             aside = prepare_log_folder(folder)
-        except (OSError, ValueError) as error:
-            what = "--log-dir: " if isinstance(error, OSError) else ""
-            typer.echo(f"{name}: {what}{error}", err=True)
-            raise typer.Exit(2) from None
         if aside is not None:
-            typer.echo(f"{name}: moved the logs of an earlier job to {aside}", err=True)
+            say(name, f"moved the logs of an earlier job to {aside}")
         yield

@@ -13,7 +13,7 @@ from mpishard import settings
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.communication.contract.matching import who
-from mpishard.communication.contract.records import RankState
+from mpishard.communication.contract.status import RankState
 
 __all__ = ["JobEnd", "Outcome", "Verdict", "interrupted"]
 

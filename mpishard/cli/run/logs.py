@@ -13,8 +13,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Self
 
-from mpishard.communication.contract.records import RankRecord, RankState
-from mpishard.communication.contract.status import records_in
+from mpishard.communication.contract.status import RankRecord, RankState, records_in
 
 __all__ = [
     "CALLS", "ENDED", "RankLogs", "check_log_folder", "folder_of_start", "held_log_folder",

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpishard.communication.contract.records import RankRecord
+from mpishard.communication.contract.status import RankRecord
 
 __all__ = ["RankProcess", "RankProcesses", "can_be_watched", "mapped_files", "remove_shared_memory"]
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import IO
@@ -27,7 +27,7 @@ from mpishard.cli.run.notice import notice
 from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.wording import counted
 
-__all__ = ["Restarts", "allocated_hosts", "find_lost_hosts"]
+__all__ = ["RestartLimits", "Restarts", "allocated_hosts", "find_lost_hosts"]
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
@@ -38,6 +38,56 @@ _GLANCE_SECONDS = 0.1
 
 _USAGE = 2
 _NO_FAILURES = (0, settings.EXIT_PREEMPTED, settings.EXIT_INTERRUPT)
+
+
+@dataclass(frozen=True, slots=True)
+class RestartLimits:
+    """How often a job may start again, and with how many ranks.
+
+    Parameters
+    ----------
+    most : int
+        Restarts at most.
+    min_ranks : int, optional
+        Ranks at least, if hosts are lost; None: as many as in the first start.
+    max_ranks : int, optional
+        Ranks of a restart at most, if the hosts have free slots; None: as in the first start.
+    """
+
+    most: int = 0
+    min_ranks: int | None = None
+    max_ranks: int | None = None
+
+    def check(self, ranks: int, hosts: Sequence[Host], *, may_be_resized: bool) -> None:
+        """Refuse limits that do not go with the job's ranks and machines.
+
+        Raises
+        ------
+        ValueError
+            The message says what to give in their place.
+        """
+        if self.most < 0:
+            raise ValueError(f"--max-restarts must be 0 or more; got {self.most}")
+        for option, given in {"--min-ranks": self.min_ranks, "--max-ranks": self.max_ranks}.items():
+            if given is None:
+                continue
+            if not (self.most or may_be_resized):
+                raise ValueError(
+                    f"{option} {given} is for restarts: give --max-restarts too; or --log-dir, for "
+                    "orders of `mpishard resize`"
+                )
+            if option == "--min-ranks" and not 1 <= given <= ranks:
+                raise ValueError(f"--min-ranks must be 1 to {ranks}, the job's ranks; got {given}")
+            if option == "--max-ranks" and given < ranks:
+                raise ValueError(
+                    f"--max-ranks must be {ranks}, the job's ranks, or more; got {given}"
+                )
+            if not (hosts or may_be_resized or settings.is_slurm_allocation()):
+                raise ValueError(
+                    f"{option} {given} is for jobs whose hosts may be lost: give --hosts, or start "
+                    "it inside a SLURM allocation; or give --log-dir, for orders of `mpishard "
+                    "resize`. On one machine a job keeps its ranks otherwise"
+                )
 
 
 @dataclass(slots=True)
@@ -64,12 +114,8 @@ class Restarts:
         Machines that may be lost; empty if the job runs on this one alone.
     find_lost : callable
         Returns the names of the hosts that cannot be reached now.
-    most : int
-        Restarts at most.
-    min_ranks : int, optional
-        Ranks at least, if hosts are lost; None: as many as in the first start.
-    max_ranks : int, optional
-        Ranks of a restart at most, if the hosts have free slots; None: as in the first start.
+    limits : RestartLimits
+        Of restarts, and of their ranks.
     received : list of Signals
         The signals that are to end the job, as they come.
 
@@ -84,14 +130,12 @@ class Restarts:
     ranks: int
     hosts: Sequence[Host] = ()
     find_lost: Callable[[], Sequence[str]] = tuple
-    most: int = 0
-    min_ranks: int | None = None
-    max_ranks: int | None = None
+    limits: RestartLimits = RestartLimits()
     received: list[signal.Signals] = field(default_factory=list)
     resizing: Resizing = field(init=False)
 
     def __post_init__(self) -> None:
-        least, most = self.min_ranks or self.ranks, self.max_ranks or self.ranks
+        least, most = self.limits.min_ranks or self.ranks, self.limits.max_ranks or self.ranks
         self.resizing = Resizing(self.ranks, least, most, self.hosts, self.find_lost)
 
     def run(self) -> int:
@@ -103,7 +147,7 @@ class Restarts:
         for number in count(1):
             # Before a failure no host is missing that could answer again.
             slots = sum(host.slots for host in self.hosts) if failures else 0
-            most = min(self.max_ranks or self.ranks, slots)
+            most = min(self.limits.max_ranks or self.ranks, slots)
             self.resizing.ranks, self.resizing.wanted = ranks, max(ranks, most)
             outcome = self.start(number - 1, ranks, hosts)
             lines, code = outcome.verdict.lines, outcome.verdict.code
@@ -121,18 +165,18 @@ class Restarts:
                 return code
             failures.append(outcome)
             failed_first = failed_first or number
-            if len(failures) > self.most:
+            if len(failures) > self.limits.most:
                 self._say_all(lines)
                 break
             self._say_all(lines[:-1])
             lost = self.find_lost()
             hosts = [host for host in self.hosts if host.name not in lost]
             if self.hosts:
-                ranks = min(self.max_ranks or self.ranks, sum(host.slots for host in hosts))
+                ranks = min(self.limits.max_ranks or self.ranks, sum(host.slots for host in hosts))
             if self.received:
                 self.say(outcome.cause)
                 return self._interrupted()
-            if ranks < (self.min_ranks or self.ranks):
+            if ranks < (self.limits.min_ranks or self.ranks):
                 self.say(f"{outcome.cause}; no restart: {self._too_few(lost, ranks)}")
                 break
             hosts = hosts[:ranks]
@@ -141,8 +185,8 @@ class Restarts:
             pause = _FIRST_PAUSE_SECONDS if is_first else min(2 * pause, _LONGEST_PAUSE_SECONDS)
             left = ", ".join(host.name for host in hosts)
             place = f" on {left} without {', '.join(lost)}" if lost else ""
-            which = f"restart {len(failures)} of {self.most} with {counted(ranks, 'rank')}{place}"
-            self.say(f"{outcome.cause}; {which} in {pause:g} s")
+            which = f"restart {len(failures)} of {self.limits.most} with"
+            self.say(f"{outcome.cause}; {which} {counted(ranks, 'rank')}{place} in {pause:g} s")
             self._wait(pause)
             if self.received:
                 return self._interrupted()
@@ -162,7 +206,8 @@ class Restarts:
             return None
         is_to_end = self.received or notice.is_given
         if code == settings.EXIT_PREEMPTED and not (before or is_to_end):
-            resizing.before, self.ranks, self.max_ranks = now, order.ranks, None
+            resizing.before, self.ranks = now, order.ranks
+            self.limits = replace(self.limits, max_ranks=None)
             ranks = counted(order.ranks, "rank")
             text = f"the ranks have saved; the job goes on with {ranks} instead of {now}"
             return order.ranks, order.lost, text
@@ -180,8 +225,8 @@ class Restarts:
         room = (
             f"the other hosts take {counted(ranks, 'rank')}" if ranks else "no other host is left"
         )
-        need = f"--min-ranks is {self.min_ranks}"
-        if self.min_ranks is None:
+        need = f"--min-ranks is {self.limits.min_ranks}"
+        if self.limits.min_ranks is None:
             need = f"without --min-ranks it keeps its {self.ranks}"
         return f"{', '.join(lost)} cannot be reached, {room}, and {need}"
 

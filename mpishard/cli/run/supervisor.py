@@ -18,8 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import typer
-
 from mpishard import settings
 from mpishard.cli.run.job_report import JobEnd, Outcome, Verdict, interrupted
 from mpishard.cli.run.launcher import Launcher
@@ -32,10 +30,9 @@ from mpishard.cli.run.rank_processes import (
     remove_shared_memory,
 )
 from mpishard.cli.run.resizing import Resizing
-from mpishard.cli.wording import counted
+from mpishard.cli.wording import counted, say
 from mpishard.communication.contract.matching import who
-from mpishard.communication.contract.records import RankState
-from mpishard.communication.contract.status import records_in
+from mpishard.communication.contract.status import RankState, records_in
 
 __all__ = ["Supervisor"]
 
@@ -91,7 +88,7 @@ class Supervisor:
     Parameters
     ----------
     name : str
-        The command that prints messages, such as ``mpishard run``.
+        The command of mpishard that prints messages, such as ``run``.
     launcher : Launcher
         The program that starts the ranks.
     command : sequence of str
@@ -311,11 +308,12 @@ class Supervisor:
             return None
         for process in self._processes.ended:
             log = logs.get(process.rank)
-            if log is None and not process.exit_code:
-                continue
-            if log is None or not (
-                log.state is RankState.LEFT or (self.survives and log.has_begun)
-            ):
+            if log is None:
+                is_suspect = bool(process.exit_code)
+            else:
+                is_suspect = log.state is not RankState.LEFT
+                is_suspect &= not (self.survives and log.has_begun)
+            if is_suspect:
                 return process
         return None
 
@@ -360,9 +358,10 @@ class Supervisor:
         if self.host_count and not running:
             self._signal_job(signal.SIGUSR1)  # launchers pass it on to other machines
         elif not self._savers():
-            self._say(
+            say(
+                self.name,
                 "SIGUSR1: no rank is where it could save, in an optimize(checkpoint=FOLDER); the "
-                "job goes on until one is"
+                "job goes on until one is",
             )
 
     def _wait(self, launcher: int, seconds: float) -> None:
@@ -376,7 +375,10 @@ class Supervisor:
         else:
             are_to_save = not is_ending and resizing.take_back_hosts(self._logs)
             if are_to_save:
-                self._say("lost hosts answer again: the ranks will save at the next step boundary")
+                say(
+                    self.name,
+                    "lost hosts answer again: the ranks will save at the next step boundary",
+                )
         if are_to_save:
             savers = self._savers()
             for process in savers:
@@ -398,7 +400,7 @@ class Supervisor:
 
     def _after_grace(self, _number: int, _frame: FrameType | None) -> None:
         if not self._is_ending:
-            self._say(f"the ranks have not saved within {_SAVE_SECONDS:g} s")
+            say(self.name, f"the ranks have not saved within {_SAVE_SECONDS:g} s")
             self._end(signal.SIGTERM)
             return
         self._signal_job(signal.SIGKILL)
@@ -414,9 +416,10 @@ class Supervisor:
         for process in asked:
             process.send(signal.SIGQUIT)
         others = [process for process in running if process not in asked]
-        self._say(
+        say(
+            self.name,
             f"SIGQUIT (Ctrl-\\) went to {who([p.rank for p in asked]) if asked else 'no rank'}"
-            + (f"; {who([p.rank for p in others])} cannot answer yet" if others else "")
+            + (f"; {who([p.rank for p in others])} cannot answer yet" if others else ""),
         )
 
     def _logs(self) -> dict[int, RankLogs]:
@@ -426,6 +429,3 @@ class Supervisor:
         if self._job is not None:
             with suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self._job.pid, number)
-
-    def _say(self, line: str) -> None:
-        typer.echo(f"{self.name}: {line}", err=True)

@@ -24,7 +24,7 @@ from mpishard.cli.verify.job import (
 )
 from mpishard.cli.verify.reference import RULES
 from mpishard.cli.verify.script import verify_script
-from mpishard.cli.wording import check_choice, counted, refuse, refusing
+from mpishard.cli.wording import check_choice, counted, refuse, refusing, say
 from mpishard.errors import MPIUnavailableError
 from mpishard.pipeline import SCHEDULE_NAMES
 
@@ -213,7 +213,7 @@ def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
         are_equal &= found.is_equal
     if code:
         text = f"alone the model trains, and {where} ended with exit code {code}: see above"
-        typer.echo(f"mpishard verify: {text}", err=True)
+        say("verify", text)
     return are_equal and code == 0
 
 
@@ -225,8 +225,7 @@ def _can_start_mpi(backend: Backend) -> bool:
     except MPIUnavailableError as error:
         if backend == "mpi":
             refuse("verify", f"--backend mpi: {error}")
-        text = f"uses threads, because MPI cannot be started here: {error}"
-        typer.echo(f"mpishard verify: {text}", err=True)
+        say("verify", f"uses threads, because MPI cannot be started here: {error}")
         return False
     return True
 

@@ -27,6 +27,7 @@ from mpishard.cli.verify.job import (
     checksum,
     load_factory,
 )
+from mpishard.cli.wording import say
 from mpishard.contracts import ILayeredModel
 from mpishard.data import take
 from mpishard.nn import Model
@@ -283,7 +284,7 @@ def settle_schedules(job: VerifyJob, problem: Problem) -> VerifyJob:
         return job
     if (count := len(job.mesh.schedules)) > 1:
         text = f"{type(problem.model).__name__} is a black box, which has no stages to schedule"
-        sys.stderr.write(f"mpishard verify: once for all {count} schedules: {text}\n")
+        say("verify", f"once for all {count} schedules: {text}")
     return replace(job, mesh=replace(job.mesh, schedules=("",)))
 
 
@@ -329,7 +330,7 @@ def main() -> None:
         job.write()
         train_alone(job, problem).write(job.folder)
     except TargetError as error:
-        sys.stderr.write(f"mpishard verify: {error}\n")
+        say("verify", error)
         raise SystemExit(2) from None
 
 

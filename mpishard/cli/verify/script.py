@@ -16,7 +16,7 @@ from mpishard.cli.run.job import prepare_job
 from mpishard.cli.tables import show
 from mpishard.cli.verify.comparison import default_tolerance
 from mpishard.cli.verify.job import relative_error
-from mpishard.cli.wording import counted, refuse
+from mpishard.cli.wording import counted, refuse, say
 
 __all__ = ["Difference", "Recording", "compare_steps", "verify_script"]
 
@@ -137,7 +137,7 @@ def verify_script(
                 refuse("verify", f"{where} ended with exit code {code}: see above")
             if code:
                 text = f"on one rank the script trains, and {where} ended with exit code {code}"
-                typer.echo(f"mpishard verify: {text}: see above", err=True)
+                say("verify", f"{text}: see above")
                 return False
             if not recording.steps:
                 refuse("verify", f"{where} made no step of an optimizer of mpishard.torch; a model "

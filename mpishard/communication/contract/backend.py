@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -24,6 +24,7 @@ from mpishard.communication.contract.call import (
     DTYPES,
     Call,
     Kind,
+    MessageWait,
     Traffic,
     check_array,
     check_out,
@@ -32,23 +33,21 @@ from mpishard.communication.contract.call import (
     piece_sizes,
     sent_by_all_reduce,
 )
-from mpishard.communication.contract.matching import check_calls, group_label
-from mpishard.communication.contract.records import MessageWait, RankState
+from mpishard.communication.contract.matching import check_calls, group_label, parting
 from mpishard.communication.contract.reduction import (
     ReductionOperation,
     TreeReducer,
     accumulation_dtype,
     check_reducible,
 )
-from mpishard.communication.contract.status import StatusPage
-from mpishard.communication.contract.transport import ITransport
+from mpishard.communication.contract.status import RankState, StatusPage
 from mpishard.communication.contract.work import (
-    CollectiveWork,
+    Condition,
+    ITransport,
     Session,
     Steps,
     Transfer,
     Work,
-    in_call,
 )
 from mpishard.communication.tracing.recorder import (
     CollectiveInFlight,
@@ -97,8 +96,10 @@ class CommunicationBackend(ITransport):
         self._sequence = 0
         self._world_ranks: tuple[int, ...] | None = None
         self._topology: Nodes | None = None
-        self._pending: deque[CollectiveWork] = deque()
+        self._pending: deque[Work] = deque()
         self._transfers: list[Transfer] = []
+        # By source and tag: the receives that wait for a message, oldest first.
+        self._receives: dict[tuple[int, int], deque[object]] = {}
         self._rounds = 0
         self._reducer = TreeReducer()
         self._regions = Regions()
@@ -209,6 +210,7 @@ class CommunicationBackend(ITransport):
                 self._session, self._ended, self._sequence = Session(self.rank), None, 0
                 self._pending.clear()
                 self._transfers.clear()
+                self._receives = {}
             self._session.join(self)
             self._on_initialize()
             if self._is_root:
@@ -324,10 +326,8 @@ class CommunicationBackend(ITransport):
         else:
             check_out(out, array.shape, array.dtype, "all_reduce")
         sends = sent_by_all_reduce(array.size, array.itemsize, self.world_size, self.rank)
-        steps = self._steps_all_reduce
-        return self._start(
-            Kind.ALL_REDUCE, array, steps, array, out, operation=operation, sends=sends
-        )
+        call = Call.describe(Kind.ALL_REDUCE, array, operation=operation, sends=sends)
+        return self._start(call, self._steps_all_reduce, array, out)
 
     def reduce_scatter(
         self,
@@ -397,12 +397,11 @@ class CommunicationBackend(ITransport):
             out = array_namespace(array).empty(shape, array.dtype)
         wide = accumulation_dtype(array.dtype)
         check_out(out, shape, wide if out.dtype == wide else array.dtype, "reduce_scatter")
-        steps = self._steps_reduce_scatter
-        return self._start(
-            Kind.REDUCE_SCATTER, array, steps, array, pieces, out,
-            operation=operation, counts=pieces,
-            sends={"reduce_scatter": array[pieces[self.rank] :].nbytes},
-        )  # fmt: skip
+        sends = {"reduce_scatter": array[pieces[self.rank] :].nbytes}
+        call = Call.describe(
+            Kind.REDUCE_SCATTER, array, operation=operation, counts=pieces, sends=sends
+        )
+        return self._start(call, self._steps_reduce_scatter, array, pieces, out)
 
     def all_gather(self, array: Array, *, out: Array | None = None) -> Array:
         """Give every rank all ranks' arrays, end to end along dim 0 in rank order.
@@ -445,9 +444,8 @@ class CommunicationBackend(ITransport):
             check_out(out, (out.shape[0], *array.shape[1:]), array.dtype, "all_gather")
         rows = -1 if out is None else out.shape[0]
         sends = {"all_gather": array.nbytes * (self.world_size - 1)}
-        return self._start(
-            Kind.ALL_GATHER, array, self._steps_all_gather, array, out, out_rows=rows, sends=sends
-        )
+        call = Call.describe(Kind.ALL_GATHER, array, out_rows=rows, sends=sends)
+        return self._start(call, self._steps_all_gather, array, out)
 
     def broadcast(self, array: Array | None, root: int = 0) -> Array:
         """Give every rank the root's array.
@@ -490,10 +488,8 @@ class CommunicationBackend(ITransport):
         sent = 0
         if array is not None and self.rank == root:
             sent = array.nbytes * (self.world_size - 1)
-        steps = self._steps_broadcast
-        return self._start(
-            Kind.BROADCAST, array, steps, array, root, root=root, sends={"broadcast": sent}
-        )
+        call = Call.describe(Kind.BROADCAST, array, root=root, sends={"broadcast": sent})
+        return self._start(call, self._steps_broadcast, array, root)
 
     def scatter(
         self,
@@ -554,8 +550,8 @@ class CommunicationBackend(ITransport):
             assert array is not None
             pieces = piece_sizes(array.shape[0], counts, self.world_size, "scatter", strict=strict)
             sent, sends = array, {"scatter": array[pieces[root] :].nbytes}
-        steps = self._steps_scatter
-        return self._start(Kind.SCATTER, sent, steps, sent, pieces, root, root=root, sends=sends)
+        call = Call.describe(Kind.SCATTER, sent, root=root, sends=sends)
+        return self._start(call, self._steps_scatter, sent, pieces, root)
 
     def gather(self, array: Array, root: int = 0) -> Array | None:
         """Give the root all ranks' arrays, end to end along dim 0 in rank order.
@@ -591,8 +587,8 @@ class CommunicationBackend(ITransport):
         check_root(root, self.world_size)
         check_array(array, "gather", needs_dim=True)
         sends = {"gather": 0 if self.rank == root else array.nbytes}
-        steps = self._steps_gather
-        return self._start(Kind.GATHER, array, steps, array, root, root=root, sends=sends)
+        call = Call.describe(Kind.GATHER, array, root=root, sends=sends)
+        return self._start(call, self._steps_gather, array, root)
 
     def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
         """Send ``parts[r]`` to rank r.
@@ -641,8 +637,8 @@ class CommunicationBackend(ITransport):
                     f"and {part.dtype.name}"
                 )
         sent = sum(part.nbytes for part in parts) - parts[self.rank].nbytes
-        steps = self._steps_all_to_all
-        return self._start(Kind.ALL_TO_ALL, parts[0], steps, parts, sends={"all_to_all": sent})
+        call = Call.describe(Kind.ALL_TO_ALL, parts[0], sends={"all_to_all": sent})
+        return self._start(call, self._steps_all_to_all, parts)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -650,7 +646,7 @@ class CommunicationBackend(ITransport):
 
     def barrier_async(self) -> Work:
         """As `barrier`; done when every rank has called it."""
-        return self._start(Kind.BARRIER, None, self._steps_barrier)
+        return self._start(Call.describe(Kind.BARRIER, None), self._steps_barrier)
 
     def split(self, color: int | None, key: int | None = None) -> CommunicationBackend | None:
         """Divide the world: ranks of one color become a world of their own.
@@ -676,13 +672,13 @@ class CommunicationBackend(ITransport):
         if color is not None and as_integer("color", color) < 0:
             raise ValueError(f"color must be 0 or more, or None; got {color}")
         order = self.rank if key is None else as_integer("key", key)
-        sequence = self._sequence + 1
+        call = Call.describe(Kind.SPLIT, None)
         with self._session as session:
             try:
-                member = self._start(Kind.SPLIT, None, self._steps_split, color, order).wait()
+                member = self._start(call, self._steps_split, color, order).wait()
                 if member is not None:
                     member._is_root, member._session = False, session
-                    member.group = f"{self.group}/{sequence}.{color}"
+                    member.group = f"{self.group}/{call.sequence}.{color}"
                     member.check_collectives = self.check_collectives
                     member.label = "a new group"
                     member.initialize()
@@ -694,9 +690,8 @@ class CommunicationBackend(ITransport):
                 raise
             except BaseException as error:
                 # The other ranks make the group, and wait for this one there.
-                last = self.status.last
-                if last is not None and self._sequence == sequence:
-                    self._break(in_call(last), error)
+                if 0 < call.sequence == self._sequence:
+                    self._break(call.where, error)
                 raise
         return member  # type: ignore[no-any-return]
 
@@ -802,8 +797,8 @@ class CommunicationBackend(ITransport):
         wanted = np.broadcast_to(np.zeros((), dtype), (length,))
         if wanted.dtype not in DTYPES:
             raise ValueError(f"allocate_shared cannot share dtype {wanted.dtype.name}")
-        steps = self._steps_allocate_shared
-        memory = self._start(Kind.ALLOCATE_SHARED, wanted, steps, wanted.nbytes).wait()
+        call = Call.describe(Kind.ALLOCATE_SHARED, wanted)
+        memory = self._start(call, self._steps_allocate_shared, wanted.nbytes).wait()
         if memory is None:
             return None
         self._regions.add(memory)
@@ -928,7 +923,7 @@ class CommunicationBackend(ITransport):
             If the message has another number of elements; it then stays queued.
         """
         self._check_receive(source_rank, count, tag)
-        steps = self._steps_receive(source_rank, count, tag, None)
+        steps = self._take(source_rank, count, tag, None)
         transfer = self._begin(steps, source_rank, tag)
         try:
             return transfer.wait()
@@ -969,8 +964,21 @@ class CommunicationBackend(ITransport):
         expected = np.dtype(dtype)
         if expected not in DTYPES:
             raise ValueError(f"receive_async cannot take dtype {expected.name}")
-        steps = self._steps_receive(source_rank, count, tag, expected)
+        steps = self._take(source_rank, count, tag, expected)
         return self._begin(steps, source_rank, tag)
+
+    def _take(self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None) -> Steps:
+        """Take the next message that no earlier receive of (source, tag) takes."""
+        receives, turn = self._receives, object()
+        line = receives.setdefault((source, tag), deque())
+        line.append(turn)
+        try:
+            yield Condition(lambda: line[0] is turn)
+            return (yield from self._steps_receive(source, count, tag, dtype))
+        finally:
+            line.remove(turn)
+            if not line:
+                receives.pop((source, tag), None)
 
     def _begin(self, steps: Steps, peer: int, tag: int, sent: Array | None = None) -> Transfer:
         """Issue a message: ``sent``, or a receive. Collectives do not wait for it."""
@@ -1053,19 +1061,8 @@ class CommunicationBackend(ITransport):
 
     # ----------------------------------------------------------------------------- calls under way
 
-    def _start(
-        self,
-        kind: Kind,
-        array: Array | None,
-        steps: Callable[..., Steps],
-        *arguments: Any,
-        operation: ReductionOperation | None = None,
-        root: int = -1,
-        counts: tuple[int, ...] | None = None,
-        out_rows: int = -1,
-        sends: Mapping[str, int] = {},
-    ) -> Work:
-        """Number, record and begin a collective: ``steps`` of its `Call` and ``arguments``."""
+    def _start(self, call: Call, steps: Callable[..., Steps], *arguments: Any) -> Work:
+        """Number, record and begin a collective: ``steps`` of ``call`` and ``arguments``."""
         if not self._initialized:
             raise self._not_ready_error()
         with self._session as session:
@@ -1074,19 +1071,16 @@ class CommunicationBackend(ITransport):
                 raise session.broken
             if self._ended is not None:
                 raise self._ended
-            sequence = self._sequence + 1
-            self._admit(kind, sequence)
-            call = Call.describe(
-                sequence, kind, array, operation=operation, root=root, counts=counts,
-                out_rows=out_rows, group=self.label, sends=sends,
-            )  # fmt: skip
+            sequence = call.sequence = self._sequence + 1
+            call.group = self.label
+            self._admit(call)
             try:
                 (session.status or self.status).record(call, sys._getframe(2))
                 self._sequence = sequence
                 return self._issue(call, steps(call, *arguments))
             except BaseException as error:
                 if self._sequence == sequence:  # the other ranks will wait in it for this one
-                    self._break(in_call(call), error)
+                    self._break(call.where, error)
                 raise
 
     def _issue(self, call: Call, steps: Steps) -> Work:
@@ -1095,7 +1089,7 @@ class CommunicationBackend(ITransport):
         in_flight = None
         if recorder is not None:
             in_flight = CollectiveInFlight(recorder, call, self.group, self.axis)
-        work = CollectiveWork(self, steps, in_flight, call)
+        work = Work(self, steps, in_flight, call)
         self._pending.append(work)
         work.advance()
         self._forget_done()
@@ -1114,7 +1108,11 @@ class CommunicationBackend(ITransport):
         # One call belongs to itself; the rows of its ``out`` may still be wrong.
         if len(calls) == 1 and calls[0].out_rows < 0:
             return
-        check_calls(calls, self.world_ranks, self.label, self._parting)
+
+        def parted(upto: int) -> str:
+            return parting(self._records(), self.label, upto)
+
+        check_calls(calls, self.world_ranks, self.label, parted)
 
     def _places(self, array: Array, out: Array | None) -> Places:
         """The places of ``array`` and its result in memory that the node's ranks share."""

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -28,20 +28,10 @@ from mpishard.errors import CommunicationError
 from mpishard.layout import even_sizes
 
 __all__ = [
-    "DTYPES",
-    "HEADER_BYTES",
-    "Call",
-    "Kind",
-    "Traffic",
-    "check_array",
-    "check_out",
-    "check_peer",
-    "check_root",
-    "piece_sizes",
-    "place_after",
-    "refuse_other_message",
-    "sent_by_all_reduce",
-]
+    "DTYPES", "GROUP_BYTES", "HEADER_BYTES", "Call", "Kind", "MessageWait", "Traffic",
+    "check_array", "check_out", "check_peer", "check_root", "of_group", "piece_sizes",
+    "place_after", "refuse_other_message", "sent_by_all_reduce",
+]  # fmt: skip
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(t)
@@ -64,6 +54,9 @@ _FIELDS = struct.Struct(f"=q{_DESCRIPTION}{_DIMS}q")
 _OF_PATHS = "surrogateescape"  # bytes of a script's path that the locale cannot decode
 HEADER_BYTES = _FIELDS.size
 """Number of bytes that describe a call on the wire."""
+
+GROUP_BYTES = 64
+"""Bytes of a group's label that a status page keeps."""
 
 
 class Kind(IntEnum):
@@ -124,7 +117,6 @@ class Call:
     @classmethod
     def describe(
         cls,
-        sequence: int,
         kind: Kind,
         array: Array | None,
         *,
@@ -132,10 +124,10 @@ class Call:
         root: int = -1,
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
-        group: str = "",
         sends: Mapping[str, int] = {},
+        sequence: int = 0,
     ) -> Call:
-        """The call of ``kind`` with ``array``."""
+        """The call of ``kind`` with ``array``, which has no number and no world yet."""
         dtype, shape, size, nbytes, code, dims, ndim = None, None, 0, 0, -1, (), -1
         if array is not None:
             dtype, size, nbytes = array.dtype, array.size, array.nbytes
@@ -147,7 +139,7 @@ class Call:
             *dims,
         )  # fmt: skip
         return cls(
-            sequence, kind, operation, dtype, shape, root, counts_hash, out_rows, "", 0, "", group,
+            sequence, kind, operation, dtype, shape, root, counts_hash, out_rows, "", 0, "", "",
             0, 0.0, description, size, nbytes, sends,
         )  # fmt: skip
 
@@ -164,14 +156,23 @@ class Call:
     @property
     def text(self) -> str:
         """The call, its world and its place."""
-        of = f" of {self.group}" if self.group else ""
-        return f"{self}{of} at {self.place}"
+        return f"{self}{of_group(self.group)} at {self.place}"
 
     @property
     def full_text(self) -> str:
         """`text`, behind the number of the call on its world."""
-        of = f" of {self.group}" if self.group else ""
-        return f"collective {self.sequence}, {self},{of} at {self.place}"
+        return f"collective {self.sequence}, {self},{of_group(self.group)} at {self.place}"
+
+    @property
+    def name(self) -> str:
+        """The call and its world, for errors of a rank that waits in it."""
+        of = of_group(self.group)
+        return f"collective {self.sequence}, {self},{of and of + ','}"
+
+    @property
+    def where(self) -> str:
+        """The end of the sentence "rank 1 waits .." about a rank that waits in it."""
+        return f"in {self.name} called at {self.place}"
 
     @property
     def array_text(self) -> str:
@@ -212,19 +213,47 @@ class Call:
         shape = None if ndim < 0 else tuple(dims[:ndim])
         known = None if dtype < 0 else DTYPES[dtype]
         size = 0 if known is None else math.prod(shape or ())
+        reduction = None if operation < 0 else ReductionOperation(operation)
+        nbytes = 0 if known is None else size * known.itemsize
         return cls(
-            sequence,
-            Kind(kind),
-            None if operation < 0 else ReductionOperation(operation),
-            known,
-            shape,
-            root,
-            counts_hash,
-            out_rows,
-            description=data[8:HEADER_BYTES],
-            size=size,
-            nbytes=0 if known is None else size * known.itemsize,
-        )
+            sequence, Kind(kind), reduction, known, shape, root, counts_hash, out_rows,
+            description=data[8:HEADER_BYTES], size=size, nbytes=nbytes,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MessageWait:
+    """A message that a rank waits for, or waits for another rank to take.
+
+    ``peer`` is the other rank, by its number in the root world; ``group`` is the label of the
+    world that the message belongs to.
+    """
+
+    peer: int
+    tag: int
+    is_send: bool
+    group: str
+    sends: ClassVar[Mapping[str, int]] = {}
+    """No bytes, unlike `Call.sends`: those of a message are counted when it is sent."""
+
+    @property
+    def name(self) -> str:
+        """As `Call.name`."""
+        way = "send to" if self.is_send else "receive from"
+        inside = f" in {self.group}," if self.group else ""
+        return f"{way} rank {self.peer}, tag {self.tag},{inside}"
+
+    @property
+    def where(self) -> str:
+        """As `Call.where`."""
+        message = f"a message with tag {self.tag}"
+        receive, send = f"{message} from rank {self.peer}", f"rank {self.peer} to take {message}"
+        return f"for {send if self.is_send else receive}" + (f" in {self.group}" * bool(self.group))
+
+
+def of_group(label: str) -> str:
+    """Behind a collective's name: of which group it is. The root world has no label."""
+    return f" of {label}" if label else ""
 
 
 def place_after(last: Call | None, word: str = "after") -> str:

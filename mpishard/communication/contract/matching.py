@@ -8,26 +8,26 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from itertools import pairwise
 from typing import TypeVar
 
-from mpishard.communication.contract.call import Call, Kind
+from mpishard.communication.contract.call import GROUP_BYTES, Call, Kind, of_group
+from mpishard.communication.contract.status import RankRecord
 from mpishard.errors import CollectiveMismatchError, OutMismatchError
 
 __all__ = [
-    "GROUP_BYTES", "advice_on_leaving", "check_calls", "differing_calls", "differing_methods",
-    "group_label", "group_members", "grouped", "of_group", "ranks_text", "who",
+    "MOST_LINES", "ONE_EACH", "advice_on_leaving", "check_calls", "differing_calls",
+    "differing_methods", "group_label", "group_members", "grouped", "members_of", "parting",
+    "ranks_text", "who",
 ]  # fmt: skip
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
-GROUP_BYTES = 64
-"""Bytes of a group's label that a status page keeps."""
-
 _FEW_IN_STEPS = 5
 _LABEL = re.compile(r"[^()]+\(ranks? ([0-9, by-]+)\)")
 
-_ONE_EACH = 8
-"""Up to so many ranks have a line each in what `check_calls` says."""
-_MOST_LINES = 40
+ONE_EACH = 8
+"""In larger worlds, ranks that do the same share a line or an entry of a table."""
+MOST_LINES = 40
+"""Most lines of a table of all ranks."""
 
 
 def check_calls(
@@ -134,6 +134,38 @@ def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = Non
     )
 
 
+def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:
+    """The first collective that ranks of ``group`` called in different functions; may be empty.
+
+    Collectives of one kind and shape match whatever their purpose: ranks that have parted may go on
+    for a while before a mismatch is found.
+
+    Parameters
+    ----------
+    records : sequence of RankRecord
+        One for each rank of the root world.
+    group : str
+        The world's name.
+    upto : int, optional
+        Look only at collectives of numbers up to this one.
+    """
+    histories = {
+        record.rank: calls
+        for record in members_of(group, records)
+        if record.is_known and (calls := {call.sequence: call for call in record.calls_of(group)})
+    }
+    if len(histories) < 2:
+        return ""
+    common = set.intersection(*map(set, histories.values()))
+    for sequence in sorted(s for s in common if upto is None or s <= upto):
+        at_once = {rank: calls[sequence] for rank, calls in histories.items()}
+        if len({call.method for call in at_once.values()}) > 1:
+            seen = Counter(call.method for calls in histories.values() for call in calls.values())
+            sentence = differing_methods(at_once, seen)
+            return f"the ranks parted at collective {sequence}{of_group(group)}: {sentence}"
+    return ""
+
+
 def differing_calls(calls: Mapping[int, Call]) -> str:
     """The ranks whose call is not as most ranks' are; empty if there are none, or no majority."""
     what, values = _difference(list(calls.values()))
@@ -159,10 +191,10 @@ def _listed(calls: Mapping[int, Call]) -> str:
         call = calls[rank]
         return f"collective {call.sequence}, {call}" + f" at {call.place}" * bool(call.filename)
 
-    alike = grouped(calls, lambda rank: (text(rank), rank if len(calls) <= _ONE_EACH else -1))
+    alike = grouped(calls, lambda rank: (text(rank), rank if len(calls) <= ONE_EACH else -1))
     lines = [f"  {who(ranks)}: {said}" for (said, _), ranks in alike.items()]
-    if len(lines) > _MOST_LINES:
-        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"  and {len(lines) - MOST_LINES} more"]
     return "\n".join(lines)
 
 
@@ -285,6 +317,9 @@ def group_members(label: str) -> list[int] | None:
     return members
 
 
-def of_group(label: str) -> str:
-    """Behind a collective's name: of which group it is. The root world has no label."""
-    return f" of {label}" if label else ""
+def members_of(group: str, records: Sequence[RankRecord]) -> list[RankRecord]:
+    """The ranks of the world with the label ``group``; those seen in it if the label is short."""
+    if not group:
+        return list(records)
+    members = group_members(group)
+    return [r for r in records if (r.calls_of(group) if members is None else r.rank in members)]

@@ -2,9 +2,10 @@
 
 A page holds the identity of the rank (process, host), its state, the collective or message that it
 waits for, and its last `settings.CALL_LOG_LENGTH` collectives with the lines that called them.
-`StatusPage` writes the page of this rank. `StatusReader` reads the pages of all ranks that can be
-read from here, without their help: a rank may compute, sleep or be stuck. The pages belong to the
-system and stay readable after SIGKILL, for the ranks of the node and for `mpishard run`.
+`RankRecord` is its content at one moment. `StatusPage` writes the page of this rank. `StatusReader`
+reads the pages of all ranks that can be read from here, without their help: a rank may compute,
+sleep or be stuck. The pages belong to the system and stay readable after SIGKILL, for the ranks of
+the node and for `mpishard run`.
 
 A writer stores the number of a row last. A reader takes a row only if its number is the expected
 one both before and after the row was copied.
@@ -23,19 +24,19 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from mpishard import settings
-from mpishard.communication.contract.call import HEADER_BYTES, Call
-from mpishard.communication.contract.matching import GROUP_BYTES
-from mpishard.communication.contract.records import MessageWait, RankRecord, RankState
+from mpishard.communication.contract.call import GROUP_BYTES, HEADER_BYTES, Call, MessageWait
 
 __all__ = [
-    "PLACE_BYTES", "StatusPage", "StatusReader", "called_as", "decode_place", "encode_place",
-    "look_behind", "own_page", "pages_beside", "records_at", "records_in", "stopped_siblings",
+    "PLACE_BYTES", "RankRecord", "RankState", "StatusPage", "StatusReader", "called_as",
+    "decode_place", "encode_place", "look_behind", "own_page", "pages_beside", "records_at",
+    "records_in", "stopped_siblings",
 ]  # fmt: skip
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -74,6 +75,98 @@ _world_numbers = itertools.count()
 """Counts the root worlds of this process."""
 
 _logger = logging.getLogger("mpishard")
+
+
+class RankState(IntEnum):
+    """The state of a rank, as it wrote it down last."""
+
+    STARTED = 0
+    """In ``init``: the world is not complete yet."""
+    RUNNING = 1
+    LEFT = 2
+    """It left every world in good order."""
+    REPORTED = 3
+    """It said on stderr why the job ends."""
+    LEAVING = 4
+    """It calls no more collectives, and waits until the others have left or were told."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """The content of one rank's status page at one moment.
+
+    Parameters
+    ----------
+    rank : int
+        Its number in the root world.
+    state : RankState, optional
+        None if the rank has not come to ``init``, or if ``is_known`` is False.
+    is_known : bool
+        Whether its page can be read from here.
+    is_alive : bool
+        Whether its process runs, as far as is known: True for a process of another host.
+    is_stopped : bool
+        Whether its process is stopped, by SIGSTOP, Ctrl-Z or a debugger.
+    calls : tuple of Call
+        Its last collectives in all its worlds, newest last.
+    waits : Call or MessageWait, optional
+        The collective or message that it waits for; None if it waits for nothing, or for a
+        collective that its log does not hold any more.
+    waited : float
+        Seconds since it began to wait; 0 if it does not wait.
+    world_size, launched_rank, world_number : int
+        Size of the root world; number of the process among those of the launcher; number of root
+        worlds that the process entered before this one.
+    pid, host : int, str
+        The process of the rank.
+    count : int
+        Number of collectives that it has called, in all its worlds.
+    code : int
+        The exit code of the job that the rank reported with.
+    is_saving : bool
+        Whether it saves, and ends, when it is told to.
+    shared_memory : tuple of str
+        Files in shared memory that it had mapped.
+    resumable_by : tuple of int
+        The fewest and the most ranks that can go on from what it saves; (0, 0) if not known.
+    """
+
+    rank: int
+    state: RankState | None = None
+    is_known: bool = True
+    is_alive: bool = True
+    is_stopped: bool = False
+    calls: tuple[Call, ...] = ()
+    waits: Call | MessageWait | None = None
+    waited: float = 0.0
+    world_size: int = 0
+    launched_rank: int = 0
+    world_number: int = 0
+    pid: int = 0
+    host: str = ""
+    count: int = 0
+    code: int = 0
+    is_saving: bool = False
+    shared_memory: tuple[str, ...] = ()
+    resumable_by: tuple[int, int] = (0, 0)
+
+    @property
+    def last(self) -> Call | None:
+        """Its last collective in any world; None if it has called none."""
+        return self.calls[-1] if self.calls else None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it calls no collective any more, in good order."""
+        return self.state in (RankState.LEFT, RankState.LEAVING)
+
+    def calls_of(self, group: str) -> list[Call]:
+        """Its last collectives in the world with the label ``group``."""
+        return [call for call in self.calls if call.group == group]
+
+    def last_of(self, group: str) -> int:
+        """The number, on its world, of its last collective there; 0 if none is known."""
+        return max((call.sequence for call in self.calls_of(group)), default=0)
 
 
 class StatusPage:

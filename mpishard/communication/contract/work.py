@@ -2,7 +2,8 @@
 
 A collective is a generator: it yields whenever it needs the other ranks, and returns its result.
 The blocking call drives it at once, its ``_async`` twin hands it out as a `Work`; each backend has
-one implementation of each collective, whether it blocks or not.
+one implementation of each collective, whether it blocks or not. `ITransport` has the generators and
+the other members that a backend adds to `CommunicationBackend`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Generator
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Self
 
-from mpishard.communication.contract.call import Call, Traffic
-from mpishard.communication.contract.matching import of_group
-from mpishard.communication.contract.records import MessageWait
-from mpishard.communication.contract.status import StatusPage
+import numpy as np
+
+from mpishard.arrays import Array
+from mpishard.communication.contract.call import Call, MessageWait, Traffic
+from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.tracing.recorder import InFlight
 from mpishard.errors import CommunicationError, MpishardError
 
-__all__ = ["CollectiveWork", "Session", "Steps", "Transfer", "Waitable", "Work", "in_call"]
+__all__ = ["Condition", "ITransport", "Session", "Steps", "Transfer", "Waitable", "Work"]
 
 
 class Waitable(ABC):
@@ -29,6 +31,18 @@ class Waitable(ABC):
     @abstractmethod
     def test(self) -> bool:
         """Whether it has happened. Never blocks; raises if it can no longer happen."""
+
+
+class Condition(Waitable):
+    """A question that is asked until the answer is yes."""
+
+    __slots__ = ("_happened",)
+
+    def __init__(self, happened: Callable[[], bool]) -> None:
+        self._happened = happened
+
+    def test(self) -> bool:
+        return self._happened()
 
 
 Steps = Generator[Waitable, None, Any]
@@ -82,14 +96,9 @@ class Session:
         """The worlds of the rank that somebody holds."""
         return [world for known in self._worlds if (world := known()) is not None]
 
-    def count_pending(self) -> int:
-        """Number of collectives and messages under way, in all worlds."""
-        count = 0
-        for known in self._worlds:
-            world = known()
-            if world is not None:
-                count += len(world._pending) + len(world._transfers)
-        return count
+    def under_way(self) -> list[Work]:
+        """The collectives and messages under way, in all worlds."""
+        return [work for w in self.worlds() for work in (*w._pending, *w._transfers)]
 
     def progress(self) -> None:
         """Let all that is under way go on: other ranks may wait for it in any world."""
@@ -97,20 +106,7 @@ class Session:
             world.progress()
 
 
-class Driver(Protocol):
-    """The backend that issued a collective, and advances it."""
-
-    traffic: Traffic
-    _session: Session
-
-    def _drive(self, work: Work) -> None: ...
-
-    def _explain(self, error: Exception, where: str) -> Exception: ...
-
-    def _break(self, where: str, error: BaseException) -> None: ...
-
-
-class Work(ABC):
+class Work:
     """A collective or a message that was issued and may not be complete.
 
     `wait` returns the result, and may be called once or often. Arrays that were passed in must
@@ -118,7 +114,11 @@ class Work(ABC):
     """
 
     def __init__(
-        self, driver: Driver, steps: Steps, in_flight: InFlight | None, awaited: Call | MessageWait
+        self,
+        driver: ITransport,
+        steps: Steps,
+        in_flight: InFlight | None,
+        awaited: Call | MessageWait,
     ) -> None:
         self._driver = driver
         self._steps = steps
@@ -133,14 +133,9 @@ class Work(ABC):
         """The entry in the rank's status while the rank waits for it."""
 
     @property
-    @abstractmethod
-    def name(self) -> str:
-        """Its name in messages."""
-
-    @property
-    @abstractmethod
     def where(self) -> str:
         """The end of the sentence "rank 1 waits .." about a rank that waits for it."""
+        return self.awaited.where
 
     def advance(self) -> bool:
         """Go on as far as is possible without blocking; return whether it is complete."""
@@ -202,34 +197,8 @@ class Work(ABC):
 
     def _interrupted(self, error: BaseException) -> None:
         """Note that ``error`` cut it off: not an error that every rank raises alike."""
-
-
-class CollectiveWork(Work):
-    """A collective under way."""
-
-    awaited: Call
-
-    @property
-    def name(self) -> str:
-        return _name(self.awaited)
-
-    @property
-    def where(self) -> str:
-        return in_call(self.awaited)
-
-    def _interrupted(self, error: BaseException) -> None:
         # The others went on with it, or wait in it: this rank is out of step from here on.
         self._driver._break(self.where, error)
-
-
-def in_call(call: Call) -> str:
-    """The place of a rank that waits in ``call``."""
-    return f"in {_name(call)} called at {call.place}"
-
-
-def _name(call: Call) -> str:
-    of = of_group(call.group)
-    return f"collective {call.sequence}, {call},{of and of + ','}"
 
 
 class Transfer(Work):
@@ -237,16 +206,8 @@ class Transfer(Work):
 
     awaited: MessageWait
 
-    @property
-    def name(self) -> str:
-        message = self.awaited
-        way = "send to" if message.is_send else "receive from"
-        inside = f" in {message.group}," if message.group else ""
-        return f"{way} rank {message.peer}, tag {message.tag},{inside}"
-
-    @property
-    def where(self) -> str:
-        return str(self.awaited)
+    def _interrupted(self, error: BaseException) -> None:
+        """No rank is out of step: collectives do not wait for a message."""
 
     def cancel(self) -> None:
         """Give up a receive: the message, come or not, is the next receive's. Idempotent.
@@ -259,7 +220,144 @@ class Transfer(Work):
             For a send, which nobody can take back.
         """
         if self.awaited.is_send:
-            raise ValueError(f"{self.name} is a send, which cannot be taken back")
+            raise ValueError(f"{self.awaited.name} is a send, which cannot be taken back")
         if not self.done:
             self._steps.close()
-            self._end(CommunicationError(f"{self.name} was cancelled"))
+            self._end(CommunicationError(f"{self.awaited.name} was cancelled"))
+
+
+class ITransport(ABC):
+    """The interface between the collectives that users call and one way to reach other ranks.
+
+    Members that are not abstract have a default, which a backend may replace.
+
+    A ``_steps_`` generator yields a `Waitable` whenever it has to wait for other ranks, and returns
+    the collective's result, which shares no memory with other ranks' arrays. Its arguments have
+    been checked on this rank alone: before it uses data of other ranks it hands all ranks' calls,
+    in rank order, to `CommunicationBackend._verify`. It runs for a world of one, too. After it has
+    returned the caller may change ``array``.
+    """
+
+    traffic: Traffic
+    _session: Session
+
+    # -------------------------------------------------------------------------- life cycle, waiting
+
+    @abstractmethod
+    def _on_initialize(self) -> None:
+        """Enter the world. Also called for a world that `_steps_split` returns."""
+
+    @abstractmethod
+    def _on_shutdown(self) -> None:
+        """Leave in good order: tell the others, and see that what was sent goes out.
+
+        If this is the root, the worlds that were split from it end with it.
+        """
+
+    @abstractmethod
+    def _drive(self, work: Work) -> None:
+        """Wait until ``work`` is done.
+
+        Meanwhile all of this rank's collectives and messages go on (`progress`), in all worlds
+        that were split from one another, so that ranks may wait in different orders.
+
+        Raises
+        ------
+        PeerError
+            If a rank that ``work`` waits for has failed or left.
+        CollectiveTimeoutError
+            If one has not arrived in time.
+        """
+
+    def _explain(self, error: Exception, where: str) -> Exception:
+        """The exception that a rank raises for ``error`` while it waits ``where``; here, itself."""
+        return error
+
+    @abstractmethod
+    def _break(self, where: str, error: BaseException) -> None:
+        """End this world, of which ``error`` cut a collective off ``where`` this rank was."""
+
+    def _tell_of_break(self) -> None:
+        """Tell the other ranks, if `_break` has not: somebody caught the exception."""
+
+    def _admit(self, call: Call) -> None:
+        """Refuse a collective before it is recorded, if nothing can be called any more."""
+
+    def _records(self) -> Sequence[RankRecord]:
+        """One record of each rank of the root world; here none: no rank knows of the others."""
+        return ()
+
+    # ------------------------------------------------------------------------------- collectives
+
+    @abstractmethod
+    def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
+        """Combine all ranks' arrays into ``out``, which may be ``array``; return ``out``."""
+
+    @abstractmethod
+    def _steps_reduce_scatter(
+        self, call: Call, array: Array, counts: tuple[int, ...], out: Array
+    ) -> Steps:
+        """Combine into ``out`` this rank's ``counts[rank]`` rows; return ``out``.
+
+        ``out`` may lie in ``array``, whose other rows stay as they are; of 16-bit floats it may be
+        float32.
+        """
+
+    @abstractmethod
+    def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
+        """All ranks' rows in ``out``, in any part of which ``array`` may lie, or a new array."""
+
+    @abstractmethod
+    def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
+        """The root's array: itself there, elsewhere in ``array`` or a new one."""
+
+    @abstractmethod
+    def _steps_scatter(
+        self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
+    ) -> Steps:
+        """A new array of this rank's rows; ``counts`` is None on all ranks but the root."""
+
+    @abstractmethod
+    def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
+        """All ranks' rows, a new array, on the root; None elsewhere."""
+
+    @abstractmethod
+    def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
+        """A list of new arrays, one from each rank, whose shapes this rank does not know."""
+
+    @abstractmethod
+    def _steps_barrier(self, call: Call) -> Steps:
+        """End when every rank has called it."""
+
+    @abstractmethod
+    def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
+        """A backend for the ranks of this color, by (key, rank), not initialised; or None.
+
+        Its ``_world_ranks`` may be set here, to what `world_ranks` will be; otherwise the new
+        group exchanges them, by one all_gather.
+        """
+
+    def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
+        """Zeroed bytes that this rank's node shares; or None, as here: no node shares any."""
+        yield from self._steps_barrier(call)
+        return None
+
+    @abstractmethod
+    def _send(self, array: Array, destination: int, tag: int) -> None:
+        """Send a copy; do not wait, not even if the receiver has left."""
+
+    def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
+        """Send ``array``, which stays as it is until this ends; here, a copy of it."""
+        self._send(array, destination, tag)
+        yield from ()
+
+    @abstractmethod
+    def _steps_receive(
+        self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
+    ) -> Steps:
+        """Take the next message of (source, tag); a new array.
+
+        There is one of these at a time for each (source, tag), in the order in which receives were
+        issued. ``dtype`` is None if the caller takes any. A message that `refuse_other_message`
+        refuses stays for the next receive. So does one that has come if the generator is closed.
+        """

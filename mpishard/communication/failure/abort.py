@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from mpishard import settings
-from mpishard.communication.contract.records import RankRecord, RankState
-from mpishard.communication.contract.status import StatusReader, stopped_siblings
-from mpishard.communication.diagnostics.stall import describe_stall, longest_waiting, rank_table
+from mpishard.communication.contract.status import (
+    RankRecord,
+    RankState,
+    StatusReader,
+    stopped_siblings,
+)
 from mpishard.communication.failure.report import failure_report
+from mpishard.communication.failure.stall import describe_stall, longest_waiting, rank_table
 from mpishard.errors import PeerError
 
 __all__ = [

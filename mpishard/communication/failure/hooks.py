@@ -29,8 +29,8 @@ from types import TracebackType
 
 from mpishard import settings
 from mpishard.communication.contract.backend import CommunicationBackend
+from mpishard.communication.contract.call import MessageWait
 from mpishard.communication.contract.matching import who
-from mpishard.communication.contract.records import MessageWait
 from mpishard.communication.failure.abort import (
     EXIT_LIMIT,
     Ending,

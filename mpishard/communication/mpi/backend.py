@@ -21,12 +21,13 @@ from mpishard.arrays import Array, is_device_array, to_device
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import LONG_POLL, SHARES_CORE_SECONDS, Backoff
-from mpishard.communication.contract.call import Call, Kind, place_after
-from mpishard.communication.contract.work import Steps, Work, in_call
-from mpishard.communication.diagnostics.stall import describe_departure, parting
+from mpishard.communication.contract.call import Call, place_after
+from mpishard.communication.contract.status import RankRecord
+from mpishard.communication.contract.work import Condition, Steps, Work
 from mpishard.communication.failure import hooks
 from mpishard.communication.failure.hooks import helper_error, is_helper
 from mpishard.communication.failure.report import OnFailure, check_on_failure
+from mpishard.communication.failure.stall import describe_departure
 from mpishard.communication.mpi.collectives import Collectives
 from mpishard.communication.mpi.gpu import Staging, needs_staging
 from mpishard.communication.mpi.group import CUT_OFF, Group, share_group_memory
@@ -38,8 +39,8 @@ from mpishard.communication.mpi.library import (
     load_mpi,
     not_launched_error,
 )
-from mpishard.communication.mpi.messages import Condition, Message
-from mpishard.communication.mpi.node_memory import Requests, at_once, share_memory
+from mpishard.communication.mpi.messages import Message
+from mpishard.communication.mpi.node_memory import at_once, share_memory
 from mpishard.communication.mpi.ulfm import check_survivable
 from mpishard.communication.tracing.recorder import record_if_asked, stop_recording
 from mpishard.errors import CommunicationError, PeerError
@@ -198,7 +199,7 @@ class MPICommunicationBackend(CommunicationBackend):
             self._nodes = job.nodes
         with job.making_group():
             comm, data = self._comm.Dup(), self._comm.Dup()
-        memory = at_once(share_group_memory(self._mpi, data, self._nodes))
+        memory = at_once(share_group_memory(self._mpi, data, set(), self._nodes))
         self._group = Group(self._mpi, comm, data, self._reducer, memory)
 
     @property
@@ -252,9 +253,9 @@ class MPICommunicationBackend(CommunicationBackend):
             raise self._not_ready_error()
         return self._job, self._group
 
-    def _admit(self, kind: Kind, sequence: int) -> None:
+    def _admit(self, call: Call) -> None:
         assert self._group is not None
-        self._group.sequence = sequence
+        self._group.sequence = call.sequence
 
     # ---------------------------------------------------------------------- exceptions in between
 
@@ -277,7 +278,7 @@ class MPICommunicationBackend(CommunicationBackend):
         try:
             # Nothing is issued while this rank waits: what is alone now stays so.
             session = self._session
-            advance = work.advance if session.count_pending() == 1 else session.progress
+            advance = work.advance if len(session.under_way()) == 1 else session.progress
             polled, is_slow = 0.0, False
             for _ in range(1 if job.crowded else _QUICK_ROUNDS):
                 for _ in range(1 if job.crowded else _QUICK_POLLS):
@@ -335,8 +336,7 @@ class MPICommunicationBackend(CommunicationBackend):
                 raise self._session.broken
             if not work.done and self._needs(work, rank, last):
                 gone, me = self.world_ranks[rank], self.world_ranks[self._rank]
-                records = self._joined()[0].ending.records()
-                text = describe_departure(gone, last, me, work.awaited, records)
+                text = describe_departure(gone, last, me, work.awaited, self._records())
                 self._ended = PeerError(text, gone)
                 raise self._ended
 
@@ -359,7 +359,7 @@ class MPICommunicationBackend(CommunicationBackend):
         before = self.status.awaited
         self.status.wait(call)
         try:
-            with self._joined()[0].wait(lambda: in_call(call)):
+            with self._joined()[0].wait(lambda: call.where):
                 yield
         finally:
             if before is None:
@@ -367,8 +367,8 @@ class MPICommunicationBackend(CommunicationBackend):
             else:
                 self.status.wait(before)
 
-    def _parting(self, sequence: int) -> str:
-        return parting(self._joined()[0].ending.records(), self.label, upto=sequence)
+    def _records(self) -> list[RankRecord]:
+        return self._joined()[0].ending.records()
 
     # -------------------------------------------------------------------------------- collectives
 
@@ -409,7 +409,7 @@ class MPICommunicationBackend(CommunicationBackend):
         child._job = job
         child._nodes = number_nodes([self._nodes[rank] for _, rank in members])
         child._world_ranks = tuple(self.world_ranks[rank] for _, rank in members)
-        memory = yield from self._share(group, share_group_memory(self._mpi, data, child._nodes))
+        memory = yield from share_group_memory(self._mpi, data, group.in_flight, child._nodes)
         child._group = Group(self._mpi, comm, data, child._reducer, memory)
         return child
 
@@ -427,17 +427,8 @@ class MPICommunicationBackend(CommunicationBackend):
         yield from self._collectives.open(call)
         # Requests on the communicator of data: all that was issued before is through then.
         yield from self._collectives.turn(call)
-        steps = share_memory(self._mpi, group.data, self.peers[0], nbytes)
-        return (yield from self._share(group, steps))
-
-    def _share(self, group: Group, steps: Requests) -> Steps:
-        """Take the ``steps`` to shared memory, and wait for each request as for any other."""
-        while True:
-            try:
-                request = next(steps)
-            except StopIteration as stop:
-                return stop.value
-            yield group.keep(request, steps)  # and its buffers
+        steps = share_memory(self._mpi, group.data, group.in_flight, self.peers[0], nbytes)
+        return (yield from steps)
 
     # ---------------------------------------------------------------------------- point to point
 

@@ -28,10 +28,9 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
 from mpishard.communication.contract.status import PLACE_BYTES, decode_place, encode_place
-from mpishard.communication.contract.work import Steps
+from mpishard.communication.contract.work import Condition, Steps
 from mpishard.communication.mpi.group import Channel, Group
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
-from mpishard.communication.mpi.messages import Condition
 from mpishard.errors import CollectiveMismatchError, OutMismatchError
 from mpishard.layout import ShardLayout, even_sizes
 

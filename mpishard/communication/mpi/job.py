@@ -17,11 +17,10 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.call import Call
 from mpishard.communication.contract.matching import grouped, who
-from mpishard.communication.contract.records import RankState
-from mpishard.communication.contract.status import StatusReader
+from mpishard.communication.contract.status import RankState, StatusReader
 from mpishard.communication.contract.work import Session
-from mpishard.communication.diagnostics.stall import unfinished
 from mpishard.communication.failure.abort import EXIT_LIMIT, Ending, flush_output, say
+from mpishard.communication.failure.stall import unfinished
 from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.group import CUT_OFF, Group
 from mpishard.communication.mpi.ulfm import Ulfm, is_loss

@@ -16,8 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from mpishard import settings
-from mpishard.communication.contract.records import RankState
-from mpishard.communication.contract.status import own_page
+from mpishard.communication.contract.status import RankState, own_page
 from mpishard.communication.failure.abort import finalizing, flush_output
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError

@@ -22,16 +22,7 @@ from mpishard.communication.contract.call import DTYPES, refuse_other_message
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
 
-__all__ = [
-    "Bytes",
-    "Condition",
-    "Message",
-    "MessageChannel",
-    "Messages",
-    "Pending",
-    "ScratchPool",
-    "post_bytes",
-]
+__all__ = ["Bytes", "Message", "MessageChannel", "Messages", "Pending", "ScratchPool", "post_bytes"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -61,18 +52,6 @@ def post_bytes(mpi: Any, post: Callable[..., Any], buffer: Any, *where: int) -> 
     request = post([buffer, 1, whole], *where)
     whole.Free()  # MPI keeps it until the message is through
     return request
-
-
-class Condition(Waitable):
-    """A question that is asked until the answer is yes."""
-
-    __slots__ = ("_happened",)
-
-    def __init__(self, happened: Callable[[], bool]) -> None:
-        self._happened = happened
-
-    def test(self) -> bool:
-        return self._happened()
 
 
 class Pending(Waitable):
@@ -271,16 +250,6 @@ class Incoming:
             self.data = buffer[_HEAD_BYTES : _HEAD_BYTES + self.nbytes].copy()
 
 
-class Stream:
-    """The messages from one rank with one tag."""
-
-    __slots__ = ("arrived", "turns")
-
-    def __init__(self) -> None:
-        self.turns: deque[object] = deque()  # receives that want a message, oldest first
-        self.arrived: Incoming | None = None  # read, and taken by nobody yet
-
-
 class Messages:
     """The messages of one rank in one group: those under way, and those not taken yet.
 
@@ -298,7 +267,8 @@ class Messages:
         self._mpi, self._comm = mpi, comm
         self._in_flight = in_flight
         self._waiting: deque[Pending] = deque()  # copies that MPI has not taken yet
-        self._streams: dict[tuple[int, int], Stream] = {}
+        # By source and tag: read, and taken by nobody yet.
+        self._arrived: dict[tuple[int, int], Incoming] = {}
         self.sent = np.zeros(comm.Get_size(), np.int64)
         """Number of MPI messages sent to each rank."""
         self.taken = np.zeros(comm.Get_size(), np.int64)
@@ -344,34 +314,25 @@ class Messages:
     def receive(
         self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None, sender: int
     ) -> Steps:
-        """Take the next message that no earlier receive takes: its array, and its `on_device`.
+        """Take the next message: its array, and its `on_device`.
 
         ``sender`` is what errors call ``source``: its number in the root world.
         """
-        stream = self._streams.setdefault((source, tag), Stream())
-        turn = object()
-        stream.turns.append(turn)
-        try:
-            yield Condition(lambda: stream.turns[0] is turn)
-            if stream.arrived is None:
-                head = _Probe(self, source, tag)
-                yield head
-                stream.arrived = Incoming(head.read())
-            incoming = stream.arrived
-            # What is refused, or given up, stays in the stream for the next receive.
-            refuse_other_message(incoming.size, incoming.dtype, count, dtype, sender, tag)
-            if incoming.data is None:
-                data = _Probe(self, source, _DATA_TAGS + tag)
-                yield data
-                incoming.data = np.empty(incoming.nbytes, np.uint8)
-                incoming.pending = data.read_into(incoming.data)
-            if incoming.pending is not None:
-                yield incoming.pending
-            stream.arrived = None
-        finally:
-            stream.turns.remove(turn)
-            if not stream.turns and stream.arrived is None:
-                self._streams.pop((source, tag), None)
+        incoming = self._arrived.get((source, tag))
+        if incoming is None:
+            head = _Probe(self, source, tag)
+            yield head
+            incoming = self._arrived[source, tag] = Incoming(head.read())
+        # What is refused, or given up, stays for the next receive.
+        refuse_other_message(incoming.size, incoming.dtype, count, dtype, sender, tag)
+        if incoming.data is None:
+            data = _Probe(self, source, _DATA_TAGS + tag)
+            yield data
+            incoming.data = np.empty(incoming.nbytes, np.uint8)
+            incoming.pending = data.read_into(incoming.data)
+        if incoming.pending is not None:
+            yield incoming.pending
+        del self._arrived[source, tag]
         return incoming.data.view(incoming.dtype).reshape(incoming.shape), incoming.on_device
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NoReturn, Self
 
@@ -23,11 +24,11 @@ from mpishard.arrays import (
 )
 from mpishard.communication.contract.arena import anonymous_memory
 from mpishard.communication.contract.backend import CommunicationBackend
-from mpishard.communication.contract.call import Call, Kind, place_after, refuse_other_message
-from mpishard.communication.contract.records import RankState
-from mpishard.communication.contract.work import CollectiveWork, Steps, Work
-from mpishard.communication.diagnostics.stall import describe_departure, describe_stall, parting
-from mpishard.communication.threads.world import Awaited, Failure, Message, Receive, World
+from mpishard.communication.contract.call import Call, place_after, refuse_other_message
+from mpishard.communication.contract.status import RankRecord, RankState
+from mpishard.communication.contract.work import Condition, Steps, Transfer, Work
+from mpishard.communication.failure.stall import describe_departure, describe_stall
+from mpishard.communication.threads.world import Failure, Message, Rendezvous, World
 from mpishard.communication.tracing.recorder import stop_recording
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
@@ -180,7 +181,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         for member in self._session.worlds():
             for work in member._pending:
                 if not work.done:
-                    work.fail(failure.error(f"{work.name} cannot complete", self._me))
+                    work.fail(failure.error(f"{work.awaited.name} cannot complete", self._me))
         world.end(failure)
 
     def _shrink(self) -> Self:
@@ -214,17 +215,14 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _drive(self, work: Work) -> None:
         world = self._joined()
         deadline = world.clock.now() + (self._timeout or math.inf)
-        # Nothing is issued while this rank waits: no other world has anything to go on with.
-        family = [w for w in self._session.worlds() if w._pending or w._transfers]
         try:
             while True:
-                for member in family:
-                    member.progress()
+                self._session.progress()
                 if work.done:
                     return
                 with world.lock:
-                    under_way = [w for m in family for w in (*m._pending, *m._transfers)]
-                    if not any(w.waitable is not None and w.waitable.test() for w in under_way):
+                    waitables = [w.waitable for w in self._session.under_way()]
+                    if not any(waitable.test() for waitable in waitables if waitable is not None):
                         if self.status.awaited is None:
                             self.status.wait(work.awaited)
                         self._raise_if_hopeless(work)
@@ -238,9 +236,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         """Raise if a rank that ``work`` waits for failed or left. Needs the lock."""
         world = self._joined()
         if world.failures:
-            raise world.failures[0].error(f"{work.name} cannot complete", self._me)
-        assert isinstance(work.waitable, Awaited)
-        for local in work.waitable.missing():
+            raise world.failures[0].error(f"{work.awaited.name} cannot complete", self._me)
+        for local in self._missing(work):
             if local in world.left:
                 wait = self._me, work.awaited, world.records()
                 rank = world.global_ranks[local]
@@ -251,11 +248,17 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                     work, f"is alone in this process, and would wait for ever {work.where}"
                 )
 
+    def _missing(self, work: Work) -> list[int]:
+        """The ranks that ``work`` waits for."""
+        if isinstance(work, Transfer):
+            return [self.world_ranks.index(work.awaited.peer)]
+        assert isinstance(work.waitable, Rendezvous)
+        return work.waitable.missing()
+
     def _give_up(self, work: Work, wait: str) -> NoReturn:
         """Raise because ``work`` takes too long: the rank's ``wait`` in words. Needs the lock."""
         world = self._joined()
-        assert isinstance(work.waitable, Awaited)
-        absent = work.waitable.missing()
+        absent = self._missing(work)
         missing = [world.global_ranks[local] for local in absent]
         hint = "" if any(local in world.members for local in absent) else (
             f"; ranks in memory are threads of one process: mpishard.run_in_threads("
@@ -265,19 +268,19 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             f"rank {self._me} {wait}; ranks {missing} did not arrive{hint}. "
             f"{describe_stall(world.records())}"
         )
-        if isinstance(work, CollectiveWork):
+        if not isinstance(work, Transfer):
             # The ranks are out of step from here on. Those that have waited nearly as long
             # are told now, and late ones when they come. A message may still be received.
             world.end(Failure(missing[0], text, CollectiveTimeoutError))
         raise CollectiveTimeoutError(text)
 
-    def _parting(self, sequence: int) -> str:
-        return parting(self._joined().records(), self.label, upto=sequence)
+    def _records(self) -> list[RankRecord]:
+        return self._joined().records()
 
-    def _admit(self, kind: Kind, sequence: int) -> None:
+    def _admit(self, call: Call) -> None:
         # The rank that failed may go on, after abort(): its peers need not wait for it.
         for failure in self._joined().failures:
-            raise failure.error(f"{kind.label} is called after a failure", self._me)
+            raise failure.error(f"{call.kind.label} is called after a failure", self._me)
 
     # ------------------------------------------------------------------------------- collectives
 
@@ -448,32 +451,24 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _post(self, array: Array, destination: int, tag: int, *, is_copy: bool) -> Message:
         synchronize(array)
-        world, message = self._joined(), Message(array, destination, is_copy)
+        world, message = self._joined(), Message(array, is_copy)
         with world.lock:
-            world.channel(self._rank, destination, tag).messages.append(message)
+            world.messages.setdefault((self._rank, destination, tag), deque()).append(message)
             world.wake([destination])
         return message
 
     def _steps_receive(
         self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
     ) -> Steps:
-        world = self._joined()
+        world, address = self._joined(), (source, self._rank, tag)
+        yield Condition(lambda: address in world.messages)
         with world.lock:
-            channel = world.channel(source, self._rank, tag)
-            receive = Receive(channel, source)
-            channel.receives.append(receive)
-        try:
-            yield receive
-            with world.lock:
-                array, sender = channel.messages[0].array, world.global_ranks[source]
-                refuse_other_message(array.size, array.dtype, count, dtype, sender, tag)
-                message = channel.messages.popleft()
-        finally:
-            with world.lock:
-                channel.receives.remove(receive)
-                # Else each tag that was ever used would keep a channel.
-                if not channel.receives and not channel.messages:
-                    world.channels.pop((source, self._rank, tag), None)
+            messages = world.messages[address]
+            array, sender = messages[0].array, world.global_ranks[source]
+            refuse_other_message(array.size, array.dtype, count, dtype, sender, tag)
+            message = messages.popleft()
+            if not messages:
+                del world.messages[address]
         content = message.open()
         if not message.is_copy:
             with world.lock:  # the sender may wait for it

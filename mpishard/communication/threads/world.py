@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,14 +18,13 @@ from mpishard import settings
 from mpishard.arrays import Array, beside, synchronize
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
-from mpishard.communication.contract.records import RankRecord
-from mpishard.communication.contract.status import StatusPage
+from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.failure.report import short_traceback
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
-__all__ = ["NO_RANK", "Awaited", "Channel", "Failure", "Message", "Receive", "Rendezvous", "World"]
+__all__ = ["NO_RANK", "Failure", "Message", "Rendezvous", "World"]
 
 NO_RANK = -1
 """The rank of a failure in a thread that is no rank."""
@@ -37,17 +35,9 @@ _ABSENT = object()
 _losses = itertools.count()
 
 
-class Awaited(Waitable):
-    """An act of other thread-ranks. Its test needs no lock."""
-
-    @abstractmethod
-    def missing(self) -> list[int]:
-        """The ranks that have not acted yet."""
-
-
 @dataclass(slots=True, eq=False)
-class Rendezvous(Awaited):
-    """A point that all ranks pass, with the value that each leaves there."""
+class Rendezvous(Waitable):
+    """A point that all ranks pass, with the value that each leaves there. Tested without a lock."""
 
     values: list[Any]
     arrived: int = 0
@@ -57,34 +47,29 @@ class Rendezvous(Awaited):
         return self.arrived == len(self.values)
 
     def missing(self) -> list[int]:
+        """The ranks that have not come yet."""
         return [rank for rank, value in enumerate(self.values) if value is _ABSENT]
 
 
 @dataclass(slots=True, eq=False)
-class Message(Awaited):
+class Message(Waitable):
     """A message on its way. Its sender may wait until the receiver has copied it.
 
     Parameters
     ----------
     array : Array
         The content.
-    receiver : int
-        The rank that it is sent to.
     is_copy : bool
         Whether the array is nobody else's. The sender's own is copied when it is received.
     """
 
     array: Array
-    receiver: int
     is_copy: bool
     is_taken: bool = False
 
     def test(self) -> bool:
         """Whether the receiver has copied it."""
         return self.is_taken
-
-    def missing(self) -> list[int]:
-        return [self.receiver]
 
     def open(self) -> Array:
         """The content, as an array of the receiver's own."""
@@ -94,29 +79,6 @@ class Message(Awaited):
         content = content.copy() if content is self.array else content
         synchronize(content)  # the sender may use its memory for something else after this
         return content
-
-
-@dataclass(slots=True)
-class Channel:
-    """Messages of one sender, receiver and tag, and the receives that wait for them, in order."""
-
-    messages: deque[Message] = field(default_factory=deque)
-    receives: deque[Receive] = field(default_factory=deque)
-
-
-@dataclass(slots=True, eq=False)
-class Receive(Awaited):
-    """The place in line of one receive."""
-
-    channel: Channel
-    sender: int
-
-    def test(self) -> bool:
-        """Whether it stands first in line and a message has come."""
-        return bool(self.channel.messages) and self.channel.receives[0] is self
-
-    def missing(self) -> list[int]:
-        return [self.sender]
 
 
 @dataclass(slots=True)
@@ -153,6 +115,7 @@ class World:
     Worlds split from one another share ``pages``, ``bells``, ``clock``, ``lock`` and ``failures``,
     so that a failure in any of them wakes every rank, and a report shows what each rank does in
     all. ``bells`` has a condition of that lock for each rank of the root world.
+    ``messages`` holds those that were not received yet by (sender, receiver, tag), oldest first.
     Members are backends; ``left`` holds the last collective of each rank that has left; ``lost``
     the ranks that failed; ``survivors`` those that wait in `shrink`; ``heirs`` the ranks of the
     world that comes after this one, called ``heir_name``, once all survivors have come.
@@ -167,7 +130,7 @@ class World:
     clock: RunningClock = field(default_factory=RunningClock)
     failures: list[Failure] = field(default_factory=list)
     rendezvous: dict[tuple[int, int], Rendezvous] = field(default_factory=dict)
-    channels: dict[tuple[int, int, int], Channel] = field(default_factory=dict)
+    messages: dict[tuple[int, int, int], deque[Message]] = field(default_factory=dict)
     members: dict[int, Any] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
@@ -256,10 +219,6 @@ class World:
         with self.lock:
             self.failures.append(failure)
             self.wake_all()
-
-    def channel(self, sender: int, receiver: int, tag: int) -> Channel:
-        """The messages of ``sender`` to ``receiver`` that wait. Needs the lock."""
-        return self.channels.setdefault((sender, receiver, tag), Channel())
 
     def absent(self) -> set[int]:
         """The ranks that neither failed nor left, nor wait in `shrink`. Needs the lock."""

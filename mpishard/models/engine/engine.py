@@ -327,11 +327,15 @@ class Engine:
         # The weight is a sum over all ranks, so that every rank raises this or none.
         if total_weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
-        # Gradients are sums over samples; the norm that is reported and clipped is the mean's.
-        norm = math.sqrt(squared) / total_weight
-        report = StepReport(self.mean(total, total_weight), total_weight, norm)
+        report = self._report(total, total_weight, squared)
         self._update(rule, report)
         return report
+
+    def _report(self, total: float, weight: float, squared: float) -> StepReport:
+        """The report of sums over samples: of losses, weights, and of squares of their gradient."""
+        # The norm that is reported and clipped is the mean gradient's.
+        norm = math.sqrt(squared) / weight if weight else 0.0
+        return StepReport(self.mean(total, weight), weight, norm)
 
     def _counted(self) -> Sequence[Piece]:
         """The pieces that this rank counts in a norm over all ranks; together they are all."""
@@ -380,22 +384,18 @@ class Engine:
         total, weight, _ = self.round.totals(own, loss, settings, step)
         if weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
-        norm = 0.0
-        own_loss, own_weight, squared = (float(value) for value in replica)
+        mine = self._report(*map(float, replica))
         try:
-            if own_weight:
-                norm = math.sqrt(squared) / own_weight
-                self._change(
-                    rule, gradients, StepReport(self.mean(own_loss, own_weight), own_weight, norm)
-                )
+            if mine.weight:
+                self._change(rule, gradients, mine)
                 # Its weight, for the mean of the replicas later.
-                self.replicas.drift(own_weight)
+                self.replicas.drift(mine.weight)
         finally:
             if self.replica.across is not None:
                 self.gradients.finish()
         self._publish()
         self._end_round()
-        return StepReport(self.mean(total, weight), weight, norm)
+        return StepReport(self.mean(total, weight), weight, mine.gradient_norm)
 
     def apply(self, gradient: Array, rule: Rule) -> None:
         """Update with a given gradient of the mean loss instead of computing one.
@@ -493,8 +493,7 @@ class Engine:
         if not (math.isfinite(total) and math.isfinite(squared)):
             what = f"the loss or the gradient of rank {self.backend.rank} is not finite"
             self.round.refuse_nonfinite(what, self.step_number + 1)
-        norm = math.sqrt(squared) / total_weight if total_weight else 0.0
-        report = StepReport(self.mean(total, total_weight), total_weight, norm)
+        report = self._report(total, total_weight, squared)
         self._change(rule, gradients, report)
         # Its weight, for the mean of the replicas that `synchronize_replicas` makes later.
         self.replicas.drift(total_weight)

@@ -197,7 +197,7 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         if isinstance(state, _StaleState):
             state.wait_for_slow_ranks()
             start = self.rank * len(x) if sample_start is None else sample_start
-            return state.model.engine.step(x, y, state.update, sample_start=start, alone=True)
+            return state.engine.step(x, y, state.update, sample_start=start, alone=True)
         report = super()._run_step(state, x, y, sample_start)
         if isinstance(state, DelayedState) and report.gradient_norm is not None:
             return replace(report, gradient_norm=state.norm)
@@ -275,7 +275,7 @@ class _StaleState(ModelState):
         self.clocks = [0] * size
 
     def _updated_pieces(self) -> tuple[Piece, ...]:
-        return self.model.engine.pieces.owned
+        return self.engine.pieces.owned
 
     # ------------------------------------------------------------------------------------- steps
 
@@ -287,12 +287,12 @@ class _StaleState(ModelState):
             while rank not in self._closed and self.clocks[rank] < mine - self._staleness:
                 self._take(rank, self._next_message(rank).wait())
         if self._has_taken:
-            self.model.engine.changed()
+            self.engine.changed()
             self._has_taken = False
 
     def update(self, updates: list[Update], report: StepReport) -> None:
         """Send this rank's gradient to the owners, and update the piece that this rank owns."""
-        engine, rank = self.model.engine, self.model.rank
+        engine, rank = self.engine, self.model.rank
         assert isinstance(engine.gradients, ReplicatedGradients)
         engine.replicas.drift(1.0)
         self.clocks[rank] += 1
@@ -319,7 +319,7 @@ class _StaleState(ModelState):
         if not weight:  # no samples; it counts, so that all owners count alike
             self.steps += 1
             return
-        engine = self.model.engine
+        engine = self.engine
         starts, position = {}, 0
         for piece in self._owned[self.model.rank]:
             starts[piece.unit.index] = position - piece.start
@@ -334,7 +334,7 @@ class _StaleState(ModelState):
     # ---------------------------------------------------------------------------------- messages
 
     def _send(self, other: int, gradient: Array, weight: float, clock: float) -> None:
-        mine = self.model.engine.parameters.owned(self._owned[self.model.rank])
+        mine = self.engine.parameters.owned(self._owned[self.model.rank])
         dtype = self.model.dtype
         message = np.concatenate([gradient, *mine, np.array([weight, clock], dtype)])
         self._group.send_async(message, other)  # which keeps the message until it has gone
@@ -364,7 +364,7 @@ class _StaleState(ModelState):
         own = self._lengths[self.model.rank]
         position = own
         pieces = self._owned[rank]
-        for piece, values in zip(pieces, self.model.engine.parameters.owned(pieces), strict=True):
+        for piece, values in zip(pieces, self.engine.parameters.owned(pieces), strict=True):
             values[...] = message[position : position + piece.length]
             position += piece.length
         weight, clock = float(message[-2]), float(message[-1])

@@ -190,7 +190,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         state.last_gradient = None
         report = self._run_step(state, x, y, sample_start)
         if report.gradient_norm is not None:
-            state.last_gradient = report.weight, model.engine.version
+            state.last_gradient = report.weight, state.engine.version
         return report
 
     def _run_step(
@@ -199,7 +199,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """Make the step of a checked batch. Collective."""
         if isinstance(state.rule, SearchRule):
             return search_step(state, x, y, sample_start)
-        return state.model.engine.step(
+        return state.engine.step(
             x, y, state.update, sample_start=sample_start, settings=state.settings()
         )
 

@@ -215,7 +215,6 @@ class _CompressedState(ModelState):
     ) -> None:
         super().__init__(rule, model, frozen)
         self._code, self._seed, self._choices = code, seed, choices
-        self._kind = f"optimizer/{type(rule).__name__}"
         self._across = model.engine.replica.across or model.backend
         self._writers = self._across.world_size  # replicas of a checkpoint that is read
         self._read: list[Array] = []
@@ -223,7 +222,7 @@ class _CompressedState(ModelState):
         model.engine.lend_gradients("GradientCompressionOptimizer", self._make_store)
 
     def _make_store(self, layout: StoreLayout) -> ExchangedGradients:
-        engine = self.model.engine
+        engine = self.engine
         numbers = {entry.name: n for n, entry in enumerate(engine.placement.entries)}
 
         def make(across: CommunicationBackend, parts: tuple[Part, ...]) -> CompressedSums:
@@ -243,14 +242,14 @@ class _CompressedState(ModelState):
         size, rank = self._across.world_size, self._across.rank
         errors = self.errors
         mine = self._regions_of(errors.own, errors.own_pieces, writes=True)
-        own = {f"{self._kind}/error{r}": mine if r == rank else [] for r in range(size)}
+        own = {f"{self.kind}/error{r}": mine if r == rank else [] for r in range(size)}
         sums = self._regions_of(errors.reduced, errors.reduced_pieces, writes=True)
-        return {**super().arrays_to_write(), **own, f"{self._kind}/reduced_error": sums,
+        return {**super().arrays_to_write(), **own, f"{self.kind}/reduced_error": sums,
                 **self._factor_regions(writes=True)}  # fmt: skip
 
     def expect(self, kinds: Collection[str]) -> None:
         """Learn from the kinds of a checkpoint how many replicas wrote it."""
-        pattern = re.compile(re.escape(self._kind) + r"/error\d+")
+        pattern = re.compile(re.escape(self.kind) + r"/error\d+")
         self._writers = sum(bool(pattern.fullmatch(kind)) for kind in kinds)
 
     def arrays_to_read(self) -> Pieces:
@@ -259,13 +258,13 @@ class _CompressedState(ModelState):
         found: dict[str, Any] = {}
         self._read = []
         for r in range(self._writers or size):
-            found[f"{self._kind}/error{r}"] = []
+            found[f"{self.kind}/error{r}"] = []
             if r % size == rank:
                 self._read.append(np.zeros_like(errors.own))
                 regions = self._regions_of(self._read[-1], errors.own_pieces, writes=False)
-                found[f"{self._kind}/error{r}"] = regions
+                found[f"{self.kind}/error{r}"] = regions
         sums = self._regions_of(errors.reduced, errors.reduced_pieces, writes=False)
-        return {**super().arrays_to_read(), **found, f"{self._kind}/reduced_error": sums,
+        return {**super().arrays_to_read(), **found, f"{self.kind}/reduced_error": sums,
                 **self._factor_regions(writes=False)}  # fmt: skip
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
@@ -284,7 +283,7 @@ class _CompressedState(ModelState):
         self, vector: Array, pieces: Iterable[Piece], *, writes: bool
     ) -> Sequence[tuple[Any, Array]]:
         """Return the trained regions of a vector of ``pieces``; of copies on a mesh one."""
-        engine, found = self.model.engine, []
+        engine, found = self.engine, []
         for piece in pieces:
             trained = engine.program.trained([piece])
             for part in written_here(trained, engine.placement) if writes else trained:
@@ -311,7 +310,7 @@ class _CompressedState(ModelState):
         """
         if not isinstance(self._code, PowerSGD):
             return {}
-        engine, errors = self.model.engine, self.errors
+        engine, errors = self.engine, self.errors
         self._factors = vector = np.zeros(engine.layout.length, engine.layout.dtype)
         if writes:
             for name, place, _ in self._factor_places():
@@ -319,4 +318,4 @@ class _CompressedState(ModelState):
                     vector[place] = errors.factors[name].ravel()
         pieces = errors.own_pieces if not writes or self._across.rank == 0 else ()
         whole = [replace(piece, offset=piece.start) for piece in pieces]
-        return {f"{self._kind}/factors": self._regions_of(vector, whole, writes=writes)}
+        return {f"{self.kind}/factors": self._regions_of(vector, whole, writes=writes)}

@@ -58,21 +58,20 @@ class DelayedState(ModelState):
         self.norm = 0.0
         self._delay = delay
         self._weights: list[float] = []  # of the gradients under way, oldest first
-        self._kind = f"optimizer/{type(rule).__name__}/delayed"
         self._saved = 0  # gradients in a checkpoint that is read
         self._read: list[list[Array]] = []
         model.engine.lend_gradients(user, self._make_store)
 
     def _make_store(self, layout: StoreLayout) -> ExchangedGradients:
         return make_exchanged_store(
-            self.model.engine, layout,
+            self.engine, layout,
             lambda across, parts: DelayedSums(across, parts, layout, self._delay),
         )  # fmt: skip
 
     @property
     def _store(self) -> ExchangedGradients:
         # Looked up: the engine makes it anew if other parameters are frozen.
-        store = self.model.engine.gradients
+        store = self.engine.gradients
         assert isinstance(store, ExchangedGradients)
         return store
 
@@ -127,10 +126,10 @@ class DelayedState(ModelState):
     @property
     def _own_pieces(self) -> tuple[Piece, ...]:
         """The trained pieces of the gradients under way that this rank has."""
-        return self.model.engine.program.trained([part.piece for part in self.sums.parts])
+        return self.engine.program.trained([part.piece for part in self.sums.parts])
 
     def arrays_to_write(self) -> Pieces:
-        engine = self.model.engine
+        engine = self.engine
         # All replicas have the same sums.
         pieces = engine.pieces.to_write(engine.program) if engine.is_writer else ()
         gradients = self.sums.under_way(pieces)
@@ -138,7 +137,9 @@ class DelayedState(ModelState):
 
     def expect(self, kinds: Collection[str]) -> None:
         """Learn from the kinds of a checkpoint how many gradients were under way."""
-        found = sum(bool(re.fullmatch(re.escape(self._kind) + r"\d+", kind)) for kind in kinds)
+        found = sum(
+            bool(re.fullmatch(re.escape(self.kind) + r"/delayed\d+", kind)) for kind in kinds
+        )
         self._saved = found if self._delay else 0  # with no delay a checkpoint with any is refused
 
     def arrays_to_read(self) -> Pieces:
@@ -150,7 +151,7 @@ class DelayedState(ModelState):
     def _regions_of(self, pieces: Iterable[Piece], gradients: Iterable[list[Array]]) -> Pieces:
         """Return the regions of the gradients under way, by kind."""
         return {
-            f"{self._kind}{number}": self.model.engine.placement.cut(
+            f"{self.kind}/delayed{number}": self.engine.placement.cut(
                 (piece.start, part) for piece, part in zip(pieces, parts, strict=True)
             )
             for number, parts in enumerate(gradients)

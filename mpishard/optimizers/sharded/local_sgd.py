@@ -190,7 +190,7 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         assert isinstance(state, LocalState)
         before = state.steps
         state.begin_step()
-        report = state.model.engine.step(
+        report = state.engine.step(
             x, y, state.update, sample_start=sample_start, settings=state.settings(), apart=True
         )
         if report.gradient_norm is None:  # the step added to a round

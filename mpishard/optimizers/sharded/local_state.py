@@ -91,7 +91,6 @@ class LocalState(ModelState):
         self.since = 0
         self._given = settings
         self._outer = settings.outer
-        self._kind = f"optimizer/{type(rule).__name__}"
         self._writers = 1  # replicas of a checkpoint that is read
         self._read: list[tuple[int, dict[str, Array]]] = []
         engine = model.engine
@@ -111,7 +110,7 @@ class LocalState(ModelState):
 
     def _make_fragments(self) -> list[_Fragment]:
         """Cut the trained units into fragments of about the same length, in order."""
-        engine, given = self.model.engine, self._given
+        engine, given = self.engine, self._given
         count, period = given.fragments, given.synchronization_period
         frozen = engine.gradients.layout.frozen
         parts = [part for part in engine.layout.pieces(sharded=self._is_grouped)
@@ -145,20 +144,20 @@ class LocalState(ModelState):
         name, dtype = self._given.exchange, self.model.dtype
         if name in (None, dtype.name):
             return ExactExchange(self._across, part, in_place=not self._given.overlap)
-        ledger = self.model.engine.layout.ledger
+        ledger = self.engine.layout.ledger
         return CodedExchange(self._across, part, CODES[name], dtype, ledger)
 
     # ---------------------------------------------------------------------------------- exchanges
 
     def begin_step(self) -> None:
         """Remember the parameters, if all replicas have become equal since the last look."""
-        agreements = self.model.engine.replicas.agreements
+        agreements = self.engine.replicas.agreements
         if agreements == self._agreements:
             return
         self._agreements, self.since, self._under_way = agreements, 0, None
         for fragment in self._fragments:
             fragment.used = 0.0
-            values = self.model.engine.parameters.owned(fragment.parts)
+            values = self.engine.parameters.owned(fragment.parts)
             for exchange, agreed in zip(fragment.exchanges, values, strict=True):
                 exchange.agree(agreed)
             self._take_anchor(fragment, values)
@@ -212,11 +211,11 @@ class LocalState(ModelState):
                 self._answer(fragment)
                 self._finish(fragment)
         self.since = 0
-        self.model.engine.mark_equal()
+        self.engine.mark_equal()
 
     def _begin(self, fragment: _Fragment) -> bool:
         """Send this replica's share of the mean, unless no replica has used a sample."""
-        engine = self.model.engine
+        engine = self.engine
         used = engine.replicas.weight
         weight, fragment.used = used - fragment.used, used
         # Of all ranks: on a node those of a replica may still read the memory changed below. One
@@ -243,7 +242,7 @@ class LocalState(ModelState):
 
     def _finish(self, fragment: _Fragment) -> None:
         """Take what all replicas have agreed on: with steps since then, half of it."""
-        engine = self.model.engine
+        engine = self.engine
         mixes = self.since > fragment.began
         found = [exchange.result() for exchange in fragment.exchanges]
         self._take_anchor(fragment, found)
@@ -264,7 +263,7 @@ class LocalState(ModelState):
         self, outer: Optimizer, fragment: _Fragment, means: Mapping[int, Array]
     ) -> None:
         """Update the anchor by the change of the mean, and write it to ``means``. Collective."""
-        engine = self.model.engine
+        engine = self.engine
         fragment.count += 1
         starts = {e.part.unit.index: e.part.start + e.own.start for e in fragment.exchanges}
         ranges, targets = [], []
@@ -289,7 +288,7 @@ class LocalState(ModelState):
     # Kinds: "<state name>@<r>" of replica r, and "outer_<state name>".
 
     def arrays_to_write(self) -> Pieces:
-        engine, across = self.model.engine, self._across
+        engine, across = self.engine, self._across
         pieces = engine.pieces
         mine = self._regions(pieces.to_write(engine.program) if self._is_grouped
                              else pieces.updated)  # fmt: skip
@@ -299,12 +298,12 @@ class LocalState(ModelState):
 
     def expect(self, kinds: Collection[str]) -> None:
         """Learn from the kinds of a checkpoint how many replicas it has."""
-        pattern = re.compile(re.escape(self._kind) + r"/\w+@(\d+)")
+        pattern = re.compile(re.escape(self.kind) + r"/\w+@(\d+)")
         found = [int(match[1]) for kind in kinds if (match := pattern.fullmatch(kind))]
         self._writers = 1 + max(found, default=self._across.world_size - 1)
 
     def arrays_to_read(self) -> Pieces:
-        pieces = self.model.engine.pieces.updated
+        pieces = self.engine.pieces.updated
         size, rank = self._across.world_size, self._across.rank
         self._read = []
         found: dict[str, Any] = {}
@@ -315,9 +314,9 @@ class LocalState(ModelState):
                 regions: Any = []
                 if mine:
                     vectors[name] = array_namespace(vector).zeros_like(vector)
-                    placement = self.model.engine.placement
+                    placement = self.engine.placement
                     regions = placement.cut((p.start, vectors[name][p.in_shard]) for p in pieces)
-                found[f"{self._kind}/{name}@{r}"] = regions
+                found[f"{self.kind}/{name}@{r}"] = regions
             if mine:
                 self._read.append((r, vectors))
         return {**found, **self._outer_regions(self._pieces)}
@@ -325,7 +324,7 @@ class LocalState(ModelState):
     def _outer_regions(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the outer state but for the anchor, which are the parameters."""
         return {
-            f"{self._kind}/outer_{name}": self.model.engine.placement.cut(
+            f"{self.kind}/outer_{name}": self.engine.placement.cut(
                 (p.start, vector[p.in_shard]) for p in pieces
             )
             for name, vector in self._outer_state.items()

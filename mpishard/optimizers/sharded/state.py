@@ -49,6 +49,10 @@ class ModelState(CheckpointState):
 
     Attributes
     ----------
+    kind : str
+        First part of the kinds of its arrays in a checkpoint, which names the rule.
+    engine : Engine
+        The model's. Calls that may come after ``model.close()`` ask the model, which refuses them.
     pieces : tuple of Piece
         The pieces that this rank updates.
     parts : list of (tuple of Segment, dict of str to Array)
@@ -71,13 +75,14 @@ class ModelState(CheckpointState):
         self.rule = rule
         self.model = model
         self.frozen = frozen
+        self.kind = f"optimizer/{type(rule).__name__}"
         self.steps = 0
         self.numbers: dict[str, Any] = {}
         self.last_gradient: tuple[float, int] | None = None
         # Setting options makes a new object, so that a step compares identities only.
         self._options = rule.parameter_options
         self._described = rule.checked_options.description  # the options of `frozen`
-        engine = model.engine
+        self.engine = engine = model.engine
         # Before the vectors are made: frozen parameters get no memory in them.
         if engine.program.frozen != frozen:
             engine.freeze(frozen)
@@ -108,7 +113,7 @@ class ModelState(CheckpointState):
 
     def _updated_pieces(self) -> tuple[Piece, ...]:
         """Return the pieces that this rank updates."""
-        return self.model.engine.pieces.updated
+        return self.engine.pieces.updated
 
     @staticmethod
     def frozen_of(rule: Optimizer, model: ShardedModelBase) -> frozenset[str]:
@@ -144,8 +149,9 @@ class ModelState(CheckpointState):
                         "with new state, or give the options to an optimizer of their own"
                     )
             self._options, self._described = options, description
-        if self.model.engine.program.frozen != self.frozen:
-            self.model.engine.freeze(self.frozen)
+        engine = self.model.engine  # refuses a model that is closed
+        if engine.program.frozen != self.frozen:
+            engine.freeze(self.frozen)
 
     # -------------------------------------------------------------------------------------- updates
 
@@ -213,13 +219,12 @@ class ModelState(CheckpointState):
 
     def synchronize(self) -> None:
         """Take the state of the ranks that write a checkpoint, and rank 0's steps. Collective."""
-        saved, engine = self.gathered(), self.model.engine
-        saved.fill(self.vectors, engine.pieces.updated, engine.placement)
+        self.gathered().fill(self.vectors, self.pieces, self.engine.placement)
         self.steps = int(self.model.backend.broadcast(np.array([self.steps]))[0])
 
     def gathered(self) -> StateBytes:
         """Return the state of all ranks by parameter name, the same on every rank. Collective."""
-        engine, rule = self.model.engine, self.rule
+        engine, rule = self.engine, self.rule
         pieces = engine.pieces.to_write(engine.program) if engine.is_writer else ()
         tensors = gather_state(
             self.model.backend, self.vectors, pieces, engine.placement,
@@ -231,13 +236,12 @@ class ModelState(CheckpointState):
 
     def take(self, saved: StateBytes) -> None:
         """Take vectors, steps and settings from bytes that fit. Communicates nothing."""
-        engine = self.model.engine
-        saved.fill(self.vectors, engine.pieces.updated, engine.placement)
+        saved.fill(self.vectors, self.pieces, self.engine.placement)
         self._go_on(saved.steps, saved.settings, saved.numbers)
 
     def arrays_to_write(self) -> Pieces:
         """Return the pieces that this rank writes: its own, and of replicas a part."""
-        engine = self.model.engine
+        engine = self.engine
         return self._regions(engine.pieces.to_write(engine.program) if engine.is_writer else ())
 
     def arrays_to_read(self) -> Pieces:
@@ -245,11 +249,9 @@ class ModelState(CheckpointState):
         return self._regions(self.pieces)
 
     def _regions(self, pieces: Sequence[Piece]) -> Pieces:
-        placement = self.model.engine.placement
+        placement = self.engine.placement
         return {
-            f"optimizer/{type(self.rule).__name__}/{name}": placement.cut(
-                (p.start, vector[p.in_shard]) for p in pieces
-            )
+            f"{self.kind}/{name}": placement.cut((p.start, vector[p.in_shard]) for p in pieces)
             for name, vector in self.vectors.items()
         }
 
@@ -275,7 +277,7 @@ class ModelState(CheckpointState):
             _log.warning("the optimizer goes on with other settings: %s", "; ".join(changed))
         self.steps, self.numbers = steps, dict(numbers)
         # Another optimizer may have made some of the model's steps.
-        self.model.engine.step_number = max(self.model.engine.step_number, steps)
+        self.engine.step_number = max(self.engine.step_number, steps)
 
 
 def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None) -> StepReport:
@@ -285,7 +287,7 @@ def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None)
     finite at the initial parameters, or not at any trial, the error is raised on every rank, with
     the parameters of before the step.
     """
-    engine, rule = state.model.engine, state.rule
+    engine, rule = state.engine, state.rule
     assert isinstance(rule, SearchRule)
     if engine.round.accumulates:
         raise ShardingError(

@@ -9,30 +9,21 @@ or into a circle. A rank whose process is stopped is always the odd one out.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
 from mpishard.communication.contract import matching
-from mpishard.communication.contract.call import Call, place_after
-from mpishard.communication.contract.records import (
-    MessageWait,
-    RankRecord,
-    RankState,
-    members_of,
-)
-from mpishard.communication.contract.work import in_call
+from mpishard.communication.contract.call import Call, MessageWait, of_group, place_after
+from mpishard.communication.contract.matching import members_of, parting
+from mpishard.communication.contract.status import RankRecord, RankState
 
 __all__ = [
-    "describe_departure", "describe_stall", "longest_waiting", "parting", "rank_table",
-    "unfinished", "verdict",
+    "describe_departure", "describe_stall", "longest_waiting", "rank_table", "unfinished",
+    "verdict",
 ]  # fmt: skip
 
 _SENTENCES = 3
-_ONE_EACH = 8
-"""In larger worlds, ranks that do the same share an entry."""
-_MOST_LINES = 40
 _AGO = "{ago}"
 """Stands for a time that differs between ranks that otherwise do the same."""
 
@@ -130,40 +121,6 @@ def unfinished(records: Sequence[RankRecord], now: float) -> str:
 
 def _text(sentences: Sequence[str]) -> str:
     return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences if sentence)
-
-
-def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:
-    """The first collective that ranks of ``group`` called in different functions; may be empty.
-
-    Collectives of one kind and shape match whatever their purpose: ranks that have parted may go on
-    for a while before a mismatch is found.
-
-    Parameters
-    ----------
-    records : sequence of RankRecord
-        One for each rank of the root world.
-    group : str
-        The world's name.
-    upto : int, optional
-        Look only at collectives of numbers up to this one.
-    """
-    histories = {
-        record.rank: calls
-        for record in members_of(group, records)
-        if record.is_known and (calls := {call.sequence: call for call in record.calls_of(group)})
-    }
-    if len(histories) < 2:
-        return ""
-    common = set.intersection(*map(set, histories.values()))
-    for sequence in sorted(s for s in common if upto is None or s <= upto):
-        at_once = {rank: calls[sequence] for rank, calls in histories.items()}
-        if len({call.method for call in at_once.values()}) > 1:
-            seen = Counter(call.method for calls in histories.values() for call in calls.values())
-            sentence = matching.differing_methods(at_once, seen)
-            return (
-                f"the ranks parted at collective {sequence}{matching.of_group(group)}: {sentence}"
-            )
-    return ""
 
 
 def _is_waiting(record: RankRecord) -> bool:
@@ -314,10 +271,9 @@ def describe_departure(
     records : sequence of RankRecord
         Those of all ranks; empty if they cannot be read.
     """
-    where = in_call(awaited) if isinstance(awaited, Call) else str(awaited)
     text = (
-        f"rank {rank} left after collective {last}{matching.of_group(awaited.group)}, while rank "
-        f"{waiting} waits {where}. "
+        f"rank {rank} left after collective {last}{of_group(awaited.group)}, while rank "
+        f"{waiting} waits {awaited.where}. "
     )
     # The rank that waits may not have written it down yet.
     waits: Call | MessageWait | None
@@ -358,14 +314,14 @@ def rank_table(records: Sequence[RankRecord], now: float, *, calls: int = 3) -> 
     str
         Indented lines, about 40 at most.
     """
-    is_each_alone = len(records) <= _ONE_EACH
+    is_each_alone = len(records) <= matching.ONE_EACH
     groups = matching.grouped(
         records, lambda r: (_doing(r), _last_calls(r, calls), r.rank if is_each_alone else -1)
     )
-    if sum(1 + len(lines) for _, lines, _ in groups) > _MOST_LINES:
+    if sum(1 + len(lines) for _, lines, _ in groups) > matching.MOST_LINES:
         groups = matching.grouped(records, lambda r: (_doing(r), (), -1))
     entries = list(groups.items())
-    shown = len(entries) if len(entries) <= _MOST_LINES else _MOST_LINES - 1
+    shown = len(entries) if len(entries) <= matching.MOST_LINES else matching.MOST_LINES - 1
     table = []
     for (text, lines, _), same in entries[:shown]:
         table += [f"  {_said(same, f': {text}', now)}", *lines]
@@ -397,8 +353,10 @@ def _seconds_text(seconds: Iterable[float]) -> str:
 
 def _wait_text(record: RankRecord) -> str:
     """The collective or message that a rank waits for, behind "waits"."""
-    wait = record.waits or "in a collective that its log does not hold any more"
-    return f"in {wait.full_text}" if isinstance(wait, Call) else str(wait)
+    wait = record.waits
+    if wait is None:
+        return "in a collective that its log does not hold any more"
+    return f"in {wait.full_text}" if isinstance(wait, Call) else wait.where
 
 
 def _stopped_text(record: RankRecord) -> str:
