@@ -20,17 +20,7 @@ from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.run import run_in_threads
 
 __all__ = [
-    "Arena",
-    "Call",
-    "CommunicationBackend",
-    "CommunicationManager",
-    "InMemoryCommunicationBackend",
-    "MPICommunicationBackend",
-    "ProcessMesh",
-    "ReductionOperation",
-    "Waitable",
-    "Work",
-    "init",
-    "refuse_other_message",
-    "run_in_threads",
-]
+    "Arena", "Call", "CommunicationBackend", "CommunicationManager", "InMemoryCommunicationBackend",
+    "MPICommunicationBackend", "ProcessMesh", "ReductionOperation", "Waitable", "Work", "init",
+    "refuse_other_message", "run_in_threads",
+]  # fmt: skip

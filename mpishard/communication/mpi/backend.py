@@ -40,7 +40,7 @@ from mpishard.communication.mpi.library import (
     not_launched_error,
 )
 from mpishard.communication.mpi.messages import Message
-from mpishard.communication.mpi.node_memory import Requests, at_once, share_memory
+from mpishard.communication.mpi.node_memory import at_once, share_memory
 from mpishard.communication.mpi.ulfm import check_survivable
 from mpishard.communication.tracing.recorder import record_if_asked, stop_recording
 from mpishard.errors import CommunicationError, PeerError
@@ -199,7 +199,7 @@ class MPICommunicationBackend(CommunicationBackend):
             self._nodes = job.nodes
         with job.making_group():
             comm, data = self._comm.Dup(), self._comm.Dup()
-        memory = at_once(share_group_memory(self._mpi, data, self._nodes))
+        memory = at_once(share_group_memory(self._mpi, data, set(), self._nodes))
         self._group = Group(self._mpi, comm, data, self._reducer, memory)
 
     @property
@@ -409,7 +409,7 @@ class MPICommunicationBackend(CommunicationBackend):
         child._job = job
         child._nodes = number_nodes([self._nodes[rank] for _, rank in members])
         child._world_ranks = tuple(self.world_ranks[rank] for _, rank in members)
-        memory = yield from self._share(group, share_group_memory(self._mpi, data, child._nodes))
+        memory = yield from share_group_memory(self._mpi, data, group.in_flight, child._nodes)
         child._group = Group(self._mpi, comm, data, child._reducer, memory)
         return child
 
@@ -427,17 +427,8 @@ class MPICommunicationBackend(CommunicationBackend):
         yield from self._collectives.open(call)
         # Requests on the communicator of data: all that was issued before is through then.
         yield from self._collectives.turn(call)
-        steps = share_memory(self._mpi, group.data, self.peers[0], nbytes)
-        return (yield from self._share(group, steps))
-
-    def _share(self, group: Group, steps: Requests) -> Steps:
-        """Take the ``steps`` to shared memory, and wait for each request as for any other."""
-        while True:
-            try:
-                request = next(steps)
-            except StopIteration as stop:
-                return stop.value
-            yield group.keep(request, steps)  # and its buffers
+        steps = share_memory(self._mpi, group.data, group.in_flight, self.peers[0], nbytes)
+        return (yield from steps)
 
     # ---------------------------------------------------------------------------- point to point
 

@@ -17,6 +17,7 @@ from mpishard import settings
 from mpishard.arrays import Array
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.reduction import TreeReducer
+from mpishard.communication.contract.work import Steps
 from mpishard.communication.mpi.headers import MessageExchange, RingExchange
 from mpishard.communication.mpi.messages import (
     Message,
@@ -25,7 +26,7 @@ from mpishard.communication.mpi.messages import (
     Pending,
     post_bytes,
 )
-from mpishard.communication.mpi.node_memory import Requests, RowChannel, share_memory
+from mpishard.communication.mpi.node_memory import RowChannel, share_memory
 from mpishard.communication.mpi.ulfm import is_loss
 
 __all__ = ["CUT_OFF", "Channel", "Group", "share_group_memory"]
@@ -43,16 +44,16 @@ CUT_OFF = -1
 _NOTICE_TAG = 2 * settings.MAXIMUM_TAG + 2  # 2 * MAXIMUM_TAG + 1 is the last of messages' data
 
 
-def share_group_memory(mpi: Any, comm: Any, nodes: Sequence[int]) -> Requests:
+def share_group_memory(mpi: Any, comm: Any, in_flight: set[Pending], nodes: Sequence[int]) -> Steps:
     """The memory of a group for headers and data; None if its ranks share none. Collective.
 
-    ``nodes`` holds the node of each rank of ``comm``. Yields as `share_memory`.
+    ``nodes`` holds the node of each rank of ``comm``; the rest is as in `share_memory`.
     """
     ranks = len(nodes)
     if ranks == 1 or len(set(nodes)) > 1 or not RingExchange.is_possible():
         return None
     nbytes = RowChannel.nbytes(ranks) + RingExchange.nbytes(ranks)
-    return (yield from share_memory(mpi, comm, 0, nbytes))
+    return (yield from share_memory(mpi, comm, in_flight, 0, nbytes))
 
 
 class Group:

@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,9 @@ from mpishard.arrays import Array
 from mpishard.communication.contract.backoff import yield_processor
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
+from mpishard.communication.mpi.messages import Pending
 
-__all__ = ["Requests", "RowChannel", "at_once", "share_memory"]
+__all__ = ["RowChannel", "at_once", "share_memory"]
 
 _NONCE_BYTES = 16
 _PATH_BYTES = 112
@@ -149,11 +150,7 @@ class RowChannel:
         return rows
 
 
-Requests = Generator[Any, None, Any]
-"""Steps that yield the MPI requests to be waited for."""
-
-
-def share_memory(mpi: Any, comm: Any, first: int, nbytes: int) -> Requests:
+def share_memory(mpi: Any, comm: Any, in_flight: set[Pending], first: int, nbytes: int) -> Steps:
     """Zeroed memory, of shape (``nbytes``,) and dtype uint8, that a node's ranks share.
 
     Collective over ``comm``, and nothing in it blocks. Its pages belong to the rank that first
@@ -165,15 +162,12 @@ def share_memory(mpi: Any, comm: Any, first: int, nbytes: int) -> Requests:
         ``mpi4py.MPI``.
     comm : mpi4py.MPI.Intracomm
         All ranks.
+    in_flight : set of Pending
+        Requests under way.
     first : int
         The first rank of this rank's node.
     nbytes : int
         1 or more.
-
-    Yields
-    ------
-    mpi4py.MPI.Request
-        To be complete before the next step; see `at_once`.
 
     Returns
     -------
@@ -183,9 +177,10 @@ def share_memory(mpi: Any, comm: Any, first: int, nbytes: int) -> Requests:
     """
     if not settings.shares_memory():
         return None
-    memory, error = yield from _map(comm, first, nbytes)
+    memory, error = yield from _map(comm, in_flight, first, nbytes)
     failed, any_failed = np.array([memory is None], np.int32), np.empty(1, np.int32)
-    yield comm.Iallreduce(failed, any_failed, op=mpi.MAX)
+    request = comm.Iallreduce(failed, any_failed, op=mpi.MAX)
+    yield Pending([request], in_flight, failed, any_failed)
     if isinstance(error, OSError) and error.errno in _USED_UP:
         _log.warning(
             "ranks share no more memory here and send messages instead: %s (each model takes two "
@@ -195,22 +190,22 @@ def share_memory(mpi: Any, comm: Any, first: int, nbytes: int) -> Requests:
         return None
     if comm.Get_rank() == first:  # all have compared it
         memory[:_NONCE_BYTES] = 0
-    yield comm.Ibarrier()
+    yield Pending([comm.Ibarrier()], in_flight)
     return memory
 
 
-def at_once(steps: Requests) -> Any:
-    """Take all steps, one request after the other, without holding the processor."""
+def at_once(steps: Steps) -> Any:
+    """Take all steps, one wait after the other, without holding the processor."""
     while True:
         try:
-            request = next(steps)
+            waitable = next(steps)
         except StopIteration as stop:
             return stop.value
-        while not request.Test():
+        while not waitable.test():
             yield_processor()
 
 
-def _map(comm: Any, first: int, nbytes: int) -> Requests:
+def _map(comm: Any, in_flight: set[Pending], first: int, nbytes: int) -> Steps:
     """Map on all ranks of a node the file that its ``first`` makes.
 
     The file's first bytes say which it is: a path means another file in another container.
@@ -230,7 +225,7 @@ def _map(comm: Any, first: int, nbytes: int) -> Requests:
             message[: len(text)] = np.frombuffer(text, np.uint8)
         except (OSError, AttributeError) as reason:  # no memfd_create on this system
             error = reason
-    yield comm.Iallgather(message, messages)
+    yield Pending([comm.Iallgather(message, messages)], in_flight, message, messages)
     message = messages[first]
     nonce, text = message[:_NONCE_BYTES].tobytes(), message[_NONCE_BYTES:].tobytes()
     path = text.rstrip(b"\0").decode()
@@ -246,7 +241,7 @@ def _map(comm: Any, first: int, nbytes: int) -> Requests:
         except ValueError:
             pass  # another file, and shorter
     # The path is that of an open descriptor: its owner keeps it until all have mapped the file.
-    yield comm.Ibarrier()
+    yield Pending([comm.Ibarrier()], in_flight)
     if handle >= 0:
         os.close(handle)
     return memory, error
