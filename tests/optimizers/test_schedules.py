@@ -90,3 +90,6 @@ def test_a_schedule_that_gives_no_rate():
     assert rule.checked_rate(1) == 0.1
     with pytest.raises(ValueError, match=r"options\['b'\] gave a learning rate of -1.0 for step 2"):
         rule.checked_rate(2)
+    rule.parameter_options = {"c": {"learning_rate": lambda step: -1.0}}
+    with pytest.raises(ValueError, match=r"options\['c'\] gave a learning rate of -1.0 for step 0"):
+        rule.checked_rate(0)
