@@ -268,17 +268,11 @@ def xla_threads() -> int | None:
     return _number("NPROC")
 
 
-_LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
 def log_level() -> str | None:
     """MPISHARD_LOG: ``debug``, ``info``, ``warning`` or ``error``; None if it is not set."""
-    text = os.environ.get("MPISHARD_LOG")
-    if text is None:
+    if "MPISHARD_LOG" not in os.environ:
         return None
-    if text.lower() not in _LOG_LEVELS:
-        raise ValueError(f"MPISHARD_LOG must be one of {', '.join(_LOG_LEVELS)}; got {text!r}")
-    return text.lower()
+    return _choice("MPISHARD_LOG", "debug", "info", "warning", "error")
 
 
 def is_debugging() -> bool:

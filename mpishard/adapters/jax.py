@@ -68,8 +68,7 @@ class JaxTree:
         """The tree of a flat vector's values, shape (sum of sizes,), in JAX arrays of their own."""
         import jax.numpy as jnp
 
-        return self.build([jnp.array(vector[e.start : e.stop].reshape(e.shape))
-                           for e in self.entries])  # fmt: skip
+        return self.build([jnp.array(entry.view(vector)) for entry in self.entries])
 
 
 def _host_leaf(name: str, leaf: Any) -> Any:

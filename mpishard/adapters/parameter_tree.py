@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array, require_plain
+from mpishard.data.dataset import map_tree
 from mpishard.sharding import ParameterEntry
 
 __all__ = ["ParameterTree", "flat_leaves"]
@@ -53,20 +54,30 @@ class ParameterTree:
     """
 
     def __init__(self, tree: Any) -> None:
-        found = list(_walk(tree, ""))
+        found: list[tuple[str, Any]] = []
+
+        def note(name: str, leaf: Any) -> _Leaf:
+            found.append((name or "parameters", leaf))
+            is_number = isinstance(leaf, float) and not isinstance(leaf, np.floating)
+            return _Leaf(len(found) - 1, is_number)
+
+        self._template = map_tree(note, tree)
         if not found:
             raise ValueError(f"there is no array in the parameters: {tree!r}")
         self.entries, self.dtype, self.first_values = flat_leaves(found)
-        self._template = _with_leaves(tree, iter(range(len(found))))
 
     def build(self, leaves: Sequence[Any]) -> Any:
         """A tree of this structure that has ``leaves``, one per entry; its nodes are new."""
-        return _filled(self._template, leaves)
+        return map_tree(lambda _, leaf: leaves[leaf.index], self._template)
 
     def values(self, vector: Array) -> Any:
         """The tree of a flat vector's values, shape (sum of sizes,), in arrays of their own."""
-        parts = [vector[e.start : e.stop].reshape(e.shape).copy() for e in self.entries]
-        return _filled(self._template, parts, numbers=True)
+
+        def value(_: str, leaf: _Leaf) -> Any:
+            part = self.entries[leaf.index].view(vector).copy()
+            return float(part) if leaf.is_number else part
+
+        return map_tree(value, self._template)
 
 
 def flat_leaves(
@@ -95,51 +106,6 @@ def flat_leaves(
         entries.append(ParameterEntry(name, np.shape(leaf), start))
     values = [np.ravel(leaf).astype(dtype, copy=False) for _, leaf in found]
     return tuple(entries), dtype, np.concatenate(values)
-
-
-def _children(node: Any) -> list[tuple[Any, Any]] | None:
-    """(key, child) of an inner node; None for a leaf."""
-    if isinstance(node, dict):
-        return list(node.items())
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return list(zip(node._fields, node, strict=True))
-    if isinstance(node, list | tuple):
-        return list(enumerate(node))
-    return None
-
-
-def _like(node: Any, children: list[Any]) -> Any:
-    """A node of the same kind and keys with other children."""
-    if isinstance(node, dict):
-        return dict(zip(node, children, strict=True))
-    if isinstance(node, tuple):
-        return type(node)(*children) if hasattr(node, "_fields") else tuple(children)
-    return children
-
-
-def _walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    children = _children(node)
-    if children is None:
-        yield path or "parameters", node
-        return
-    for key, child in children:
-        yield from _walk(child, f"{path}.{key}" if path else str(key))
-
-
-def _with_leaves(node: Any, numbers: Iterator[int]) -> Any:
-    children = _children(node)
-    if children is None:
-        return _Leaf(next(numbers), isinstance(node, float) and not isinstance(node, np.floating))
-    return _like(node, [_with_leaves(child, numbers) for _, child in children])
-
-
-def _filled(node: Any, leaves: Sequence[Any], *, numbers: bool = False) -> Any:
-    if isinstance(node, _Leaf):
-        leaf = leaves[node.index]
-        return float(leaf) if numbers and node.is_number else leaf
-    children = _children(node)
-    assert children is not None
-    return _like(node, [_filled(child, leaves, numbers=numbers) for _, child in children])
 
 
 def _check_leaf(name: str, leaf: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import typer
 from rich.table import Table
 
 from mpishard.cli.tables import figures_table, screen_width, show
-from mpishard.cli.wording import check_choice, counted, refusing, say
+from mpishard.cli.wording import check_choice, check_png, counted, refusing, say
 from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
 from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
 
@@ -106,14 +105,10 @@ def _check(output: Path | None, *times: float) -> None:
             raise ValueError(f"{flag} must be 0 or more and finite, got {value:g}")
     if not any(times):
         raise ValueError(f"{', '.join(flags[:-1])} and {flags[-1]} are all 0: one must take time")
-    if output is None:
-        return
-    if output.suffix.lower() != ".png":
-        raise ValueError(f"--output: a PNG is drawn: give a name that ends with .png, got {output}")
-    if not output.parent.is_dir():
-        raise ValueError(f"--output: there is no folder {output.parent}: make it first")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--output needs matplotlib: pip install 'mpishard[plot]'")
+    if output is not None:
+        check_png("plan", "--output", output)
+        if not output.parent.is_dir():
+            raise ValueError(f"--output: there is no folder {output.parent}: make it first")
 
 
 def _schedules(

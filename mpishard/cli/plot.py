@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from mpishard.cli.wording import refuse, refusing
+from mpishard.cli.wording import check_png, refusing
 from mpishard.observe import Curve, Panel, losses_of, plot_loss_curve, plot_panels
 from mpishard.observe.plots import moving_mean
 
@@ -43,8 +43,7 @@ def plot(
     """
     first = runs[0] if runs[0].is_dir() else runs[0].parent
     target = first / "loss.png" if output is None else output
-    if target.suffix.lower() != ".png":
-        refuse("plot", f"--output writes PNG files, got {target}")
+    check_png("plot", "--output", target)
     with refusing("plot", errors=(OSError, ValueError, ImportError)):
         if len(runs) == 1:
             plot_loss_curve(target, runs[0], title=title or _name(runs[0]), unit=unit)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -12,8 +14,8 @@ import typer
 from mpishard.arguments import nearest
 
 __all__ = [
-    "bytes_text", "check_choice", "counted", "milliseconds", "parse_bytes", "refuse", "refusing",
-    "say",
+    "bytes_text", "check_choice", "check_png", "counted", "milliseconds", "parse_bytes", "refuse",
+    "refusing", "say",
 ]  # fmt: skip
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -103,3 +105,11 @@ def check_choice(
         if each not in names:
             known = f"must be one of {', '.join(names)}; got {each!r}{nearest(each, names)}"
             refuse(command, f"{flag} {known}")
+
+
+def check_png(command: str, flag: str, path: Path) -> None:
+    """Refuse a picture that cannot be drawn: in another format, or without matplotlib."""
+    if path.suffix.lower() != ".png":
+        refuse(command, f"{flag}: a PNG is drawn: give a name that ends with .png, got {path}")
+    if importlib.util.find_spec("matplotlib") is None:
+        refuse(command, f"{flag} needs matplotlib: pip install 'mpishard[plot]'")

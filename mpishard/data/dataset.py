@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -11,7 +11,15 @@ import numpy as np
 from mpishard.arguments import as_count
 from mpishard.arrays import Array, array_namespace, require_plain
 
-__all__ = ["TokenWindows", "check_dataset", "count_samples", "take"]
+__all__ = [
+    "Samples",
+    "TokenWindows",
+    "check_dataset",
+    "count_samples",
+    "map_tree",
+    "take",
+    "tree_of",
+]
 
 
 class TokenWindows:
@@ -137,7 +145,12 @@ class Samples:
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
-        lengths = {name: check_dataset(leaf, name, allow_empty=True) for name, leaf in _named(tree)}
+        lengths: dict[str, int] = {}
+
+        def measure(name: str, leaf: Any) -> None:
+            lengths[name or "it"] = check_dataset(leaf, name or "it", allow_empty=True)
+
+        map_tree(measure, tree)
         if not lengths:
             raise TypeError(f"Samples need an array, or several in a dict or a tuple; got {tree!r}")
         if len(set(lengths.values())) > 1:
@@ -146,11 +159,13 @@ class Samples:
 
     def leaves(self) -> list[Any]:
         """Return the arrays, in order."""
-        return [leaf for _, leaf in _named(self.tree)]
+        found: list[Any] = []
+        self.map(found.append)
+        return found
 
     def map(self, function: Callable[[Any], Any]) -> Any:
         """Return a tree of the same structure, with ``function(leaf)`` for each leaf."""
-        return _mapped(function, self.tree)
+        return map_tree(lambda _, leaf: function(leaf), self.tree)
 
     def __len__(self) -> int:
         return self._length
@@ -163,22 +178,23 @@ class Samples:
         return f"Samples({self.map(lambda leaf: getattr(leaf, 'shape', len(leaf)))})"
 
 
-def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_tree(function: Callable[[str, Any], Any], tree: Any, name: str = "") -> Any:
+    """Return a tree of the same structure, with ``function(name, leaf)`` for each leaf.
+
+    Inner nodes are dicts, lists, tuples and named tuples. The name of a leaf is the path to it, as
+    in ``layers.0.weight``; that of a tree that is one leaf is empty.
+    """
+
+    def mapped(key: Any, child: Any) -> Any:
+        return map_tree(function, child, f"{name}.{key}" if name else str(key))
+
     if isinstance(tree, Mapping):
-        return {key: _mapped(function, value) for key, value in tree.items()}
+        return {key: mapped(key, child) for key, child in tree.items()}
     if not isinstance(tree, list | tuple):
-        return function(tree)
-    values = [_mapped(function, value) for value in tree]
-    return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-
-
-def _named(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path to each leaf, and the leaf."""
-    if not isinstance(tree, Mapping | list | tuple):
-        yield name or "it", tree
-        return
-    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-        yield from _named(value, f"{name}.{key}" if name else str(key))
+        return function(name, tree)
+    if hasattr(tree, "_fields"):
+        return type(tree)(*map(mapped, tree._fields, tree))
+    return type(tree)(map(mapped, range(len(tree)), tree))
 
 
 def tree_of(samples: Any) -> Any:

@@ -161,7 +161,7 @@ def _vector(model: GPT, path: Path) -> Array:
     vector = np.empty(model.parameter_count, model.dtype)
     wanted = set()
     for entry in model.parameter_table.entries:
-        name, view = entry.name, vector[entry.start : entry.stop].reshape(entry.shape)
+        name, view = entry.name, entry.view(vector)
         other = _name(name)
         wanted.add(other)
         value = given.get(other)

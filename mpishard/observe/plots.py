@@ -223,10 +223,6 @@ def _fit_y(axes: Any, values: Sequence[float]) -> None:
 
 Points = Sequence[tuple[int, float]]
 
-_TRAINING = BLUE
-_VALIDATION = RED
-_BASELINE = GREY
-
 
 def plot_loss_curve(
     path: str | os.PathLike[str] | None = None,
@@ -335,19 +331,19 @@ def _draw(
     steps, losses = training
     if steps.size:
         width = max(1, steps.size // 50)
-        axes.plot(steps, losses, color=_TRAINING, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8)
         label = f"training (mean of {width} steps)" if width > 1 else "training"
-        axes.plot(steps, moving_mean(losses, width), color=_TRAINING, linewidth=1.8, label=label)
+        axes.plot(steps, moving_mean(losses, width), color=BLUE, linewidth=1.8, label=label)
     if validation.size:
         axes.plot(
-            *validation, color=_VALIDATION, linewidth=1.0, marker="o", markersize=5,
+            *validation, color=RED, linewidth=1.0, marker="o", markersize=5,
             markeredgecolor="white", label=f"validation (last {validation[1, -1]:.3f})", zorder=3,
         )  # fmt: skip
     if baseline is not None:
         name, loss = baseline
         axes.axhline(
             loss,
-            color=_BASELINE,
+            color=GREY,
             linestyle=(0, (5, 3)),
             linewidth=1.4,
             label=f"{name} ({loss:.3f})",

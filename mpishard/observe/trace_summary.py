@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -99,31 +99,22 @@ class TraceSummary:
     uncertainty: float
 
 
-@dataclass(slots=True)
 class _RankEvents:
     """Spans of one rank, as (start, end) in microseconds."""
 
-    steps: list[tuple[float, float]] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
-    compute: list[tuple[float, float]] = field(default_factory=list)
-    passes: list[tuple[float, float]] = field(default_factory=list)
-    wait: list[tuple[float, float]] = field(default_factory=list)
-    in_flight: list[tuple[float, float]] = field(default_factory=list)
+    def __init__(self) -> None:
+        # By category: step, compute, wait, communication; and the passes among what is computed.
+        self.spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.numbers: list[int] = []
+        """Number of each step."""
 
     def add(self, event: dict[str, Any]) -> None:
         times = event["ts"], event["ts"] + event["dur"]
-        category = event["cat"]
-        if category == "step":
-            self.steps.append(times)
+        self.spans[event["cat"]].append(times)
+        if event["cat"] == "step":
             self.numbers.append(event["args"]["step"])
-        elif category == "compute":
-            self.compute.append(times)
-            if event["name"] in _PASSES:
-                self.passes.append(times)
-        elif category == "wait":
-            self.wait.append(times)
-        elif category == "communication":
-            self.in_flight.append(times)
+        elif event["cat"] == "compute" and event["name"] in _PASSES:
+            self.spans["pass"].append(times)
 
 
 class _Calls:
@@ -207,9 +198,10 @@ def summarize_trace(trace: JobTrace) -> TraceSummary:
 
 
 def _shares(about: dict[str, Any], events: _RankEvents, last: float) -> RankShares:
-    everything = [*events.compute, *events.wait, *events.in_flight]
-    within = union(events.steps)
-    if not events.steps and everything:
+    computing, waits, flights = (events.spans[c] for c in ("compute", "wait", "communication"))
+    everything = [*computing, *waits, *flights]
+    within = union(events.spans["step"])
+    if not len(within) and everything:
         # Without steps, as in a script of collectives alone, the whole activity is one step.
         within = np.array([[min(s for s, _ in everything), max(e for _, e in everything)]])
 
@@ -221,13 +213,13 @@ def _shares(about: dict[str, Any], events: _RankEvents, last: float) -> RankShar
         return (_length(any_of) + _length(within) - _length(both)) / 1e6
 
     seconds = _length(within) / 1e6
-    waiting = covered(events.wait)
-    busy = covered(events.compute, events.wait)
+    waiting = covered(waits)
+    busy = covered(computing, waits)
     return RankShares(
-        about["rank"], about["node"], len(events.steps), seconds,
+        about["rank"], about["node"], len(events.numbers), seconds,
         computing=busy - waiting, waiting=waiting, idle=seconds - busy,
-        in_flight=covered(events.in_flight),
-        hidden=covered(events.in_flight, events.wait) - waiting,
+        in_flight=covered(flights),
+        hidden=covered(flights, waits) - waiting,
         last=last,
     )  # fmt: skip
 
@@ -240,10 +232,10 @@ def _of_steps(ranks: list[_RankEvents]) -> tuple[list[float], list[float]]:
     """
     by_rank = []
     for events in ranks:
-        passes, waits = union(events.passes), union(events.wait)
+        passes, waits = union(events.spans["pass"]), union(events.spans["wait"])
         measured: list[list[float]] = []  # length, work, first start, last end
         previous = None
-        for number, (start, end) in zip(events.numbers, events.steps, strict=True):
+        for number, (start, end) in zip(events.numbers, events.spans["step"], strict=True):
             inside, blocked = _clipped(passes, start, end), _clipped(waits, start, end)
             # Passes that accumulate gradients follow each other under one number: one step.
             if number != previous:

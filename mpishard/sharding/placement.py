@@ -109,6 +109,8 @@ class Placement:
         Length of the model's flat vector.
     own_length : int
         Length of this rank's.
+    is_whole : bool
+        Whether the rank's own flat vector is the model's.
 
     Raises
     ------
@@ -125,7 +127,7 @@ class Placement:
         # Checkpoints cut the same ranges at each save.
         self._cuts: dict[tuple[int, int, bool], list[tuple[Region, slice]]] = {}
         self._origin = {entry.name: entry for entry in self.entries}
-        self._is_whole = [held.entry for held in self.slices] == list(self.entries) and all(
+        self.is_whole = [held.entry for held in self.slices] == list(self.entries) and all(
             held.is_counted and held.written_range == (held.entry.start, held.entry.stop)
             for held in self.slices
         )
@@ -155,17 +157,12 @@ class Placement:
         ranges = (held.written_range for held in self.slices)
         return [(start, stop) for start, stop in ranges if start < stop]
 
-    @property
-    def is_whole(self) -> bool:
-        """True if the rank's own flat vector is the model's."""
-        return self._is_whole
-
     def part(self, full: Array, start: int, stop: int) -> Array:
         """The rank's own range ``[start, stop)``, from the model's vector: a view if it is one.
 
         Shape (stop - start,).
         """
-        if self._is_whole:
+        if self.is_whole:
             return full[start:stop]
         out = array_namespace(full).empty(stop - start, full.dtype)
         self.take(full, start, out)
@@ -242,20 +239,16 @@ class Placement:
         out : Array
             1-D.
         """
-        if self._is_whole:
+        if self.is_whole:
             copy_into(out, full[start : start + int(out.size)])
             return
         for region, part in self.regions(start, start + int(out.size)):
-            take_region(self._tensor(full, region), region, out[part])
+            take_region(self._origin[region.name].view(full), region, out[part])
 
     def put(self, own: Array, start: int, full: Array) -> None:
         """The opposite of `take`: write the rank's own range into the model's vector."""
         for region, part in self.regions(start, start + int(own.size)):
-            put_region(own[part], region, self._tensor(full, region))
-
-    def _tensor(self, full: Array, region: Region) -> Array:
-        entry = self._origin[region.name]
-        return full[entry.start : entry.stop].reshape(entry.shape)
+            put_region(own[part], region, self._origin[region.name].view(full))
 
 
 def _runs(entry: ParameterEntry, region: Region) -> Iterator[tuple[int, int]]:

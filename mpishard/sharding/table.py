@@ -75,6 +75,10 @@ class ParameterEntry:
         """Index behind the last element."""
         return self.start + self.size
 
+    def view(self, vector: Array) -> Array:
+        """The parameter in the model's flat ``vector``, in its shape."""
+        return vector[self.start : self.stop].reshape(self.shape)
+
 
 class ParameterTable:
     """The parameters of a model in layer order, end to end without gaps.

@@ -1,9 +1,9 @@
 """Tensor parallelism: each rank of a group computes a part of every layer that splits.
 
-Begin with ``linear.py``: column- and row-parallel linear layers. ``layer.py`` is what split layers
-share, with `DimSplit`, the partition of a dim. ``vocabulary.py``, ``attention.py``, ``sequence.py``
-and ``stage3.py`` split other layers and the loss; ``regions.py`` has the operators at the edges of
-a split region.
+Begin with ``linear.py``: linear layers that are split by columns, by rows, or as ZeRO stage 3 does.
+``layer.py`` is what split layers share, with `DimSplit`, the partition of a dim. ``vocabulary.py``,
+``attention.py`` and ``sequence.py`` split other layers and the loss; ``regions.py`` has the
+operators at the edges of a split region.
 
 ``partitioner.py`` turns a model's chain of layers into one rank's part of it: ``partition.py``
 finds the runs of layers that are split together. ``inference.py`` predicts on the threads of one
@@ -17,7 +17,12 @@ from mpishard.tensor.attention import (
 )
 from mpishard.tensor.inference import TensorParallelInference
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
-from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear, SplitLinear
+from mpishard.tensor.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SplitLinear,
+    Stage3ShardedLinear,
+)
 from mpishard.tensor.partition import LayerDecision, SplitKind, TensorPartition
 from mpishard.tensor.partitioner import (
     TensorParallelLayerPartitioner,
@@ -37,7 +42,6 @@ from mpishard.tensor.sequence import (
     SequenceParallelPositionalEmbedding,
     TensorParallelDropout,
 )
-from mpishard.tensor.stage3 import Stage3ShardedLinear
 from mpishard.tensor.vocabulary import (
     GatheredOutputLoss,
     VocabularyParallelCrossEntropy,

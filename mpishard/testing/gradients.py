@@ -455,7 +455,7 @@ def _written_gradients(
     _, saved = layer.forward(values, x, Context())
     layer.backward(values, saved, r.copy(), targets)
     targets.clear_unwritten()
-    return {e.name: flat[e.start : e.stop].reshape(e.shape) for e in table.entries}
+    return {entry.name: entry.view(flat) for entry in table.entries}
 
 
 def _compare(what: str, found: _Vector, expected: _Vector, tolerance: float) -> None:

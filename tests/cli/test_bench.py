@@ -174,6 +174,7 @@ def test_speedup(tmp_path):
     for way, row in rows.items():
         assert f"\n{way} " in ended.stdout
         assert (row["balance"] is None) == (way in ("one rank", "tensor"))
+        assert (row["bytes_sent"] == 0) == (way == "one rank")
 
 
 def test_numbers_that_json_does_not_know_are_refused(tmp_path):
@@ -246,6 +247,7 @@ def test_a_step_in_bfloat16_sends_half_of_what_is_gathered(backend, monkeypatch)
             "tensor, gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, all; got 'dual'",
         ),
         (["collectives", "--dtype", "bool"], "'bool' is not one of 'float32'"),
+        (["collectives", "--plot", "a.pdf"], "--plot: a PNG is drawn: give a name that ends with"),
     ],
 )
 def test_refuses(arguments, message):

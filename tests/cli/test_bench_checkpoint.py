@@ -57,6 +57,7 @@ def test_ratios_are_those_of_one_repeat() -> None:
     others = {"save": "", "memory for copies": "", "save_async, call": "save"}
     rows = [CheckpointResult(way, t, 2**20, others[way]) for way, t in times.items()]
     table = CheckpointBenchmark(2**20, 3, Path()).table(rows, 2)
+    assert list(table.columns[3].cells) == ["256 KiB/s", "256 KiB/s", "1 MiB/s"]  # of medians
     assert list(table.columns[4].cells) == ["", "", "0.50"]
 
 

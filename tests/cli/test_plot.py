@@ -44,7 +44,8 @@ def test_what_cannot_be_drawn_is_named(runs: list[Path], tmp_path: Path) -> None
     code, said = plot(tmp_path / "nothing")
     assert (code, "No such file" in said) == (2, True)
     code, said = plot(runs[0], "-o", "loss.pdf")
-    assert (code, said) == (2, "mpishard plot: --output writes PNG files, got loss.pdf\n")
+    why = "a PNG is drawn: give a name that ends with .png, got loss.pdf"
+    assert (code, said) == (2, f"mpishard plot: --output: {why}\n")
     (tmp_path / "bad.jsonl").write_text("no JSON\n")
     code, said = plot(runs[0], tmp_path / "bad.jsonl")
     assert (code, "line 1 is not JSON" in said) == (2, True)

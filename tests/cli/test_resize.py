@@ -127,6 +127,7 @@ def test_hosts_that_answered_when_the_order_came_are_used(monkeypatch):
     )  # fmt: skip
     # The host that was away is back in the last start, which has as many ranks as were ordered.
     assert job.starts == [(4, ["a", "b"]), (2, ["b"]), (2, ["b"]), (2, ["a", "b"])]
+    assert (job.resizing.least, job.resizing.most) == (1, 4)
 
 
 @pytest.fixture

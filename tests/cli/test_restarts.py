@@ -225,3 +225,4 @@ def test_slurm_restarts_a_job_on_the_nodes_that_are_left(tmp_path, monkeypatch, 
     assert second.command[1:3] == ["-n", "2"]
     assert {"--nodelist=n1", "--nodes=1"} < set(second.command)
     assert (first.world_size, second.world_size) == (4, 2)
+    assert (first.host_count, second.host_count) == (1, 1)  # SLURM's, also if it names none

@@ -159,21 +159,12 @@ def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return dict(metadata.get("choices", {}))
 
 
-def named_arrays(records: Sequence[ParameterEntry], vector: Array) -> dict[str, Array]:
-    """Return views of a flat vector by name, in the shapes of the parameters."""
-    result = {}
-    for record in records:
-        stop = record.start + int(np.prod(record.shape, dtype=np.int64))
-        result[record.name] = vector[record.start : stop].reshape(record.shape)
-    return result
-
-
 def named_bytes(
     records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, Any]
 ) -> bytes:
     """Return a flat vector of the host as named arrays in safetensors format, with choices."""
     metadata = {CHOICES_HEADER: json.dumps(choices, sort_keys=True)} if choices else None
-    return bytes_of(named_arrays(records, vector), metadata)
+    return bytes_of({record.name: record.view(vector) for record in records}, metadata)
 
 
 def choices_of(data: bytes) -> dict[str, Any]:
@@ -201,6 +192,6 @@ def packed_vector(
             f"{expected.get(name, 'none')}, got {given.get(name, 'none')}"
         )
     vector = np.empty(sum(array.size for array in arrays.values()), dtype)
-    for name, view in named_arrays(records, vector).items():
-        view[...] = arrays[name]
+    for record in records:
+        record.view(vector)[...] = arrays[record.name]
     return vector

@@ -72,7 +72,13 @@ def check_coverage(
     if held == 0:
         raise CheckpointError(f"{kind}: nothing holds elements {start} to {stop} of {name}")
     times = "twice" if held == 2 else f"{held} times"
-    holders = [file for file, region in pieces if _holds(region, shape, start)]
+    element = Region(name, whole_box(shape), start, start + 1)
+    ((place, _),) = blocks_of(element)
+    holders = [
+        file
+        for file, region in pieces
+        if any(shared_box(box, place) is not None for box, _ in blocks_of(region))
+    ]
     raise CheckpointError(
         f"{kind}: elements {start} to {stop} of {name} are held {times}, "
         f"by {' and '.join(holders[:2])}{' and others' * (held > 2)}"
@@ -132,12 +138,3 @@ def _join_ranges(regions: Sequence[Region]) -> Iterator[Region]:
             joined = Region(region.name, region.box, joined.start, region.stop)
     if joined is not None:
         yield joined
-
-
-def _holds(region: Region, shape: Sequence[int], element: int) -> bool:
-    """Return whether an element, by its row-major index, is in a region."""
-    place = []
-    for size in reversed(shape):
-        element, index = divmod(element, size)
-        place.append((index, index + 1))
-    return any(shared_box(box, tuple(reversed(place))) is not None for box, _ in blocks_of(region))

@@ -69,6 +69,8 @@ class Target:
         self.path = Path(path).resolve()
         self.is_put = False
         """Whether the new checkpoint is in its place, durably."""
+        self.sequence = 1
+        """Number of the save, among those in the same folder."""
         # The nearest one that exists: those below it will be made.
         for parent in self.path.parents:
             if parent.exists():
@@ -86,11 +88,6 @@ class Target:
                     )
             elif directory.exists():
                 raise CheckpointError(f"{directory} is a file; a checkpoint is a directory")
-
-    @property
-    def sequence(self) -> int:
-        """Number of the save, among those in the same folder."""
-        return 1
 
     def make_temporary(self) -> Path:
         """Make a new directory beside it; remove those of saves that were killed."""
@@ -287,11 +284,7 @@ class _StepTarget(Target):
     def __init__(self, folder: CheckpointFolder, step: int) -> None:
         super().__init__(folder.path_of(step))
         self._folder = folder
-        self._sequence = 1 + max((entry.sequence for entry in folder.entries()), default=0)
-
-    @property
-    def sequence(self) -> int:
-        return self._sequence
+        self.sequence = 1 + max((entry.sequence for entry in folder.entries()), default=0)
 
     def make_temporary(self) -> Path:
         # The checkpoint that a killed save was about to replace gets its name back.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark
 from mpishard.cli.bench.step import CONTEXT, STRATEGIES, ChecksBenchmark, StepBenchmark
 from mpishard.cli.machine import write_json
 from mpishard.cli.tables import show
-from mpishard.cli.wording import check_choice, parse_bytes, refuse, refusing
+from mpishard.cli.wording import check_choice, check_png, parse_bytes, refuse, refusing
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.errors import MPIUnavailableError
@@ -211,8 +210,8 @@ def _measure(
     ``run(backend)``, ``table(results, world_size)``, and ``panels(results, world_size)`` if it
     can be plotted.
     """
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        refuse("bench", "--plot needs matplotlib: pip install 'mpishard[plot]'")
+    if plot is not None:
+        check_png("bench", "--plot", plot)
     if ranks and threads:
         refuse("bench", "-n starts MPI ranks and --world-size threads: give one of them")
     launcher = settings.launcher_variable()

@@ -35,7 +35,7 @@ from mpishard.cli.run.restarts import (
     find_lost_hosts,
 )
 from mpishard.cli.run.supervisor import Supervisor
-from mpishard.cli.wording import counted, refuse, say
+from mpishard.cli.wording import counted, refuse, refusing, say
 from mpishard.communication.failure.report import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
@@ -263,14 +263,14 @@ def prepare_job(
         With code 2 if it cannot start, after printing the reason.
     """
     folder = None if log_folder is None else log_folder.absolute()
-    limits = limits or RestartLimits()
+    limits, variables = limits or RestartLimits(), dict(variables or {})
     if ranks is None:
         misplaced = {"-n", "-np"}.intersection(words)
         where = f"{min(misplaced)} stands behind the script, which gets it: " if misplaced else ""
         refuse(name, f"{where}give the number of ranks before the script: -n 4 SCRIPT")
     if ranks < 1:
         refuse(name, f"a job has at least one rank, got -n {ranks}")
-    try:
+    with refusing(name, errors=(MPIUnavailableError, ValueError)):
         program = python_arguments(words, is_module)
         check_on_failure(on_failure)
         settings.check()
@@ -282,8 +282,7 @@ def prepare_job(
         launcher = find_launcher(loaded_library())
         if not (may_oversubscribe or machines or launcher.is_slurm):
             _check_cores(ranks, limits.max_ranks)
-        added = _thread_variables(launcher, ranks, machines) | _best_variables()
-        added |= variables or {}
+        added = _thread_variables(launcher, ranks, machines) | _best_variables() | variables
         elsewhere = settings.forwarded_variables() if machines else ()
         # The first line says what differs from the user's own environment; the width of the
         # terminal changes no result.
@@ -297,7 +296,7 @@ def prepare_job(
             launcher,
             [sys.executable, "-u", *program],
             {**settings.environment(), **added},
-            {**(variables or {}), **chosen},
+            variables | chosen,
             tuple(dict.fromkeys([*added, *chosen, *_OF_ONE_START, *elsewhere])),
             ranks,
             machines,
@@ -307,8 +306,6 @@ def prepare_job(
             ", ".join([whom, f"started by {launcher.program}", *told]),
         )
         job.command(ranks, machines)  # some launchers have none for these machines
-    except (MPIUnavailableError, ValueError) as error:
-        refuse(name, error)
     return job
 
 
@@ -333,11 +330,9 @@ def own_log_folder(name: str, folder: Path) -> Iterator[None]:
         With code 2, before the block; the command ``name`` has said why.
     """
     with ExitStack() as held:
-        try:
+        with refusing(name), refusing(name, "--log-dir: ", errors=(OSError,)):
             held.enter_context(held_log_folder(folder))
             aside = prepare_log_folder(folder)
-        except (OSError, ValueError) as error:
-            refuse(name, f"{'--log-dir: ' if isinstance(error, OSError) else ''}{error}")
         if aside is not None:
             say(name, f"moved the logs of an earlier job to {aside}")
         yield

@@ -198,7 +198,7 @@ def trace_chain(
         entry.name: ComputationNode(
             "constant",
             (),
-            {"name": entry.name, "value": vector[entry.start : entry.stop].reshape(entry.shape)},
+            {"name": entry.name, "value": entry.view(vector)},
             entry.shape,
         )
         for entry in table.entries
