@@ -10,6 +10,7 @@ import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -184,23 +185,19 @@ def minimize(
     return run.go(samples, saving, box)
 
 
+@dataclass
 class _Run:
     """One minimization: its model, its optimizer, and the reasons to stop."""
 
-    def __init__(
-        self,
-        config: ShardingConfiguration,
-        rule: SearchRule,
-        limits: Mapping[str, float],
-        objective: Objective,
-        callback: Callable[..., Any] | None,
-    ) -> None:
-        self.config = config
-        self.backend = config.communication_backend
-        self.rule = rule
-        self.limits = limits
-        self.objective = objective
-        self.callback = callback
+    config: ShardingConfiguration
+    rule: SearchRule
+    limits: Mapping[str, float]
+    objective: Objective
+    callback: Callable[..., Any] | None
+
+    @property
+    def backend(self) -> CommunicationBackend:
+        return self.config.communication_backend
 
     def go(
         self,

@@ -103,12 +103,15 @@ def test_ranks_with_different_rules():
     on_all_ranks(ValueError, r"learning_rate is \[0.1", lambda rank: {}, rule)
 
 
-def test_a_schedule_without_a_rate_changes_nothing():
+def test_a_schedule_without_a_rate_is_refused_before_the_step():
     def main(backend):
-        model, optimizer = wrap(backend, ms.optimizers.SGD(lambda step: float("nan")))
-        before = model.gather_full_parameters()
-        with pytest.raises(ValueError, match="learning rate of nan for step 0"):
+        table = [0.1, float("nan")]
+        model, optimizer = wrap(backend, ms.optimizers.SGD(table.__getitem__))
+        optimizer.step(model, X, Y)
+        before, calls = model.gather_full_parameters(), dict(backend.traffic.calls)
+        with pytest.raises(ValueError, match="learning rate of nan for step 1"):
             optimizer.step(model, X, Y)
+        assert backend.traffic.calls == calls
         assert (model.gather_full_parameters() == before).all()
 
     ms.run_in_threads(2, main)

@@ -124,11 +124,8 @@ class Engine:
         self._stage = stage
         self.replica = program.replica
         self.placement = program.vector.placement
-        across = program.replica.across
-        self.replicas = Replicas(
-            parameters, policy, is_on_mesh=program.replica.is_on_mesh, are_apart=across is not None
-        )
-        self.round = Round(config, program.replica.dealt, program.replica.members)
+        self.replicas = Replicas(parameters, policy, program.replica)
+        self.round = Round(config, program.replica)
         self.leaves: GradientLeaves | None = None
         if config.gradient_leaves is not None:
             self.leaves = GradientLeaves(config, parameters.backend, program.dtype)

@@ -6,6 +6,7 @@ import numpy as np
 
 from mpishard.errors import ShardingError
 from mpishard.models.engine.update import Policy
+from mpishard.models.programs.program import Replica
 from mpishard.models.stores.parameter_store import ParameterStore
 
 __all__ = ["ALONE_ON_A_MESH", "Replicas"]
@@ -26,11 +27,9 @@ class Replicas:
         Store of the parameters.
     policy : Policy
         If it shards anything, nothing can drift.
-    is_on_mesh : bool
-        Whether a replica is several ranks', none of which can update it alone.
-    are_apart : bool
-        Whether groups of ranks hold replicas, which need an optimizer that exchanges something
-        between them.
+    replica : Replica
+        On a mesh a replica is several ranks', none of which can update it alone. If groups of ranks
+        hold replicas, they need an optimizer that exchanges something between them.
 
     Attributes
     ----------
@@ -40,18 +39,11 @@ class Replicas:
         Number of times that all replicas have become equal.
     """
 
-    def __init__(
-        self,
-        parameters: ParameterStore,
-        policy: Policy,
-        *,
-        is_on_mesh: bool = False,
-        are_apart: bool = False,
-    ) -> None:
+    def __init__(self, parameters: ParameterStore, policy: Policy, replica: Replica) -> None:
         self._parameters = parameters
         self._policy = policy
-        self._is_on_mesh = is_on_mesh
-        self._are_apart = are_apart
+        self._is_on_mesh = replica.is_on_mesh
+        self._are_apart = replica.across is not None
         self.weight = 0.0
         self.agreements = 0
 
@@ -67,8 +59,7 @@ class Replicas:
             return
         if self._is_on_mesh:
             raise ValueError(ALONE_ON_A_MESH)
-        policy = self._policy
-        if policy.shards_state or policy.shards_gradients or policy.shards_parameters:
+        if self._policy.shards_state:  # as all that shard anything do
             raise ValueError(
                 "auto_sync_gradients=False lets each rank update a replica of its own, and this "
                 "strategy shards gradients or optimizer state; use DDP, or model.accumulate() to "

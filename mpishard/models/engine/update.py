@@ -15,11 +15,10 @@ import numpy as np
 from mpishard.arrays import Array, chunk_length
 from mpishard.callbacks.run import Wishes
 from mpishard.checkpoint.format.consensus import differences
-from mpishard.communication import CommunicationBackend
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.layout import ShardLayout
 from mpishard.models.programs.leaves import GradientLeaves
-from mpishard.models.programs.program import Program
+from mpishard.models.programs.program import Program, Replica
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import Piece, Placement, ShardingConfiguration, pieces_within
 
@@ -136,10 +135,8 @@ class Round:
     ----------
     config : ShardingConfiguration
         All ranks, and whether what is not finite is refused.
-    axis : CommunicationBackend
-        The ranks that compute other samples than this one.
-    replicas : sequence of sequence of int
-        The ranks that compute one batch together, by data rank.
+    replica : Replica
+        The ranks that compute other samples than this one, and those that compute one batch.
 
     Attributes
     ----------
@@ -157,13 +154,8 @@ class Round:
         Wishes of callbacks, which travel with the totals; None on all ranks if there are none.
     """
 
-    def __init__(
-        self,
-        config: ShardingConfiguration,
-        axis: CommunicationBackend,
-        replicas: Sequence[Sequence[int]],
-    ) -> None:
-        self._replicas = replicas
+    def __init__(self, config: ShardingConfiguration, replica: Replica) -> None:
+        self._replicas = replica.members
         self.is_open = False
         self.accumulates = False
         self.defers = False
@@ -172,7 +164,7 @@ class Round:
         self.wishes: Wishes | None = None
         self._samples = 0  # of all ranks; counted where the program is random
         self._backend = config.communication_backend
-        self._axis = axis
+        self._axis = replica.dealt
         self._config = config
 
     def add(self, loss: float, weight: float) -> None:

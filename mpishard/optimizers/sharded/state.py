@@ -156,10 +156,16 @@ class ModelState(CheckpointState):
     # -------------------------------------------------------------------------------------- updates
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that may change between steps, which the ranks compare."""
+        """Return the settings that may change between steps, which the ranks compare.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `Optimizer.checked_rate`: before anything is computed.
+        """
         rule = self.rule
         return {
-            "learning_rate": rule.rate_of_step(self.steps),
+            "learning_rate": rule.checked_rate(self.steps),
             "clip_global_norm": rule.clip_global_norm,
             "clip_value": rule.clip_value,
             "weight_decay": rule.weight_decay,
