@@ -9,7 +9,7 @@ and a row-parallel one behind it need one all-reduce forward and one backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -282,7 +282,7 @@ class ColumnParallelLinear(SplitLinear):
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """The input's gradient, summed over the ranks. Collective."""
         x, dy = saved[0], self._local_gradient(saved[1], dy)
-        return self._reduce(_product(dy, p["weight"])).wait(), (x, dy)
+        return self._reduce(_product(dy, p["weight"]))(), (x, dy)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add the gradients of this rank's rows. Collective with ``sequence_parallel``."""
@@ -300,8 +300,8 @@ class ColumnParallelLinear(SplitLinear):
         # First, so that it travels during the first product.
         gathered = gather_time_async(self.backend, x) if self.sequence_parallel else None
         reduced = self._reduce(_product(dy, p["weight"])) if needs_input_gradient else None
-        self._local.backward_weight((x if gathered is None else gathered.wait(), dy), g)
-        return None if reduced is None else reduced.wait()
+        self._local.backward_weight((x if gathered is None else gathered(), dy), g)
+        return None if reduced is None else reduced()
 
     def _local_gradient(self, activation_saved: Any, dy: Array) -> Array:
         """The gradient of this rank's x W^T + b."""
@@ -309,11 +309,11 @@ class ColumnParallelLinear(SplitLinear):
             dy = self.split.take(dy, self.backend.rank)
         return self._before_activation(activation_saved, dy)
 
-    def _reduce(self, dx: Array) -> Any:
-        """The sum of all ranks' dx, or this rank's slice of it, under way."""
+    def _reduce(self, dx: Array) -> Callable[[], Array]:
+        """Issue the sum of all ranks' dx, or of this rank's slice; the function returned waits."""
         if self.sequence_parallel:
             return reduce_scatter_time_async(self.backend, dx)
-        return self.backend.all_reduce_async(dx)
+        return self.backend.all_reduce_async(dx).wait
 
 
 class RowParallelLinear(SplitLinear):

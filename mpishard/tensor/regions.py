@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication import CommunicationBackend
-from mpishard.communication.contract.work import Work
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters, ParameterSpec
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
@@ -29,7 +27,6 @@ __all__ = [
     "GatherSequence",
     "ReduceFromRegion",
     "ScatterSequence",
-    "Transfer",
     "gather_time",
     "gather_time_async",
     "local_length",
@@ -37,18 +34,6 @@ __all__ = [
     "reduce_scatter_time_async",
     "take_time",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A collective under way, whose result is then put in order."""
-
-    work: Work
-    finish: Callable[[Array], Array]
-
-    def wait(self) -> Array:
-        """The result, in order."""
-        return self.finish(self.work.wait())
 
 
 def local_length(backend: CommunicationBackend, length: int) -> int:
@@ -78,37 +63,38 @@ def take_time(backend: CommunicationBackend, x: Array) -> Array:
 
 def gather_time(backend: CommunicationBackend, x: Array) -> Array:
     """The whole sequence, of each rank's slice: (B, T / t, ...) -> (B, T, ...). Collective."""
-    return gather_time_async(backend, x).wait()
+    return gather_time_async(backend, x)()
 
 
-def gather_time_async(backend: CommunicationBackend, x: Array) -> Transfer:
-    """As `gather_time`, issued and not waited for; ``x`` must not change before."""
+def gather_time_async(backend: CommunicationBackend, x: Array) -> Callable[[], Array]:
+    """Issue `gather_time`; the function returned waits. ``x`` must not change before."""
     ranks, shape = backend.world_size, x.shape
+    # One row per rank: all-gather joins along the first dim, and finish moves ranks behind samples.
+    row = array_namespace(x).ascontiguousarray(x).reshape(1, math.prod(shape))
+    work = backend.all_gather_async(row)
 
-    def finish(slices: Array) -> Array:
-        by_sample = slices.reshape(ranks, *shape).swapaxes(0, 1)
+    def finish() -> Array:
+        by_sample = work.wait().reshape(ranks, *shape).swapaxes(0, 1)
         whole = array_namespace(x).ascontiguousarray(by_sample)
         return whole.reshape(shape[0], ranks * shape[1], *shape[2:])
 
-    # One row per rank: all-gather joins along the first dim, and finish moves ranks behind samples.
-    row = array_namespace(x).ascontiguousarray(x).reshape(1, math.prod(shape))
-    return Transfer(backend.all_gather_async(row), finish)
+    return finish
 
 
 def reduce_scatter_time(backend: CommunicationBackend, x: Array) -> Array:
     """Each rank gets its slice of the sum: (B, T, ...) -> (B, T / t, ...). Collective."""
-    return reduce_scatter_time_async(backend, x).wait()
+    return reduce_scatter_time_async(backend, x)()
 
 
-def reduce_scatter_time_async(backend: CommunicationBackend, x: Array) -> Transfer:
-    """As `reduce_scatter_time`, issued and not waited for; ``x`` must not change before."""
+def reduce_scatter_time_async(backend: CommunicationBackend, x: Array) -> Callable[[], Array]:
+    """Issue `reduce_scatter_time`; the function returned waits. ``x`` must not change before."""
     ranks, batch, rest = backend.world_size, x.shape[0], x.shape[2:]
     length = local_length(backend, x.shape[1])
     by_rank = x.reshape(batch, ranks, length, *rest).swapaxes(0, 1)
     rows = array_namespace(x).ascontiguousarray(by_rank)
     rows = rows.reshape(ranks, math.prod((batch, length, *rest)))
     work = backend.reduce_scatter_async(rows)
-    return Transfer(work, lambda piece: piece.reshape(batch, length, *rest))
+    return lambda: work.wait().reshape(batch, length, *rest)
 
 
 class CopyToRegion(TensorParallelLayer):

@@ -1,7 +1,8 @@
-"""The program that starts MPI ranks: the one that belongs to the MPI library that mpi4py loads.
+"""The program that starts MPI ranks, and the machines of ``--hosts`` that it starts them on.
 
-An ``mpiexec`` of another MPI starts N processes that each find themselves alone, in a world of one.
-Therefore the library is asked first, and each candidate on the machine for its version.
+It is the one that belongs to the MPI library that mpi4py loads. An ``mpiexec`` of another MPI
+starts N processes that each find themselves alone, in a world of one. Therefore the library is
+asked first, and each candidate on the machine for its version.
 """
 
 from __future__ import annotations

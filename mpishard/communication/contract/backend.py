@@ -973,7 +973,8 @@ class CommunicationBackend(ITransport):
         line = receives.setdefault((source, tag), deque())
         line.append(turn)
         try:
-            yield Condition(lambda: line[0] is turn)
+            if line[0] is not turn:
+                yield Condition(lambda: line[0] is turn)
             return (yield from self._steps_receive(source, count, tag, dtype))
         finally:
             line.remove(turn)
