@@ -14,26 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "adapter_hint",
-    "as_amount",
-    "as_count",
-    "as_flag",
-    "as_integer",
-    "as_loss",
-    "as_number",
-    "as_positive",
-    "check_divides",
-    "check_name",
-    "check_path",
-    "check_sizes",
-    "is_size",
-    "name_of",
-    "nearest",
-    "require_type",
-    "take_plain_fields",
-]
-
 _RESERVED = "__metadata__"  # by safetensors, for a header's own entries
 
 

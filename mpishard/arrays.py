@@ -13,26 +13,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "SQUARES_BLOCK",
-    "Array",
-    "address",
-    "array_namespace",
-    "beside",
-    "block_squares",
-    "chunk_length",
-    "chunks",
-    "copy_into",
-    "is_device_array",
-    "is_own",
-    "require_plain",
-    "reuse_freed_memory",
-    "synchronize",
-    "to_device",
-    "to_host",
-]
-
-
 Array = Any
 """A NumPy or CuPy array. The two share an interface and no base class."""
 

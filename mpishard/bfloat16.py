@@ -17,19 +17,6 @@ import numpy as np
 from mpishard.arrays import Array, chunk_length
 from mpishard.compilation import compile_loop, numba_module
 
-__all__ = [
-    "BFLOAT16",
-    "UNIT_ROUNDOFF",
-    "is_bfloat16",
-    "round_into",
-    "rounded",
-    "scratch",
-    "store",
-    "wide",
-    "wide_dtype",
-    "widened",
-]
-
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 UNIT_ROUNDOFF = 2.0**-8

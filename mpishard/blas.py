@@ -13,8 +13,6 @@ from pathlib import Path
 
 from mpishard import settings
 
-__all__ = ["Processor", "better_kernel", "choose_kernel", "loaded_kernel"]
-
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _AVX2_KERNELS = ("Haswell", "Zen")
 _ZEN_3_AND_4 = 25

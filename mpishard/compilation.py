@@ -17,8 +17,6 @@ from typing import Any
 
 from mpishard import settings
 
-__all__ = ["compile_loop", "numba_module"]
-
 _log = logging.getLogger("mpishard")
 _NOTICE_SECONDS = 0.3
 

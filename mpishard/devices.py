@@ -16,8 +16,6 @@ import numpy as np
 from mpishard.arrays import Array, beside, is_device_array, to_host
 from mpishard.errors import DeviceUnavailableError
 
-__all__ = ["HOST", "Device", "load_cupy"]
-
 
 def load_cupy() -> ModuleType:
     """``cupy``.

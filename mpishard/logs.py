@@ -6,8 +6,6 @@ import logging
 
 from mpishard import settings
 
-__all__ = ["set_up_logging"]
-
 _logger = logging.getLogger("mpishard")
 _silence = logging.NullHandler()
 

@@ -25,8 +25,6 @@ from mpishard.arrays import Array
 from mpishard.bfloat16 import BFLOAT16
 from mpishard.blas import Processor
 
-__all__ = ["Library", "library", "processor_has_unit", "reason_for_none"]
-
 _WHEEL = "onednn-cpu-gomp"
 _VERSION = 3  # of the C API
 _CPU, _IN_ORDER = 1, 1  # dnnl_cpu, dnnl_stream_in_order

@@ -10,14 +10,11 @@ usage: scripts/test.sh [--full] [pytest arguments]
 Makes .venv and .venv-openmpi (the first time only) and runs every layer of the tests, whatever the
 others say:
 
-    spawned    jobs of their own: how they end when ranks fail, leave, hang or are killed
-    static     ruff, import-linter, mypy --strict, the site of the documentation
     memory     pytest: one process, thread-ranks
     mpi 2 3 4  the tests that also run on MPI ranks, under MPICH's mpiexec -n 2, 3 and 4
     openmpi 2 3 4  those of communication, and of the strategies, under Open MPI's mpiexec
-
-The first three run beside each other: jobs wait for a third of their time, in which the others,
-which give way to them, have the processors.
+    spawned    jobs of their own: how they end when ranks fail, leave, hang or are killed
+    static     ruff, import-linter, mypy --strict, the site of the documentation; beside the last one
 
 Prints each layer's time and verdict and pytest's closing lines, and fails when a layer fails or
 has no tests. pytest arguments (-k, -x, files) go to every layer but static, and may leave some
@@ -41,7 +38,8 @@ prepare_openmpi
 cd -- "$root"
 set +e # a layer that fails does not keep the others from running
 logs="$(mktemp -d)"
-trap 'end_begun; rm -rf -- "$logs"' EXIT
+checks=''
+trap 'kill $checks 2>/dev/null; rm -rf -- "$logs"' EXIT
 
 table=''
 passing=''
@@ -50,43 +48,13 @@ failing=''
 failed=0
 tested=0
 
-# begin NAME: starts the layer, which gives way to the one that is shown meanwhile.
-begin() {
-    set -m # a process group of its own, to be ended as one
-    (
-        "$1"
-        code=$?
-        echo $((SECONDS - start)) >"$logs/$1.seconds"
-        exit $code
-    ) >"$logs/$1" 2>&1 </dev/null &
-    set +m
-    echo $! >"$logs/$1.group"
-}
-
-# Ends what has begun and was not waited for.
-end_begun() {
-    local file
-    for file in "$logs"/*.group; do
-        [ ! -e "$file" ] || kill -- "-$(cat "$file")"
-    done
-}
-
-# layer NAME COMMAND...: runs it, or waits if it has begun; shows its output, and notes time and verdict.
+# layer NAME COMMAND...: runs it, shows its output, and notes time and verdict.
 layer() {
-    local name="$1" start=$SECONDS seconds code verdict closing
+    local name="$1" start=$SECONDS code verdict closing
     shift
     printf '\n---- %s\n' "$name"
-    if [ -e "$logs/$name.group" ]; then
-        wait "$(cat "$logs/$name.group")"
-        code=$?
-        rm "$logs/$name.group"
-        seconds="$(cat "$logs/$name.seconds")"
-        tee "$logs/layer" <"$logs/$name"
-    else
-        "$@" 2>&1 | tee "$logs/layer"
-        code=${PIPESTATUS[0]}
-        seconds=$((SECONDS - start))
-    fi
+    "$@" 2>&1 | tee "$logs/layer"
+    code=${PIPESTATUS[0]}
     # The one way for pytest to say that it was given nothing to do.
     if [ "$code" = 5 ] && [ ${#arguments[@]} -gt 0 ]; then
         verdict='none selected'
@@ -96,7 +64,7 @@ layer() {
         verdict="FAILED (exit code $code)"
         failed=1
     fi
-    table+="$(printf '%-9s %5d s  %s' "$name" "$seconds" "$verdict")"$'\n'
+    table+="$(printf '%-9s %5d s  %s' "$name" $((SECONDS - start)) "$verdict")"$'\n'
     [ "$name" != static ] || return 0
     [ "$verdict" = 'none selected' ] || tested=1
     closing="$(grep -aE '(passed|failed|skipped|deselected|errors?|no tests ran).* in [0-9.]+s' \
@@ -114,12 +82,12 @@ layer() {
 # shellcheck disable=SC2329 # layer() calls it, and those below
 static() {
     local code=0 types
-    nice -n 10 "$venv/bin/mypy" --strict mpishard >"$logs/types" 2>&1 & # the slowest: beside the others
+    "$venv/bin/mypy" --strict mpishard >"$logs/types" 2>&1 & # the slowest: beside the others
     types=$!
     "$venv/bin/ruff" check || code=1
     "$venv/bin/ruff" format --check || code=1
     "$venv/bin/lint-imports" --no-logo || code=1
-    NO_MKDOCS_2_WARNING=1 nice -n 10 "$venv/bin/mkdocs" build --strict --quiet || code=1
+    NO_MKDOCS_2_WARNING=1 "$venv/bin/mkdocs" build --strict --quiet || code=1
     wait "$types" || code=1
     cat "$logs/types"
     return "$code"
@@ -127,7 +95,7 @@ static() {
 
 # How many processes -n auto means, tests/conftest.py says: while ranks wait, another test's run.
 memory() {
-    OMP_NUM_THREADS=1 nice -n 10 "$python" -m pytest -n auto --dist worksteal -m 'not mpi and not spawned' \
+    OMP_NUM_THREADS=1 "$python" -m pytest -n auto --dist worksteal -m 'not mpi and not spawned' \
         ${arguments[@]+"${arguments[@]}"}
 }
 
@@ -163,18 +131,28 @@ spawned() {
         ${arguments[@]+"${arguments[@]}"}
 }
 
+# shellcheck disable=SC2329
+what_static_said() {
+    cat "$logs/static"
+    return "$static_code"
+}
+
 start=$SECONDS
-begin static
-begin memory
-layer spawned spawned
-layer static
-layer memory
+layer memory memory
 for size in 2 3 4; do
     layer "mpi $size" ranks $size
 done
 for size in 2 3 4; do
     layer "openmpi $size" openmpi $size
 done
+# Their ranks wait for a third of the time, in which something else can be done.
+static >"$logs/static" 2>&1 &
+checks=$!
+layer spawned spawned
+wait "$checks"
+static_code=$?
+checks=''
+layer static what_static_said
 
 if [ $tested = 0 ]; then
     failed=1

@@ -15,8 +15,6 @@ from mpishard.arrays import Array
 from mpishard.contracts import ILossFunction
 from mpishard.data import tree_of
 
-__all__ = ["AutogradModel", "Trace"]
-
 
 class Trace:
     """The run of a function of several arrays, which can be walked back once.

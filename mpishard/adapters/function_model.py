@@ -14,8 +14,6 @@ from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
 from mpishard.errors import MissingMemberError
 from mpishard.sharding import ParameterEntry
 
-__all__ = ["FunctionModel"]
-
 
 class FunctionModel(PlainModelFiles, IFullModel):
     """A model from ``fun(theta, x, y) -> (loss, gradient)``, as ``scipy.optimize``'s ``jac=True``.

@@ -17,8 +17,6 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples, tree_of
 
-__all__ = ["JaxModel", "JaxTree"]
-
 _log = logging.getLogger("mpishard")
 
 

@@ -12,8 +12,6 @@ from mpishard.optimizers import Optimizer
 from mpishard.optimizers.rules.options import ParameterOptions
 from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
 
-__all__ = ["OptaxRule"]
-
 _EXAMPLE = np.zeros(2, np.float32)
 _SIDE = 128  # of a matrix that optax's Adafactor factors
 _SCALES = (1.0, 1e-6, 1e6, 1e12)  # of trial gradients: with any usual limit some are clipped

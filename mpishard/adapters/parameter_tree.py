@@ -12,8 +12,6 @@ from mpishard.arrays import Array, require_plain
 from mpishard.data.dataset import map_tree
 from mpishard.sharding import ParameterEntry
 
-__all__ = ["ParameterTree", "flat_leaves"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:

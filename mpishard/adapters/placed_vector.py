@@ -18,8 +18,6 @@ from mpishard.errors import MissingMemberError, StructureOnlyError
 from mpishard.models.programs.placed_program import IPlaceableModel
 from mpishard.sharding import ParameterEntry
 
-__all__ = ["ITree", "PlacedVectorModel", "TreeModel", "described", "scalar_loss"]
-
 
 class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
     """A plain model on a flat vector of its own, until a holder places its parameters elsewhere.

@@ -15,8 +15,6 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples
 
-__all__ = ["TorchLoss", "TorchModel"]
-
 _BUFFERS = "buffers"  # key of the module's buffers in what is saved
 
 

@@ -17,8 +17,6 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import PathLike
 from mpishard.errors import Preempted
 
-__all__ = ["LoopHooks", "running"]
-
 _log = logging.getLogger("mpishard")
 
 

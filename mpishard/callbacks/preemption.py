@@ -15,8 +15,6 @@ from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.status import StatusPage, own_page
 from mpishard.communication.failure.watchdog import is_free, preemption_notice
 
-__all__ = ["PREEMPTING_SIGNALS", "Preemption"]
-
 PREEMPTING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that order a run which saves checkpoints to save and end."""
 

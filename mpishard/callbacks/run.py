@@ -16,8 +16,6 @@ from mpishard.communication import CommunicationBackend
 from mpishard.communication.contract.matching import who
 from mpishard.errors import ShardingError
 
-__all__ = ["HOOKS", "Record", "Run", "Wishes", "check_callbacks", "names_of"]
-
 _log = logging.getLogger("mpishard")
 
 _users: dict[int, int] = {}  # the rank that uses a callback with a state, by the callback's id

@@ -10,8 +10,6 @@ from typing import Any
 from mpishard.arguments import as_amount, as_count
 from mpishard.callbacks.run import Record, Run
 
-__all__ = ["EarlyStopping"]
-
 
 @dataclass
 class EarlyStopping:

@@ -16,8 +16,6 @@ from mpishard.contracts import PathLike
 from mpishard.observe.metrics import MetricsWriter
 from mpishard.observe.progress import Progress
 
-__all__ = ["CSVFile", "JSONLines", "ProgressLine", "TensorBoard", "WandB"]
-
 
 class _Writer:
     """Writes the figures of steps and evaluations on rank 0, from ``on_start`` to the end."""

@@ -27,8 +27,6 @@ from mpishard.checkpoint.loading.restore import newest_first
 from mpishard.cli.tables import show
 from mpishard.cli.wording import bytes_text, counted, parse_bytes, refusing, say
 
-__all__ = ["checkpoint"]
-
 _LISTED = 3  # tensors of a damaged block that a line names
 _MOST_ITEMS, _MOST_CHARACTERS = 8, 80  # of a list and of a text that are shown
 

@@ -9,11 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "available_memory", "core_quota", "describe_machine", "installed_version", "usable_cores",
-    "write_json",
-]  # fmt: skip
-
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _NO_LIMIT = 2**60  # version 1 of control groups writes "none" as the largest number of pages

@@ -16,8 +16,6 @@ from mpishard.cli.wording import check_choice, check_png, counted, refusing, say
 from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
 from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
 
-__all__ = ["plan"]
-
 _ALL = "all"
 _LOOPED = ("interleaved", "looped-bfs")
 _MOST_OPERATIONS = 2_000_000  # which takes seconds, and less than a gigabyte

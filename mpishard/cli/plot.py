@@ -12,8 +12,6 @@ from mpishard.cli.wording import check_png, refusing
 from mpishard.observe import Curve, Panel, losses_of, plot_loss_curve, plot_panels
 from mpishard.observe.plots import moving_mean
 
-__all__ = ["plot"]
-
 
 def plot(
     runs: Annotated[

@@ -15,8 +15,6 @@ from typing import IO, Any
 
 from mpishard import settings
 
-__all__ = ["Answer", "answer_line", "ask", "python_command"]
-
 _MARK = "mpishard answer: "
 _GRACE_SECONDS = 3.0
 

@@ -12,8 +12,6 @@ from mpishard import settings
 from mpishard.cli.wording import bytes_text, milliseconds
 from mpishard.observe import Timing
 
-__all__ = ["figures_table", "rate_cells", "screen_width", "show", "timing_cells"]
-
 _USUAL = 80
 
 

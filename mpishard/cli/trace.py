@@ -20,8 +20,6 @@ from mpishard.cli.tables import figures_table, show
 from mpishard.cli.wording import bytes_text, counted, milliseconds, refusing
 from mpishard.observe import JobTrace, TraceSummary, merge_traces, open_trace, summarize_trace
 
-__all__ = ["trace"]
-
 _MERGED = "trace.json"
 
 trace = typer.Typer(rich_markup_mode=None)

@@ -34,8 +34,6 @@ from mpishard.communication.failure.stall import verdict
 from mpishard.observe.metrics import parse_metrics
 from mpishard.observe.timing import proportional_memory
 
-__all__ = ["RunState", "watch"]
-
 _PORT = 6280
 
 

@@ -13,11 +13,6 @@ import typer
 
 from mpishard.arguments import nearest
 
-__all__ = [
-    "bytes_text", "check_choice", "check_png", "counted", "milliseconds", "parse_bytes", "refuse",
-    "refusing", "say",
-]  # fmt: skip
-
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 

@@ -22,8 +22,6 @@ from mpishard.communication.threads.run import current_backend
 from mpishard.communication.tracing.recorder import record_if_asked
 from mpishard.errors import CommunicationError
 
-__all__ = ["blas_threads", "init", "is_launched", "refuse_worlds_of_one"]
-
 _logger = logging.getLogger("mpishard")
 
 # One process is one rank of one MPI world: this is a fact of the process and not of a thread.

@@ -11,8 +11,6 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.errors import CommunicationError, NotInitializedError
 
-__all__ = ["CommunicationManager"]
-
 _backend: ContextVar[CommunicationBackend | None] = ContextVar("manager_backend", default=None)
 _REDUCIBLE = (np.dtype(np.float32), np.dtype(np.float64))
 

@@ -10,8 +10,6 @@ from typing import Literal
 from mpishard.arguments import as_integer
 from mpishard.communication.contract.backend import CommunicationBackend
 
-__all__ = ["AXES", "Axis", "ProcessMesh"]
-
 Axis = Literal["replica", "pipeline", "tensor", "data"]
 
 AXES: tuple[Axis, ...] = ("pipeline", "tensor", "data")

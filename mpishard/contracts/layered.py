@@ -13,8 +13,6 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.errors import MissingMemberError
 
-__all__ = ["ILayeredModel", "IPipelineDecomposableModel", "LayerCategory", "LayerInfo"]
-
 
 class LayerCategory(StrEnum):
     """The purpose of a layer."""

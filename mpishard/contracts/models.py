@@ -14,22 +14,6 @@ from mpishard.arrays import Array
 from mpishard.contracts.parameters import ICheckpointableModel, IParameterizable
 from mpishard.errors import MissingInterfaceError, MissingMemberError
 
-__all__ = [
-    "DynamicShapeInfo",
-    "ICloneable",
-    "IFeatureAware",
-    "IFeatureImportance",
-    "IFullModel",
-    "IGradientComputable",
-    "IJitCompilable",
-    "ILossFunction",
-    "IModel",
-    "IModelShape",
-    "IShardedModel",
-    "ModelMetadata",
-    "ShardedModel",
-]
-
 
 class IFeatureAware(ABC):
     """Input features in use. Only the linear models know theirs.

@@ -8,8 +8,6 @@ from typing import Any
 
 from mpishard.arrays import Array
 
-__all__ = ["IGradientBasedOptimizer", "IOptimizer", "IShardedOptimizer"]
-
 
 class IOptimizer(ABC):
     """Something that finds parameters for data."""

@@ -10,14 +10,6 @@ from typing import BinaryIO, Self
 
 from mpishard.arrays import Array, array_namespace
 
-__all__ = [
-    "ICheckpointableModel",
-    "IModelSerializer",
-    "IParameterSource",
-    "IParameterizable",
-    "PathLike",
-]
-
 
 class IParameterSource(ABC):
     """Something that parameters can be read from: a flat vector, shape (parameter_count,)."""

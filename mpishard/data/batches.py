@@ -14,8 +14,6 @@ from mpishard.arrays import Array, array_namespace
 from mpishard.data.dataset import Samples, TokenWindows, take
 from mpishard.data.sampler import GlobalBatchSampler, Indices, LocalBatchSampler
 
-__all__ = ["Batch", "Batches"]
-
 _NAMED_RUNS = 4  # runs of samples that a message lists
 
 

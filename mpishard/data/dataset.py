@@ -11,16 +11,6 @@ import numpy as np
 from mpishard.arguments import as_count
 from mpishard.arrays import Array, array_namespace, require_plain
 
-__all__ = [
-    "Samples",
-    "TokenWindows",
-    "check_dataset",
-    "count_samples",
-    "map_tree",
-    "take",
-    "tree_of",
-]
-
 
 class TokenWindows:
     """Every window of ``context_length`` consecutive tokens, without copying the tokens.

@@ -9,8 +9,6 @@ import numpy as np
 from mpishard.arguments import as_count
 from mpishard.data.sampler import Indices, order_of
 
-__all__ = ["DistributedSampler", "ElasticDistributedSampler"]
-
 
 class DistributedSampler:
     """Indices of one replica: a contiguous slice of each epoch's order.

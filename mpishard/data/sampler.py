@@ -12,9 +12,6 @@ import numpy as np
 from mpishard.arguments import as_count
 from mpishard.layout import LeafLayout, ShardLayout
 
-__all__ = ["GlobalBatchSampler", "Indices", "LocalBatchSampler", "block_order_of", "order_of"]
-
-
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 

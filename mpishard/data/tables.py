@@ -11,8 +11,6 @@ import numpy as np
 
 from mpishard.arrays import Array
 
-__all__ = ["Column", "ParquetColumns"]
-
 Rows = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 

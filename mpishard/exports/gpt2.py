@@ -20,8 +20,6 @@ from mpishard.models import ShardedModelBase
 from mpishard.nn import GPT
 from mpishard.sharding import ParameterEntry
 
-__all__ = ["load_gpt2", "save_gpt2"]
-
 _LAYERS = {
     "embedding.weight": "transformer.wte.weight",
     "position.weight": "transformer.wpe.weight",

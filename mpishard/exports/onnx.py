@@ -14,8 +14,6 @@ from mpishard.exports.rank_zero import write_model
 from mpishard.nn import ComputationNode, Model
 from mpishard.nn.graph.tracing import input_of, trace_chain
 
-__all__ = ["export_onnx"]
-
 _OPSET = 20  # the first with Gelu
 _IR_VERSION = 9  # of the same time; older readers refuse newer files
 _MAXIMUM_BYTES = 2**31 - 1  # of a message of Protocol Buffers

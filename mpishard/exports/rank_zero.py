@@ -16,8 +16,6 @@ from mpishard.contracts import PathLike
 from mpishard.models import ShardedModelBase
 from mpishard.nn import Model
 
-__all__ = ["Content", "write_model"]
-
 Content = Callable[[Any, Iterator[Array]], Iterable[memoryview | bytes]]
 """A model's structure, and its parameters in the order of its table, to the parts of a file."""
 

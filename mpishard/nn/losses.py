@@ -15,8 +15,6 @@ from mpishard.arrays import Array, array_namespace, chunks
 from mpishard.contracts import ILossFunction
 from mpishard.nn.layers.activations import sigmoid
 
-__all__ = ["MAE", "MSE", "BinaryCrossEntropy", "CrossEntropy", "Huber", "Loss", "check_real_target"]
-
 
 class Loss(ILossFunction):
     """A loss of a prediction against a target. Like a layer, it holds no arrays.

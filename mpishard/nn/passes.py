@@ -22,19 +22,6 @@ from mpishard.arrays import Array, array_namespace, chunks
 from mpishard.bfloat16 import BFLOAT16, is_bfloat16, round_into, widened
 from mpishard.compilation import compile_loop, numba_module
 
-__all__ = [
-    "add",
-    "added",
-    "bits",
-    "compiled",
-    "gelu",
-    "norm_backward",
-    "norm_forward",
-    "scale",
-    "softmax_backward",
-    "softmax_forward",
-]
-
 _F = np.float32
 _DTYPES = (np.dtype(np.float32), BFLOAT16)
 _LOG2_E, _LN_2 = _F(math.log2(math.e)), _F(math.log(2.0))

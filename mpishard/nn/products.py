@@ -16,8 +16,6 @@ from mpishard.arrays import Array, array_namespace
 from mpishard.bfloat16 import BFLOAT16, round_into, widened
 from mpishard.onednn import library
 
-__all__ = ["add_column_sums", "product", "products_per_second"]
-
 
 def product(a: Array, b: Array, out: Array | None = None, *, bias: Array | None = None) -> Array:
     """``a @ b + bias``.

@@ -13,8 +13,6 @@ import numpy as np
 from mpishard.arrays import Array, is_device_array
 from mpishard.devices import HOST, Device
 
-__all__ = ["MemoryCategory", "MemoryLedger", "Place"]
-
 
 class Place(StrEnum):
     """Host or GPU memory."""

@@ -12,8 +12,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["LiveLine"]
-
 _BAR = 28
 
 

@@ -11,8 +11,6 @@ from typing import Any, Self
 
 from mpishard.checkpoint.format.disk import replace_file
 
-__all__ = ["MetricsWriter", "read_metrics"]
-
 
 class MetricsWriter:
     """Appends one JSON object per line, written out at once, so that a run can be watched.

@@ -14,23 +14,6 @@ import numpy as np
 
 from mpishard.observe.metrics import read_metrics
 
-__all__ = [
-    "BLUE",
-    "GREY",
-    "PALETTE",
-    "RED",
-    "Curve",
-    "Panel",
-    "losses_of",
-    "moving_mean",
-    "new_figure",
-    "plain_axes",
-    "plot_loss_curve",
-    "plot_panels",
-    "save",
-]
-
-
 BLUE = "#3b6fb6"
 RED = "#d1495b"
 GREY = "#5f6b73"

@@ -15,8 +15,6 @@ from mpishard import settings
 if TYPE_CHECKING:
     from mpishard.observe.live_line import LiveLine
 
-__all__ = ["Progress"]
-
 _WINDOW = 15.0  # seconds that throughput is averaged over
 _REFRESH = 0.1  # seconds between two pictures of the live line
 

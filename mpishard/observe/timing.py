@@ -12,8 +12,6 @@ import numpy as np
 
 from mpishard.communication import CommunicationBackend
 
-__all__ = ["Timing", "memory_while", "proportional_memory", "time_alternately", "time_chain"]
-
 _BLOCK_SECONDS = 2e-3
 """Calls shorter than this are timed several at once: a clock and a barrier cost microseconds."""
 

@@ -17,8 +17,6 @@ from mpishard.communication.tracing.recorder import (
     stop_recording,
 )
 
-__all__ = ["span", "step_span", "trace"]
-
 _NOTHING = nullcontext()
 
 

@@ -19,9 +19,6 @@ from mpishard.communication.tracing.recorder import (
     rank_file,
 )
 
-__all__ = ["Ending", "JobTrace", "merge_traces", "open_trace"]
-
-
 _KILLED = "its file has no end: the process was killed, or still runs"
 
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from mpishard.observe.trace_reader import JobTrace
 
-__all__ = ["CallTotals", "RankShares", "TraceSummary", "summarize_trace"]
-
 _PASSES = ("forward", "backward", "backward_input", "backward_weight")
 
 _Spans = np.ndarray[Any, np.dtype[np.float64]]

@@ -12,8 +12,6 @@ from mpishard.communication import CommunicationBackend
 from mpishard.errors import NotInitializedError
 from mpishard.layout import ShardLayout
 
-__all__ = ["InverseHessian"]
-
 _LARGEST = 1 << 30  # bytes of the matrix that `todense` makes
 
 

@@ -34,8 +34,6 @@ from mpishard.optimizers.rules.search import LBFGS, NewtonCG, NonlinearCG, Searc
 from mpishard.optimizers.sharded.strategies import ZeRO2Optimizer
 from mpishard.sharding import ShardingConfiguration
 
-__all__ = ["Objective", "OptimizeResult", "Samples", "minimize"]
-
 _RULES: dict[str, type[SearchRule]] = {
     "l-bfgs": LBFGS, "l-bfgs-b": LBFGS, "cg": NonlinearCG, "newton-cg": NewtonCG,
 }  # fmt: skip

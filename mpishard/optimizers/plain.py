@@ -35,8 +35,6 @@ from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.strategies import DDPOptimizer
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
-__all__ = ["OwnRun", "PlainTraining"]
-
 _KEY = "mpishard_optimizer"
 _REVERSE_ROUNDS = 100
 _REVERSE_ROUNDINGS = 16  # of the largest element: error allowed after the last round

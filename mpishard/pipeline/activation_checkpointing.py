@@ -15,8 +15,6 @@ from typing import Literal
 from mpishard.arguments import as_flag, as_integer
 from mpishard.contracts import LayerInfo
 
-__all__ = ["ActivationCheckpointConfig", "RecomputeStrategy"]
-
 
 class RecomputeStrategy(StrEnum):
     """The parts that backward computes again.

@@ -19,20 +19,6 @@ from mpishard.pipeline.operations import (
     PipelineOperationType,
 )
 
-__all__ = [
-    "StageTimes",
-    "TimedOperation",
-    "Times",
-    "bubble_fraction",
-    "check_completeness",
-    "check_schedule",
-    "describe",
-    "run_clock",
-    "spread",
-    "stages_of_ranks",
-]
-
-
 Times = float | Sequence[float]
 """One number, or one for each stage."""
 

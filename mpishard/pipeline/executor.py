@@ -34,8 +34,6 @@ from mpishard.pipeline.operations import (
     forward_orders,
 )
 
-__all__ = ["IPipelineStage", "OperationTimes", "PipelineExecutor", "PipelineRecord"]
-
 
 class IPipelineStage(ABC):
     """One rank's stages, by virtual index, with the activations that micro-batches leave in them.

@@ -23,15 +23,6 @@ from mpishard.errors import MissingLossError
 from mpishard.layout import ShardLayout
 from mpishard.nn import Context, Model
 
-__all__ = [
-    "IPipelinePartitionStrategy",
-    "LoadBalancedPartitionStrategy",
-    "UniformPartitionStrategy",
-    "balanced_cuts",
-    "measured_layer_costs",
-    "partition_layers",
-]
-
 
 def balanced_cuts(
     costs: Sequence[float], num_runs: int, allowed: Sequence[int] | None = None

@@ -11,22 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = [
-    "BACKWARD",
-    "BACKWARD_INPUT",
-    "BACKWARD_WEIGHT",
-    "FORWARD",
-    "Flow",
-    "IPipelineSchedule",
-    "Order",
-    "PipelineOperation",
-    "PipelineOperationType",
-    "PipelinePlan",
-    "Step",
-    "forward_orders",
-    "most_saved",
-]
-
 
 class PipelineOperationType(StrEnum):
     """The computation of one micro-batch in one stage."""

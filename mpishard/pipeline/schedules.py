@@ -20,22 +20,6 @@ from mpishard.pipeline.operations import (
     PipelineOperationType,
 )
 
-__all__ = [
-    "SCHEDULE_NAMES",
-    "GPipeSchedule",
-    "Interleaved1F1BSchedule",
-    "LoopedBFSSchedule",
-    "OneForwardOneBackwardSchedule",
-    "Row",
-    "RuleSchedule",
-    "ZeroBubbleH1Schedule",
-    "ZeroBubbleH2Schedule",
-    "ZeroBubbleVSchedule",
-    "schedule_by_name",
-    "with_phases",
-]
-
-
 Row = tuple[PipelineOperationType, int, int]
 """Type, micro-batch and virtual stage of an operation."""
 

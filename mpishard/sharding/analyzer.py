@@ -13,8 +13,6 @@ from mpishard.contracts import ILayeredModel
 from mpishard.errors import ShardingError
 from mpishard.sharding.table import build_units
 
-__all__ = ["ParameterAnalyzer", "ParameterGroup"]
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:

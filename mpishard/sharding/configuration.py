@@ -11,8 +11,6 @@ from typing import Any, Self, cast
 from mpishard.arguments import as_count, as_flag, as_integer, as_positive
 from mpishard.communication import CommunicationBackend
 
-__all__ = ["ShardingConfiguration", "by_node", "shared_choices"]
-
 _SHARED = (
     "auto_sync_gradients", "minimum_parameter_group_size", "enable_gradient_compression",
     "cpu_offload_optimizer", "cpu_offload_gradients", "cpu_offload_parameters", "gradient_leaves",

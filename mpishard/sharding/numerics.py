@@ -10,8 +10,6 @@ import threadpoolctl
 
 from mpishard.compilation import numba_module
 
-__all__ = ["numerics_differences", "numerics_fingerprint"]
-
 
 def numerics_fingerprint() -> dict[str, str]:
     """Versions, kernels and threads that the bits of this process's results depend on.

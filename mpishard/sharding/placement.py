@@ -20,8 +20,6 @@ from mpishard.sharding.regions import (
 )
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = ["Placement", "Slice", "written_part"]
-
 _LEAST_PART = 1 << 14  # elements, of what is divided; less goes to one file in one piece
 
 

@@ -9,19 +9,6 @@ from types import EllipsisType
 
 from mpishard.arrays import Array, copy_into
 
-__all__ = [
-    "Box",
-    "Region",
-    "blocks_of",
-    "box_shape",
-    "box_within",
-    "join_dims",
-    "put_region",
-    "shared_box",
-    "take_region",
-    "whole_box",
-]
-
 Box = tuple[tuple[int, int], ...]
 """A block of a tensor: the range ``(start, stop)`` of each dim."""
 

@@ -15,21 +15,6 @@ from mpishard.arguments import check_name
 from mpishard.arrays import Array
 from mpishard.layout import ShardLayout
 
-__all__ = [
-    "ParameterEntry",
-    "ParameterTable",
-    "Piece",
-    "Unit",
-    "build_units",
-    "cells_of",
-    "cut_at_cells",
-    "nested",
-    "nested_views",
-    "owned_pieces",
-    "pieces_within",
-    "reproducing_worlds",
-]
-
 _DENSE_WORLDS = 8  # up to this number each number of ranks reproduces
 
 

@@ -16,13 +16,6 @@ from mpishard.nn.layers.layer import Context, Layer, Parameters
 from mpishard.nn.layers.normalization import LayerNorm
 from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
-__all__ = [
-    "TensorParallelAttention",
-    "TensorParallelPagedAttention",
-    "TensorParallelTransformerBlock",
-    "attention_layers",
-]
-
 
 class _SequenceChain(Sequential):
     """A chain on inputs of shape (B, T, D), which it checks before the ranks communicate."""

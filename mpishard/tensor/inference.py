@@ -8,8 +8,6 @@ from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.threads.run import run_in_threads
 
-__all__ = ["TensorParallelInference"]
-
 
 class TensorParallelInference:
     """Runs a tensor-parallel model without MPI."""

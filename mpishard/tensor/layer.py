@@ -18,8 +18,6 @@ from mpishard.nn.layers.layer import Layer, ParameterSpec
 from mpishard.sharding import Box, whole_box
 from mpishard.sharding.regions import box_shape
 
-__all__ = ["DimSplit", "TensorParallelLayer"]
-
 
 @dataclass(frozen=True, slots=True)
 class DimSplit:

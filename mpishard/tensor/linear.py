@@ -44,8 +44,6 @@ from mpishard.tensor.regions import (
     reduce_scatter_time_async,
 )
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "SplitLinear", "Stage3ShardedLinear"]
-
 
 class SplitLinear(TensorParallelLayer):
     """A linear map y = activation(x W^T + b) whose weight W of shape (O, I) is split over ranks.

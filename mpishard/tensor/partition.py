@@ -15,20 +15,6 @@ from mpishard.nn.layers.layer import Layer
 from mpishard.nn.layers.linear import Linear
 from mpishard.sharding import Box
 
-__all__ = [
-    "ACTIVATIONS",
-    "ATTENTIONS",
-    "LayerDecision",
-    "Segment",
-    "SegmentKind",
-    "SplitKind",
-    "TensorPartition",
-    "Ties",
-    "find_segments",
-    "is_open",
-    "walk_layers",
-]
-
 
 class SplitKind(StrEnum):
     """The dim along which a layer's computation is dealt to the ranks."""

@@ -42,14 +42,6 @@ from mpishard.tensor.sequence import (
 )
 from mpishard.tensor.vocabulary import VocabularyParallelEmbedding
 
-__all__ = [
-    "ChainSplit",
-    "Extent",
-    "TensorParallelLayerPartitioner",
-    "check_sequence",
-    "partition_chain",
-]
-
 # FLOPs that a rank should save for each element sent. A core multiplies some 1e11 numbers a second
 # and shared memory moves some 1e9 of them.
 _WORTHWHILE = 100

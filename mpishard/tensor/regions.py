@@ -20,21 +20,6 @@ from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters, ParameterSpec
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 
-__all__ = [
-    "CopyToRegion",
-    "Framed",
-    "GatherOutput",
-    "GatherSequence",
-    "ReduceFromRegion",
-    "ScatterSequence",
-    "gather_time",
-    "gather_time_async",
-    "local_length",
-    "reduce_scatter_time",
-    "reduce_scatter_time_async",
-    "take_time",
-]
-
 
 def local_length(backend: CommunicationBackend, length: int) -> int:
     """Positions of each rank's slice of a sequence of ``length``.

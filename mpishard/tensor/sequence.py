@@ -26,13 +26,6 @@ from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
 from mpishard.nn.passes import added
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 
-__all__ = [
-    "SequenceParallelDropout",
-    "SequenceParallelNorm",
-    "SequenceParallelPositionalEmbedding",
-    "TensorParallelDropout",
-]
-
 
 class SequenceParallelNorm(TensorParallelLayer):
     """Normalisation of the last dim of this rank's slice of the sequence.

@@ -22,13 +22,6 @@ from mpishard.sharding import Box
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 from mpishard.tensor.regions import gather_time, local_length, reduce_scatter_time
 
-__all__ = [
-    "GatheredOutputLoss",
-    "VocabularyParallelCrossEntropy",
-    "VocabularyParallelEmbedding",
-    "parallel_loss",
-]
-
 
 class VocabularyParallelEmbedding(TensorParallelLayer):
     """A vector for each token, y = W[tokens], with the rows of W dealt to the ranks.

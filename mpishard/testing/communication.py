@@ -35,8 +35,6 @@ from mpishard.testing.reductions import (
 from mpishard.testing.refusals import RefusalChecks
 from mpishard.testing.twins import TransferChecks, TwinChecks
 
-__all__ = ["CommunicationConformance"]
-
 SUM = ReductionOperation.SUM
 
 

@@ -20,8 +20,6 @@ from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.fuzz_plan import SHARED_BYTES, Step, draw_plan, spoil
 from mpishard.testing.reductions import assert_same, expected_result, values
 
-__all__ = ["fuzz_sequence"]
-
 Check = Callable[[Any], None]
 
 

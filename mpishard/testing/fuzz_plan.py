@@ -11,8 +11,6 @@ from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.testing.reductions import even_sizes, operations
 
-__all__ = ["SHARED_BYTES", "Spoiled", "Step", "draw_plan", "spoil"]
-
 SHARED_BYTES = 1 << 20
 """Bytes that the steps of one group share out among them."""
 

@@ -19,15 +19,6 @@ from mpishard.sharding import ParameterTable
 from mpishard.sharding.table import nested
 from mpishard.tensor import TensorParallelLayer
 
-__all__ = [
-    "GradientMismatchError",
-    "check_gradients",
-    "check_layer_gradients",
-    "check_layer_promises",
-    "check_parallel_layer",
-    "perturbed_parameters",
-]
-
 _Vector = np.ndarray[Any, Any]
 
 # A parameter whose derivatives are below this part of the model's largest is judged against

@@ -17,22 +17,6 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import DTYPES
 from mpishard.communication.contract.reduction import ReductionOperation
 
-__all__ = [
-    "ADVERSARIAL_VALUES",
-    "CommunicationChecks",
-    "MovementChecks",
-    "ReductionChecks",
-    "assert_raises",
-    "assert_same",
-    "bounds",
-    "even_sizes",
-    "expected_result",
-    "operations",
-    "shapes",
-    "tree_reduce",
-    "values",
-]
-
 SUM, PRODUCT, MIN, MAX, AVERAGE = ReductionOperation
 
 ADVERSARIAL_VALUES = (

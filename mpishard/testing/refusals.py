@@ -16,9 +16,6 @@ from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.errors import CollectiveMismatchError, PeerError
 from mpishard.testing.reductions import CommunicationChecks, assert_raises, assert_same
 
-__all__ = ["COLLECTIVES", "MISMATCHES", "Arguments", "Ask", "Mismatch", "RefusalChecks", "refusal"]
-
-
 SUM, MAX = ReductionOperation.SUM, ReductionOperation.MAX
 _WITHOUT_TWIN = ("split", "allocate_shared")
 

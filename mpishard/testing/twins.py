@@ -23,9 +23,6 @@ from mpishard.testing.reductions import (
     values,
 )
 
-__all__ = ["TransferChecks", "TwinChecks"]
-
-
 SUM = ReductionOperation.SUM
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from mpishard.communication.threads.run import run_in_threads
 
-__all__ = ["in_worlds"]
-
 
 def in_worlds(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Run a test on every rank of worlds of these sizes.

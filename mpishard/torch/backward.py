@@ -25,8 +25,6 @@ from mpishard.torch.gathering import GatheredUnits
 from mpishard.torch.parameters import Part, native_gradient
 from mpishard.torch.placed import Buffers, flat_gradient
 
-__all__ = ["BackwardPasses"]
-
 
 class BackwardPasses:
     """The way of gradients from autograd to the store, until the end of ``backward()``.

@@ -10,8 +10,6 @@ from mpishard.communication import CommunicationBackend
 from mpishard.errors import ShardingError
 from mpishard.torch.parameters import SharedParameter, Uncopied
 
-__all__ = ["Ranks", "SyncBatchNorm", "convert_sync_batchnorm"]
-
 
 class Ranks(Uncopied):
     """The ranks over whose samples a sharded module normalises.

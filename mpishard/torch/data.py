@@ -10,8 +10,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from mpishard.torch.world import current_world
 
-__all__ = ["DataLoader"]
-
 
 class DataLoader(PlainLoader):  # type: ignore[misc]
     """A ``torch.utils.data.DataLoader`` that gives each rank its part of every batch.

@@ -20,8 +20,6 @@ from mpishard.torch.parameters import Part
 from mpishard.torch.placed import from_text, to_text
 from mpishard.torch.sharded import ShardedModule, module_of
 
-__all__ = ["load", "save"]
-
 _STATE, _STEP, _USER = "torch", "step", "user"  # keys of the metadata beside the arrays
 
 

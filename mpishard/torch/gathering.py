@@ -20,8 +20,6 @@ from mpishard.observe.ledger import MemoryCategory
 from mpishard.torch.parameters import SharedParameter
 from mpishard.torch.placed import tensor_of
 
-__all__ = ["GatheredParameter", "GatheredUnits", "give_whole_tensors"]
-
 _RESIDENT = 2  # the unit in use, and the one before it, which modules often use in turn
 # Methods that need no values, and attributes that do: views, such as T, are of the values.
 _FREE_METHODS = frozenset(

@@ -26,16 +26,6 @@ from mpishard.optimizers import Constant, Optimizer, OwnedRange, Segment, Update
 from mpishard.torch.parameters import Part, SharedParameter
 from mpishard.torch.sharded import ShardedModule, module_of, part_of
 
-__all__ = [
-    "RuleOptimizer",
-    "clip_grad_norm_",
-    "is_elementwise",
-    "norm_of",
-    "numbered_parts",
-    "optimizer",
-    "parts_of",
-]
-
 
 def norm_of(parts: Sequence[Part], order: float = 2.0) -> float:
     """Return the p-norm of the gradients over all parts and ranks. Collective."""

@@ -11,8 +11,6 @@ from mpishard.errors import ShardingError
 from mpishard.layout import ShardLayout
 from mpishard.sharding import ParameterEntry, Piece, Unit
 
-__all__ = ["GradientPiece", "Part", "SharedParameter", "Uncopied", "native_gradient"]
-
 native_gradient = torch.Tensor.grad
 """The attribute in which autograd leaves a gradient."""
 

@@ -16,8 +16,6 @@ from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.sharding import ParameterEntry
 from mpishard.torch.batch_norm import Ranks, SyncBatchNorm
 
-__all__ = ["Buffers", "PlacedModule", "flat_gradient", "from_text", "some", "tensor_of", "to_text"]
-
 
 class Buffers:
     """The buffers of a module, and the parameters that no vector holds.

@@ -40,17 +40,6 @@ from mpishard.torch.parameters import Part, SharedParameter, Uncopied, native_gr
 from mpishard.torch.placed import PlacedModule, tensor_of
 from mpishard.torch.world import current_world
 
-__all__ = [
-    "POLICIES",
-    "ShardedModule",
-    "check_precision",
-    "check_replicas",
-    "module_of",
-    "no_sync",
-    "part_of",
-    "shard",
-]
-
 POLICIES = {
     "ddp": Policy(shards_parameters=False, shards_gradients=False, shards_state=False),
     "zero1": Policy(shards_parameters=False, shards_gradients=False, shards_state=True),

@@ -16,8 +16,6 @@ from mpishard.communication.contract.status import look_behind
 from mpishard.communication.init import blas_threads
 from mpishard.errors import NotInitializedError
 
-__all__ = ["barrier", "current_world", "init", "prepare_torch", "print", "rank", "world_size"]
-
 _log = logging.getLogger("mpishard")
 
 # One for each thread-rank, as a thread has a context of its own.

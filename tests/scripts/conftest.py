@@ -11,7 +11,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 TOOLS = [
     *("basename", "bash", "cat", "cksum", "cp", "dirname", "env", "grep", "id", "mkdir", "mktemp"),
-    *("mv", "nice", "rm", "sed", "sh", "sort", "tail", "tee", "tr"),
+    *("mv", "rm", "sed", "sh", "sort", "tail", "tee", "tr"),
 ]
 
 # Answers as the interpreter of an environment would, and writes down what it was asked to do.

@@ -25,8 +25,6 @@ from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = ["MAXIMUM_SHARD_BYTES", "CheckpointForm", "consolidate", "convert"]
-
 MAXIMUM_SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in one file of a sharded directory, by default."""
 

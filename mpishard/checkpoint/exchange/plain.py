@@ -17,15 +17,6 @@ from mpishard.checkpoint.saving.save import save
 from mpishard.contracts import ICheckpointableModel, PathLike
 from mpishard.sharding import ParameterEntry, Placement
 
-__all__ = [
-    "CHOICES_HEADER",
-    "PlainModelFiles",
-    "choices_in",
-    "choices_of",
-    "named_bytes",
-    "packed_vector",
-]
-
 CHOICES_HEADER = "mpishard.choices"
 """Key, in a file's metadata, of a model's choices as JSON."""
 

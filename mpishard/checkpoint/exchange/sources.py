@@ -25,8 +25,6 @@ from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = ["CHECKPOINT_HEADER", "INDEX", "NOTHING_BESIDE", "TensorSource", "open_source"]
-
 CHECKPOINT_HEADER = "mpishard.checkpoint"
 """Key, in a file's metadata, of a checkpoint's kinds and metadata, as JSON."""
 

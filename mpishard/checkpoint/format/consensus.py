@@ -17,20 +17,6 @@ from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError, CommunicationError
 
-__all__ = [
-    "GatheredTexts",
-    "Statements",
-    "all_texts",
-    "begin_all_gather",
-    "differences",
-    "gather_texts",
-    "path_from",
-    "path_text",
-    "share_path",
-    "share_text",
-    "together",
-]
-
 # Messages name paths; Python holds bytes of a path that it cannot decode as surrogates.
 _SURROGATES = "surrogatepass"
 

@@ -19,28 +19,6 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = [
-    "ANYTHING",
-    "COUNT",
-    "NUMBER",
-    "OBJECT",
-    "TEXT",
-    "CheckpointState",
-    "Checkpointable",
-    "CheckpointableOptimizer",
-    "Form",
-    "Kind",
-    "Pieces",
-    "as_json",
-    "as_metadata",
-    "check_keys",
-    "require_checkpointable",
-    "require_form",
-    "spelled",
-    "states_of",
-    "unspelled",
-]
-
 _SPELLING = "$float"  # the only key of an object that stands for such a number
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _SHOWN = 60  # characters of a value that a message quotes

@@ -18,8 +18,6 @@ from mpishard.sharding.regions import (
     whole_box,
 )
 
-__all__ = ["check_coverage", "check_region"]
-
 _MOST_CUT_DIMS = 8  # a box of d dims has 2**d corners
 
 

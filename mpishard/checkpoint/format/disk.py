@@ -13,18 +13,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = [
-    "free_bytes",
-    "make_directories",
-    "make_directory",
-    "remove_aside",
-    "remove_tree",
-    "rename",
-    "replace_file",
-    "sync_directory",
-    "write_file",
-]
-
 
 def free_bytes(directory: Path) -> int:
     """Return the bytes free for this user on the file system of ``directory``, existing or not."""

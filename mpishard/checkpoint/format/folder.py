@@ -14,8 +14,6 @@ from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
 from mpishard.errors import CheckpointError
 
-__all__ = ["LATEST", "CheckpointFolder", "Entry", "Target", "newest_of", "previous_of"]
-
 LATEST = "latest"
 """Name of the text file that names the newest checkpoint of a folder."""
 

@@ -28,8 +28,6 @@ from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = ["MANIFEST", "MOST_DIMS", "PARAMETERS", "KindRecord", "Manifest", "assemble"]
-
 MANIFEST = "manifest.json"
 """Name of the file in a checkpoint's directory, written last."""
 

@@ -28,24 +28,6 @@ from mpishard.checkpoint.format import disk
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 
-__all__ = [
-    "BLOCK_BYTES",
-    "DTYPES_OF_FILES",
-    "ChecksumThread",
-    "FileRecord",
-    "LazyTensor",
-    "PieceRecord",
-    "RankFile",
-    "Tensor",
-    "TensorFile",
-    "bytes_of",
-    "file_name",
-    "metadata_of",
-    "tensor_key",
-    "tensors_and_document",
-    "tensors_of",
-]
-
 BLOCK_BYTES = 4 << 20
 """Bytes of a file that share a checksum; the last block may be shorter."""
 

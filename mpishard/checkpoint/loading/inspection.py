@@ -17,16 +17,6 @@ from mpishard.checkpoint.loading.reader import CheckpointReader, find_checkpoint
 from mpishard.checkpoint.loading.restore import open_whole
 from mpishard.errors import CheckpointError
 
-__all__ = [
-    "CheckpointProblem",
-    "CheckpointReport",
-    "check",
-    "describe",
-    "find_problems",
-    "load_arrays",
-    "problems_in",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:

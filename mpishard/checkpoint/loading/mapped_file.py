@@ -15,8 +15,6 @@ import numpy as np
 from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord
 from mpishard.errors import CheckpointError
 
-__all__ = ["MappedFile", "PieceValues"]
-
 _READ_BYTES = 1 << 18  # fits the L2 cache
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

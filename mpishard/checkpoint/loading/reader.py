@@ -29,8 +29,6 @@ from mpishard.sharding.regions import (
 )
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = ["CheckpointReader", "Overlap", "find_checkpoint", "find_single", "overlaps"]
-
 _BLOCK = 1 << 22  # elements that are read at a time
 _RUN = 1 << 14  # elements in a row for which a read of their own pays
 

@@ -31,8 +31,6 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 
-__all__ = ["load", "load_states", "newest_first", "newest_valid", "open_whole"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger("mpishard")

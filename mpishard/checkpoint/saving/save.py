@@ -50,18 +50,6 @@ from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
-__all__ = [
-    "Content",
-    "PendingSave",
-    "begin_save",
-    "require_room",
-    "reserve",
-    "save",
-    "save_async",
-    "save_states",
-    "write_checkpoint",
-]
-
 # Between two meetings of ranks that wait for a slow disk: far below the time after which a rank
 # that does not come to a collective counts as lost, and seldom enough to cost nothing.
 _MEET_SECONDS = 1.0

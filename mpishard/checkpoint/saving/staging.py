@@ -21,8 +21,6 @@ import numpy as np
 from mpishard.arrays import address
 from mpishard.compilation import compile_loop, numba_module
 
-__all__ = ["StagingBuffer", "StreamingCopy", "aligned", "streaming_copy"]
-
 _ALIGNMENT = 64  # bytes
 _lock = threading.Lock()
 _WORD = np.dtype(np.uint64)

@@ -24,8 +24,6 @@ from mpishard.communication import CommunicationBackend
 from mpishard.distributed import as_distributed
 from mpishard.optimizers import AdamW
 
-__all__ = ["CheckpointBenchmark", "CheckpointResult"]
-
 _WIDTH = 1024
 _STEP_WIDTH = 1024  # of the matrix product that stands for a step of training
 _KINDS = 3  # parameters, and AdamW's two moments

@@ -25,8 +25,6 @@ from mpishard.communication.mpi.library import load_mpi
 from mpishard.layout import ShardLayout
 from mpishard.observe import Curve, Panel, Timing, time_alternately
 
-__all__ = ["KINDS", "CollectiveBenchmark", "CollectiveResult"]
-
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "barrier")
 """Collectives that are measured."""
 

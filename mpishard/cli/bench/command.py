@@ -24,8 +24,6 @@ from mpishard.errors import MPIUnavailableError
 from mpishard.observe import plot_panels
 from mpishard.pipeline import SCHEDULE_NAMES
 
-__all__ = ["bench"]
-
 bench = typer.Typer(rich_markup_mode=None)
 
 

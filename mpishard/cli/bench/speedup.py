@@ -21,8 +21,6 @@ from mpishard.pipeline import measured_layer_costs
 from mpishard.sharding import ShardingConfiguration
 from mpishard.tensor import TensorParallelLayerPartitioner
 
-__all__ = ["TENSOR", "SpeedupBenchmark", "SpeedupResult"]
-
 TENSOR = "tensor"
 """The way that is not a schedule of a pipeline."""
 

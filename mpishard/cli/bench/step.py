@@ -26,11 +26,6 @@ from mpishard.optimizers import AdamW
 from mpishard.optimizers.rules.compiled import uses_numba
 from mpishard.sharding import ShardingConfiguration
 
-__all__ = [
-    "ALONE", "CONTEXT", "STRATEGIES", "ChecksBenchmark", "ChecksResult", "StepBenchmark",
-    "StepResult", "alone", "gpt", "tokens", "training_step",
-]  # fmt: skip
-
 ALONE = "alone"
 """The step that communicates with nobody: a lower bound of the others."""
 

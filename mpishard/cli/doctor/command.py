@@ -13,8 +13,6 @@ from mpishard.cli.doctor.finding import Finding, Verdict, as_json, examined, sho
 from mpishard.cli.doctor.job import look_at_a_job, look_at_gpus
 from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi, look_at_slurm
 
-__all__ = ["doctor"]
-
 
 def doctor(
     json_wanted: Annotated[

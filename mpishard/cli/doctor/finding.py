@@ -17,11 +17,6 @@ from rich.text import Text
 from mpishard import settings
 from mpishard.cli.wording import counted
 
-__all__ = [
-    "Finding", "Verdict", "as_json", "examined", "pip_install", "shortened", "show_findings",
-    "summary",
-]  # fmt: skip
-
 _TITLES = {
     "host": "Python and this machine",
     "numpy": "NumPy",

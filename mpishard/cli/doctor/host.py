@@ -26,11 +26,6 @@ from mpishard.cli.run.rank_processes import mapped_files
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.onednn import processor_has_unit
 
-__all__ = [
-    "NEEDED_BYTES", "free_bytes", "larger_folder", "leftovers", "look_at_bfloat16", "look_at_host",
-    "look_at_numpy", "look_at_packages", "look_at_shared_memory", "open_processes",
-]  # fmt: skip
-
 _LIMIT_SECONDS = {"name": 5, "memfd": 10, "import": 30, "measure": 30}
 _FEW_FILES = 1024
 _LOW_MEMORY = 2**30

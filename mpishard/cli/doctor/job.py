@@ -27,8 +27,6 @@ from mpishard.communication import CommunicationBackend, init
 from mpishard.devices import load_cupy
 from mpishard.observe import time_alternately
 
-__all__ = ["SIZES", "look_at_a_job", "look_at_gpus"]
-
 SIZES = (8, 2**20, 64 * 2**20)
 """Bytes that are all-reduced."""
 

@@ -28,11 +28,6 @@ from mpishard.cli.run.launcher import (
 from mpishard.communication.mpi.library import launcher_name
 from mpishard.errors import MPIUnavailableError
 
-__all__ = [
-    "Cause", "MPIInstallation", "fitting_plugins", "listed_plugins", "look_at_mpi",
-    "look_at_slurm", "why_it_failed",
-]  # fmt: skip
-
 
 class Cause(NamedTuple):
     """The reason for a failure, and the command that fixes it."""

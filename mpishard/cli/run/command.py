@@ -9,10 +9,6 @@ import typer
 
 from mpishard import settings
 
-__all__ = [
-    "HostsOption", "ModuleOption", "OversubscribeOption", "RanksOption", "ScriptArgument", "run",
-]  # fmt: skip
-
 ScriptArgument = Annotated[
     str,
     typer.Argument(

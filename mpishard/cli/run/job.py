@@ -39,8 +39,6 @@ from mpishard.cli.wording import counted, refuse, refusing, say
 from mpishard.communication.failure.report import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["Job", "own_log_folder", "prepare_job", "python_arguments"]
-
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _RANKS_PER_CORE = 8  # more are a slip of the finger rather than a test

@@ -15,8 +15,6 @@ from mpishard.cli.run.rank_processes import RankProcess
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import RankState
 
-__all__ = ["JobEnd", "Outcome", "Verdict", "interrupted"]
-
 _HINTS = {
     signal.SIGKILL: "; out of memory?",
     signal.SIGBUS: "; shared memory full?",

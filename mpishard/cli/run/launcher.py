@@ -20,11 +20,6 @@ from mpishard import settings
 from mpishard.cli.probe import ask, python_command
 from mpishard.errors import MPIUnavailableError
 
-__all__ = [
-    "Host", "Launcher", "MPIFamily", "MPILibrary", "find_launcher", "launcher_family",
-    "loaded_library", "parse_hosts",
-]  # fmt: skip
-
 _PROBE_SECONDS = 60.0
 
 # Runs in a process of its own, because a broken MPI library may end the process that loads it.

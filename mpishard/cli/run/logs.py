@@ -15,11 +15,6 @@ from typing import Self
 
 from mpishard.communication.contract.status import RankRecord, RankState, records_in
 
-__all__ = [
-    "CALLS", "ENDED", "RankLogs", "check_log_folder", "folder_of_start", "held_log_folder",
-    "newest_start", "prepare_log_folder",
-]  # fmt: skip
-
 CALLS = "calls"
 """Subfolder for the call logs that the ranks write; it is the job's own."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from types import FrameType
 
-__all__ = ["Notice", "notice"]
-
 
 class Notice:
     """The order to save and end, if this process has received it."""

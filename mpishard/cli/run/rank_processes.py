@@ -20,8 +20,6 @@ from pathlib import Path
 
 from mpishard.communication.contract.status import RankRecord
 
-__all__ = ["RankProcess", "RankProcesses", "can_be_watched", "mapped_files", "remove_shared_memory"]
-
 _END_SECONDS = 2.0
 _GLANCE_SECONDS = 0.02
 

@@ -24,8 +24,6 @@ from mpishard.cli.run.launcher import Host
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.wording import counted, refuse
 
-__all__ = ["Order", "Resizing", "resize"]
-
 _SOCKET = ".orders"
 _WORD_SECONDS = 1.0
 _WORD_BYTES = 32

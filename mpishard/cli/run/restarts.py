@@ -27,8 +27,6 @@ from mpishard.cli.run.notice import notice
 from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.wording import counted
 
-__all__ = ["RestartLimits", "Restarts", "allocated_hosts", "find_lost_hosts"]
-
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 _SOON_SECONDS = 60.0

@@ -34,8 +34,6 @@ from mpishard.cli.wording import counted, say
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import RankState, records_in
 
-__all__ = ["Supervisor"]
-
 _GRACE_SECONDS = 3.5
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
 

@@ -28,8 +28,6 @@ from mpishard.cli.wording import check_choice, counted, refuse, refusing, say
 from mpishard.errors import MPIUnavailableError
 from mpishard.pipeline import SCHEDULE_NAMES
 
-__all__ = ["verify"]
-
 Backend = Literal["auto", "mpi", "memory"]
 
 

@@ -37,8 +37,6 @@ from mpishard.optimizers import (
 )
 from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
-__all__ = ["Comparison", "compare", "default_tolerance", "rounding_bounds"]
-
 _FILE = "comparison-{}.npz"
 Entries = tuple[ParameterEntry, ...]
 _LEAST_EXPONENT = -125  # of float32's normal numbers, as frexp has it

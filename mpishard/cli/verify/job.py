@@ -25,11 +25,6 @@ from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
 from mpishard.pipeline import SCHEDULE_NAMES, ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry
 
-__all__ = [
-    "DATA_STRATEGIES", "MESH_FLAGS", "STRATEGIES", "WRAPPERS", "MeshChoice", "Problem",
-    "TargetError", "VerifyJob", "build_problem", "checksum", "load_factory", "relative_error",
-]  # fmt: skip
-
 _SETTINGS = "job.pickle"
 # In files, for all ranks' gradients of their own samples: of large models in fewer steps.
 _GRADIENT_BYTES = 256 * 2**20

@@ -35,8 +35,6 @@ from mpishard.optimizers import LAMB, LBFGS, SGD, Adagrad, Adam, AdamW, Lion, Op
 from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
 from mpishard.tensor import check_sequence
 
-__all__ = ["RULES", "Reference", "require_fit", "settle_schedules", "train_alone"]
-
 _MOMENTUM, _BETA1, _BETA2, _EPSILON, _DECAY = 0.9, 0.9, 0.99, 1e-8, 0.01
 _ADAM = (_BETA1, _BETA2, _EPSILON)
 _PAIRS, _TRIALS, _LONGEST, _C1, _C2 = 3, 20, 1e10, 1e-3, 0.9  # so few pairs that the oldest go

@@ -18,8 +18,6 @@ from mpishard.cli.verify.comparison import default_tolerance
 from mpishard.cli.verify.job import relative_error
 from mpishard.cli.wording import counted, refuse, say
 
-__all__ = ["Difference", "Recording", "compare_steps", "verify_script"]
-
 _CAUSES = {
     "gradients": "the mean gradient of the ranks is not that of one rank. Does each rank get its "
     "part of the batch of one process, and all equally many samples (mst.DataLoader; or a batch "

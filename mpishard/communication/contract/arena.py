@@ -15,11 +15,6 @@ from mpishard.arrays import Array, address
 from mpishard.communication.contract.reduction import Subtree, complete_subtrees
 from mpishard.communication.contract.work import Work
 
-__all__ = [
-    "NOWHERE", "PRIVATE", "Arena", "Nodes", "Place", "Places", "Regions", "anonymous_memory",
-    "number_nodes",
-]  # fmt: skip
-
 Place = tuple[int, int]
 """A region of shared memory, by number, and a byte in it."""
 

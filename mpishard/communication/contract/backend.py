@@ -59,8 +59,6 @@ from mpishard.communication.tracing.recorder import (
 from mpishard.errors import CommunicationError, MpishardError, NotInitializedError
 from mpishard.logs import set_up_logging
 
-__all__ = ["CommunicationBackend"]
-
 _LINE_BYTES = 64
 
 

@@ -7,10 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = [
-    "LONG_POLL", "READ_EVERY", "SHARES_CORE_SECONDS", "Backoff", "RunningClock", "yield_processor",
-]  # fmt: skip
-
 READ_EVERY = 0.5
 """Seconds between two readings of a `RunningClock` by those who wait with it."""
 

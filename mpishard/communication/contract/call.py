@@ -27,12 +27,6 @@ from mpishard.communication.contract.reduction import ReductionOperation, accumu
 from mpishard.errors import CommunicationError
 from mpishard.layout import even_sizes
 
-__all__ = [
-    "DTYPES", "GROUP_BYTES", "HEADER_BYTES", "Call", "Kind", "MessageWait", "Traffic",
-    "check_array", "check_out", "check_peer", "check_root", "of_group", "piece_sizes",
-    "place_after", "refuse_other_message", "sent_by_all_reduce",
-]  # fmt: skip
-
 DTYPES: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(t)
     for t in (

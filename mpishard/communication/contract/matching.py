@@ -12,12 +12,6 @@ from mpishard.communication.contract.call import GROUP_BYTES, Call, Kind, of_gro
 from mpishard.communication.contract.status import RankRecord
 from mpishard.errors import CollectiveMismatchError, OutMismatchError
 
-__all__ = [
-    "MOST_LINES", "ONE_EACH", "advice_on_leaving", "check_calls", "differing_calls",
-    "differing_methods", "group_label", "group_members", "grouped", "members_of", "parting",
-    "ranks_text", "who",
-]  # fmt: skip
-
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 

@@ -20,11 +20,6 @@ import numpy as np
 
 from mpishard.arrays import Array, array_namespace, chunk_length
 
-__all__ = [
-    "ReductionOperation", "Subtree", "TreeReducer", "accumulation_dtype", "check_reducible",
-    "complete_subtrees",
-]  # fmt: skip
-
 
 class ReductionOperation(IntEnum):
     """How contributions are combined.

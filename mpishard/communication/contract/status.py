@@ -33,12 +33,6 @@ from typing import Any, TypeVar
 from mpishard import settings
 from mpishard.communication.contract.call import GROUP_BYTES, HEADER_BYTES, Call, MessageWait
 
-__all__ = [
-    "PLACE_BYTES", "RankRecord", "RankState", "StatusPage", "StatusReader", "called_as",
-    "decode_place", "encode_place", "look_behind", "own_page", "pages_beside", "records_at",
-    "records_in", "stopped_siblings",
-]  # fmt: skip
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MAGIC = b"mpishard"

@@ -22,8 +22,6 @@ from mpishard.communication.contract.status import RankRecord, StatusPage
 from mpishard.communication.tracing.recorder import InFlight
 from mpishard.errors import CommunicationError, MpishardError
 
-__all__ = ["Condition", "ITransport", "Session", "Steps", "Transfer", "Waitable", "Work"]
-
 
 class Waitable(ABC):
     """Something a collective waits for: peers that have not arrived, a message under way."""

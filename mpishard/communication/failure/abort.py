@@ -27,11 +27,6 @@ from mpishard.communication.failure.report import failure_report
 from mpishard.communication.failure.stall import describe_stall, longest_waiting, rank_table
 from mpishard.errors import PeerError
 
-__all__ = [
-    "COLLECTIVE_LIMIT", "EXIT_LIMIT", "Ending", "TimeLimit", "finalizing", "flush_output",
-    "launched_ending", "launcher_socket", "say",
-]  # fmt: skip
-
 _REPORT_GRACE_SECONDS = 1.0
 _OUTPUT_SECONDS = 0.25
 _DEADLINE_SECONDS = 3.0

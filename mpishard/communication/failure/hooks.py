@@ -41,8 +41,6 @@ from mpishard.communication.failure.report import user_place
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
-__all__ = ["claim_rank", "helper_error", "install", "install_before_init", "is_helper", "remove"]
-
 _STDERR = 2
 _LATER_SECONDS = 2.0
 

@@ -21,11 +21,6 @@ from mpishard.errors import (
     PeerError,
 )
 
-__all__ = [
-    "OnFailure", "check_on_failure", "drop_internal_frames", "failure_report", "short_traceback",
-    "user_place",
-]  # fmt: skip
-
 OnFailure = Literal["abort", "shrink"]
 """The fate of the other ranks if one fails: they end with it, or go on without it."""
 

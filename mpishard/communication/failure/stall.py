@@ -18,11 +18,6 @@ from mpishard.communication.contract.call import Call, MessageWait, of_group, pl
 from mpishard.communication.contract.matching import members_of, parting
 from mpishard.communication.contract.status import RankRecord, RankState
 
-__all__ = [
-    "describe_departure", "describe_stall", "longest_waiting", "rank_table", "unfinished",
-    "verdict",
-]  # fmt: skip
-
 _SENTENCES = 3
 _AGO = "{ago}"
 """Stands for a time that differs between ranks that otherwise do the same."""

@@ -42,10 +42,6 @@ from mpishard.communication.failure.abort import (
     say,
 )
 
-__all__ = [
-    "PreemptionNotice", "SignalPipe", "Wait", "Watchdog", "is_free", "preemption_notice", "watchdog"
-]  # fmt: skip
-
 _OURS = (signal.SIGTERM, signal.SIGQUIT)
 _STDERR = 2
 

@@ -45,8 +45,6 @@ from mpishard.communication.mpi.ulfm import check_survivable
 from mpishard.communication.tracing.recorder import record_if_asked, stop_recording
 from mpishard.errors import CommunicationError, PeerError
 
-__all__ = ["MPICommunicationBackend"]
-
 _QUICK_ROUNDS, _QUICK_POLLS = 8, 8
 """Rounds of polls before a rank prepares for a longer wait: most short messages come by then."""
 

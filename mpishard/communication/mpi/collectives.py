@@ -34,8 +34,6 @@ from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
 from mpishard.errors import CollectiveMismatchError, OutMismatchError
 from mpishard.layout import ShardLayout, even_sizes
 
-__all__ = ["Collectives"]
-
 _SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
 _WHOLE_BYTES = 1 << 16
 """Most bytes that a rank sends of a whole array, which each rank then combines by itself."""

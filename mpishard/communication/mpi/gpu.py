@@ -25,8 +25,6 @@ from mpishard.communication.mpi.headers import INLINE_BYTES
 from mpishard.communication.mpi.messages import Bytes, ScratchPool
 from mpishard.devices import Device
 
-__all__ = ["Staging", "needs_staging"]
-
 _log = logging.getLogger("mpishard")
 
 _BY_POINTER = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.BROADCAST)

@@ -29,8 +29,6 @@ from mpishard.communication.mpi.messages import (
 from mpishard.communication.mpi.node_memory import RowChannel, share_memory
 from mpishard.communication.mpi.ulfm import is_loss
 
-__all__ = ["CUT_OFF", "Channel", "Group", "share_group_memory"]
-
 Channel = MessageChannel | RowChannel
 """The channel of the data of collectives; `MessageChannel` describes the methods of both."""
 

@@ -29,8 +29,6 @@ from mpishard.communication.contract.call import HEADER_BYTES, Call
 from mpishard.communication.contract.work import Waitable
 from mpishard.communication.mpi.messages import Pending
 
-__all__ = ["INLINE_BYTES", "SLOTS", "Headers", "MessageExchange", "RingExchange", "make_row"]
-
 INLINE_BYTES = 128
 """Arrays of up to this many bytes travel in the header, and need no second exchange."""
 

@@ -27,8 +27,6 @@ from mpishard.communication.mpi.ulfm import Ulfm, is_loss
 from mpishard.errors import CollectiveMismatchError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
-__all__ = ["IN_INIT", "Job", "library_files"]
-
 _SPIN_SECONDS = 2e-3  # ranks mostly leave together
 _DOZE_SECONDS = 1e-3
 _FINISH_SECONDS = 1.0  # for collectives that nobody waits for: their data may be under way

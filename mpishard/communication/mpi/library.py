@@ -21,11 +21,6 @@ from mpishard.communication.failure.abort import finalizing, flush_output
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
-__all__ = [
-    "START_SECONDS", "call_uninterrupted", "check_launched_world", "check_machine", "finalize_mpi",
-    "launcher_name", "leave_mpi_running", "load_mpi", "not_launched_error",
-]  # fmt: skip
-
 _POLL_SECONDS = 0.1
 _STARTS = "in init() for MPI to start, which needs all processes of the job"
 START_SECONDS = 10.0

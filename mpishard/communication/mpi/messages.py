@@ -22,8 +22,6 @@ from mpishard.communication.contract.call import DTYPES, refuse_other_message
 from mpishard.communication.contract.reduction import ReductionOperation, TreeReducer
 from mpishard.communication.contract.work import Steps, Waitable
 
-__all__ = ["Bytes", "Message", "MessageChannel", "Messages", "Pending", "ScratchPool", "post_bytes"]
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _LARGE_BYTES = 1 << 30

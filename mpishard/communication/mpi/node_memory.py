@@ -23,8 +23,6 @@ from mpishard.communication.contract.reduction import ReductionOperation, TreeRe
 from mpishard.communication.contract.work import Steps, Waitable
 from mpishard.communication.mpi.messages import Pending
 
-__all__ = ["RowChannel", "at_once", "share_memory"]
-
 _NONCE_BYTES = 16
 _PATH_BYTES = 112
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)

@@ -25,8 +25,6 @@ from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.matching import who
 from mpishard.errors import MPIUnavailableError, PeerError
 
-__all__ = ["Ulfm", "check_survivable", "is_loss"]
-
 _STIRS = 16  # calls after which Open MPI has looked at what its launcher says
 _LEARN_SECONDS = 1.0
 _UNNOTICED_SECONDS = 2.0

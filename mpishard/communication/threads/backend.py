@@ -33,8 +33,6 @@ from mpishard.communication.tracing.recorder import stop_recording
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
-__all__ = ["InMemoryCommunicationBackend"]
-
 _environments: dict[str, list[World]] = {}
 """The worlds of each id, oldest first: one, until a rank that has left comes again."""
 _environments_lock = threading.Lock()

@@ -22,8 +22,6 @@ from mpishard.communication.threads.world import NO_RANK
 from mpishard.communication.tracing.recorder import record_if_asked
 from mpishard.errors import NotInitializedError, PeerError
 
-__all__ = ["current_backend", "run_in_threads"]
-
 T = TypeVar("T")
 
 current_backend: ContextVar[InMemoryCommunicationBackend | None] = ContextVar(

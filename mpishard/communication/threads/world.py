@@ -24,8 +24,6 @@ from mpishard.communication.failure.report import short_traceback
 from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
-__all__ = ["NO_RANK", "Failure", "Message", "Rendezvous", "World"]
-
 NO_RANK = -1
 """The rank of a failure in a thread that is no rank."""
 

@@ -33,12 +33,6 @@ import numpy as np
 from mpishard import settings
 from mpishard.arrays import Array
 
-__all__ = [
-    "TRACE_FORMAT", "TRACE_VERSION", "Clock", "CollectiveInFlight", "InFlight", "MessageInFlight",
-    "Recorder", "Row", "TraceFile", "compare_clocks", "current_recorder", "encode", "first_line",
-    "last_line", "rank_file", "record_if_asked", "start_recording", "stop_recording",
-]  # fmt: skip
-
 _FLUSH_NANOSECONDS = 1_000_000_000
 _FLUSH_EVENTS = 1024
 _BUFFERED_EVENTS = 16384

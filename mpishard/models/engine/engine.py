@@ -43,8 +43,6 @@ from mpishard.observe import span, step_span
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, ShardingConfiguration
 
-__all__ = ["Engine"]
-
 Part = tuple[Any, Any, int]  # inputs, targets, and the first sample's place among all ranks'
 
 

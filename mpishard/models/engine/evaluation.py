@@ -12,8 +12,6 @@ from mpishard.models.programs.program import Batch
 from mpishard.models.stores.gradient_store import ReplicatedGradients
 from mpishard.nn.layers.layer import Context
 
-__all__ = ["global_gradient", "local_gradient", "mean_loss", "measured", "synchronize_gradient"]
-
 
 def local_gradient(
     engine: Engine, x: Array, y: Array, loss: ILossFunction | None, sample_start: int = 0

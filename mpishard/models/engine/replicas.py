@@ -9,8 +9,6 @@ from mpishard.models.engine.update import Policy
 from mpishard.models.programs.program import Replica
 from mpishard.models.stores.parameter_store import ParameterStore
 
-__all__ = ["ALONE_ON_A_MESH", "Replicas"]
-
 ALONE_ON_A_MESH = (
     "auto_sync_gradients=False lets each rank update a replica of its own, and here ranks hold "
     "parts of one; use DDP, or model.accumulate() to synchronise less often"

@@ -22,19 +22,6 @@ from mpishard.models.programs.program import Program, Replica
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import Piece, Placement, ShardingConfiguration, pieces_within
 
-__all__ = [
-    "Policy",
-    "Round",
-    "Rule",
-    "StepReport",
-    "TrainingRecord",
-    "Update",
-    "UpdatePieces",
-    "dealt",
-    "descent",
-    "written_here",
-]
-
 _SETTINGS = 1 << 20  # so that squares of checksums add up exactly in float64, on 8192 ranks
 
 

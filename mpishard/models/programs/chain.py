@@ -16,8 +16,6 @@ from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.nn.layers.layer import Context, GradientTargets, Layer
 from mpishard.sharding import ParameterEntry, Unit, nested_views
 
-__all__ = ["HeldLayer", "HeldLayers", "LayerChain"]
-
 Reduce = Callable[[Unit], None]
 
 

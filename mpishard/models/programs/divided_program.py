@@ -22,8 +22,6 @@ from mpishard.observe.ledger import MemoryCategory
 from mpishard.pipeline import IPipelinePartitionStrategy
 from mpishard.sharding import build_units
 
-__all__ = ["DividedProgram"]
-
 
 class DividedProgram(Program):
     """Pipeline and tensor ranks compute one batch each, all of it, and own ranges of the vector.

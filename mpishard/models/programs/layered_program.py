@@ -25,8 +25,6 @@ from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.layer import Context
 from mpishard.sharding import Placement, build_units
 
-__all__ = ["LayeredProgram", "held_whole"]
-
 
 def held_whole(model: ILayeredModel, minimum_unit_size: int) -> HeldLayers:
     """All layers of a model, on a rank whose own flat vector is the model's."""

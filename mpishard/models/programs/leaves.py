@@ -41,15 +41,6 @@ from mpishard.sharding import (
     reproducing_worlds,
 )
 
-__all__ = [
-    "NUMERICS",
-    "GradientLeaves",
-    "LeafGradients",
-    "check_leaves",
-    "check_leaves_of",
-    "say_what_may_differ",
-]
-
 NUMERICS = "numerics"
 """Key of `GradientLeaves.numerics` in the metadata of a checkpoint."""
 

@@ -36,8 +36,6 @@ from mpishard.pipeline.operations import most_saved
 from mpishard.sharding import Unit
 from mpishard.tensor import DimSplit, parallel_loss
 
-__all__ = ["MeshChoices", "MeshProgram"]
-
 
 @dataclass(frozen=True, slots=True)
 class MeshChoices:

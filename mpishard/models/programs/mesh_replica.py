@@ -12,8 +12,6 @@ from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.errors import ShardingError
 from mpishard.models.programs.program import Replica
 
-__all__ = ["MeshReplica"]
-
 _CALLS = ("step", "compute_gradients", "predict")
 
 

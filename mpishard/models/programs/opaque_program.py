@@ -19,8 +19,6 @@ from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
 from mpishard.sharding import ParameterEntry, Placement, build_units
 
-__all__ = ["OpaqueProgram"]
-
 
 class OpaqueProgram(WholeProgram):
     """A model known by its flat vector and its gradient alone: one unit, one call.

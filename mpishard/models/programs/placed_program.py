@@ -19,15 +19,6 @@ from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
 from mpishard.sharding import ParameterEntry, Placement, Unit, build_units, owned_pieces
 
-__all__ = [
-    "OWN_DTYPE",
-    "Arrivals",
-    "IPlaceableModel",
-    "PlacedProgram",
-    "entries_of",
-    "units_of_modules",
-]
-
 OWN_DTYPE = (
     "computes in a dtype of its own, which nobody else can change; build it of the layers of "
     "mpishard.nn, or leave precision=None"

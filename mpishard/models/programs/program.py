@@ -22,8 +22,6 @@ from mpishard.nn.layers.layer import Context
 from mpishard.observe import span
 from mpishard.sharding import ParameterEntry, Piece, Unit, pieces_within
 
-__all__ = ["Batch", "Program", "Replica", "WholeProgram", "parameters_by_name"]
-
 
 def parameters_by_name(entries: Sequence[ParameterEntry]) -> dict[str, str]:
     """Name -> shape and start of each parameter, in words."""

@@ -20,8 +20,6 @@ from mpishard.sharding import (
 )
 from mpishard.tensor import TensorPartition, check_sequence, partition_chain
 
-__all__ = ["StageLayout", "lay_out"]
-
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:

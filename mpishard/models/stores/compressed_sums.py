@@ -17,8 +17,6 @@ from mpishard.models.stores.error_feedback import ErrorFeedback
 from mpishard.models.stores.exchanged_gradients import Part, SumExchange
 from mpishard.sharding import ParameterEntry
 
-__all__ = ["CompressedSums"]
-
 
 class CompressedSums(SumExchange):
     """Each replica's sums travel as codes, and so do the sums over the replicas.

@@ -12,19 +12,6 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.sharding import ParameterEntry, Piece
 
-__all__ = [
-    "Block",
-    "Code",
-    "Int8",
-    "Key",
-    "PowerSGD",
-    "Quantization",
-    "RandomK",
-    "Rounded",
-    "TopK",
-    "blocks_of",
-]
-
 Key = tuple[int, ...]
 """Seed, step, unit, owner and sender: random numbers are a function of them."""
 

@@ -11,8 +11,6 @@ from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece
 
-__all__ = ["DelayedSums"]
-
 
 class DelayedSums(SumExchange):
     """The sums of a step are those of ``delay`` steps before, which have had this time to travel.

@@ -12,8 +12,6 @@ from mpishard.models.stores.exchanged_gradients import Part
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 
-__all__ = ["ErrorFeedback"]
-
 
 class ErrorFeedback:
     """The parts that compression has left out so far, which are added to the next gradient.

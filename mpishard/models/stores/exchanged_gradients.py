@@ -20,8 +20,6 @@ from mpishard.models.stores.gradient_store import (
 )
 from mpishard.sharding import Piece, Unit
 
-__all__ = ["ExchangedGradients", "Part", "SumExchange", "parts_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -18,20 +18,6 @@ from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
 
-__all__ = [
-    "ACCUMULATION",
-    "BackwardPass",
-    "CompressionBuffers",
-    "GradientStore",
-    "NodeGradients",
-    "ReplicatedGradients",
-    "ScatteredGradients",
-    "ShardedGradients",
-    "encode",
-    "squared_norm",
-]
-
-
 ACCUMULATION = np.dtype(np.float32)
 """In what the ranks' contributions are summed."""
 

@@ -22,13 +22,6 @@ from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, ShardingConfiguration, Unit
 
-__all__ = [
-    "OffloadedGradients",
-    "OffloadedParameters",
-    "UpdateStage",
-    "say_what_is_ignored",
-]
-
 _log = logging.getLogger("mpishard")
 
 

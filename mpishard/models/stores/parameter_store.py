@@ -18,15 +18,6 @@ from mpishard.models.stores.store_layout import StoreLayout, aligned
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
 
-__all__ = [
-    "MixedParameters",
-    "NodeParameters",
-    "ParameterStore",
-    "ReplicatedParameters",
-    "ShardedParameters",
-    "UnitBuffers",
-]
-
 
 class ParameterStore(ABC):
     """Parameters by unit.

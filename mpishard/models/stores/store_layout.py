@@ -15,9 +15,6 @@ from mpishard.layout import ShardLayout
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.sharding import Piece, Unit, owned_pieces
 
-__all__ = ["StoreLayout", "aligned"]
-
-
 _LINE_BYTES = 64
 
 

@@ -19,8 +19,6 @@ from mpishard.pipeline import IPipelinePartitionStrategy, UniformPartitionStrate
 from mpishard.sharding import ParameterEntry, Placement, Slice, Unit, whole_box
 from mpishard.sharding.regions import Region, blocks_of
 
-__all__ = ["MeshVector", "ModelVector", "RangeVector", "placed_range"]
-
 Fill = Callable[[int, Array], None]
 """``fill(start, out)`` writes the range of the model's vector that begins at ``start``."""
 

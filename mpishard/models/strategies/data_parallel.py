@@ -14,8 +14,6 @@ from mpishard.errors import ShardingError
 from mpishard.models.engine.update import Policy, Update
 from mpishard.models.wrapper.base import ShardedModelBase
 
-__all__ = ["DDPModel", "FSDPModel", "ZeRO1Model", "ZeRO2Model", "ZeRO3Model"]
-
 
 class DDPModel(ShardedModelBase):
     """Every rank holds all parameters, gradients and state, and its share of the batch.

@@ -24,15 +24,6 @@ from mpishard.pipeline import (
 from mpishard.sharding import ShardingConfiguration
 from mpishard.tensor import SplitKind, partition_chain
 
-__all__ = [
-    "DATA_POLICIES",
-    "MeshOptions",
-    "axis_sizes",
-    "checked_mesh_options",
-    "idle_axes",
-    "replica_count",
-]
-
 DATA_POLICIES: dict[str, Policy] = {
     "ddp": DDPModel.policy,
     "zero1": ZeRO1Model.policy,

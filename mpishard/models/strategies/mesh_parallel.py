@@ -41,8 +41,6 @@ from mpishard.pipeline import (
 from mpishard.sharding import ShardingConfiguration
 from mpishard.tensor import check_sequence
 
-__all__ = ["HybridShardedModel", "MeshModel", "PipelineParallelModel", "TensorParallelModel"]
-
 _log = logging.getLogger("mpishard")
 
 

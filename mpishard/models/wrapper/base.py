@@ -59,8 +59,6 @@ from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.sharding import ParameterEntry, ShardingConfiguration, Unit
 
-__all__ = ["ShardedModelBase"]
-
 _log = logging.getLogger("mpishard")
 
 Answer = TypeVar("Answer")

@@ -31,8 +31,6 @@ from mpishard.models.programs.leaves import NUMERICS
 from mpishard.models.programs.placed_program import IPlaceableModel
 from mpishard.sharding import ParameterEntry, Piece, numerics_differences
 
-__all__ = ["ModelFiles"]
-
 _log = logging.getLogger("mpishard")
 
 

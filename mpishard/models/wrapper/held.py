@@ -22,8 +22,6 @@ from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.sharding import Piece, Placement
 from mpishard.sharding.regions import Region
 
-__all__ = ["HeldParameters", "compare_replicas"]
-
 _KEY_BYTES = 8
 _MOST_SHOWN = 4
 

@@ -13,8 +13,6 @@ from mpishard.models.wrapper.wrapped import require_alike
 from mpishard.nn import GPT, KeyValueCache
 from mpishard.nn.models.gpt import check_drawing, checked_prompt, draw
 
-__all__ = ["PagedModel"]
-
 
 class PagedModel:
     """A language model that continues many sequences at once.

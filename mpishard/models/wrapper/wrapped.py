@@ -18,15 +18,6 @@ from mpishard.errors import MissingInterfaceError, MissingMemberError
 from mpishard.models.engine.engine import Engine
 from mpishard.nn import GPT, generate
 
-__all__ = [
-    "agreed_vector",
-    "feature_member",
-    "generate_tokens",
-    "holding",
-    "require_alike",
-    "use_features",
-]
-
 
 def holding(model: Any, parameters: Array) -> Any:
     """A plain model of the structure of ``model`` that holds ``parameters``."""

@@ -60,23 +60,6 @@ from mpishard.onednn import library, reason_for_none
 from mpishard.sharding import Piece, ShardingConfiguration
 from mpishard.sharding.configuration import shared_choices
 
-__all__ = [
-    "build_engine",
-    "give_up_ownership",
-    "is_owned_by",
-    "make_exchanged_store",
-    "make_gradient_store",
-    "make_leaf_store",
-    "make_mixed_store",
-    "make_parameter_store",
-    "program_of",
-    "require_bfloat16",
-    "require_free",
-    "require_same_on_all_ranks",
-    "say_what_is_slow",
-    "take_ownership",
-]
-
 _log = logging.getLogger("mpishard")
 _owners_lock = threading.Lock()
 # By id of the wrapped object, which lives as long as its wrapper. Thread-ranks share it on purpose:

@@ -19,8 +19,6 @@ import numpy as np
 
 from mpishard.arrays import Array
 
-__all__ = ["PRIMITIVES", "Primitive", "Shape"]
-
 Shape = tuple[int | None, ...]
 _Pair = tuple[int, int]
 

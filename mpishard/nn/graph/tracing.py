@@ -23,8 +23,6 @@ from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
 from mpishard.sharding import ParameterTable
 from mpishard.sharding.table import nested
 
-__all__ = ["ComputationNode", "input_of", "trace_chain"]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ComputationNode:

@@ -16,9 +16,6 @@ from mpishard.nn import passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 from mpishard.nn.passes import bits, compiled
 
-__all__ = ["GELU", "ReLU", "SiLU", "Sigmoid", "Softmax", "SwiGLU", "Tanh", "sigmoid"]
-
-
 _GELU_SLOPE = math.sqrt(2.0 / math.pi)
 _GELU_CUBIC = 0.044715
 

@@ -22,8 +22,6 @@ from mpishard.nn.layers.layer import Context, Layer, Parameters
 from mpishard.nn.passes import bits, compiled
 from mpishard.nn.products import product
 
-__all__ = ["Attention", "CausalAttention"]
-
 # Blocks of fewer queries make matrix products too small to be fast.
 _MINIMUM_BLOCK_ROWS = 64
 

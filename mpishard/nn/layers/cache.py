@@ -14,8 +14,6 @@ import numpy as np
 from mpishard.arguments import check_sizes
 from mpishard.arrays import Array, array_namespace
 
-__all__ = ["KeyValueCache"]
-
 _Slots = slice | np.ndarray
 
 

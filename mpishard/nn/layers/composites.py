@@ -13,8 +13,6 @@ from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters
 from mpishard.nn.passes import added
 from mpishard.sharding import ParameterTable
 
-__all__ = ["Residual", "Sequential", "dynamic_shapes", "layer_infos"]
-
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 

@@ -26,8 +26,6 @@ from mpishard.nn.layers.layer import (
 )
 from mpishard.nn.products import add_column_sums, product
 
-__all__ = ["Conv2D", "Flatten", "MaxPool2D", "WindowColumns", "Windows", "size_pair"]
-
 Pair = tuple[int, int]
 
 

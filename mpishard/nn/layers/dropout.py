@@ -14,8 +14,6 @@ from mpishard.bfloat16 import scratch, store, wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 
-__all__ = ["Dropout", "MaskStream"]
-
 _WORDS_PER_COUNT = 8  # words of 32 bits that Philox4x64 makes of one value of its counter
 
 

@@ -24,8 +24,6 @@ from mpishard.nn.layers.layer import (
 )
 from mpishard.nn.passes import added
 
-__all__ = ["Embedding", "PositionalEmbedding"]
-
 
 class Embedding(Layer):
     """A vector for each token: y = W[tokens].

@@ -14,16 +14,6 @@ import numpy as np
 
 from mpishard.nn.layers.layer import Initializer
 
-__all__ = [
-    "glorot_uniform",
-    "kaiming_uniform",
-    "normal",
-    "ones",
-    "parameter_generator",
-    "uniform",
-    "zeros",
-]
-
 
 def parameter_generator(seed: int, name: str) -> np.random.Generator:
     """The random stream of one parameter.

@@ -21,18 +21,6 @@ from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.sharding import ParameterEntry
 
-__all__ = [
-    "Context",
-    "GradientTargets",
-    "Gradients",
-    "Initializer",
-    "Layer",
-    "ParameterSpec",
-    "Parameters",
-    "unwritten",
-]
-
-
 Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray[Any, Any]]
 """``initializer(generator, shape) -> float64 array of that shape``."""
 

@@ -21,9 +21,6 @@ from mpishard.nn.layers.layer import (
 )
 from mpishard.nn.products import add_column_sums, product
 
-__all__ = ["FeatureLinear", "Linear"]
-
-
 # A weight gradient is made in blocks of at least so many output rows: fewer and the matrix
 # product packs x anew too often, more and the scratch block leaves the cache.
 _MINIMUM_BLOCK_ROWS = 256

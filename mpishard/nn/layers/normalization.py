@@ -20,8 +20,6 @@ from mpishard.nn.layers.initializers import ones, zeros
 from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters, ParameterSpec
 from mpishard.nn.passes import bits, compiled
 
-__all__ = ["LayerNorm", "RMSNorm"]
-
 
 class _Norm(Layer):
     """A normalisation of the last dim: its width, and the epsilon that keeps it finite."""

@@ -24,8 +24,6 @@ from mpishard.nn.layers.normalization import LayerNorm
 from mpishard.nn.losses import CrossEntropy
 from mpishard.nn.models.model import Model
 
-__all__ = ["GPT", "check_drawing", "checked_prompt", "draw", "generate", "gpt_chain"]
-
 
 class GPT(Model):
     """Decoder-only transformer with layer normalisation before each sub-layer.

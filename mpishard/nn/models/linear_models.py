@@ -20,8 +20,6 @@ from mpishard.nn.layers.linear import FeatureLinear, Linear
 from mpishard.nn.losses import MSE, BinaryCrossEntropy, CrossEntropy, Loss
 from mpishard.nn.models.model import Model
 
-__all__ = ["MLP", "LinearModel", "LinearRegression", "LogisticRegression", "mlp_chain"]
-
 _SPREAD = "feature_spread"
 
 

@@ -31,8 +31,6 @@ from mpishard.nn.layers.linear import FeatureLinear
 from mpishard.nn.models.parts import ParameterVector, TrainingPass, VectorPart
 from mpishard.sharding import ParameterEntry, ParameterTable
 
-__all__ = ["Model", "SubModel"]
-
 _ACTIVE = "active_features"
 
 

@@ -18,8 +18,6 @@ from mpishard.nn.layers.composites import Sequential
 from mpishard.nn.layers.layer import Context, GradientTargets
 from mpishard.sharding import ParameterTable
 
-__all__ = ["ParameterVector", "TrainingPass", "VectorPart"]
-
 
 class ParameterVector:
     """A flat vector that is made on first use.

@@ -24,8 +24,6 @@ from mpishard.optimizers.loop.saving import folder_of
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import shared_choices
 
-__all__ = ["LoopOptimizer", "refuse_early", "require_agreement", "require_same_rule"]
-
 _PARTS = ("train", "validation", "test")
 _SETTINGS = (
     "epochs", "max_steps", "validate_every", "patience", "tolerance", "keep_best",

@@ -12,8 +12,6 @@ from mpishard.contracts import PathLike
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset, count_samples
 from mpishard.optimizers.loop.run_state import check_user_state
 
-__all__ = ["OptimizationInputData"]
-
 _AT_LEAST_ONE = (
     "batch_size", "epochs", "max_steps", "validate_every", "checkpoint_every", "keep_last",
     "keep_every", "digest_every", "patience", "shuffle_block_size",

@@ -20,8 +20,6 @@ from mpishard.models import ShardedModelBase
 from mpishard.models.engine.evaluation import measured
 from mpishard.nn.losses import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber
 
-__all__ = ["DatasetResult", "evaluate"]
-
 Moments = tuple[float, np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 

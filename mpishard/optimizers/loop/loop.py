@@ -35,8 +35,6 @@ from mpishard.optimizers.loop.saving import (
     order_of_samples,
 )
 
-__all__ = ["TrainingRun"]
-
 _log = logging.getLogger("mpishard")
 
 

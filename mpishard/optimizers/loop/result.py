@@ -12,8 +12,6 @@ from typing import Any, Self
 from mpishard.arrays import Array
 from mpishard.optimizers.loop.evaluation import DatasetResult
 
-__all__ = ["FitDetectionResult", "FitType", "OptimizationResult"]
-
 _OVERFIT_GAP = 0.2  # of the training loss
 _STILL_FALLING = 0.05  # of the training loss, in one epoch
 

@@ -19,8 +19,6 @@ from mpishard.errors import CheckpointError
 from mpishard.models import ShardedModelBase
 from mpishard.observe.ledger import MemoryCategory
 
-__all__ = ["BestParameters", "UserState", "check_user_state"]
-
 _ARRAY = "numpy array"
 
 

@@ -34,15 +34,6 @@ from mpishard.models import ShardedModelBase
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.run_state import BestParameters, UserState
 
-__all__ = [
-    "LOOP",
-    "RunCheckpoints",
-    "check_position",
-    "checkpoint_to_resume",
-    "folder_of",
-    "order_of_samples",
-]
-
 _log = logging.getLogger("mpishard")
 
 LOOP = "training_loop"

@@ -19,8 +19,6 @@ from mpishard import settings
 from mpishard.arrays import Array, array_namespace, chunk_length, reuse_freed_memory
 from mpishard.compilation import compile_loop, numba_module
 
-__all__ = ["Body", "elements", "in_chunks", "run", "uses_numba"]
-
 
 def elements(count: int) -> Any:
     """Return the indices of the elements that a body takes together.

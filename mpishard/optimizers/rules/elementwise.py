@@ -22,8 +22,6 @@ from mpishard.optimizers.rules.ranges import UpdateContext
 from mpishard.optimizers.rules.rule import Optimizer, above_zero, fraction
 from mpishard.optimizers.rules.schedules import Schedule
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "RMSprop"]
-
 
 @dataclass(eq=False)
 class SGD(Optimizer):

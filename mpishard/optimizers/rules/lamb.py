@@ -20,8 +20,6 @@ from mpishard.optimizers.rules.elementwise import Adam
 from mpishard.optimizers.rules.options import OptionRange
 from mpishard.optimizers.rules.ranges import Cell, OwnedRange, Segment, UpdateContext, places_of
 
-__all__ = ["LAMB"]
-
 
 @dataclass(eq=False)
 class LAMB(Adam):

@@ -21,16 +21,6 @@ from mpishard.optimizers.rules.schedules import (
 )
 from mpishard.sharding import ParameterEntry
 
-__all__ = [
-    "AdamOptimizerOptions",
-    "CheckedOptions",
-    "OptimizationAlgorithmOptions",
-    "OptionRange",
-    "ParameterOptions",
-    "named_parameters",
-    "no_decay_on_biases_and_norms",
-]
-
 ParameterOptions = Mapping[str, Mapping[str, Any]]
 """Glob pattern of parameter names -> the options that differ there, by the names of `KNOWN`."""
 

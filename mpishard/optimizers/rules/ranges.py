@@ -14,16 +14,6 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of
 
-__all__ = [
-    "Cell",
-    "OwnedRange",
-    "ParameterCells",
-    "Segment",
-    "UpdateContext",
-    "places_of",
-    "segments_of",
-]
-
 Cell = tuple[str, int]
 """A parameter's name, and the number of its part; see `Segment`."""
 

@@ -26,8 +26,6 @@ from mpishard.optimizers.rules.options import (
 from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
 from mpishard.optimizers.rules.schedules import Schedule, as_schedule, rate_at, rates
 
-__all__ = ["Optimizer", "above_zero", "fraction"]
-
 _ELSEWHERE = {
     "lr": "learning_rate",
     "step_size": "learning_rate",

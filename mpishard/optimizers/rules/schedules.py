@@ -10,19 +10,6 @@ from typing import Any
 
 from mpishard.arguments import as_count, as_number, as_positive, take_plain_fields
 
-__all__ = [
-    "Constant",
-    "Cosine",
-    "Exponential",
-    "OneCycle",
-    "Schedule",
-    "StepDecay",
-    "WarmUp",
-    "as_schedule",
-    "rate_at",
-    "rates",
-]
-
 Schedule = Callable[[int], float]
 """``schedule(step) -> learning rate``; the first update is step 0."""
 

@@ -22,8 +22,6 @@ from mpishard.optimizers.rules.rule import Optimizer, fraction
 from mpishard.optimizers.rules.schedules import Schedule
 from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
 
-__all__ = ["LBFGS", "NewtonCG", "NonlinearCG", "SearchRule"]
-
 _BLOCK = 4096  # elements whose products are summed as one; a power of two, the same everywhere
 _LONGEST = 1e10  # of all steps
 _EPSILON = float(np.finfo(np.float64).eps)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["StrongWolfe"]
-
 _LONGER = 1.1, 4.0  # bounds of an extrapolation, in units of the last change
 _SHRINKS = 0.66  # a bracket that has not shrunk by this factor in two trials is cut in half
 _ACCURACY = 0.1  # relative width of a bracket below which nothing is gained

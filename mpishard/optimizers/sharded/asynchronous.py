@@ -29,8 +29,6 @@ from mpishard.optimizers.sharded.strategies import model_of_replicas, require_re
 from mpishard.sharding import Piece, ShardingConfiguration, owned_pieces
 from mpishard.sharding.configuration import by_node
 
-__all__ = ["AsyncSGDOptimizer"]
-
 
 class AsyncSGDOptimizer(ShardedOptimizerBase):
     """Updates with gradients of earlier steps, so that ranks need not wait.

@@ -38,8 +38,6 @@ from mpishard.optimizers.sharded.state import ModelState, search_step
 from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ShardingConfiguration
 
-__all__ = ["ShardedOptimizerBase"]
-
 
 class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     """An update rule that runs on the parameters of each rank, with the state that belongs to them.

@@ -37,8 +37,6 @@ from mpishard.optimizers.sharded.strategies import model_of_replicas, require_re
 from mpishard.sharding import Piece, ShardingConfiguration
 from mpishard.sharding.configuration import by_node
 
-__all__ = ["GradientCompressionOptimizer"]
-
 _METHODS: dict[str, Callable[[float, int], Code | PowerSGD]] = {
     "quantization": lambda ratio, _: Quantization(max(2, int(ratio * 256))),
     "int8": lambda *_: Int8(),

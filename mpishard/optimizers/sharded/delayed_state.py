@@ -23,8 +23,6 @@ from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import Piece
 
-__all__ = ["DelayedState"]
-
 
 def _newest(items: Sequence[Any], count: int) -> Sequence[Any]:
     return items[max(0, len(items) - count) :]

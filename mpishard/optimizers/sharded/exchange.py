@@ -15,8 +15,6 @@ from mpishard.models.stores.compression import Code
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.sharding import Piece
 
-__all__ = ["CodedExchange", "ExactExchange", "Exchange"]
-
 
 class Exchange(ABC):
     """Brings this rank's part of a unit together with those of the other replicas.

@@ -13,8 +13,6 @@ from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.sharding import ShardingConfiguration
 
-__all__ = ["checked_data", "checked_rule", "require_model"]
-
 
 def checked_rule(candidate: object, wrapper: str) -> Optimizer:
     """Return ``candidate`` if a sharded optimizer can run it."""

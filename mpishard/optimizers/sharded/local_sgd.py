@@ -19,8 +19,6 @@ from mpishard.optimizers.sharded.strategies import model_of_replicas
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import by_node
 
-__all__ = ["LocalSGDOptimizer"]
-
 
 class LocalSGDOptimizer(ShardedOptimizerBase):
     """Updates each replica of a model alone; every H steps they agree on their parameters.

@@ -23,8 +23,6 @@ from mpishard.optimizers.sharded.exchange import CodedExchange, ExactExchange, E
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import Piece
 
-__all__ = ["CODES", "LocalSettings", "LocalState"]
-
 CODES: dict[str, Code] = {
     "float32": Rounded(np.dtype(np.float32)), "bfloat16": Rounded(BFLOAT16), "int8": Int8(),
 }  # fmt: skip

@@ -27,8 +27,6 @@ from mpishard.optimizers.rules.search import SearchRule
 from mpishard.optimizers.sharded.state_bytes import STATE_FORM, StateBytes, gather_state
 from mpishard.sharding import Piece
 
-__all__ = ["ModelState", "search_step"]
-
 _log = logging.getLogger("mpishard")
 
 

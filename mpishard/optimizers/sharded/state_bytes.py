@@ -23,8 +23,6 @@ from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.sharding import ParameterEntry, Piece, Placement, Region
 from mpishard.sharding.regions import put_region, take_region
 
-__all__ = ["STATE_FORM", "StateBytes", "gather_state"]
-
 _HEADER = "mpishard.optimizer"
 
 STATE_FORM: dict[str, Any] = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}

@@ -31,21 +31,6 @@ from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.pipeline import IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
 
-__all__ = [
-    "DDPOptimizer",
-    "ElasticOptimizer",
-    "FSDPOptimizer",
-    "HybridShardedOptimizer",
-    "PipelineParallelOptimizer",
-    "TensorParallelOptimizer",
-    "ZeRO1Optimizer",
-    "ZeRO2Optimizer",
-    "ZeRO3Optimizer",
-    "data_model_class",
-    "model_of_replicas",
-    "require_replicas",
-]
-
 _log = logging.getLogger("mpishard")
 
 _DATA_STRATEGIES: dict[str, type[ShardedModelBase]] = {
