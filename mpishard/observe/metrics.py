@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from mpishard.checkpoint.format.disk import replace_file
-
 
 class MetricsWriter:
     """Appends one JSON object per line, written out at once, so that a run can be watched.
@@ -107,6 +105,9 @@ def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[dict[str, Any
 
 def _keep(path: Path, step: float) -> float:
     """Drop lines after ``step``, by writing a new file and renaming it; return the last time."""
+    # Here, because it imports safetensors, which `mpishard doctor` does without.
+    from mpishard.checkpoint.format.disk import replace_file
+
     # A run that resumes repeats the steps after its checkpoint, and writes their lines again.
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     replace_file(path, ["".join(json.dumps(record) + "\n" for record in kept).encode()])
