@@ -207,6 +207,19 @@ def test_a_group_that_a_rank_has_left_raises_and_the_world_lives(pipes: ModuleTy
     assert on_threads(pipes, 3, body) == [text, None, text]
 
 
+def test_each_receive_in_line_is_told_that_its_sender_has_left(pipes: ModuleType) -> None:
+    def body(backend: Any) -> None:
+        backend.barrier()
+        if backend.rank == 1:
+            return
+        works = [backend.receive_async(1, 1, dtype=float) for _ in range(2)]
+        for work in works:
+            with pytest.raises(PeerError, match="rank 1 left after collective 1 of world"):
+                work.wait()
+
+    assert on_threads(pipes, 2, body, timeout=2.0) == [None, None]
+
+
 def test_groups_end_with_their_world(pipes: ModuleType) -> None:
     def body(backend: Any) -> None:
         group = backend.split(0)

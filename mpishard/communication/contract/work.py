@@ -210,6 +210,10 @@ class Transfer(Work):
 
     awaited: MessageWait
 
+    def _end(self, error: BaseException) -> None:
+        self._steps.close()  # else a receive that failed in `Waitable.test` would stay in line
+        super()._end(error)
+
     def _interrupted(self, error: BaseException) -> None:
         """No rank is out of step: collectives do not wait for a message."""
 
@@ -226,7 +230,6 @@ class Transfer(Work):
         if self.awaited.is_send:
             raise ValueError(f"{self.awaited.name} is a send, which cannot be taken back")
         if not self.done:
-            self._steps.close()
             self._end(CommunicationError(f"{self.awaited.name} was cancelled"))
 
 
