@@ -265,8 +265,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         mean = None if self._state is None else self._state.mean_gradient()
         if mean is None:
             raise ShardingError(
-                "there is no gradient of a last step: it is there after step, until the model's "
-                "parameters change or a round of accumulate() begins"
+                "there is no gradient of a last step: it is there after step, until another step "
+                "begins, of any optimizer, or the model's parameters change"
             )
         return mean
 
