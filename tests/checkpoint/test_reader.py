@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Callable
@@ -143,12 +144,31 @@ def test_a_missing_checkpoint_says_what_is_there(path: Path, tmp_path: Path) -> 
 
 def test_a_torn_file_is_found_on_opening(path: Path) -> None:
     file = path / "rank00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"torn: rank00002.safetensors has \d+ of \d+ bytes"):
-        CheckpointReader(path)
+    content = file.read_bytes()
+    for wrong in (content[:-1], content + b"x"):
+        file.write_bytes(wrong)
+        match = f"torn: rank00002.safetensors has {len(wrong)} of {len(content)} bytes"
+        with pytest.raises(CheckpointError, match=match):
+            CheckpointReader(path)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"torn: rank00002.safetensors is missing"):
         CheckpointReader(path)
+
+
+def test_a_disk_that_cannot_be_read_has_not_changed_bytes(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    with CheckpointReader(path) as reader:
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(CheckpointError, match=r"safetensors: .*Input/output error$") as caught:
+            reader.read_whole("parameters", reader.held("parameters")[0])
+    assert isinstance(caught.value.__cause__, OSError)
+    reasons = [problem.reason for problem in checkpoint.find_problems(path)]
+    assert all("cannot be read: [Errno 5] Input/output error" in reason for reason in reasons)
+    assert len(reasons) == len(list(path.glob("*.safetensors")))
 
 
 def test_a_changed_bit_is_found_by_check(path: Path) -> None:

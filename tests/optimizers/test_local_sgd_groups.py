@@ -293,6 +293,17 @@ def train(model, optimizer, steps):
     return model.get_parameters()
 
 
+@in_worlds(4)
+def test_a_pipeline_stage_may_be_frozen_as_a_whole(backend):
+    rule = SGD(1e-3, parameter_options={"linear0.*": {"frozen": True}})
+    model, optimizer = build_mesh(backend, (2, 1, 1), rule, 2, outer=NESTEROV)
+    before = model.get_parameters()
+    train(model, optimizer, range(3))
+    optimizer.settle()
+    after = model.get_parameters()
+    assert (after != before).tolist() == [False] * (model.parameter_count - 27) + [True] * 27
+
+
 def fifty_steps(backend, mesh, inside, options):
     outer = None if inside == "ddp" else NESTEROV
     model, optimizer = build_mesh(

@@ -380,3 +380,37 @@ def test_other_settings_are_named(caplog):
         ms.run_in_threads(2, load)
     (record,) = caplog.records
     assert "beta1 was 0.9 and is 0.5" in record.getMessage()
+
+
+@by_strategy
+@in_worlds(1, 2)
+def test_a_gradient_that_was_overwritten_is_not_told(backend, strategy):
+    model, optimizer = wrap(backend, strategy)
+    other = ms.as_distributed(ms.optimizers.SGD(), model.sharding_configuration, strategy)
+    options = {"*.bias": {"frozen": True}}
+    frozen = ms.optimizers.SGD(parameter_options=options)
+    partial = ms.as_distributed(frozen, model.sharding_configuration, strategy)
+
+    def fail():
+        with pytest.raises(NonFiniteLossError):
+            other.step(model, X * np.nan, Y)
+
+    for overwrite in (fail, lambda: partial.bind(model)):
+        steps(backend, model, optimizer, 1)
+        model.evaluate(X, Y)
+        model.loss_and_gradients(X, Y)
+        assert np.isfinite(optimizer.last_computed_gradients).all()
+        overwrite()
+        with pytest.raises(ShardingError, match="no gradient of a last step"):
+            _ = optimizer.last_computed_gradients
+
+
+@in_worlds(1, 2)
+def test_reset_forgets_a_model_that_is_closed(backend):
+    model, _ = wrap(backend, "ddp")
+    config = model.sharding_configuration
+    late = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.SGD(), config, delay=1)
+    late.step(model, X, Y)
+    model.close()
+    late.reset()
+    late.step(wrap(backend, "ddp")[0], X, Y)

@@ -151,6 +151,16 @@ def test_frozen_parameters_stay(backend, unit):
     assert (after != before).tolist() == [False] * (model.parameter_count - 27) + [True] * 27
 
 
+@in_worlds(1, 2)
+def test_a_table_of_rates_may_end_with_the_last_update(backend):
+    model, optimizer = build(backend, SGD([0.1, 0.05].__getitem__))
+    for step in range(2):
+        optimizer.step(model, *share(step, backend.rank))
+    optimizer.settle()
+    assert optimizer.steps == 2
+    model.check_replicas()
+
+
 @pytest.mark.usefixtures("messages_only")
 @in_worlds(2, 3)
 def test_the_messages_of_a_step_have_the_bytes_of_an_all_reduce(backend):

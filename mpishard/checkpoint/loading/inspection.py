@@ -186,8 +186,12 @@ def _read_through(
         yield 0, record.nbytes, f"it cannot be read: {error}"
         return
     for block in range(mapped.block_count):
-        fault = mapped.block_fault(block)
-        yield *mapped.bounds(block), fault
+        low, high = mapped.bounds(block)
+        try:
+            fault = mapped.block_fault(block)
+        except OSError as error:
+            fault = f"bytes {low} to {high} cannot be read: {error}"
+        yield low, high, fault
         # The header lies in the first block. If that is damaged, it says nothing more.
         if block == 0 and not fault:
             yield 0, 0, mapped.header_fault()

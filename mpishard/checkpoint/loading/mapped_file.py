@@ -73,13 +73,14 @@ class MappedFile:
         """Return why a block is not as it was written, in words; "" if it is.
 
         ``what`` is the name of its content for these words.
+
+        Raises
+        ------
+        OSError
+            If it cannot be read.
         """
         low, high = self.bounds(block)
-        try:
-            found = _checksum_at(self._descriptor, low, high - low)
-        except OSError as error:
-            return f"bytes {low} to {high} cannot be read: {error}"
-        if found == self._record.checksums[block]:
+        if _checksum_at(self._descriptor, low, high - low) == self._record.checksums[block]:
             return ""
         of = f", of {what}," if what else ""
         return f"bytes {low} to {high}{of} do not have the checksum that they were written with"
@@ -87,7 +88,10 @@ class MappedFile:
     def verify(self, first: int, stop: int, what: str = "") -> None:
         """Compare the checksums of blocks that were not compared before."""
         for block in (first + np.flatnonzero(~self._verified[first:stop])).tolist():
-            fault = self.block_fault(block, what)
+            try:
+                fault = self.block_fault(block, what)
+            except OSError as error:
+                raise CheckpointError(f"{self._file}: {error}") from error
             if fault:
                 why = (
                     "the checkpoint was replaced while it was read"

@@ -104,6 +104,7 @@ class Engine:
         self.loss = loss
         self.step_number = 0
         self.version = 0
+        self._gradient = 0  # the number of the one that the store holds
         self.record = TrainingRecord()
         self.micro_batches = 1
         self.has_said_what_is_not_saved = False  # of a black box, in its first checkpoint
@@ -149,6 +150,7 @@ class Engine:
             raise ValueError(f"all {len(whole)} parameters are frozen; leave one to train")
         self.program.freeze(names)
         # Gradients are made anew, because frozen units have no memory in them.
+        self._gradient += 1
         layout = replace(self.layout, frozen=self.program.frozen_units)
         self.gradients = self._make_gradients(layout)
         self.pieces = UpdatePieces.of(self.program, layout, self.policy, self.leaves)
@@ -240,6 +242,7 @@ class Engine:
             self.layout.device.use()  # of the thread that calls
         # A gradient that was found before the step is none of the parameters after it.
         self.computed = None
+        self._gradient += 1
         # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
         inputs, targets = self.program.check_pair(x, y, self.loss)
         is_local = alone or not self._config.auto_sync_gradients
@@ -558,6 +561,14 @@ class Engine:
         """Begin anew with replicas that have taken the same parameters. Collective."""
         self.replicas.mark_equal()
         self.program.settle(self.world)
+
+    @property
+    def held_gradient(self) -> tuple[int, int]:
+        """The gradient in the store: two numbers, of which one grows when it is overwritten.
+
+        The other one grows with each change of the parameters.
+        """
+        return self._gradient, self.version
 
     def changed(self) -> None:
         """Note a change of the parameters, and tell the program."""

@@ -141,7 +141,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         state, self._state = self._state, None
         # The model's gradients go back to the store that its strategy chose.
         if state is not None and state.keeps_gradients:
-            state.model.engine.lend_gradients(None)
+            state.engine.lend_gradients(None)  # also of a model that is closed by now
 
     # -------------------------------------------------------------------------------------- steps
 
@@ -188,7 +188,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         state.last_gradient = None
         report = self._run_step(state, x, y, sample_start)
         if report.gradient_norm is not None:
-            state.last_gradient = report.weight, state.engine.version
+            state.last_gradient = report.weight, state.engine.held_gradient
         return report
 
     def _run_step(
@@ -265,8 +265,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         mean = None if self._state is None else self._state.mean_gradient()
         if mean is None:
             raise ShardingError(
-                "there is no gradient of a last step: it is there after step, until the model's "
-                "parameters change or a round of accumulate() begins"
+                "there is no gradient of a last step: it is there after step, until another step "
+                "begins, of any optimizer, or the model's parameters change"
             )
         return mean
 

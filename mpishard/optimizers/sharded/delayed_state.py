@@ -80,9 +80,9 @@ class DelayedState(ModelState):
         assert isinstance(exchange, DelayedSums)
         return exchange
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, update: int | None = None) -> dict[str, Any]:
         # A rank whose round failed alone has dropped gradients that the others still have.
-        return {**super().settings(), "gradients under way": self.sums.pending}
+        return {**super().settings(update), "gradients under way": self.sums.pending}
 
     def update(self, updates: list[Update], report: StepReport) -> None:
         """Update with the gradient that is due, if one is."""

@@ -113,7 +113,8 @@ class LocalState(ModelState):
         frozen = engine.gradients.layout.frozen
         parts = [part for part in engine.layout.pieces(sharded=self._is_grouped)
                  if part.unit.index not in frozen]  # fmt: skip
-        if count > len(parts):
+        # A pipeline stage may be frozen as a whole: its one fragment is empty.
+        if count > max(1, len(parts)):
             raise ValueError(
                 f"fragments={count} are more than the model's {len(parts)} units that are trained: "
                 "give fewer, or a smaller minimum_parameter_group_size"

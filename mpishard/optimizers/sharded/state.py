@@ -61,9 +61,9 @@ class ModelState(CheckpointState):
         Number of updates.
     numbers : dict
         The rule's numbers besides the vectors: see `UpdateContext`.
-    last_gradient : (float, int) or None
-        Weight of the last step's gradient, which the model's store holds as a sum, and the version
-        of the parameters after that step; None without one.
+    last_gradient : (float, (int, int)) or None
+        Weight of the last step's gradient, which the model's store holds as a sum, and the engine's
+        ``held_gradient`` after that step; None without one.
     """
 
     keeps_gradients: ClassVar[bool] = False
@@ -76,7 +76,7 @@ class ModelState(CheckpointState):
         self.kind = f"optimizer/{type(rule).__name__}"
         self.steps = 0
         self.numbers: dict[str, Any] = {}
-        self.last_gradient: tuple[float, int] | None = None
+        self.last_gradient: tuple[float, tuple[int, int]] | None = None
         # Setting options makes a new object, so that a step compares identities only.
         self._options = rule.parameter_options
         self._described = rule.checked_options.description  # the options of `frozen`
@@ -153,8 +153,10 @@ class ModelState(CheckpointState):
 
     # -------------------------------------------------------------------------------------- updates
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, update: int | None = None) -> dict[str, Any]:
         """Return the settings that may change between steps, which the ranks compare.
+
+        ``update`` is the number, from 0, of the update with these settings, by default the next.
 
         Raises
         ------
@@ -163,7 +165,7 @@ class ModelState(CheckpointState):
         """
         rule = self.rule
         return {
-            "learning_rate": rule.checked_rate(self.steps),
+            "learning_rate": rule.checked_rate(self.steps if update is None else update),
             "clip_global_norm": rule.clip_global_norm,
             "clip_value": rule.clip_value,
             "weight_decay": rule.weight_decay,
@@ -211,8 +213,8 @@ class ModelState(CheckpointState):
     def mean_gradient(self) -> Array | None:
         """Return the rank's part of the last step's mean gradient; None if it is gone."""
         engine = self.model.engine
-        weight, version = self.last_gradient or (0.0, -1)
-        if version != engine.version:
+        weight, held = self.last_gradient or (0.0, None)
+        if held != engine.held_gradient:
             return None
         gradients = engine.gradients.owned(engine.pieces.owned)
         if not gradients:
