@@ -195,12 +195,28 @@ def pytest_generate_tests(metafunc):
 def pytest_configure(config):
     config.addinivalue_line("markers", "in_worlds: runs in memory and under MPI, see in_worlds()")
     config.addinivalue_line("markers", "threads_alone: left out under MPI, but with --full")
+    _keep_to_a_core(config)
     if _is_under_mpi(config):
         from mpi4py import MPI
 
         config.stash[_verdicts_key] = Verdicts(
             MPI, config.pluginmanager.getplugin("capturemanager")
         )
+
+
+def _keep_to_a_core(config):
+    """Give each of the first workers of thread-ranks a core of its own; further ones take any.
+
+    One thread of a process runs at a time. Handed to threads on other cores and back, Python's
+    lock costs these tests up to two thirds more processor time.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.getoption("markexpr") == "spawned":
+        return  # jobs have all cores
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    number = int(worker["workerid"].removeprefix("gw"))
+    if number < len(cores):
+        os.sched_setaffinity(0, {cores[number]})
 
 
 def pytest_sessionstart(session):

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Literal
 
+import numpy as np
+
 from mpishard.arguments import as_integer
 from mpishard.communication.contract.backend import CommunicationBackend
 
@@ -52,7 +54,8 @@ class ProcessMesh:
     TypeError
         For a backend, size or order of another type.
     ValueError
-        If the sizes do not make up the world, or ``order`` does not name each axis once.
+        If the sizes do not make up the world, or ``order`` does not name each axis once; on every
+        rank, if they differ between ranks.
 
     Attributes
     ----------
@@ -113,6 +116,7 @@ class ProcessMesh:
         self.pipeline_rank, self.tensor_rank, self.data_rank = self.coordinates_of(backend.rank)
         self.replica_rank = self.replica_of(backend.rank)
         backend.initialize()
+        self._require_same_on_all_ranks()
         # A group that is another one already is not split off again: a communicator costs memory.
         self._groups = {self._key(self.order): backend}
         self.pipeline = self._group("pipeline", "pipeline")
@@ -219,6 +223,24 @@ class ProcessMesh:
         for axis in reversed(self.order):
             rank, found[axis] = divmod(rank, self._size[axis])
         return found
+
+    def _require_same_on_all_ranks(self) -> None:
+        """Refuse meshes that differ: their groups would contradict each other. Collective."""
+        mine = [*self._size.values(), *map(_ALL_AXES.index, self.order)]
+        everyones = self.world.all_gather(np.array([mine])).tolist()
+        other = next((rank for rank, mesh in enumerate(everyones) if mesh != everyones[0]), None)
+        if other is None:
+            return
+        axes = len(_ALL_AXES)
+        first, second = (
+            " x ".join(f"{size} {axis}" for size, axis in zip(mesh[:axes], _ALL_AXES, strict=True))
+            + f" in the order {', '.join(_ALL_AXES[number] for number in mesh[axes:])}"
+            for mesh in (everyones[0], everyones[other])
+        )
+        raise ValueError(
+            f"ranks ask for different meshes: rank 0 for {first}, rank {other} for {second}; every "
+            "rank must give the same sizes and order"
+        )
 
     def _key(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Those of ``axes`` along which there are several ranks; the last if there are none."""

@@ -145,3 +145,22 @@ def test_refuses_other_things():
         return mesh.describe()
 
     assert run_in_threads(2, body) == ["1 pipeline x 1 tensor x 2 data"] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "words"),
+    [
+        ({"pipeline": 2}, {"tensor": 2}, r"2 pipeline x 1 tensor.*rank 1 for 1 replica x 1 pipel"),
+        ({}, {"replica": 2}, "rank 0 for 1 replica.*rank 1 for 2 replica x 1 pipeline"),
+        (
+            {},
+            {"order": ("data", "tensor", "pipeline")},
+            "pipeline, tensor, data, rank 1 .* in the order replica, data, tensor, pipeline;",
+        ),
+    ],
+)
+@in_worlds(2, 4)
+def test_ranks_that_ask_for_different_meshes_are_all_told(backend, first, others, words):
+    with pytest.raises(ValueError, match=words):
+        ProcessMesh(backend, **(others if backend.rank else first))
+    assert ProcessMesh(backend).data_size == backend.world_size

@@ -62,4 +62,4 @@ def test_errors_give_ranks_by_their_numbers_in_the_world() -> None:
     rank, text = run_in_threads(4, body, timeout=20)[1]
     assert rank == 3
     assert "rank 3 left after" in text
-    assert "of model group 5 (ranks 1, 3)" in text
+    assert "of model group 6 (ranks 1, 3)" in text
