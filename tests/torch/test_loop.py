@@ -277,15 +277,18 @@ def test_a_compiled_model_trains(backend, strategy):
 @by_strategy
 @in_worlds(3)
 def test_state_dicts_are_pytorchs_own_both_ways(backend, strategy):
+    def scaled():
+        return nn.Sequential(*nets.perceptron(), nets.Scale())
+
     mst.init()
     x, y = nets.batch("mlp")
     adam = functools.partial(torch.optim.AdamW, lr=1e-2)
-    expected = nets.make(nets.perceptron)
+    expected = nets.make(scaled)
     theirs = adam(expected.parameters())
     nets.squared(expected, x, y).backward()
     theirs.step()
     # What plain PyTorch saved is loaded by two more lines, and the other way round.
-    model = mst.shard(nets.make(nets.perceptron), strategy)
+    model = mst.shard(nets.make(scaled), strategy)
     optimizer = mst.optimizer(torch.optim.AdamW, model, lr=1e-2)
     model.load_state_dict(expected.state_dict())
     optimizer.load_state_dict(theirs.state_dict())
@@ -298,7 +301,7 @@ def test_state_dicts_are_pytorchs_own_both_ways(backend, strategy):
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
-    plain = nets.make(nets.perceptron)
+    plain = nets.make(scaled)
     again = adam(plain.parameters())
     plain.load_state_dict(saved["model"])
     again.load_state_dict(saved["optimizer"])
