@@ -62,7 +62,7 @@ def clip_grad_norm_(
     max_norm : float
         Largest norm; infinity only computes it.
     norm_type : float
-        p of the p-norm, above 0; infinity for the largest element.
+        p of the p-norm, above 0; infinity, or "inf", for the largest element.
     error_if_nonfinite : bool
         Refuse gradients that are not finite.
 
@@ -78,6 +78,7 @@ def clip_grad_norm_(
     RuntimeError
         On every rank, for a norm that is not finite, if that is asked for. Nothing has changed.
     """
+    max_norm, norm_type = float(max_norm), float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0, got {norm_type}")
     if isinstance(parameters, torch.nn.Module):
@@ -249,6 +250,8 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     owners = list(dict.fromkeys(part.owner for part in parts.values()))
     if not owners:
         raise ValueError("the optimizer was given no parameters")
+    for owner in owners:
+        owner.require_placed()
     if is_rule:
         if options:
             raise TypeError(

@@ -441,6 +441,19 @@ def test_misuse_is_refused_with_the_way_out(backend):
         mst.shard(nn.Linear(2, 2), "fsdp2")
     with pytest.raises(ValueError, match="multiple of their number: got 3 for 2 ranks"):
         mst.DataLoader([1, 2, 3], 3)
+    with pytest.raises(TypeError, match="batch_size must be an integer, got 4.0"):
+        mst.DataLoader([1, 2, 3], 4.0)
+    model.append(nn.Linear(2, 2))
+    model[5].bias.requires_grad_(False)
+    with pytest.raises(ShardingError, match=r"'5.weight' was .* not in the module, when shard"):
+        mst.save("nowhere", model)
+    model[5].weight.requires_grad_(False)
+    mst.optimizer(torch.optim.SGD, model)
+    model[5].bias.requires_grad_(True)
+    for late in (optimizer.step, lambda: mst.optimizer(torch.optim.SGD, model)):
+        with pytest.raises(ShardingError, match=r"'5.bias' was frozen"):
+            late()
+    del model[5]
     model.float()
     with pytest.raises(ShardingError, match=r"'0.weight' is no longer in the memory"):
         optimizer.step()
@@ -472,6 +485,10 @@ def test_a_scaler_is_refused_on_every_rank_if_one_has_an_inf(backend, kind, unsc
 @in_worlds(2)
 def test_ranks_with_other_rates_or_models_are_told_so(backend):
     mst.init()
+    counted = nets.make(nets.perceptron)
+    counted.register_buffer("counts", torch.zeros(1 + backend.rank))
+    with pytest.raises(ValueError, match="also of buffers"):
+        mst.shard(counted)
     with pytest.raises(ValueError, match=r"every rank must shard the same module.*rank 1: 2 param"):
         mst.shard(nn.Linear(2, 2 + backend.rank))
     model, optimizer = start("fsdp")
