@@ -225,7 +225,7 @@ class ShardedModule(Uncopied):
             if parameter.requires_grad and parameter.numel() and id(parameter) not in trained:
                 raise ShardingError(
                     f"parameter {name!r} was frozen, or not in the module, when shard() was "
-                    "called, and requires a gradient now, which no rank would reduce, update or save. "
+                    "called, and requires a gradient now: no rank would reduce, update or save it. "
                     "Build the module whole before shard(); to freeze a parameter for some steps, "
                     "let it require a gradient when shard() is called"
                 )

@@ -441,7 +441,7 @@ def test_misuse_is_refused_with_the_way_out(backend):
         mst.shard(nn.Linear(2, 2), "fsdp2")
     with pytest.raises(ValueError, match="multiple of their number: got 3 for 2 ranks"):
         mst.DataLoader([1, 2, 3], 3)
-    with pytest.raises(TypeError, match="batch_size must be an integer, got 4.0"):
+    with pytest.raises(TypeError, match="batch_size must be an integer"):
         mst.DataLoader([1, 2, 3], 4.0)
     model.append(nn.Linear(2, 2))
     model[5].bias.requires_grad_(False)
