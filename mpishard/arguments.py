@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import os
@@ -138,6 +137,8 @@ def require_type(name: str, value: Any, *kinds: type) -> None:
 
 def nearest(given: str, known: Iterable[str]) -> str:
     """End of an error about an unknown name: the known name that is nearest, if one is near."""
+    import difflib  # a process that makes no mistake needs none of it
+
     found = difflib.get_close_matches(given, list(known), 1)
     return f"; did you mean {found[0]}?" if found else ""
 

@@ -9,9 +9,7 @@ computed by the thread that asks for it, so that its bits do not depend on the n
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import functools
-import importlib.metadata
 import sys
 import threading
 from collections.abc import Iterator
@@ -81,6 +79,10 @@ def reason_for_none() -> str:
 
 def _places() -> Iterator[str]:
     """Paths at which a library may lie: of the wheel, of conda, of the system."""
+    # Each takes longer to import than this module, and few programs look for a library.
+    import ctypes.util
+    import importlib.metadata
+
     try:
         files = importlib.metadata.files(_WHEEL) or []
     except importlib.metadata.PackageNotFoundError:

@@ -73,7 +73,7 @@ def test_thread_ranks(
     tmp_path: Path, fakes: Any, torture: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    count, happened, told = torture.count(27, 450), 0, 0
+    count, happened, told = torture.count(18, 450), 0, 0
     for number in range(count):
         dice = torture.dice(number)
         operation, ranks = OPERATIONS[number % 3], dice.choice([2, 3])

@@ -29,7 +29,7 @@ def _show(outcomes: Counter[str]) -> str:
 @pytest.mark.spawned
 @pytest.mark.timeout(300)
 def test_processes_of_threads(tmp_path: Path, torture: Any) -> None:
-    count = torture.count(38, 950)
+    count = torture.count(24, 950)
     done = subprocess.run(
         [sys.executable, SCRIPT, "forks", tmp_path, str(count), str(torture.seed)],
         env=environment_of_a_job(), capture_output=True, text=True, check=False,

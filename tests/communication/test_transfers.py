@@ -1,6 +1,8 @@
 """Messages that are issued and not waited for: what is copied, who is told, what is left."""
 
+import sys
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -142,6 +144,59 @@ def test_a_receive_that_waited_in_vain_can_wait_again():
         return coming.wait().tolist()
 
     assert run_in_threads(2, body, timeout=0.1)[0] == [0, 1, 2]
+
+
+class StrikeError(Exception):
+    """What a signal handler of a script raises."""
+
+
+def is_struck(number, call):
+    """Whether ``call`` is at so many points at which Python runs signal handlers; the last raises.
+
+    Only those of the contract count: where its functions begin, and where its calls of C end.
+    """
+    reached = 0
+
+    def profile(frame, event, _):
+        nonlocal reached
+        is_inside = "communication/contract" in frame.f_code.co_filename
+        if is_inside and event in ("call", "c_return"):
+            reached += 1
+            if reached == number:
+                raise StrikeError
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    with suppress(StrikeError):
+        try:
+            call()
+        finally:
+            sys.setprofile(before)
+    return reached >= number
+
+
+def test_a_receive_that_a_signal_handler_ends_takes_no_message():
+    most = 60
+
+    def body(backend):
+        for number in range(1, most + 1):
+            issued = []
+
+            def issue(number=number, issued=issued):
+                issued.append(backend.receive_async(1, 1, number, dtype=float))
+
+            if backend.rank == 0 and not is_struck(number, issue):
+                issued.pop().cancel()
+                assert number > 20
+            else:
+                assert number < most or backend.rank == 1
+            backend.barrier()
+            if backend.rank == 1:
+                backend.send(np.ones(1), 0, number)
+            else:
+                assert backend.receive(1, 1, number) == 1.0
+
+    run_in_threads(2, body, timeout=0.5)
 
 
 @pytest.mark.mpi

@@ -969,8 +969,8 @@ class CommunicationBackend(ITransport):
         """Take the next message that no earlier receive of (source, tag) takes."""
         receives, turn = self._receives, object()
         line = receives.setdefault((source, tag), deque())
-        line.append(turn)
         try:
+            line.append(turn)
             if line[0] is not turn:
                 yield Condition(lambda: line[0] is turn)
             return (yield from self._steps_receive(source, count, tag, dtype))
@@ -989,12 +989,17 @@ class CommunicationBackend(ITransport):
             in_flight = MessageInFlight(recorder, way, sent)
         message = MessageWait(self.world_ranks[peer], tag, is_send, self.label)
         transfer = Transfer(self, steps, in_flight, message)
-        with self._session:
-            self._transfers.append(transfer)
-            transfer.advance()
-            self._forget_done()
-        if in_flight is not None:
-            in_flight.blocked(in_flight.start)
+        try:
+            with self._session:
+                self._transfers.append(transfer)
+                transfer.advance()
+                self._forget_done()
+            if in_flight is not None:
+                in_flight.blocked(in_flight.start)
+        except BaseException:
+            if not is_send:
+                transfer.cancel()  # as `receive` does: nobody is given it
+            raise
         return transfer
 
     def begin_round(self) -> int:

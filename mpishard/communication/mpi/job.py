@@ -345,7 +345,7 @@ def library_files() -> list[str]:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:
         return []
-    mapped = {fields[5] for line in lines if len(fields := line.split(None, 5)) == 6}
+    mapped = {line.split(None, 5)[5] for line in lines if _FOLDER in line}
     named = [path for path in mapped if path.startswith(_FOLDER) and _NAMES.match(Path(path).name)]
     found = []
     for path in sorted(named):
