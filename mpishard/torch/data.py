@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader as PlainLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from mpishard.arguments import as_count
 from mpishard.torch.world import current_world
 
 
@@ -57,7 +58,8 @@ class DataLoader(PlainLoader):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         world = current_world()
-        if batch_size < 1 or batch_size % world.world_size:
+        batch_size = as_count("batch_size", batch_size)
+        if batch_size % world.world_size:
             raise ValueError(
                 f"batch_size is that of all ranks together, a multiple of their number: got "
                 f"{batch_size} for {world.world_size} ranks"

@@ -15,7 +15,12 @@ from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.errors import CheckpointError
 from mpishard.sharding import ParameterEntry
-from mpishard.torch.optimizer import is_elementwise, numbered_parts, parts_of
+from mpishard.torch.optimizer import (
+    is_elementwise,
+    numbered_parts,
+    parts_of,
+    states_of_numbers,
+)
 from mpishard.torch.parameters import Part
 from mpishard.torch.placed import from_text, to_text
 from mpishard.torch.sharded import ShardedModule, module_of
@@ -61,6 +66,7 @@ def save(
         As `mpishard.checkpoint.save`.
     """
     owner = module_of(model)
+    owner.require_placed()
     beside: dict[str, Any] = {"buffers": owner.placed.buffers.saved(with_parameters=True)}
     view = None
     if optimizer is not None:
@@ -195,6 +201,7 @@ class _OptimizerView:
                 "optimizer of its own"
             )
         self._read: dict[str, dict[int, Any]] = {}
+        self._of_numbers = states_of_numbers(optimizer)
 
     def checkpoint_view(self, model: Any) -> Any:
         return self
@@ -212,7 +219,7 @@ class _OptimizerView:
                 key
                 for part in self._parts
                 for key, value in self._optimizer.state.get(part.tensor, {}).items()
-                if is_elementwise(value, part.tensor.shape)
+                if is_elementwise(key, value, part.tensor.shape, self._of_numbers)
             )
         )
 
@@ -261,7 +268,9 @@ class _OptimizerView:
         rest = {
             part.entry.name: {
                 # None marks states that are among the arrays.
-                key: None if is_elementwise(value, part.tensor.shape) else value
+                key: None
+                if is_elementwise(key, value, part.tensor.shape, self._of_numbers)
+                else value
                 for key, value in self._optimizer.state[part.tensor].items()
             }
             for part in self._parts

@@ -10,7 +10,7 @@ import inspect
 import math
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ def clip_grad_norm_(
     max_norm : float
         Largest norm; infinity only computes it.
     norm_type : float
-        p of the p-norm, above 0; infinity for the largest element.
+        p of the p-norm, above 0; infinity, or "inf", for the largest element.
     error_if_nonfinite : bool
         Refuse gradients that are not finite.
 
@@ -78,6 +78,7 @@ def clip_grad_norm_(
     RuntimeError
         On every rank, for a norm that is not finite, if that is asked for. Nothing has changed.
     """
+    max_norm, norm_type = float(max_norm), float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0, got {norm_type}")
     if isinstance(parameters, torch.nn.Module):
@@ -249,6 +250,8 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     owners = list(dict.fromkeys(part.owner for part in parts.values()))
     if not owners:
         raise ValueError("the optimizer was given no parameters")
+    for owner in owners:
+        owner.require_placed()
     if is_rule:
         if options:
             raise TypeError(
@@ -264,6 +267,7 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     made.register_state_dict_post_hook(functools.partial(gather_states, parts))
     made.register_load_state_dict_pre_hook(functools.partial(slice_states, parts))
     made._mpishard_parts, made._mpishard_is_divided = parts, False
+    made._mpishard_options = options
     # GradScaler then calls step() on every rank, where it is refused; else a rank whose own part
     # has an inf would leave the call out.
     made._step_supports_amp_scaling = True
@@ -482,9 +486,36 @@ def numbered_parts(parts: Mapping[int, Part], made: Any) -> Iterator[tuple[int, 
         yield number, parts[id(tensor)]
 
 
-def is_elementwise(value: Any, shape: Any) -> bool:
-    """Whether a state has a value for each element of a tensor of ``shape``."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shape
+def states_of_numbers(made: Any) -> frozenset[str]:
+    """Return the names of the states that have a value for each element of a parameter.
+
+    Their shapes do not tell if a parameter is one number, which other states are as well: a trial
+    does. Without such a parameter no name is needed, and none is returned.
+    """
+    if all(part.entry.shape for part in parts_of(made).values()):
+        return frozenset()
+    if isinstance(made, RuleOptimizer):
+        return frozenset(made.rule.needed_state())
+    names: set[str] = set()
+    for group in made.param_groups:
+        trial = torch.nn.Parameter(torch.ones(2))
+        trial.grad = torch.ones(2)
+        options = {key: value for key, value in group.items() if key != "param_names"}
+        tried = made.__class__([{**options, "params": [trial]}], **made._mpishard_options)
+        tried.step()
+        state = tried.state[trial]
+        names |= {key for key in state if is_elementwise(key, state[key], trial.shape, ())}
+    return frozenset(names)
+
+
+def is_elementwise(key: str, value: Any, shape: Any, of_numbers: Collection[str]) -> bool:
+    """Whether a state has a value for each element of a tensor of ``shape``.
+
+    ``of_numbers`` are the names that `states_of_numbers` gives.
+    """
+    if not isinstance(value, torch.Tensor) or value.shape != shape:
+        return False
+    return value.dim() > 0 or key in of_numbers
 
 
 @called_as("optimizer.state_dict()")
@@ -494,7 +525,9 @@ def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, An
     for number, part in numbered_parts(parts, made):
         if number in state and part.owner.shards_state:
             state[number] = {
-                key: _whole(part, value) if is_elementwise(value, part.tensor.shape) else value
+                key: _whole(part, value)
+                if is_elementwise(key, value, part.tensor.shape, ())
+                else value
                 for key, value in state[number].items()
             }
     return {**state_dict, "state": state}
@@ -511,14 +544,17 @@ def slice_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any
     if made._mpishard_is_divided:  # by a checkpoint, of which each rank reads its part
         return state_dict
     state = dict(state_dict["state"])
+    of_numbers = states_of_numbers(made)
     for number, part in numbered_parts(parts, made):
         if number in state:
-            state[number] = {key: _own(part, value) for key, value in state[number].items()}
+            state[number] = {
+                key: _own(part, key, value, of_numbers) for key, value in state[number].items()
+            }
     return {**state_dict, "state": state}
 
 
-def _own(part: Part, value: Any) -> Any:
+def _own(part: Part, key: str, value: Any, of_numbers: Collection[str]) -> Any:
     """A copy, for PyTorch would go on with the tensors given; thread-ranks are given the same."""
-    if part.owner.shards_state and is_elementwise(value, part.entry.shape):
+    if part.owner.shards_state and is_elementwise(key, value, part.entry.shape, of_numbers):
         value = value.reshape(-1)[part.in_parameter]
     return value.clone() if isinstance(value, torch.Tensor) else value

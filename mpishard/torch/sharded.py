@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
+from mpishard.arguments import as_count
 from mpishard.arrays import reuse_freed_memory
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.contract.status import called_as
@@ -127,7 +128,9 @@ class ShardedModule(Uncopied):
         return entries_of(unit, self.entries)
 
     def _require_same_on_all_ranks(self, precision: str | None) -> None:
-        structure = f"{self.strategy} {precision} {self.placed.dtype} {self.units} {self.entries}"
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        beside = [(name, t.shape, t.dtype) for name, t in tensors]
+        structure = f"{self.strategy} {precision} {self.units} {self.entries} {beside}"
         # A checksum in place of the text, which has a line for every parameter.
         mine = [len(self.entries), self.entries[-1].stop, zlib.crc32(structure.encode())]
         everyone = self.backend.all_gather(np.array([mine]))
@@ -136,8 +139,8 @@ class ShardedModule(Uncopied):
                              for r, (n, size, _) in enumerate(everyone))  # fmt: skip
             raise ValueError(
                 f"every rank must shard the same module with the same strategy: {rows} (names, "
-                "shapes, dtype, what requires a gradient, strategy, precision or minimum_unit_size "
-                "differ)"
+                "shapes, dtypes, also of buffers, what requires a gradient, strategy, precision or "
+                "minimum_unit_size differ)"
             )
 
     def _make_parameters(self, policy: Policy, precision: str | None) -> None:
@@ -217,6 +220,15 @@ class ShardedModule(Uncopied):
         ShardingError
             Naming one.
         """
+        trained = {id(part.parameter) for part in self.parts}
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter.numel() and id(parameter) not in trained:
+                raise ShardingError(
+                    f"parameter {name!r} was frozen, or not in the module, when shard() was "
+                    "called, and requires a gradient now: no rank would reduce, update or save it. "
+                    "Build the module whole before shard(); to freeze a parameter for some steps, "
+                    "let it require a gradient when shard() is called"
+                )
         for part in self.parts:
             parameter, (module, name) = part.parameter, self.placed.places[part.index]
             is_here = parameter.untyped_storage()._cdata == part.storage
@@ -359,6 +371,7 @@ def shard(
             "two modules by one of them"
         )
     check_precision(module, precision)
+    minimum_unit_size = as_count("minimum_unit_size", minimum_unit_size)
     sharded = ShardedModule(module, strategy, backend, minimum_unit_size, precision)
     module.__dict__[_ATTRIBUTE] = sharded
     if current_recorder.get() is not None:
@@ -411,8 +424,8 @@ def part_of(parameter: Any) -> Part:
         return parameter._part
     raise ShardingError(
         f"a parameter of shape {tuple(parameter.shape)} is no trained parameter of a sharded "
-        "module: it was frozen when the module was sharded, or the optimizer's parameters were "
-        "collected before shard()"
+        "module: it was frozen, not there or without elements when the module was sharded, or the "
+        "parameters were collected before shard(). Give the module itself, or leave it out"
     )
 
 

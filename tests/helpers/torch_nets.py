@@ -69,6 +69,17 @@ class Branches(nn.Module):
         return self.last((self.left if left else self.right)(x).tanh())
 
 
+class Scale(nn.Module):
+    """A factor of all, which is a parameter without dims, as a learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Any) -> Any:
+        return self.factor * x
+
+
 def perceptron() -> Any:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2))
 
@@ -76,7 +87,7 @@ def perceptron() -> Any:
 def convolutions() -> Any:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
-        nn.Conv2d(4, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2),
+        nn.Conv2d(4, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2), Scale(),
     )  # fmt: skip
 
 

@@ -277,15 +277,18 @@ def test_a_compiled_model_trains(backend, strategy):
 @by_strategy
 @in_worlds(3)
 def test_state_dicts_are_pytorchs_own_both_ways(backend, strategy):
+    def scaled():
+        return nn.Sequential(*nets.perceptron(), nets.Scale())
+
     mst.init()
     x, y = nets.batch("mlp")
     adam = functools.partial(torch.optim.AdamW, lr=1e-2)
-    expected = nets.make(nets.perceptron)
+    expected = nets.make(scaled)
     theirs = adam(expected.parameters())
     nets.squared(expected, x, y).backward()
     theirs.step()
     # What plain PyTorch saved is loaded by two more lines, and the other way round.
-    model = mst.shard(nets.make(nets.perceptron), strategy)
+    model = mst.shard(nets.make(scaled), strategy)
     optimizer = mst.optimizer(torch.optim.AdamW, model, lr=1e-2)
     model.load_state_dict(expected.state_dict())
     optimizer.load_state_dict(theirs.state_dict())
@@ -298,7 +301,7 @@ def test_state_dicts_are_pytorchs_own_both_ways(backend, strategy):
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
-    plain = nets.make(nets.perceptron)
+    plain = nets.make(scaled)
     again = adam(plain.parameters())
     plain.load_state_dict(saved["model"])
     again.load_state_dict(saved["optimizer"])
@@ -438,6 +441,19 @@ def test_misuse_is_refused_with_the_way_out(backend):
         mst.shard(nn.Linear(2, 2), "fsdp2")
     with pytest.raises(ValueError, match="multiple of their number: got 3 for 2 ranks"):
         mst.DataLoader([1, 2, 3], 3)
+    with pytest.raises(TypeError, match="batch_size must be an integer"):
+        mst.DataLoader([1, 2, 3], 4.0)
+    model.append(nn.Linear(2, 2))
+    model[5].bias.requires_grad_(False)
+    with pytest.raises(ShardingError, match=r"'5.weight' was .* not in the module, when shard"):
+        mst.save("nowhere", model)
+    model[5].weight.requires_grad_(False)
+    mst.optimizer(torch.optim.SGD, model)
+    model[5].bias.requires_grad_(True)
+    for late in (optimizer.step, lambda: mst.optimizer(torch.optim.SGD, model)):
+        with pytest.raises(ShardingError, match=r"'5.bias' was frozen"):
+            late()
+    del model[5]
     model.float()
     with pytest.raises(ShardingError, match=r"'0.weight' is no longer in the memory"):
         optimizer.step()
@@ -469,6 +485,10 @@ def test_a_scaler_is_refused_on_every_rank_if_one_has_an_inf(backend, kind, unsc
 @in_worlds(2)
 def test_ranks_with_other_rates_or_models_are_told_so(backend):
     mst.init()
+    counted = nets.make(nets.perceptron)
+    counted.register_buffer("counts", torch.zeros(1 + backend.rank))
+    with pytest.raises(ValueError, match="also of buffers"):
+        mst.shard(counted)
     with pytest.raises(ValueError, match=r"every rank must shard the same module.*rank 1: 2 param"):
         mst.shard(nn.Linear(2, 2 + backend.rank))
     model, optimizer = start("fsdp")
