@@ -256,6 +256,7 @@ class ProcessMesh:
 
     def _model_backend(self) -> CommunicationBackend:
         if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):
+            # In replicas of one axis this is that axis's group: its bytes have these few in them.
             return self.together
         # Also beside a group of the same ranks: bytes are counted by axis, and these are of none.
         return self._split("model", ("pipeline", "tensor"))

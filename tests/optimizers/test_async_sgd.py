@@ -191,6 +191,8 @@ def test_what_is_pending_is_applied_and_any_optimizer_goes_on(backend, shared_pa
     other, exact = ms.DDPModel(plain(), config), ms.DDPOptimizer(Adam(1e-3), config)
     with pytest.raises(CheckpointError, match="delayed0"):
         ms.checkpoint.load(shared_path / "run", other, exact)
+    with pytest.raises(CheckpointError, match=r"'delayed0'.*: to load that, call bind\(model\)"):
+        AsyncSGDOptimizer(Adam(1e-3), config, delay=2).load_model(shared_path / "run")
     assert optimizer.apply_pending_gradients() == 2
     assert (optimizer.steps, optimizer.apply_pending_gradients()) == (3, 0)
     ms.checkpoint.save(shared_path / "all", model, optimizer, metadata=position)
@@ -215,6 +217,15 @@ def test_what_is_pending_is_applied_as_by_later_steps(backend, layout, rule):
     np.testing.assert_allclose(model.get_parameters(), expected, rtol=0, atol=1e-12)
     train(backend, model, optimizer, 0, 2)
     assert optimizer.steps == 12
+
+
+def test_with_nothing_under_way_no_schedule_is_asked():
+    def body(backend):
+        model, optimizer = build(backend, SGD(lambda step: [0.1][step]), delay=2)
+        train(backend, model, optimizer, 0, 1)
+        return optimizer.apply_pending_gradients(), optimizer.apply_pending_gradients()
+
+    assert ms.run_in_threads(1, body) == [(1, 0)]
 
 
 @pytest.mark.parametrize("layout", ["ddp/2", "fsdp/2", "1x2"])

@@ -489,7 +489,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """Take the state from a checkpoint of any world size and strategy. Collective.
 
         Before the first step, or `bind`, every rank reads the whole state, which waits for its
-        model.
+        model. State besides the rule's, such as that of replicas, is read after `bind` alone.
 
         Raises
         ------

@@ -104,10 +104,15 @@ class DelayedState(ModelState):
         """Make an update of each gradient under way, oldest first; return how many. Collective."""
         engine = self.model.engine
         engine.round.require_none("apply_pending_gradients()")
-        found = differences(self.model.backend, {n: str(v) for n, v in self.settings().items()})
+        pending = self.sums.pending
+        found = differences(self.model.backend, {"gradients under way": pending})
+        # With none there is no update, and the schedule may have come to its end.
+        if pending and not found:
+            mine = {name: str(value) for name, value in self.settings().items()}
+            found = differences(self.model.backend, mine)
         if found:
             raise ShardingError(f"the ranks have other gradients under way; by rank, {found}")
-        weights = _newest(self._weights, self.sums.pending)
+        weights = _newest(self._weights, pending)
         try:
             for weight in weights:
                 self._store.await_readers()

@@ -107,7 +107,11 @@ class StateBytes:
                 }
                 numbers = found.get("numbers", {})
                 saved = cls(name, found["settings"], found["optimizer_steps"], tensors, numbers)
-                saved.require_rule(found["settings"].get("rule", name), rule.needed_state())
+                saved.require_rule(
+                    found["settings"].get("rule", name), rule.needed_state(),
+                    "; a wrapper such as LocalSGDOptimizer saves more than its rule's state: to "
+                    "load that, call bind(model) first",
+                )  # fmt: skip
             except ValueError as error:
                 raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
         return saved
@@ -124,8 +128,8 @@ class StateBytes:
         """True before the first step of an optimizer, which has no model and so no tensors."""
         return self.steps == 0 and not self.tensors
 
-    def require_rule(self, rule: str, state_names: Sequence[str]) -> None:
-        """Refuse another rule's state.
+    def require_rule(self, rule: str, state_names: Sequence[str], advice: str = "") -> None:
+        """Refuse another rule's state; ``advice`` follows if the rule is the same.
 
         Raises
         ------
@@ -136,7 +140,7 @@ class StateBytes:
         if self.rule != rule or not (self.is_fresh or held == sorted(state_names)):
             raise ValueError(
                 f"these bytes hold the state {held} of {self.rule}, and {rule} needs "
-                f"{sorted(state_names)}"
+                f"{sorted(state_names)}" + advice * (self.rule == rule)
             )
 
     def require_fit(
