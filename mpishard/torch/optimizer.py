@@ -251,7 +251,7 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     if not owners:
         raise ValueError("the optimizer was given no parameters")
     for owner in owners:
-        owner.require_placed()
+        owner.placed.require_placed()
     if is_rule:
         if options:
             raise TypeError(
@@ -403,7 +403,7 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
         )
     for owner in owners:
         owner.require_reduced("step()")
-        owner.require_placed()
+        owner.placed.require_placed()
         owner.let_go()
     chosen = [
         sorted((n, str(_plain(v))) for n, v in group.items() if n not in ("params", "param_names"))

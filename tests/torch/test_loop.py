@@ -445,7 +445,7 @@ def test_misuse_is_refused_with_the_way_out(backend):
         mst.DataLoader([1, 2, 3], 4.0)
     model.append(nn.Linear(2, 2))
     model[5].bias.requires_grad_(False)
-    with pytest.raises(ShardingError, match=r"'5.weight' was .* not in the module, when shard"):
+    with pytest.raises(ShardingError, match=r"'5.weight' was .* not in the module, when mpishard"):
         mst.save("nowhere", model)
     model[5].weight.requires_grad_(False)
     mst.optimizer(torch.optim.SGD, model)
