@@ -92,11 +92,11 @@ def test_a_failed_rewrite_keeps_the_old_file(
     write(path, range(1, 4))
 
     def fail(*_: object) -> None:
-        raise OSError("disk full")
+        raise OSError(28, "disk full")
 
     with monkeypatch.context() as patch:
         patch.setattr("mpishard.observe.metrics.os.fsync", fail)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(OSError, match=f"disk full: '{path}'"):
             MetricsWriter(path, resume_step=1)
     assert steps_in(path) == [1, 2, 3]
     assert list(tmp_path.iterdir()) == [path]

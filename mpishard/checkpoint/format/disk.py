@@ -67,8 +67,10 @@ def replace_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
     try:
         write_file(beside, parts)
         rename(beside, file)
-    except BaseException:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            error.filename = str(file)  # the error of a full disk names no file
         raise
     sync_directory(file.parent)
 
