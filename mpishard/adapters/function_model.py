@@ -54,6 +54,11 @@ class FunctionModel(PlainModelFiles, IFullModel):
                 "initial_parameters must be a non-empty 1-D floating vector, got "
                 f"{theta.dtype.name} of shape {theta.shape}"
             )
+        if not theta.dtype.isnative or theta.dtype.itemsize > 8:
+            raise ValueError(
+                f"initial_parameters must be float64 or smaller, in this machine's byte order, got "
+                f"{theta.dtype.name} ({theta.dtype.str}); use .astype(float)"
+            )
         self._function = loss_and_gradient
         self._predict = predict
         self._theta = theta

@@ -236,6 +236,7 @@ class TorchModel(PlacedVectorModel):
         import torch
 
         assert loss is not None
+        self._placed.require_placed()
         with torch.enable_grad():
             output, prediction = self._run(x)
         total, weight, saved = loss.forward(prediction, y)

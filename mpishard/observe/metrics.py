@@ -36,7 +36,7 @@ class MetricsWriter:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         before = 0.0
-        if self.path.exists():
+        if self.path.is_file():  # and not /dev/null, of which nothing is kept
             before = _keep(self.path, math.inf if resume_step is None else resume_step)
         self._stream = self.path.open("a", encoding="utf-8")
         # A resumed run goes on from the time of the last line that was kept: its times rise with

@@ -247,27 +247,27 @@ def merge_traces(trace: JobTrace, path: str | os.PathLike[str]) -> None:
     OSError
         If the file cannot be written.
     """
+    # Here, because it imports safetensors, which `mpishard doctor` does without.
+    from mpishard.checkpoint.format.disk import replace_file
+
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, (text.encode() for text in _merged(trace)))
+
+
+def _merged(trace: JobTrace) -> Iterator[str]:
+    """The parts of the one file of all ranks."""
     about = {"job": trace.job, "world_size": trace.world_size, "ranks": trace.ranks}
-    # Beside the file, because a rename is atomic only within one file system.
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(first_line(about))
-            comma = ""
-            for event in _with_arrows(trace.events()):
-                stream.write(f"{comma}{encode(event)}\n")
-                comma = ","
-            ends = [
-                {"rank": r, "reason": e.reason, "until_us": e.until, "dropped": e.dropped}
-                for r, e in sorted(trace.endings.items())
-            ]
-            stream.write(last_line({"ranks": ends}))
-        # A rename is atomic: nobody ever reads half a file.
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    yield first_line(about)
+    comma = ""
+    for event in _with_arrows(trace.events()):
+        yield f"{comma}{encode(event)}\n"
+        comma = ","
+    ends = [
+        {"rank": r, "reason": e.reason, "until_us": e.until, "dropped": e.dropped}
+        for r, e in sorted(trace.endings.items())
+    ]
+    yield last_line({"ranks": ends})
 
 
 def _with_arrows(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

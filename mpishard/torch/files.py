@@ -66,7 +66,7 @@ def save(
         As `mpishard.checkpoint.save`.
     """
     owner = module_of(model)
-    owner.require_placed()
+    owner.placed.require_placed()
     beside: dict[str, Any] = {"buffers": owner.placed.buffers.saved(with_parameters=True)}
     view = None
     if optimizer is not None:

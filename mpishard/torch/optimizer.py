@@ -251,7 +251,7 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     if not owners:
         raise ValueError("the optimizer was given no parameters")
     for owner in owners:
-        owner.require_placed()
+        owner.placed.require_placed()
     if is_rule:
         if options:
             raise TypeError(
@@ -403,15 +403,16 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
         )
     for owner in owners:
         owner.require_reduced("step()")
-        owner.require_placed()
+        owner.placed.require_placed()
         owner.let_go()
     chosen = [
         sorted((n, str(_plain(v))) for n, v in group.items() if n not in ("params", "param_names"))
         for group in made.param_groups
     ]
     backend = owners[0].backend
-    # Each rank updates other elements, so that different settings would raise no error.
-    everyone = backend.all_gather(np.array([zlib.crc32(repr(chosen).encode())]))
+    # Each rank updates other elements, so that different settings would raise no error. Not int64,
+    # as the number of a unit is, which a rank still in backward() may be gathering.
+    everyone = backend.all_gather(np.array([zlib.crc32(repr(chosen).encode())], np.uint32))
     if (everyone != everyone[0]).any():
         raise ShardingError(
             "the ranks would update with different settings, such as the learning rate (checksums "

@@ -48,8 +48,6 @@ class Part:
     tensor : torch.nn.Parameter
         Its values, in memory: a torch optimizer is given this tensor. Shape (stop - start,),
         under DDP the parameter's.
-    storage : int
-        Identity of the memory of the whole parameter.
     """
 
     tensor: Any
@@ -62,7 +60,6 @@ class Part:
         self.entry = entry
         self.unit = unit
         self.parameter = parameter
-        self.storage = parameter.untyped_storage()._cdata
         self.start, self.stop = entry.start, entry.stop
         if owner.shards_state:
             backend = owner.backend

@@ -13,8 +13,10 @@ import torch
 from mpishard.arrays import Array
 from mpishard.bfloat16 import is_bfloat16
 from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.errors import ShardingError
 from mpishard.sharding import ParameterEntry
 from mpishard.torch.batch_norm import Ranks, SyncBatchNorm
+from mpishard.torch.parameters import SharedParameter
 
 
 class Buffers:
@@ -198,6 +200,7 @@ class PlacedModule:
         self.parameters = [inner._parameters[name] for inner, name in self.places]
         self.dtype = np.dtype(str(first).removeprefix("torch."))
         self.buffers = Buffers(module, {id(parameter) for parameter in self.parameters})
+        self._storages = [0] * len(self.parameters)
 
     def fill(self, start: int, out: Array) -> None:
         """Write the range of the flat vector that begins at ``start`` into ``out``."""
@@ -211,6 +214,37 @@ class PlacedModule:
     def place(self, index: int, flat: Any) -> None:
         """Let a parameter be a view of ``flat``, a tensor of shape (size,)."""
         self.parameters[index].data = flat.view(self.entries[index].shape)
+        self._storages[index] = _storage_of(self.parameters[index])
+
+    def require_placed(self) -> None:
+        """Refuse to train a module whose parameters are no longer those that were placed.
+
+        Raises
+        ------
+        ShardingError
+            Naming one.
+        """
+        trained = set()
+        for index, (module, name) in enumerate(self.places):
+            entry, parameter = self.entries[index], self.parameters[index]
+            if not entry.trainable:
+                continue
+            trained.add(id(parameter))
+            is_here = _storage_of(parameter) == self._storages[index]
+            if module._parameters.get(name) is not parameter or not is_here:
+                raise ShardingError(
+                    f"parameter {entry.name!r} is no longer in the memory where mpishard put it: "
+                    "call module.to(), .half(), load_state_dict(assign=True) and the like before "
+                    "the module is sharded"
+                )
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter.numel() and id(parameter) not in trained:
+                raise ShardingError(
+                    f"parameter {name!r} was frozen, or not in the module, when mpishard was given "
+                    "it, and requires a gradient now: no rank would reduce, update or save it. "
+                    "Build the module whole before it is sharded; to freeze a parameter for some "
+                    "steps, let it require a gradient until then"
+                )
 
     def deal(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
         """Take rank 0's buffers, and let ``ranks`` draw different random numbers. Collective.
@@ -240,8 +274,19 @@ class PlacedModule:
 _SEEDS = (1 << 63) - 1
 
 
+def _storage_of(parameter: Any) -> int:
+    """The identity of the memory that a parameter is in."""
+    return parameter.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
 def _check(module: Any) -> None:
     """Refuse, before anything is changed, a module that cannot be placed."""
+    taken = [name for name, p in module.named_parameters() if isinstance(p, SharedParameter)]
+    if taken:
+        raise ShardingError(
+            f"parameter {taken[0]!r} is sharded already; shard() a module once, and each part of "
+            "two modules by one of them"
+        )
     everything = [*module.named_parameters(), *module.named_buffers()]
     odd = [n for n, t in everything if isinstance(t, torch.nn.parameter.UninitializedTensorMixin)]
     if odd:

@@ -212,34 +212,6 @@ class ShardedModule(Uncopied):
         """See `BackwardPasses.require_reduced`."""
         self.passes.require_reduced(purpose, type(self.module).__name__)
 
-    def require_placed(self) -> None:
-        """Refuse to go on with a module whose parameters are no longer those that were sharded.
-
-        Raises
-        ------
-        ShardingError
-            Naming one.
-        """
-        trained = {id(part.parameter) for part in self.parts}
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter.numel() and id(parameter) not in trained:
-                raise ShardingError(
-                    f"parameter {name!r} was frozen, or not in the module, when shard() was "
-                    "called, and requires a gradient now: no rank would reduce, update or save it. "
-                    "Build the module whole before shard(); to freeze a parameter for some steps, "
-                    "let it require a gradient when shard() is called"
-                )
-        for part in self.parts:
-            parameter, (module, name) = part.parameter, self.placed.places[part.index]
-            is_here = parameter.untyped_storage()._cdata == part.storage
-            if module._parameters.get(name) is parameter and is_here:
-                continue
-            raise ShardingError(
-                f"parameter {part.entry.name!r} is no longer in the memory where mpishard.torch."
-                "shard() put it: call module.to(), .half(), load_state_dict(assign=True) and the "
-                "like before shard()"
-            )
-
     def check_replicas(self) -> int:
         """See `mpishard.torch.check_replicas`. Collective."""
         self.let_go()
@@ -364,12 +336,6 @@ def shard(
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     if strategy not in POLICIES:
         raise ValueError(f"strategy must be one of {', '.join(POLICIES)}, got {strategy!r}")
-    taken = [name for name, p in module.named_parameters() if isinstance(p, SharedParameter)]
-    if taken:
-        raise ShardingError(
-            f"parameter {taken[0]!r} is sharded already; shard() a module once, and each part of "
-            "two modules by one of them"
-        )
     check_precision(module, precision)
     minimum_unit_size = as_count("minimum_unit_size", minimum_unit_size)
     sharded = ShardedModule(module, strategy, backend, minimum_unit_size, precision)

@@ -129,6 +129,8 @@ def test_what_it_refuses_changes_nothing():
         (lambda: ms.FunctionModel(fun, np.ones((2, 2))), ValueError, r"shape \(2, 2\)"),
         (lambda: ms.FunctionModel(fun, np.ones(0)), ValueError, "non-empty"),
         (lambda: ms.FunctionModel(fun, [1, 2]), ValueError, "int64"),
+        (lambda: ms.FunctionModel(fun, np.ones(2, ">f8")), ValueError, r"got float64 \(>f8\)"),
+        (lambda: ms.FunctionModel(fun, np.ones(2, "g")), ValueError, r"use .astype\(float\)"),
         (lambda: model().set_parameters(np.ones(4)), ValueError, "expected 3 parameters"),
         (
             lambda: ms.FunctionModel(lambda t, x, y: (0.0, t[:1]), np.ones(2)).train(*data()),

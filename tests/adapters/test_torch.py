@@ -25,6 +25,8 @@ torch = pytest.importorskip(
 )
 from torch_nets import GPT  # noqa: E402
 
+import mpishard.torch as mst  # noqa: E402
+
 nn = torch.nn
 
 RATE = 1e-3
@@ -454,6 +456,42 @@ def test_refuses_what_it_cannot_train() -> None:
         plain.set_parameters(np.zeros(3))
     with pytest.raises(TypeError, match=r"x must be a NumPy array of samples.*got list"):
         plain.predict([[1.0]])
+
+
+LATE = {
+    "float": (lambda m: m.float(), "'0.weight' is no longer in the memory"),
+    "assign": (
+        lambda m: m.load_state_dict(nn.Sequential(*m).double().state_dict(), assign=True),
+        "'0.weight' is no longer in the memory",
+    ),
+    "replaced": (lambda m: m.insert(0, nn.Linear(5, 5)), "'0.weight' was .* not in the module"),
+    "appended": (lambda m: m.append(nn.Linear(2, 2)), "'2.weight' was .* not in the module"),
+    "thawed": (lambda m: m[1].requires_grad_(True), "'1.weight' was frozen"),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_a_module_that_changes_later_is_not_trained_in_part(case: str) -> None:
+    change, message = LATE[case]
+
+    def body(backend: Any) -> None:
+        module = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)).double()
+        module[1].requires_grad_(False)
+        model = DDPModel(TorchModel(module, nn.functional.mse_loss), ShardingConfiguration(backend))
+        change(module)
+        model.train(*batch("mlp", 0))
+
+    with pytest.raises(ShardingError, match=message):
+        run_in_threads(1, body)
+
+
+def test_a_module_of_a_loop_is_no_model() -> None:
+    def body(_backend: Any) -> None:
+        mst.init()
+        TorchModel(mst.shard(nn.Linear(5, 2)), nn.functional.mse_loss)
+
+    with pytest.raises(ShardingError, match="'weight' is sharded already"):
+        run_in_threads(1, body)
 
 
 def test_a_module_belongs_to_one_rank() -> None:

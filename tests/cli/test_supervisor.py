@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from mpishard.cli.run import supervisor as module
+from mpishard.cli.run.job_report import Verdict
 from mpishard.cli.run.launcher import Launcher, MPILibrary
+from mpishard.cli.run.logs import CALLS, ENDED
 from mpishard.cli.run.notice import Notice
+from mpishard.cli.run.rank_processes import RankProcesses
 from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.run.supervisor import Supervisor
 from mpishard.communication.contract.status import StatusPage
@@ -118,3 +121,16 @@ def test_a_notice_to_ranks_that_keep_it(monkeypatch, tmp_path, capsys):
     run.receive(signal.SIGUSR1)
     assert (run.sent(), run.to_launcher) == ([[signal.SIGUSR1]] * 2, [])
     assert "the job goes on until one is" in capsys.readouterr().err
+
+
+def test_a_job_ends_as_it_has_if_its_logs_cannot_tell(tmp_path, capsys):
+    launcher = Launcher(Path("/bin/mpiexec"), MPILibrary("MPICH Version: 5.0.2"))
+    supervisor = Supervisor("run", launcher, [], 2, Resizing(2, 2, 2), log_folder=tmp_path)
+    supervisor._folder = tmp_path / CALLS
+    supervisor._processes = RankProcesses(supervisor._folder, 2)
+    (tmp_path / ENDED).mkdir()  # not writable, as on a full disk
+    assert supervisor._judge(0, 1.0).verdict == Verdict(0)
+    assert capsys.readouterr().err == (
+        "mpishard run: --log-dir: the logs do not tell how the job ended: "
+        f"[Errno 21] Is a directory: '{tmp_path / ENDED}'\n"
+    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mpishard.checkpoint.format.disk import replace_file
 from mpishard.observe import MetricsWriter, read_metrics
 
 
@@ -90,13 +92,27 @@ def test_a_failed_rewrite_keeps_the_old_file(
     write(path, range(1, 4))
 
     def fail(*_: object) -> None:
-        raise OSError("disk full")
+        raise OSError(28, "disk full")
 
     with monkeypatch.context() as patch:
         patch.setattr("mpishard.observe.metrics.os.fsync", fail)
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(OSError, match=f"disk full: '{path}'"):
             MetricsWriter(path, resume_step=1)
     assert steps_in(path) == [1, 2, 3]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_pipe_or_a_device_stays_what_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    write(path, range(1, 2), resume_step=0)
+    assert os.read(reader, 100) == b'{"step": 1, "loss": 1.0, "time": 1.0}\n'
+    os.close(reader)
+    assert path.is_fifo()
+    with pytest.raises(OSError, match="is not a regular file, and none is written in its place"):
+        replace_file(path, [b"x"])
+    assert path.is_fifo()
 
 
 def test_no_file_to_read(tmp_path: Path) -> None:

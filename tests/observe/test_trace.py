@@ -294,6 +294,35 @@ def test_events_are_on_disk_before_the_end(
     assert ms.run_in_threads(1, body)[0] == [*["a"] * events, "step 1"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk here")
+def test_a_full_disk_ends_the_trace_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(backend: Any) -> int:
+        with trace(tmp_path, backend):
+            recorder = current_recorder.get()
+            assert recorder is not None
+            with step_span(1):
+                pass
+            recorder.flush()
+            recorder.file._stream.close()
+            recorder.file._stream = Path("/dev/full").open("w")  # noqa: SIM115
+            for step in range(2, 3000):
+                with step_span(step):
+                    backend.barrier()
+            return step
+
+    assert ms.run_in_threads(1, body) == [2999]
+    path = tmp_path / "rank_0.json"
+    (said,) = caplog.messages
+    assert said == (
+        f"the trace {path} is cut off: [Errno 28] No space left on device. Training goes on"
+    )
+    job = open_trace(tmp_path)
+    assert "step 1" in [event["name"] for event in job.events()]
+    assert "its file has no end" in job.endings[0].reason
+
+
 def test_a_variable_records_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPISHARD_TRACE", str(tmp_path / "new" / "folder"))
     for world_size in (3, 2):  # what the third rank leaves is of an older job then

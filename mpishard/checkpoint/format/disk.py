@@ -52,12 +52,26 @@ def write_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
 
 
 def replace_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
-    """Replace the content of ``file``: at every moment it is the old one or the new one."""
+    """Replace the content of ``file``: at every moment it is the old one or the new one.
+
+    Raises
+    ------
+    OSError
+        If there is something else than a file, such as ``/dev/null``; if the disk fails.
+    """
+    if file.exists() and not file.is_file():  # a rename would replace a device, too
+        raise OSError(f"{file} is not a regular file, and none is written in its place")
     beside = file.with_name(f".{file.name}.tmp")
     # A killed process may have left it, and `write_file` takes no file that exists.
     beside.unlink(missing_ok=True)
-    write_file(beside, parts)
-    rename(beside, file)
+    try:
+        write_file(beside, parts)
+        rename(beside, file)
+    except BaseException as error:
+        beside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            error.filename = str(file)  # the error of a full disk names no file
+        raise
     sync_directory(file.parent)
 
 

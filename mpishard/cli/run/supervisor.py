@@ -217,11 +217,14 @@ class Supervisor:
         if self.received and not has_saved:
             verdict = interrupted(self.received[0], logs)
         if self.log_folder is not None:
-            for rank, log in logs.items() if verdict.code else ():
-                path = self.log_folder / f"rank-{rank}.calls.txt"
-                path.write_text(log.text(), encoding="utf-8")
-            text = json.dumps(end.summary(verdict))  # for `mpishard watch`
-            (self.log_folder / ENDED).write_text(text, encoding="utf-8")
+            try:
+                for rank, log in logs.items() if verdict.code else ():
+                    path = self.log_folder / f"rank-{rank}.calls.txt"
+                    path.write_text(log.text(), encoding="utf-8")
+                text = json.dumps(end.summary(verdict))  # for `mpishard watch`
+                (self.log_folder / ENDED).write_text(text, encoding="utf-8")
+            except OSError as error:  # a full disk: the job has ended as it has
+                say(self.name, f"--log-dir: the logs do not tell how the job ended: {error}")
         return Outcome(verdict, end.cause(verdict), end.called_init, seconds, self.log_folder)
 
     # ------------------------------------------------------------------------------------ watching

@@ -794,7 +794,11 @@ class CommunicationBackend(ITransport):
         # Has the shape and dtype that are compared, and no memory.
         wanted = np.broadcast_to(np.zeros((), dtype), (length,))
         if wanted.dtype not in DTYPES:
-            raise ValueError(f"allocate_shared cannot share dtype {wanted.dtype.name}")
+            raise ValueError(
+                f"allocate_shared cannot share dtype {wanted.dtype.name} ({wanted.dtype.str}); "
+                "numbers of another byte order, or wider than float64, are converted by "
+                ".astype(float)"
+            )
         call = Call.describe(Kind.ALLOCATE_SHARED, wanted)
         memory = self._start(call, self._steps_allocate_shared, wanted.nbytes).wait()
         if memory is None:

@@ -12,6 +12,7 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import secrets
 import sys
@@ -20,7 +21,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
@@ -32,6 +33,8 @@ import numpy as np
 
 from mpishard import settings
 from mpishard.arrays import Array
+
+_log = logging.getLogger("mpishard")
 
 _FLUSH_NANOSECONDS = 1_000_000_000
 _FLUSH_EVENTS = 1024
@@ -102,8 +105,10 @@ class TraceFile:
             self._stream.write(first_line(about) + self._name("process", name, self._pid))
             self._stream.flush()
             temporary.replace(path)
-        except BaseException:
-            self._stream.close()
+        except OSError as error:
+            self.abandon()
+            temporary.unlink(missing_ok=True)
+            error.filename = error.filename or str(path)
             raise
 
     def write(
@@ -127,6 +132,11 @@ class TraceFile:
         """Write the last line."""
         self._stream.write(last_line({"reason": reason, "events": events, "dropped": dropped}))
         self._stream.close()
+
+    def abandon(self) -> None:
+        """Close it as it is, without a last line."""
+        with suppress(OSError):  # what is left in the buffer has no room
+            self._stream.close()
 
     def flush(self) -> None:
         """Give the written events to the system, so that they outlive this process."""
@@ -212,8 +222,7 @@ class Recorder:
         with self._lock:
             if not self.is_open:
                 return
-            self._write()
-            self.file.flush()
+            self._write(self.file.flush)
         self._flushed = self.now()
         self.add(Row.COMPUTE, "write the trace", start, self._flushed, category="trace")
 
@@ -221,20 +230,26 @@ class Recorder:
         """Write the last events and the ``reason`` of the end; later events are dropped."""
         with self._lock:
             if self.is_open:
-                self._write()
+                counts = {"events": self._kept, "dropped": self._dropped}
+                self._write(lambda: self.file.close(reason=reason, **counts))
                 self.is_open = False
-                self.file.close(reason=reason, events=self._kept, dropped=self._dropped)
 
     def disown(self) -> None:
         """Write nothing more: the file belongs to the process that forked this one."""
         self.is_open = False
         self._buffer.clear()
 
-    def _write(self) -> None:
-        if self.is_open:
-            buffer, self._buffer = self._buffer, []
+    def _write(self, then: Callable[[], None]) -> None:
+        """Write the events so far, and call ``then``; a full disk ends the trace, not the run."""
+        buffer, self._buffer = self._buffer, []
+        try:
             for event in buffer:
                 self.file.write(*event)
+            then()
+        except OSError as error:
+            self.is_open = False
+            self.file.abandon()
+            _log.warning("the trace %s is cut off: %s. Training goes on", self.file.path, error)
 
 
 class InFlight:
