@@ -410,8 +410,9 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
         for group in made.param_groups
     ]
     backend = owners[0].backend
-    # Each rank updates other elements, so that different settings would raise no error.
-    everyone = backend.all_gather(np.array([zlib.crc32(repr(chosen).encode())]))
+    # Each rank updates other elements, so that different settings would raise no error. Not int64,
+    # as the number of a unit is, which a rank still in backward() may be gathering.
+    everyone = backend.all_gather(np.array([zlib.crc32(repr(chosen).encode())], np.uint32))
     if (everyone != everyone[0]).any():
         raise ShardingError(
             "the ranks would update with different settings, such as the learning rate (checksums "

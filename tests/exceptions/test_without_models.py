@@ -365,7 +365,7 @@ def test_a_message_of_another_length_stays_queued(backend):
 def test_a_rank_that_never_arrives():
     backend = ms.InMemoryCommunicationBackend(0, 2, "never arrives", timeout=0.01)
     with backend:
-        with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.01 s .*from rank 1"):
+        with pytest.raises(TimeoutError, match=r"rank 0 (waited|is alone) .*from rank 1"):
             backend.receive(1, 1)
         with pytest.raises(TimeoutError, match="1"):
             backend.barrier()
