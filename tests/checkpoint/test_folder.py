@@ -306,6 +306,20 @@ def test_a_staging_buffer_holds_one_save(tmp_path: Path, fakes: Any) -> None:
     checkpoint.check(tmp_path / "b")
 
 
+def test_a_second_save_to_the_same_place_ends_the_first_and_says_so(
+    tmp_path: Path, fakes: Any
+) -> None:
+    def body(backend: Any) -> None:
+        model = fakes.Model(backend, fakes.values(1))
+        first, second = (checkpoint.save_async(tmp_path / "c", model) for _ in range(2))
+        with pytest.raises(CheckpointError, match="another save"):
+            first.wait()
+        second.wait()
+
+    run_in_threads(2, body)
+    checkpoint.check(tmp_path / "c")
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_loading_a_folder_takes_the_newest_that_verifies(
     world_size: int, tmp_path: Path, fakes: Any

@@ -464,8 +464,9 @@ class PendingSave:
             # A rank without pieces writes no file, and needs to see no directory.
             if not (self._file.is_empty or self._directory.is_dir()):
                 raise CheckpointError(
-                    f"the directory {self._directory}, which rank 0 made, is not there; a "
-                    "checkpoint must be on a file system that all ranks share"
+                    f"the directory {self._directory}, which rank 0 made, is not there: a "
+                    "checkpoint must be on a file system that all ranks share, and another save to "
+                    "the same place must wait for this one"
                 )
             with _telling_room(self._directory, self._file.nbytes):
                 self._file.write(self._directory, self._check_wanted)
