@@ -291,8 +291,8 @@ def _check(module: Any) -> None:
     rescaled = [name for name, m in module.named_modules() if getattr(m, "max_norm", None)]
     if rescaled:
         raise ValueError(
-            f"{some(rescaled)}: max_norm changes weights in forward, and each rank would change the "
-            "rows of its own samples. Leave it out, and scale the rows that forward has looked up"
+            f"{some(rescaled)}: max_norm changes weights in forward, and each rank would change "
+            "other rows. Leave it out, and scale the rows that forward has looked up"
         )
     everything = [*module.named_parameters(), *module.named_buffers()]
     odd = [n for n, t in everything if isinstance(t, torch.nn.parameter.UninitializedTensorMixin)]
