@@ -91,7 +91,11 @@ def frozen_for_a_step(model: Any, x: Any, y: Any) -> None:
 def changed_gradients(model: Any, x: Any, y: Any) -> None:
     nets.squared(model, x, y).backward()
     for p in model.parameters():
-        p.grad.mul_(0.5)
+        p.grad = p.grad.mul_(0.5)
+        p.grad.data = 3 * p.grad.data
+    nn.utils.clip_grad_value_(model.parameters(), 0.05)
+    clip = mst.clip_grad_norm_ if hasattr(p, "_part") else nn.utils.clip_grad_norm_
+    clip(model.parameters(), 0.05)
     model[0].bias.grad = None
 
 

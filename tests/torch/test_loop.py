@@ -441,6 +441,9 @@ def test_misuse_is_refused_with_the_way_out(backend):
     nets.squared(model, x, y).backward()
     with pytest.raises(ShardingError, match=r"mpishard\.torch\.clip_grad_norm_"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for part in (model[0].bias.grad.data, model[0].bias.grad.detach().clone()):
+        with pytest.raises(ShardingError, match="would be that of this rank's part alone"):
+            part.norm(2)
     with pytest.raises(ShardingError, match=r"mpishard\.torch\.optimizer\(torch\.optim\.Adam"):
         torch.optim.Adam(model.parameters()).step()
     with pytest.raises(TypeError, match="no closure"):
