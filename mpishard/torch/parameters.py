@@ -107,7 +107,7 @@ class SharedParameter(torch.nn.Parameter):  # type: ignore[misc]
                 f"the gradient of {part.entry.name!r} on this rank is its part of shape "
                 f"{tuple(part.tensor.shape)}; got a tensor of shape {tuple(value.shape)}"
             )
-        part.tensor.grad = value
+        part.tensor.grad = None if value is None else value.as_subclass(torch.Tensor)
 
     @grad.deleter
     def grad(self) -> None:
@@ -140,4 +140,11 @@ class GradientPiece(torch.Tensor):  # type: ignore[misc]
                 "p.grad.as_subclass(torch.Tensor) is the part as a plain tensor"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
+            result = function(*args, **(kwargs or {}))
+            # Loops take norms of p.grad.data and of p.grad.detach(), too.
+            if function in _SAME_VALUES:
+                return result.as_subclass(cls)
+            return result
+
+
+_SAME_VALUES = (torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.data.__get__)

@@ -230,8 +230,9 @@ class PlacedModule:
             if not entry.trainable:
                 continue
             trained.add(id(parameter))
-            is_here = _storage_of(parameter) == self._storages[index]
-            if module._parameters.get(name) is not parameter or not is_here:
+            held = module._parameters  # has no get() in a module of torch.jit
+            is_here = name in held and held[name] is parameter
+            if not is_here or _storage_of(parameter) != self._storages[index]:
                 raise ShardingError(
                     f"parameter {entry.name!r} is no longer in the memory where mpishard put it: "
                     "call module.to(), .half(), load_state_dict(assign=True) and the like before "
@@ -286,6 +287,12 @@ def _check(module: Any) -> None:
         raise ShardingError(
             f"parameter {taken[0]!r} is sharded already; shard() a module once, and each part of "
             "two modules by one of them"
+        )
+    rescaled = [name for name, m in module.named_modules() if getattr(m, "max_norm", None)]
+    if rescaled:
+        raise ValueError(
+            f"{some(rescaled)}: max_norm changes weights in forward, and each rank would change "
+            "other rows. Leave it out, and scale the rows that forward has looked up"
         )
     everything = [*module.named_parameters(), *module.named_buffers()]
     odd = [n for n, t in everything if isinstance(t, torch.nn.parameter.UninitializedTensorMixin)]

@@ -429,8 +429,12 @@ REFUSED = {
     "lazy": (lambda: nn.LazyLinear(2), TypeError, "no shape yet; call the module once"),
     "nothing": (nn.ReLU, ValueError, "ReLU has no parameter that requires a gradient"),
     "frozen": (lambda: nn.Linear(2, 2).requires_grad_(False), ValueError, "no parameter that"),
+    "max_norm": (
+        lambda: nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)), ValueError,
+        "'0': max_norm changes weights in forward",
+    ),
     "no module": (object, TypeError, "must be a torch.nn.Module, got object"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

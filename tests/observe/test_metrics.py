@@ -115,6 +115,14 @@ def test_a_pipe_or_a_device_stays_what_it_is(tmp_path: Path) -> None:
     assert path.is_fifo()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full disk here")
+def test_a_full_disk_is_named() -> None:
+    metrics = MetricsWriter("/dev/full")
+    for fail in (lambda: metrics.write(1, loss=1.0), metrics.close):
+        with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+            fail()
+
+
 def test_no_file_to_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_metrics(tmp_path / "none")

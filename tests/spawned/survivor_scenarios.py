@@ -210,6 +210,15 @@ def uncaught(*_):
     backend.barrier()
 
 
+def unasked(*_):
+    """A script that may go on without a rank, and does not ask for it."""
+    backend = ms.init()
+    backend.barrier()
+    if backend.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    backend.barrier()
+
+
 def exits(*_):
     """MPI tells nobody of a rank that exits with a code."""
     backend = ms.init(on_failure="shrink")

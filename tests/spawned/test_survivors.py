@@ -172,6 +172,14 @@ def test_a_loss_that_nobody_takes_care_of_ends_the_job():
     assert re.search(r"rank 1 \(process \d+.*\) was killed by signal 9 \(SIGKILL", error), error
 
 
+def test_a_script_that_does_not_ask_ends_and_the_killed_rank_is_named():
+    code, _, error = job(4, "unasked")
+    assert code == 137, error
+    assert "the process of rank 1 of 4 is gone" in error
+    assert "mpishard run: rank 1" in error
+    assert "was killed by signal 9" in error
+
+
 @only_full
 def test_an_exit_that_mpi_does_not_notice_ends_the_job():
     code, _, error = job(3, "exits")

@@ -274,6 +274,20 @@ def test_a_compiled_model_trains(backend, strategy):
     assert close(model, expected)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@in_worlds(2)
+def test_a_module_of_torch_jit_trains(backend):
+    mst.init()
+    model = mst.shard(torch.jit.script(nets.make(nets.perceptron)), "fsdp")
+    optimizer = mst.optimizer(torch.optim.SGD, model, lr=0.1)
+    alone = nets.make(nets.perceptron)
+    nets.squared(alone, *nets.batch("mlp")).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    nets.squared(model, *nets.mine(backend, nets.batch("mlp"))).backward()
+    optimizer.step()
+    assert nets.difference(model, alone.state_dict()) < 1e-12
+
+
 @by_strategy
 @in_worlds(3)
 def test_state_dicts_are_pytorchs_own_both_ways(backend, strategy):

@@ -243,6 +243,10 @@ class Job:
     def explain(self, error: Exception, where: str) -> Exception:
         """The error of a rank to which MPI has raised ``error`` while it waits ``where``."""
         if self.ulfm is None:
+            # Open MPI may raise because a rank is gone: this one has not failed.
+            for record in self.ending.records():
+                if not (record.is_alive or record.has_left):
+                    self.ending.report_dead_rank(record.rank, f"while it waited {where}")
             return error
         explained = self.ulfm.explain(error, where)
         if isinstance(explained, PeerError):
