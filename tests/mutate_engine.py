@@ -76,7 +76,7 @@ TESTED = {
     ("_StaleState.wait_for_slow_ranks", "self._next_message(rank).wait()"):
         "optimizers/test_stale_synchronous.py::test_the_replay_of_what_arrived_is_the_textbooks",
     ("DelayedState.apply_pending",
-     "differences(self.model.backend, {n: str(v) for n, v in self.settings().items()})"):
+     "differences(self.model.backend, {name: str(value) for name, value in mine.items()})"):
         "optimizers/test_async_sgd.py::test_ranks_with_other_pending_gradients_are_refused",
     ("compare_replicas", "world.all_gather(rows.reshape(-1, 3))"):
         "models/test_digest.py::test_names_the_rank_and_the_parameter",

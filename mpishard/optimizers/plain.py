@@ -20,6 +20,7 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace, require_plain, to_host
 from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
 from mpishard.communication import InMemoryCommunicationBackend
+from mpishard.contracts import IShardedModel
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models.stores.gradient_store import squared_norm
 from mpishard.optimizers.loop.data import OptimizationInputData
@@ -78,6 +79,7 @@ class PlainTraining:
             data = replace(data, model=self.model)
         data.checked()  # before a world is made for it
         plain = data.model
+        self._refuse_sharded(plain)
         # Two such runs may go on in two threads, so each world has a name of its own.
         with InMemoryCommunicationBackend(0, 1, f"single-{next(_numbers)}") as backend:
             sharded = DDPOptimizer(self.rule, ShardingConfiguration(backend))
@@ -91,6 +93,7 @@ class PlainTraining:
 
     def step(self, model: Any, x: Array, y: Array) -> float:
         """Make one update of a plain model on one batch."""
+        self._refuse_sharded(model)
         self._refuse_second_model(model)
         require_plain(x)
         require_plain(y)
@@ -182,6 +185,15 @@ class PlainTraining:
             raise
         self._trained = None
         self.run = run
+
+    def _refuse_sharded(self, model: Any) -> None:
+        # It would take each rank's own gradient for that of all.
+        if isinstance(model, IShardedModel):
+            rule = type(self.rule).__name__
+            raise TypeError(
+                f"{rule} alone trains plain models, and the model is a {type(model).__name__}: "
+                f"wrap the rule too, mpishard.as_distributed({rule}(...), backend, strategy)"
+            )
 
     def _refuse_second_model(self, model: Any) -> None:
         if self._trained is not None and model is not self._trained:

@@ -217,6 +217,13 @@ def test_a_rank_that_is_killed_before_init_is_named():
     assert job(0, (1, ENDED), records={}).judge() == Verdict(0)
 
 
+def test_a_launcher_that_breaks_by_itself_is_named():
+    """As it does if the output of the ranks cannot be written: the disk is full."""
+    line = "no rank failed, and mpiexec ended with code 255: its messages say why"
+    assert job(255, (0, ENDED)).judge().lines != (line,)  # that rank left the others alone
+    assert job(255).judge() == Verdict(255, (line,))
+
+
 def test_on_several_machines_a_signal_may_be_the_launchers():
     assert job(9, (1, KILLED), is_local=False).judge() == Verdict(9)
     line = job(255, (1, SEGMENTED), is_local=False, launcher_may_break=True).judge().lines[0]

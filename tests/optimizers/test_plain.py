@@ -296,3 +296,14 @@ def test_a_second_model_is_refused_until_reset(rule):
     rule.step(second, X, Y)
     rule.reset()
     rule.step(first, X, Y)
+
+
+def test_a_rule_that_was_not_wrapped_refuses_a_sharded_model():
+    def body(backend):
+        model = ms.as_distributed(ms.nn.MLP([3, 2, 1], seed=0), backend)
+        data = ms.OptimizationInputData(model=model, x_train=X, y_train=Y, progress=False)
+        for train in (lambda: SGD(0.1).step(model, X, Y), lambda: SGD(0.1).optimize(data)):
+            with pytest.raises(TypeError, match=r"a FSDPModel: wrap the rule too, .*\(SGD\("):
+                train()
+
+    ms.run_in_threads(2, body)

@@ -150,12 +150,22 @@ class JobEnd:
         if stragglers and self.launcher_code == 0 and self.world_size > 1:
             # Their end was not seen, because they ran on other machines.
             return Verdict(settings.EXIT_FAILURE, (f"{who(stragglers)} ended without leaving",))
+        return self._by_codes()
+
+    def _by_codes(self) -> Verdict:
+        """Judge by exit codes alone: no rank is known to have reported or to have been killed."""
         own = next((p.exit_code for p in self.ended if p.exit_code), None)
+        if own is None and self.is_local and self.launcher_code:
+            if self._agrees(signal.SIGKILL):
+                line = (
+                    "a rank was killed by signal 9 (SIGKILL; out of memory?), and its agent with it"
+                )
+                return Verdict(settings.EXIT_KILLED, (line,))
+            if self.launcher_code == _BROKEN:
+                line = f"no rank failed, and {self.program} ended with code {_BROKEN}"
+                return Verdict(_BROKEN, (f"{line}: its messages say why",))
         # The launcher's code may combine the codes of several ranks.
         code = own if own is not None and own > 0 else self.launcher_code
-        if own is None and self.is_local and self._agrees(signal.SIGKILL) and self.launcher_code:
-            line = "a rank was killed by signal 9 (SIGKILL; out of memory?), and its agent with it"
-            return Verdict(settings.EXIT_KILLED, (line,))
         return Verdict(code, self._missing())
 
     def _outlived(self) -> tuple[str, ...]:

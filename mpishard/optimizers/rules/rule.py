@@ -401,6 +401,8 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             If the loss or the gradient is not finite; nothing has changed then.
         ShardingError
             For another model than that of the own state.
+        TypeError
+            For a sharded model, which needs a sharded optimizer.
         """
         loss: float = self._own.step(model, x, y)
         return loss

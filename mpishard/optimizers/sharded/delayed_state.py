@@ -105,11 +105,9 @@ class DelayedState(ModelState):
         engine = self.model.engine
         engine.round.require_none("apply_pending_gradients()")
         pending = self.sums.pending
-        found = differences(self.model.backend, {"gradients under way": pending})
         # With none there is no update, and the schedule may have come to its end.
-        if pending and not found:
-            mine = {name: str(value) for name, value in self.settings().items()}
-            found = differences(self.model.backend, mine)
+        mine = {"gradients under way": pending, **(self.settings() if pending else {})}
+        found = differences(self.model.backend, {name: str(value) for name, value in mine.items()})
         if found:
             raise ShardingError(f"the ranks have other gradients under way; by rank, {found}")
         weights = _newest(self._weights, pending)
