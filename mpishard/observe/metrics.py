@@ -6,6 +6,8 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -57,12 +59,23 @@ class MetricsWriter:
         """
         values.setdefault("time", round(time.monotonic() - self._began, 6))
         record = {"step": int(step), **{name: _plain(value) for name, value in values.items()}}
-        self._stream.write(json.dumps(record, allow_nan=False) + "\n")
-        self._stream.flush()
+        line = json.dumps(record, allow_nan=False) + "\n"
+        with self._naming_file():
+            self._stream.write(line)
+            self._stream.flush()
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        self._stream.close()
+        with self._naming_file():
+            self._stream.close()
+
+    @contextmanager
+    def _naming_file(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self.path)  # a full disk does not say for what
+            raise
 
     def __enter__(self) -> Self:
         return self
