@@ -158,6 +158,17 @@ def test_the_class_instead_of_an_object():
     ms.run_in_threads(1, main)
 
 
+def test_a_setting_of_the_rule_is_not_set_on_its_wrapper():
+    def main(backend):
+        _, optimizer = wrap(backend)
+        with pytest.raises(AttributeError, match=r"optimizer\.wrapped_optimizer\.learning_rate = 2"):
+            optimizer.learning_rate = 2.0
+        optimizer.wrapped_optimizer.learning_rate = 2.0
+        assert optimizer.get_current_learning_rate() == 2
+
+    ms.run_in_threads(1, main)
+
+
 def test_bytes_that_are_no_model():
     with pytest.raises(ValueError, match="3 bytes are not what serialize"):
         ms.nn.MLP([3, 1]).deserialize(b"abc")

@@ -78,6 +78,15 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         self._state: ModelState | None = None  # None before the first step
         self._awaiting: StateBytes | None = None  # given to `deserialize` before the first step
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        rule = self.__dict__.get("_rule")
+        if rule is not None and name in rule.checks:  # nothing would read it here
+            raise AttributeError(
+                f"{type(self).__name__} has no {name} of its own: set that of its rule, "
+                f"optimizer.wrapped_optimizer.{name} = {value!r}"
+            )
+        super().__setattr__(name, value)
+
     def __repr__(self) -> str:
         rate, ranks = self.get_current_learning_rate(), self.world_size
         return (
