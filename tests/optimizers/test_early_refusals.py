@@ -161,7 +161,9 @@ def test_the_class_instead_of_an_object():
 def test_a_setting_of_the_rule_is_not_set_on_its_wrapper():
     def main(backend):
         _, optimizer = wrap(backend)
-        with pytest.raises(AttributeError, match=r"optimizer\.wrapped_optimizer\.learning_rate = 2"):
+        with pytest.raises(
+            AttributeError, match=r"optimizer\.wrapped_optimizer\.learning_rate = 2"
+        ):
             optimizer.learning_rate = 2.0
         optimizer.wrapped_optimizer.learning_rate = 2.0
         assert optimizer.get_current_learning_rate() == 2

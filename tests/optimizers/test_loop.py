@@ -333,7 +333,7 @@ def test_a_model_of_another_strategy_is_refused(backend):
     before = backend._sequence
     with pytest.raises(ShardingError, match="use one strategy for both"):
         ms.as_distributed(rule(), backend, "fsdp").optimize(data(model))
-    with pytest.raises(TypeError, match="sharded already"):
+    with pytest.raises(TypeError, match="wrap the rule too"):
         rule().optimize(data(model))
     assert backend._sequence == before
 
