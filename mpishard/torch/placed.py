@@ -288,7 +288,10 @@ def _check(module: Any) -> None:
             f"parameter {taken[0]!r} is sharded already; shard() a module once, and each part of "
             "two modules by one of them"
         )
-    rescaled = [name for name, m in module.named_modules() if getattr(m, "max_norm", None)]
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    rescaled = [
+        name for name, m in module.named_modules() if isinstance(m, embeddings) and m.max_norm
+    ]
     if rescaled:
         raise ValueError(
             f"{some(rescaled)}: max_norm changes weights in forward, and each rank would change "

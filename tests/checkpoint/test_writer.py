@@ -224,7 +224,7 @@ def test_a_directory_that_a_rank_cannot_see_is_named(
 
     def work(backend: Any) -> None:
         ranks.mine = backend.rank
-        with pytest.raises(CheckpointError, match=r"rank 1: .* is not there; .* all ranks share"):
+        with pytest.raises(CheckpointError, match=r"rank 1: .* is not there: .* all ranks share"):
             save(backend, fakes, tmp_path / "c", 1)
 
     run_in_threads(2, work)
