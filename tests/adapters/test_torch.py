@@ -447,6 +447,12 @@ def test_refuses_what_it_cannot_place(case: str) -> None:
     assert [(p, p.data_ptr()) for p, _ in before] == before
 
 
+def test_max_norm_of_a_module_that_is_no_embedding_means_what_its_author_likes() -> None:
+    module = nn.Linear(5, 2)
+    module.max_norm = 1.0  # such as the norm to which the user clips
+    TorchModel(module, nn.functional.mse_loss)
+
+
 def test_refuses_what_it_cannot_train() -> None:
     x, y = batch("mlp", 0)
     with pytest.raises(TypeError, match=r"loss\(output, y\), or a loss of mpishard.nn"):
