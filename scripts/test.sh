@@ -93,7 +93,7 @@ static() {
     return "$code"
 }
 
-# How many processes -n auto means, tests/conftest.py says: while ranks wait, another test's run.
+# How many processes -n auto means, tests/conftest.py says.
 memory() {
     OMP_NUM_THREADS=1 "$python" -m pytest -n auto --dist worksteal -m 'not mpi and not spawned' \
         ${arguments[@]+"${arguments[@]}"}

@@ -101,9 +101,12 @@ def _sendable(value):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Ranks wait for each other, and jobs more so: more processes than cores, for ``-n auto``."""
-    share = 4 if config.getoption("markexpr") == "spawned" else 1.5
-    return min(int(share * usable_cores()), 12)
+    """How many processes ``-n auto`` means: jobs wait for most of their time, thread-ranks do not.
+
+    Each process also computes anew what its tests compare with.
+    """
+    share = 4 if config.getoption("markexpr") == "spawned" else 1
+    return min(share * usable_cores(), 12)
 
 
 class Verdicts:
@@ -205,7 +208,7 @@ def pytest_configure(config):
 
 
 def _keep_to_a_core(config):
-    """Give each of the first workers of thread-ranks a core of its own; further ones take any.
+    """Give each worker of thread-ranks a core, in turn.
 
     One thread of a process runs at a time. Handed to threads on other cores and back, Python's
     lock costs these tests up to two thirds more processor time.
@@ -213,10 +216,10 @@ def _keep_to_a_core(config):
     worker = getattr(config, "workerinput", None)
     if worker is None or config.getoption("markexpr") == "spawned":
         return  # jobs have all cores
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
-    number = int(worker["workerid"].removeprefix("gw"))
-    if number < len(cores):
-        os.sched_setaffinity(0, {cores[number]})
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        number = int(worker["workerid"].removeprefix("gw"))
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
 def pytest_sessionstart(session):
