@@ -184,18 +184,10 @@ class PipeBackend(CommunicationBackend):
     """One process as one rank of a world that communicates through pipes."""
 
     def __init__(self, pipes, ranks):
-        super().__init__()
+        super().__init__(rank=ranks.index(pipes.rank), world_size=len(ranks))
         self._pipes = pipes
         self._world_ranks = tuple(ranks)  # numbered as in the first world
         pipes.backends.add(self)
-
-    @property
-    def rank(self):
-        return self.world_ranks.index(self._pipes.rank)
-
-    @property
-    def world_size(self):
-        return len(self._world_ranks)
 
     def _on_initialize(self):
         if {(self._pipes.rank, world) for world in (self.group, WORLD)} & self._pipes.ended.keys():

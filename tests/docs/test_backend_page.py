@@ -22,7 +22,7 @@ class Bare(CommunicationBackend):
 
 
 Bare.__abstractmethods__ = frozenset()
-INHERITED = {*dir(CommunicationBackend), *vars(Bare())} - {*dir(object)}
+INHERITED = {*dir(CommunicationBackend), *vars(Bare(0, 1))} - {*dir(object)}
 
 
 def names_of(table: str) -> list[str]:

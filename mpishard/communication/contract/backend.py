@@ -75,18 +75,26 @@ class CommunicationBackend(ITransport):
 
     Notes
     -----
-    A subclass gives `rank`, `world_size`, `abort` and the members of `ITransport`. It may give
-    `nodes` and `_break`, and ``_rank_is_process = False`` for threads. For its use there are
-    `_verify`, which compares the ranks' calls; ``_reducer``, which combines contributions in the
-    one tree; ``_sequence``, the number of this rank's last collective; ``_is_root``, false for a
-    world that was split off; and ``group``, the name of this world, the same on its ranks alone.
-    Bytes are counted here, and by no subclass.
+    A subclass gives `abort` and the members of `ITransport`. It may give `nodes` and `_break`, and
+    ``_rank_is_process = False`` for threads. For its use there are `_verify`, which compares the
+    ranks' calls; ``_reducer``, which combines contributions in the one tree; ``_sequence``, the
+    number of this rank's last collective; ``_is_root``, false for a world that was split off; and
+    ``group``, the name of this world, the same on its ranks alone. Bytes are counted here, and by
+    no subclass.
+
+    Parameters
+    ----------
+    rank : int
+        This rank, in ``[0, world_size)``.
+    world_size : int
+        Number of ranks.
     """
 
     _rank_is_process = True  # and not a thread of it
     _heir: Self | None  # the world after this one, without the ranks that were lost
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
         self._initialized = False
         self._is_root = True  # and was not split off another world
         self._ended: CommunicationError | None = None  # why nothing can be called here any more
@@ -123,14 +131,14 @@ class CommunicationBackend(ITransport):
     # ------------------------------------------------------------------------------ who is where
 
     @property
-    @abstractmethod
     def rank(self) -> int:
         """The rank of this thread, in ``[0, world_size)``."""
+        return self._rank
 
     @property
-    @abstractmethod
     def world_size(self) -> int:
         """Number of ranks."""
+        return self._world_size
 
     @property
     def world_ranks(self) -> tuple[int, ...]:

@@ -102,37 +102,28 @@ class MPICommunicationBackend(CommunicationBackend):
     """
 
     def __init__(self, comm: Any = None, *, on_failure: OnFailure = "abort") -> None:
-        super().__init__()
         check_on_failure(on_failure)
         if is_helper():
             raise helper_error()
         if comm is None and settings.launcher_variable() is None:
             raise not_launched_error()
-        self._mpi: Any = load_mpi()
+        mpi: Any = load_mpi()
         if comm is None:
-            comm = self._mpi.COMM_WORLD
-            check_launched_world(comm.Get_size(), self._mpi.Get_library_version())
+            comm = mpi.COMM_WORLD
+            check_launched_world(comm.Get_size(), mpi.Get_library_version())
+        super().__init__(comm.Get_rank(), comm.Get_size())
         self._comm = comm
         self._on_failure: OnFailure = on_failure
+        self._mpi = mpi
         self._may_record = True
-        self._rank: int = comm.Get_rank()
-        self._world_size: int = comm.Get_size()
         self._job: Job | None = None
         self._group: Group | None = None
         self._nodes: tuple[int, ...] = ()
         self._is_forked = False
         self._gpu: Staging | None = None
         if on_failure == "shrink" and self._world_size > 1:
-            check_survivable(self._mpi.Get_library_version())
+            check_survivable(mpi.Get_library_version())
             leave_mpi_running()
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
 
     @property
     def nodes(self) -> tuple[int, ...]:

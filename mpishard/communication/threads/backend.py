@@ -71,7 +71,6 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         *,
         timeout: float = settings.MEMORY_TIMEOUT,
     ) -> None:
-        super().__init__()
         if world_size < 1:
             raise ValueError(f"world_size must be 1 or more, got {world_size}")
         if not 0 <= rank < world_size:
@@ -80,19 +79,11 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             raise TypeError(f"environment_id must be a string, got {environment_id!r}")
         if not environment_id.strip():
             raise ValueError(f"environment_id must not be blank, got {environment_id!r}")
-        self._rank = self._me = rank  # here, and in the root world
-        self._world_size = world_size
+        super().__init__(rank, world_size)
+        self._me = rank  # in the root world
         self._environment_id = environment_id
         self._timeout = timeout
         self._world: World | None = None
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
 
     @property
     def nodes(self) -> tuple[int, ...]:
