@@ -10,7 +10,7 @@ import pytest
 
 from mpishard import bfloat16, onednn
 from mpishard.bfloat16 import BFLOAT16, UNIT_ROUNDOFF, round_into, rounded, widened
-from mpishard.nn.products import add_column_sums, product
+from mpishard.nn.layers.products import add_column_sums, product
 
 
 @pytest.fixture(params=["oneDNN", "NumPy"])

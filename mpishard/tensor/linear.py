@@ -32,8 +32,8 @@ from mpishard.nn.layers.layer import (
     unwritten,
 )
 from mpishard.nn.layers.linear import Linear
+from mpishard.nn.layers.products import product
 from mpishard.nn.passes import added
-from mpishard.nn.products import product
 from mpishard.sharding import Box, whole_box
 from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 from mpishard.tensor.regions import (

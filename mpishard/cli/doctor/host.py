@@ -259,7 +259,7 @@ def _threads(library: dict[str, Any]) -> Finding:
 
 _MEASURE_BFLOAT16 = """
 from mpishard.blas import Processor  # before NumPy, for its kernels
-from mpishard.nn.products import products_per_second
+from mpishard.nn.layers.products import products_per_second
 from mpishard.onednn import library, reason_for_none
 import threadpoolctl
 found = library()

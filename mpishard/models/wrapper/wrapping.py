@@ -54,7 +54,7 @@ from mpishard.models.stores.parameter_store import (
 )
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.nn.layers.layer import Layer
-from mpishard.nn.products import products_per_second
+from mpishard.nn.layers.products import products_per_second
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.onednn import library, reason_for_none
 from mpishard.sharding import Piece, ShardingConfiguration

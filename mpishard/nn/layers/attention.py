@@ -19,8 +19,8 @@ from mpishard.bfloat16 import is_bfloat16, rounded, scratch, store, wide, wide_d
 from mpishard.contracts import LayerCategory
 from mpishard.nn import passes
 from mpishard.nn.layers.layer import Context, Layer, Parameters
+from mpishard.nn.layers.products import product
 from mpishard.nn.passes import bits, compiled
-from mpishard.nn.products import product
 
 # Blocks of fewer queries make matrix products too small to be fast.
 _MINIMUM_BLOCK_ROWS = 64

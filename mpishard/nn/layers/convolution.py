@@ -24,7 +24,7 @@ from mpishard.nn.layers.layer import (
     ParameterSpec,
     unwritten,
 )
-from mpishard.nn.products import add_column_sums, product
+from mpishard.nn.layers.products import add_column_sums, product
 
 Pair = tuple[int, int]
 

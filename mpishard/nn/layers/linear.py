@@ -19,7 +19,7 @@ from mpishard.nn.layers.layer import (
     ParameterSpec,
     unwritten,
 )
-from mpishard.nn.products import add_column_sums, product
+from mpishard.nn.layers.products import add_column_sums, product
 
 # A weight gradient is made in blocks of at least so many output rows: fewer and the matrix
 # product packs x anew too often, more and the scratch block leaves the cache.
