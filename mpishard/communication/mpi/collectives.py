@@ -75,11 +75,10 @@ class Collectives:
         payload: Array | None = None,
         places: Places = NOWHERE,
         *,
-        on_device: bool = False,
         is_dealt: bool = False,
     ) -> Steps:
         """Exchange headers and refuse calls that do not match; return the `Headers`."""
-        row = make_row(call, payload, places, on_device=on_device, is_dealt=is_dealt)
+        row = make_row(call, payload, places, is_dealt=is_dealt)
         group = self._group
         if self._world_size == 1:
             headers = Headers([row], call, 0)
@@ -108,15 +107,16 @@ class Collectives:
     def _open_reduction(
         self, call: Call, array: Array, out: Array, whole: Sequence[Array] = ()
     ) -> Steps:
-        """Headers if a reduction needs them, the places of shared arrays, and the channel.
+        """Begin a reduction: its headers, the arrays' places, the channel, and if data are in it.
 
-        ``whole`` are parts for the channel that may go before the header, which saves a fence.
+        No headers if it needs none, and no places if nothing is shared. ``whole`` are parts for the
+        channel that may go before the header, which saves a fence.
         """
         # Without checks, and as long as no memory was shared, data alone need no header.
         small = array.nbytes <= INLINE_BYTES
         device = type(array) is not np.ndarray and is_device_array(array)
         if not (small or self._backend.check_collectives or self._regions.count or device):
-            return None, None, self._group.channel
+            return None, None, self._group.channel, False
         seeks_places = self._regions.count and not small
         places = self._backend._places(array, out) if seeks_places else NOWHERE
         # Before data are dealt, all earlier collectives must have ended: see `RowChannel`.
@@ -124,13 +124,12 @@ class Collectives:
             bool(whole) and not (small or device) and places == NOWHERE
             and self._backend._pending[0].awaited is call and self._group.channel.deal(whole)
         )  # fmt: skip
-        headers = yield from self.open(call, array, places, on_device=device, is_dealt=is_dealt)
-        if headers.all_inline or not (self._regions.count or self._by_pointer):
-            return headers, None, self._group.channel
-        all_places, any_on_device = headers.places()
+        headers = yield from self.open(call, array, places, is_dealt=is_dealt)
+        if headers.all_inline or not (whole or self._regions.count or self._by_pointer):
+            return headers, None, self._group.channel, False
+        any_shared, any_on_device, all_dealt = headers.flags()
         channel = self._group.messages if any_on_device else self._group.channel
-        is_shared = self._regions.count and self._nodes.arrays_are_shared(all_places)
-        return headers, all_places if is_shared else None, channel
+        return headers, headers.places() if any_shared else None, channel, all_dealt
 
     def _reduce_inline(
         self,
@@ -163,13 +162,14 @@ class Collectives:
         to_others = flat.nbytes * (self._world_size - 1)
         if to_others <= min(_WHOLE_BYTES, self._group.channel.bytes_each):
             whole = [flat] * self._world_size
-        headers, places, channel = yield from self._open_reduction(call, array, out, whole)
+        begun = yield from self._open_reduction(call, array, out, whole)
+        headers, places, channel, is_dealt = begun
         result = flat if out is array else out if out.ndim == 1 else out.reshape(-1)
         if headers is not None and headers.all_inline:
             self._reduce_inline(headers, call.operation, result)
         else:
             yield from self.turn(call)
-            if places is not None:
+            if places is not None and self._nodes.arrays_are_shared(places):
                 self._refuse_overlaps(places, array, out, [0] * self._world_size)
                 results_are_shared = self._nodes.results_are_shared(places)
                 if results_are_shared or all(own == into for own, into in places):
@@ -182,14 +182,11 @@ class Collectives:
                 flat = flat.copy()
             sizes = even_sizes(result.size, self._world_size)
             starts = starts_of(sizes)
-            if whole and (
-                not self._regions.count or all(into == PRIVATE for _, into in headers.places()[0])
-            ):
+            if whole and places is None:
                 # To wait for the others again takes longer than to combine their pieces, too. An
                 # ``out`` that they see, or that lies on another's array, is written by its ranks.
                 whole = [flat] * self._world_size  # perhaps a copy by now
-                cuts, is_dealt = [*starts, flat.size], headers is not None and headers.all_dealt()
-                yield from channel.reduce(whole, call.operation, result, cuts, is_dealt=is_dealt)
+                yield from channel.reduce(whole, call.operation, result, is_dealt=is_dealt)
                 return out
             start = starts[self._rank]
             piece = result[start : start + sizes[self._rank]]
@@ -201,7 +198,7 @@ class Collectives:
     ) -> Steps:
         """Combine into ``out`` this rank's rows."""
         assert call.operation is not None
-        headers, places, channel = yield from self._open_reduction(call, array, out)
+        headers, places, channel, _ = yield from self._open_reduction(call, array, out)
         row = math.prod(array.shape[1:])
         sizes = counts if row == 1 else tuple([count * row for count in counts])
         starts = starts_of(sizes)
@@ -214,7 +211,7 @@ class Collectives:
             self._reduce_inline(headers, call.operation, piece, mine)
         else:
             yield from self.turn(call)
-            if places is not None:
+            if places is not None and self._nodes.arrays_are_shared(places):
                 offsets = [start * array.itemsize for start in starts]
                 self._refuse_overlaps(places, array, out, offsets)
                 arrays = self._peer_arrays(places, flat)
@@ -262,7 +259,6 @@ class Collectives:
             call,
             array,
             self._backend._places(array, out) if self._regions.count else NOWHERE,
-            on_device=is_device_array(array),
         )
         sizes = [call.size for call in headers.calls]
         if out is None:
@@ -274,13 +270,13 @@ class Collectives:
             np.concatenate(arrays, out=result)
         else:
             yield from self.turn(call)
-            places, any_on_device = headers.places()
             pieces = split_up(result, sizes)
             mine = pieces[self._rank]
             # Before data arrive: this rank's array may lie where another rank's piece belongs.
             if address(mine) != address(flat):
                 mine[...] = flat
-            if self._nodes.results_are_shared(places):
+            any_shared, any_on_device, _ = headers.flags()
+            if any_shared and self._nodes.results_are_shared(headers.places()):
                 if self._nodes.count > 1:
                     yield from self._exchange_pieces(pieces)
                 self._traffic.share_gather(call, self._nodes, sizes, array.dtype)
@@ -296,8 +292,7 @@ class Collectives:
     def broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
         """The root's array on all ranks."""
         payload = array if self._rank == root else None
-        on_device = array is not None and is_device_array(array)
-        headers = yield from self.open(call, payload, on_device=on_device)
+        headers = yield from self.open(call, payload)
         sent = headers.calls[root]
         if array is None:
             array = np.empty(sent.shape or (), sent.dtype)

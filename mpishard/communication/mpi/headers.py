@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
+from mpishard.arrays import Array, is_device_array
 from mpishard.communication.contract.arena import NOWHERE, Places
 from mpishard.communication.contract.call import HEADER_BYTES, Call
 from mpishard.communication.contract.work import Waitable
@@ -36,8 +36,9 @@ ROW_BYTES = HEADER_BYTES + INLINE_BYTES
 """Most bytes that each rank sends."""
 
 _HEADER = struct.Struct(f"=q{HEADER_BYTES - 8}s")
-_PLACES = struct.Struct("=4q??")
-_DEALT = HEADER_BYTES + _PLACES.size - 1
+# Behind the header of a larger array: which of these hold, and the places of a shared one.
+_SHARED, _ON_DEVICE, _DEALT = 1, 2, 4
+_PLACES = struct.Struct("=B4q")
 
 
 def make_row(
@@ -45,21 +46,26 @@ def make_row(
     payload: Array | None = None,
     places: Places = NOWHERE,
     *,
-    on_device: bool = False,
     is_dealt: bool = False,
 ) -> bytes:
     """The row of one rank: up to `ROW_BYTES` bytes.
 
-    ``payload`` is an array. If it is larger than `INLINE_BYTES`, the row holds instead ``places``,
-    where it and the result lie in memory that the node's ranks share, and whether it lies
-    ``on_device``. ``is_dealt`` says that its data are in the channel already.
+    ``payload`` is an array. If it is larger than `INLINE_BYTES`, the row says instead whether it
+    lies on a GPU, and has its ``places``: where it and the result lie in memory that the node's
+    ranks share. ``is_dealt`` says that its data are in the channel already.
     """
     content = b""
     if payload is not None:
         if payload.nbytes <= INLINE_BYTES:
             content = payload.tobytes()
         else:
-            content = _PLACES.pack(*places[0], *places[1], on_device, is_dealt)
+            flags = _DEALT if is_dealt else 0
+            if type(payload) is not np.ndarray and is_device_array(payload):
+                flags |= _ON_DEVICE
+            if places == NOWHERE:
+                content = bytes((flags,))
+            else:
+                content = _PLACES.pack(flags | _SHARED, *places[0], *places[1])
     return _HEADER.pack(call.sequence, call.description) + content
 
 
@@ -96,22 +102,29 @@ class Headers:
         call = self.calls[rank]
         return np.frombuffer(self._rows[rank], call.dtype, call.size, HEADER_BYTES)
 
-    def places(self) -> tuple[list[Places], bool]:
-        """The places of each rank's array and result, and whether any array lies on a GPU."""
-        places: list[Places] = []
-        any_on_device = False
-        for rank, call in enumerate(self.calls):
-            if call.nbytes <= INLINE_BYTES:
-                places.append(NOWHERE)
-                continue
-            *numbers, on_device, _ = _PLACES.unpack_from(self._rows[rank], HEADER_BYTES)
-            places.append(((numbers[0], numbers[1]), (numbers[2], numbers[3])))
-            any_on_device |= on_device
-        return places, any_on_device
+    def flags(self) -> tuple[bool, bool, bool]:
+        """Whether any array is shared, any lies on a GPU, and all have been dealt out already.
 
-    def all_dealt(self) -> bool:
-        """Whether each rank had dealt out its data, more than go inline, before its header."""
-        return all(row[_DEALT] for row in self._rows)
+        Of the arrays that did not come with their headers. One is shared if it or its result lies
+        in shared memory.
+        """
+        some, every = 0, _DEALT
+        for row, call in zip(self._rows, self.calls, strict=True):
+            flags = row[HEADER_BYTES] if call.nbytes > INLINE_BYTES else 0
+            some |= flags
+            every &= flags
+        return bool(some & _SHARED), bool(some & _ON_DEVICE), bool(every)
+
+    def places(self) -> list[Places]:
+        """The places of each rank's array and result."""
+        places: list[Places] = []
+        for row, call in zip(self._rows, self.calls, strict=True):
+            where = NOWHERE
+            if call.nbytes > INLINE_BYTES and row[HEADER_BYTES] & _SHARED:
+                _, *numbers = _PLACES.unpack_from(row, HEADER_BYTES)
+                where = (numbers[0], numbers[1]), (numbers[2], numbers[3])
+            places.append(where)
+        return places
 
     def integers(self, count: int) -> list[list[int]]:
         """The ``count`` int64 values that each rank sent in its header."""

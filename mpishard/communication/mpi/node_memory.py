@@ -84,7 +84,6 @@ class RowChannel:
         parts: Sequence[Array],
         operation: ReductionOperation,
         piece: Array,
-        cuts: Sequence[int] = (),
         *,
         is_dealt: bool = False,
     ) -> Steps:
@@ -95,7 +94,7 @@ class RowChannel:
             yield self._fence()
         contributions = self._take(own.dtype, [own.size] * len(parts))
         contributions[self._rank] = own
-        self._reducer.reduce(contributions, operation, piece, cuts)
+        self._reducer.reduce(contributions, operation, piece)
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
         """See `MessageChannel`."""
