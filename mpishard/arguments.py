@@ -143,6 +143,18 @@ def nearest(given: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
+def require_attribute(owner: object, name: str, known: Iterable[str]) -> None:
+    """Refuse to set ``name``, which nothing would read, unless it is private or one of ``known``.
+
+    Raises
+    ------
+    AttributeError
+        With the known name that is nearest.
+    """
+    if not name.startswith("_") and name not in known:
+        raise AttributeError(f"{type(owner).__name__} has no {name}{nearest(name, known)}")
+
+
 _ADAPTERS = {
     "torch.nn": "a PyTorch module: mpishard.torch.shard(module) shards it in a PyTorch loop; "
     "without one wrap it in mpishard.adapters.TorchModel(module, loss) first",

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, Self, cast
 
-from mpishard.arguments import as_count, as_flag, as_integer, as_positive
+from mpishard.arguments import as_count, as_flag, as_integer, as_positive, require_attribute
 from mpishard.communication import CommunicationBackend
 
 _SHARED = (
@@ -212,6 +212,10 @@ class ShardingConfiguration:
         self.allow_nonfinite = allow_nonfinite
         self.precision = precision
         self._replica_size = self._checked_replica_size(replica_size)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        require_attribute(self, name, vars(ShardingConfiguration))
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         """The backend, and the choices that are not the defaults."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+import mpishard as ms
 from mpishard import ShardingConfiguration
 from mpishard.communication import InMemoryCommunicationBackend
 
@@ -69,6 +70,15 @@ def test_flags_can_be_set_and_take_bools_only(backend, name):
             setattr(config, name, value)
         with pytest.raises(TypeError, match=name):
             ShardingConfiguration(backend, **{name: value})
+
+
+def test_a_misspelt_choice_is_refused(backend):
+    config = ShardingConfiguration(backend)
+    with pytest.raises(AttributeError, match=r"no precison; did you mean precision\?"):
+        config.precison = "bfloat16"
+    data = ms.OptimizationInputData(x_train=[1.0], y_train=[2.0])
+    with pytest.raises(AttributeError, match=r"no batch_sise; did you mean batch_size\?"):
+        data.batch_sise = 4
 
 
 def test_the_backend_is_read_only(backend):

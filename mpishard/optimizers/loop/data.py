@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from mpishard.arguments import as_amount, as_count, as_flag, as_integer, check_path
+from mpishard.arguments import (
+    as_amount,
+    as_count,
+    as_flag,
+    as_integer,
+    check_path,
+    require_attribute,
+)
 from mpishard.callbacks.run import check_callbacks
 from mpishard.contracts import PathLike
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset, count_samples
@@ -146,6 +153,10 @@ class OptimizationInputData:
     throughput_unit: str = "samples"
     metrics: PathLike | None = None
     callbacks: Sequence[Any] = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        require_attribute(self, name, self.__dataclass_fields__)
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         """The number of samples of each data set, and the choices that are not the defaults."""
