@@ -111,18 +111,19 @@ class ParameterTable:
         self.entries = tuple(entries.values())
         self.length = start
         self._by_name = entries | {name: entries[target] for name, (target, _) in ties.items()}
+        # A model may have thousands of layers, each of which asks for its own parameters.
+        self._by_layer: dict[str, dict[str, ParameterEntry]] = {}
+        for name, entry in self._by_name.items():
+            layer, dot, inside = name.partition(".")
+            if dot:
+                self._by_layer.setdefault(layer, {})[inside] = entry
 
     def __getitem__(self, name: str) -> ParameterEntry:
         return self._by_name[name]
 
     def layer_entries(self, layer: str) -> dict[str, ParameterEntry]:
         """Parameters that the top-level ``layer`` uses: name inside it -> entry, ties resolved."""
-        prefix = f"{layer}."
-        return {
-            name[len(prefix) :]: entry
-            for name, entry in self._by_name.items()
-            if name.startswith(prefix)
-        }
+        return self._by_layer.get(layer, {})
 
     def overlapping(self, start: int, stop: int) -> list[ParameterEntry]:
         """The entries that share an element with the flat range ``[start, stop)``."""
