@@ -5,6 +5,7 @@ A unit is gathered and reduced as one; each rank owns a piece of it.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,6 +113,8 @@ class ParameterTable:
         self.length = start
         self._by_name = entries | {name: entries[target] for name, (target, _) in ties.items()}
         # A model may have thousands of layers, each of which asks for its own parameters.
+        self._starts = [entry.start for entry in self.entries]
+        self._stops = [entry.stop for entry in self.entries]
         self._by_layer: dict[str, dict[str, ParameterEntry]] = {}
         for name, entry in self._by_name.items():
             layer, dot, inside = name.partition(".")
@@ -127,7 +130,10 @@ class ParameterTable:
 
     def overlapping(self, start: int, stop: int) -> list[ParameterEntry]:
         """The entries that share an element with the flat range ``[start, stop)``."""
-        return [e for e in self.entries if max(e.start, start) < min(e.stop, stop)]
+        first = bisect.bisect_right(self._stops, start)
+        last = bisect.bisect_left(self._starts, stop)
+        near = self.entries[first:last]
+        return [e for e in near if max(e.start, start) < min(e.stop, stop)]
 
     def nested_views(self, vector: Array) -> dict[str, Any]:
         """Views of ``vector``, shape (length,), shaped as the parameters and nested by name."""

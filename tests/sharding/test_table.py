@@ -73,6 +73,16 @@ def test_overlap():
     ]  # fmt: skip
 
 
+def test_overlap_of_any_range():
+    sizes = [0, 3, 0, 0, 2, 1, 0, 4, 0]
+    entries = ParameterTable((f"p{k}", Spec((size,))) for k, size in enumerate(sizes)).entries
+    for start in range(-1, 12):
+        for stop in range(-1, 12):
+            shared = [e for e in entries if set(range(e.start, e.stop)) & set(range(start, stop))]
+            found = ParameterTable((e.name, Spec(e.shape)) for e in entries)
+            assert found.overlapping(start, stop) == shared
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
