@@ -5,6 +5,7 @@ A unit is gathered and reduced as one; each rank owns a piece of it.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,22 +112,28 @@ class ParameterTable:
         self.entries = tuple(entries.values())
         self.length = start
         self._by_name = entries | {name: entries[target] for name, (target, _) in ties.items()}
+        # A model may have thousands of layers, each of which asks for its own parameters.
+        self._starts = [entry.start for entry in self.entries]
+        self._stops = [entry.stop for entry in self.entries]
+        self._by_layer: dict[str, dict[str, ParameterEntry]] = {}
+        for name, entry in self._by_name.items():
+            layer, dot, inside = name.partition(".")
+            if dot:
+                self._by_layer.setdefault(layer, {})[inside] = entry
 
     def __getitem__(self, name: str) -> ParameterEntry:
         return self._by_name[name]
 
     def layer_entries(self, layer: str) -> dict[str, ParameterEntry]:
         """Parameters that the top-level ``layer`` uses: name inside it -> entry, ties resolved."""
-        prefix = f"{layer}."
-        return {
-            name[len(prefix) :]: entry
-            for name, entry in self._by_name.items()
-            if name.startswith(prefix)
-        }
+        return self._by_layer.get(layer, {})
 
     def overlapping(self, start: int, stop: int) -> list[ParameterEntry]:
         """The entries that share an element with the flat range ``[start, stop)``."""
-        return [e for e in self.entries if max(e.start, start) < min(e.stop, stop)]
+        first = bisect.bisect_right(self._stops, start)
+        last = bisect.bisect_left(self._starts, stop)
+        near = self.entries[first:last]
+        return [e for e in near if max(e.start, start) < min(e.stop, stop)]
 
     def nested_views(self, vector: Array) -> dict[str, Any]:
         """Views of ``vector``, shape (length,), shaped as the parameters and nested by name."""

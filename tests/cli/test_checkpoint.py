@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,17 @@ def read(*arguments: Any) -> Any:
     result = invoke(*arguments)
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)
+
+
+def test_a_pipe_that_nobody_reads_ends_a_check_in_silence(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "mpishard", "checkpoint", "check", folder, "--all"]
+    with os.fdopen(writer, "w") as output:
+        ended = subprocess.run(words, stdout=output, check=False)
+    assert (ended.returncode, capfd.readouterr().err) == (1, "")
 
 
 def test_inspect_lists_a_folder(folder: Path, damaged: Path) -> None:

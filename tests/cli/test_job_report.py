@@ -414,7 +414,8 @@ def test_a_rank_that_had_left_when_the_launcher_ended_was_not_killed():
     assert line.startswith("rank 2 (process 4002 ")
 
 
-def test_a_rank_that_was_killed_with_its_agent_is_said_to_be():
-    verdict = job(9).judge()
+@pytest.mark.parametrize("known", [{}, {"records": {}}], ids=["in a world", "before init"])
+def test_a_rank_that_was_killed_with_its_agent_is_said_to_be(known):
+    verdict = job(9, **known).judge()
     assert verdict.code == 137
     assert "a rank was killed by signal 9" in verdict.lines[0]

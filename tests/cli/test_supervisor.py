@@ -1,5 +1,6 @@
 """What `mpishard run` does with signals that ask its ranks to save and end."""
 
+import errno
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from mpishard.cli.run.notice import Notice
 from mpishard.cli.run.rank_processes import RankProcesses
 from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.run.supervisor import Supervisor
-from mpishard.communication.contract.status import StatusPage
+from mpishard.communication.contract.status import PAGE_BYTES, StatusPage
 
 
 class Rank:
@@ -121,6 +122,25 @@ def test_a_notice_to_ranks_that_keep_it(monkeypatch, tmp_path, capsys):
     run.receive(signal.SIGUSR1)
     assert (run.sent(), run.to_launcher) == ([[signal.SIGUSR1]] * 2, [])
     assert "the job goes on until one is" in capsys.readouterr().err
+
+
+def test_call_logs_are_elsewhere_if_the_disk_of_the_logs_is_full(monkeypatch, tmp_path, capsys):
+    logs, temporary = tmp_path / "logs", tmp_path / "temporary"
+    supervisor = Run(monkeypatch, tmp_path).supervisor
+    assert supervisor._folder_for_calls(temporary) == temporary
+    supervisor.log_folder = logs
+    assert supervisor._folder_for_calls(temporary) == logs / CALLS
+    asked = []
+
+    def fill(_handle, _start, length):
+        asked.append(length)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.os, "posix_fallocate", fill)
+    assert supervisor._folder_for_calls(temporary) == temporary
+    assert asked == [2 * PAGE_BYTES]
+    assert list(logs.iterdir()) == []
+    assert "--log-dir: [Errno 28] No space left on device: the" in capsys.readouterr().err
 
 
 def test_a_job_ends_as_it_has_if_its_logs_cannot_tell(tmp_path, capsys):

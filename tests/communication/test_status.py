@@ -173,7 +173,7 @@ class TestFiles:
         page = StatusPage(0, 2)
         page.publish(tmp_path)
         (tmp_path / "rank-1-1-0.calls").write_bytes(b"short")
-        (tmp_path / "rank-2-1-0.calls").write_bytes(bytes(status._PAGE_BYTES))
+        (tmp_path / "rank-2-1-0.calls").write_bytes(bytes(status.PAGE_BYTES))
         assert [record.rank for record in records_in(tmp_path)] == [0]
 
     def test_a_file_that_lies_in_its_way_is_neither_followed_nor_written(

@@ -51,10 +51,36 @@ def test_entries_of_a_layer_resolve_ties():
     assert entries["bias"].start == 7
 
 
+def test_a_layer_does_not_search_the_names_of_all_others():
+    searched = []
+
+    class Name(str):
+        __slots__ = ()
+
+        def startswith(self, *arguments):
+            searched.append(self)
+            return super().startswith(*arguments)
+
+    deep = ParameterTable((Name(f"linear{k}.weight"), Spec((1,))) for k in range(100))
+    for k in range(100):
+        assert deep.layer_entries(f"linear{k}")["weight"].start == k
+    assert len(searched) <= 100
+
+
 def test_overlap():
     assert [e.name for e in table().overlapping(5, 8)] == [
         "embedding.weight", "block.inner.scale", "head.bias",
     ]  # fmt: skip
+
+
+def test_overlap_of_any_range():
+    sizes = [0, 3, 0, 0, 2, 1, 0, 4, 0]
+    entries = ParameterTable((f"p{k}", Spec((size,))) for k, size in enumerate(sizes)).entries
+    for start in range(-1, 12):
+        for stop in range(-1, 12):
+            shared = [e for e in entries if set(range(e.start, e.stop)) & set(range(start, stop))]
+            found = ParameterTable((e.name, Spec(e.shape)) for e in entries)
+            assert found.overlapping(start, stop) == shared
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,8 @@ class JobEnd:
             )
             return Verdict(_BROKEN, (line,))
         first = self._first()
+        if first is None and self.launcher_code != _BROKEN:
+            return self._by_codes()
         if first is None or not self.launcher_code or not first.exit_code:
             return Verdict(self.launcher_code)
         return self._blame(first)

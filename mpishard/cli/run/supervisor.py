@@ -32,7 +32,7 @@ from mpishard.cli.run.rank_processes import (
 from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.wording import counted, say
 from mpishard.communication.contract.matching import who
-from mpishard.communication.contract.status import RankState, records_in
+from mpishard.communication.contract.status import PAGE_BYTES, RankState, records_in
 
 _GRACE_SECONDS = 3.5
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
@@ -138,8 +138,7 @@ class Supervisor:
         ended with 0 without leaving.
         """
         temporary = Path(tempfile.mkdtemp(prefix="mpishard-job-"))
-        self._folder = temporary if self.log_folder is None else self.log_folder / CALLS
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder = self._folder_for_calls(temporary)
         self._processes = RankProcesses(self._folder, self.world_size)
         # Open MPI's launcher puts its files here, and leaves them behind if it is killed. The path
         # is short, because the paths of sockets may have 107 characters at most.
@@ -151,6 +150,25 @@ class Supervisor:
         finally:
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _folder_for_calls(self, temporary: Path) -> Path:
+        """Return the folder for the call logs: ``temporary`` if the disk of --log-dir is full.
+
+        Without call logs, and the notes of the agents beside them, nobody knows how a rank ended.
+        """
+        if self.log_folder is None:
+            return temporary
+        folder = self.log_folder / CALLS
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, self.world_size * PAGE_BYTES)
+        except OSError as error:
+            why = f"--log-dir: {error}: the logs will be cut off"
+            say(self.name, f"{why}, and `mpishard watch` shows no ranks")
+            shutil.rmtree(folder, ignore_errors=True)
+            return temporary
+        return folder
 
     def _run(self, environment: dict[str, str], to_remove: Sequence[Path]) -> Outcome:
         processes = self._processes

@@ -55,7 +55,8 @@ PLACE_BYTES = _PLACE.size
 """Number of bytes of `encode_place`."""
 # Sequence number and description of the call, time, place, number of the row.
 _ROW = struct.Struct(f"=q{HEADER_BYTES - 8}sd{PLACE_BYTES}sq")
-_PAGE_BYTES = _FIRST_ROW + _ROWS * _ROW.size
+PAGE_BYTES = _FIRST_ROW + _ROWS * _ROW.size
+"""Size of the file of a status page."""
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC
 
 _PLACES_KEPT = 1024
@@ -190,7 +191,7 @@ class StatusPage:
         """Number of collectives so far, in all worlds."""
         self.awaited: Call | MessageWait | None = None
         """The collective or message that the rank waits for now."""
-        self._memory = mmap.mmap(-1, _PAGE_BYTES)
+        self._memory = mmap.mmap(-1, PAGE_BYTES)
         self._places: dict[object, tuple[object, str, int, str, bytes]] = {}
         self._calls_read: tuple[Call, ...] = ()
         _IDENTITY.pack_into(
@@ -222,8 +223,8 @@ class StatusPage:
             handle = os.open(path, _CREATE, 0o600)
         weakref.finalize(self, os.close, handle)
         # A full file system must fail here, and not by SIGBUS later.
-        os.posix_fallocate(handle, 0, _PAGE_BYTES)
-        memory = mmap.mmap(handle, _PAGE_BYTES)
+        os.posix_fallocate(handle, 0, PAGE_BYTES)
+        memory = mmap.mmap(handle, PAGE_BYTES)
         # The magic comes last: it makes the file a page.
         memory[8:] = self._memory[8:]
         memory[:8] = self._memory[:8]
@@ -540,9 +541,9 @@ def stopped_siblings() -> list[RankRecord]:
 
 def _open(path: Path, rank: int | None = None) -> mmap.mmap:
     # Only what has the size of a page is opened: opening the pipe of another process may block.
-    if path.stat().st_size == _PAGE_BYTES:
+    if path.stat().st_size == PAGE_BYTES:
         with path.open("rb") as file:
-            page = mmap.mmap(file.fileno(), _PAGE_BYTES, prot=mmap.PROT_READ)
+            page = mmap.mmap(file.fileno(), PAGE_BYTES, prot=mmap.PROT_READ)
         magic, version, found, *_ = _IDENTITY.unpack_from(page)
         if (magic, version) == (_MAGIC, _FORMAT) and rank in (None, found):
             return page

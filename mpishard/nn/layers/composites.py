@@ -219,7 +219,8 @@ def layer_infos(
     shape = tuple(input_shape)
     offset = 0
     for index, (name, layer) in enumerate(chain.children.items()):
-        count = sum(e.size for e in table.entries if e.name.startswith(f"{name}."))
+        entries = table.layer_entries(name).values()
+        count = sum(e.size for e in entries if e.name.startswith(f"{name}."))
         output = layer.output_shape(shape)
         infos.append(
             LayerInfo(
@@ -231,7 +232,7 @@ def layer_infos(
                 parameter_count=count,
                 input_shape=shape,
                 output_shape=output,
-                is_trainable=any(e.trainable for e in table.layer_entries(name).values()),
+                is_trainable=any(e.trainable for e in entries),
                 estimated_flops=layer.estimated_flops(shape),
                 estimated_activation_memory=layer.estimated_activation_size(shape) * item_size,
             )
