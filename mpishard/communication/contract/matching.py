@@ -80,19 +80,6 @@ def check_calls(
                 )
 
 
-def advice_on_leaving(waiting: Call, rank: int) -> str:
-    """Advice to the user if ``rank`` left and others wait for it in ``waiting``."""
-    if waiting.method:
-        return (
-            f"{waiting.method} is collective: look for a loop or a branch in which rank {rank} "
-            "calls it less often"
-        )
-    return (
-        "A collective is called by every rank: look for a loop or a branch that ends earlier on "
-        f"rank {rank}"
-    )
-
-
 def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = None) -> str:
     """The functions of this package that ranks called for the same collective, if they differ.
 
