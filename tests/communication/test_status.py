@@ -495,7 +495,9 @@ def test_only_files_with_a_library_s_name_are_its_own():
         for name in names:
             Path(name).unlink(missing_ok=True)
     assert ended.stdout.split() == [names[0]]
-    assert job_module._NAMES.match("sm_segment.vm.0.f42c0001.1")
+    path = "/dev/shm/sm_segment.vm.0.f42c0001.1"
+    line = f"7f2c-7f2d rw-s 00000000 00:1a 12 {path}"
+    assert job_module._FILES.findall(f"{line}\n{line} (deleted)\n") == [path]
 
 
 def test_a_long_path_keeps_its_end():

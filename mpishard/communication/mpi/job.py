@@ -87,10 +87,10 @@ class Job:
         self.nodes = number_nodes([row[:2] for row in rows])
         """The number of the node that each rank runs on."""
         has_affinity = hasattr(os, "sched_getaffinity")
-        usable = sorted(os.sched_getaffinity(0)) if has_affinity else range(os.cpu_count() or 1)
-        cores = [tuple(cores) for cores in node.allgather(list(usable))]
-        self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
-        """This rank's part of the cores that it may run on."""
+        usable = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
+        cores = node.allgather(set(usable))
+        self.cores_per_rank = sum(1 / sum(core in of for of in cores) for core in usable)
+        """This rank's part of the cores that it may run on: one that n ranks may use is 1/n."""
         self.crowded = self.cores_per_rank < 1
         self.shares_core_until = 0.0
         """Until when, by `time.monotonic`, waits take it that other programs use this core."""
@@ -168,10 +168,7 @@ class Job:
                 raise
             self.call_off()
             self.ulfm.shrink(None, lambda: None)
-            self.retire()
-            return
-        self._groups.clear()
-        watchdog.release(self.ending)
+        self.retire()
 
     def _leave_in_good_order(self) -> None:
         groups = list(self._groups)
@@ -195,9 +192,8 @@ class Job:
         for _, calls, last in self._pending_calls():
             for call in [call for call, _ in calls if call.sequence > last][:1]:
                 say(
-                    f"mpishard: {self.ending.name} has left collective {call.sequence}, {call}, "
-                    f"called at {call.place}: other ranks left without it, and nobody waited for "
-                    "its result"
+                    f"mpishard: {self.ending.name} has left {call.name} called at {call.place}: "
+                    "other ranks left without it, and nobody waited for its result"
                 )
         deadline = time.monotonic() + _FINISH_SECONDS
         # A message of a collective that all ranks have begun, and that comes when its communicator
@@ -233,12 +229,9 @@ class Job:
 
     def look(self, where: str) -> None:
         """Raise `PeerError` if ranks outlive each other and one is gone."""
-        if self.ulfm is not None:
-            try:
-                self.ulfm.look(where)
-            except PeerError as error:
-                self.session.broken = error
-                raise
+        if self.ulfm is not None and (loss := self.ulfm.find_loss(where)):
+            self.session.broken = loss
+            raise loss
 
     def explain(self, error: Exception, where: str) -> Exception:
         """The error of a rank to which MPI has raised ``error`` while it waits ``where``."""
@@ -268,7 +261,7 @@ class Job:
             group.abandon()
 
     def retire(self) -> None:
-        """Be done with worlds that were called off. Their backends refuse what they are asked."""
+        """Be done with worlds that this rank has left, or that were called off."""
         self._groups.clear()
         if self.statuses is not None:
             self.statuses.page.end(RankState.LEFT)
@@ -323,20 +316,16 @@ def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
     return ranks
 
 
-def _cores_per_rank(mine: tuple[int, ...], all_ranks: list[tuple[int, ...]]) -> float:
-    """Each core counts by the share of it that this rank has."""
-    return sum(1 / sum(core in cores for cores in all_ranks) for core in mine)
-
-
 # --------------------------------------------------------------- shared memory of the MPI library
 
 # What MPICH, Open MPI, Intel MPI, MVAPICH and the libraries below them call their files. Anything
-# else there may be the user's own data.
-_NAMES = re.compile(
-    r"(mpich|mpi_shm|sm_segment|vader_segment|osc_|ompi|open_?mpi|prte|pmix|ucx_shm|ucp|psm|"
-    r"Intel_MPI|impi|mvapich|cray|xpmem)"
+# else there may be the user's own data. The line of a file that has no name any more ends with
+# "(deleted)".
+_FILES = re.compile(
+    r" (/dev/shm/(?:mpich|mpi_shm|sm_segment|vader_segment|osc_|ompi|open_?mpi|prte|pmix|ucx_shm|"
+    r"ucp|psm|Intel_MPI|impi|mvapich|cray|xpmem)\S*)$",
+    re.MULTILINE,
 )
-_FOLDER = "/dev/shm/"  # noqa: S108 - memory, and not a place for temporary files
 
 
 def library_files() -> list[str]:
@@ -345,15 +334,11 @@ def library_files() -> list[str]:
     Only files of this user, with a name as MPI libraries give; none on a system without
     ``/proc/self/maps``.
     """
-    try:
-        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-    mapped = {line.split(None, 5)[5] for line in lines if _FOLDER in line}
-    named = [path for path in mapped if path.startswith(_FOLDER) and _NAMES.match(Path(path).name)]
     found = []
-    for path in sorted(named):
-        with suppress(OSError):  # its name is gone already
-            if Path(path).stat().st_uid == os.getuid():
-                found.append(path)
+    with suppress(OSError):
+        text = Path("/proc/self/maps").read_text(errors="replace")
+        for path in sorted(set(_FILES.findall(text))):
+            with suppress(OSError):  # its name is gone already
+                if Path(path).stat().st_uid == os.getuid():
+                    found.append(path)
     return found
