@@ -191,19 +191,13 @@ def _difference(calls: Sequence[Call]) -> tuple[str, list[str]]:
     return "", []
 
 
-_OF_ONE_DTYPE = (
-    Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL,
-    Kind.ALLOCATE_SHARED,
-)  # fmt: skip
-
-
 def _compared(kind: Kind, calls: Sequence[Call]) -> Iterator[tuple[str, list[Hashable]]]:
     """Each property that must be the same on all ranks, and its value on each."""
+    yield "operation", [c.operation and c.operation.name for c in calls]
     if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALLOCATE_SHARED):
-        yield "operation", [c.operation and c.operation.name for c in calls]
         yield "shape", [c.shape for c in calls]
         yield "counts", [c.counts_hash for c in calls]
-    if kind in _OF_ONE_DTYPE:
+    if kind not in (Kind.BROADCAST, Kind.SCATTER):  # where a rank may give no array
         yield "dtype", [c.dtype and c.dtype.name for c in calls]
     if kind in (Kind.ALL_GATHER, Kind.GATHER):
         yield "trailing dims", [(c.shape or ())[1:] for c in calls]

@@ -124,7 +124,7 @@ class Ending:
             self.interrupt(where)
         alone = self.leaves_alone
         then = "it leaves, and the others may go on" if alone else "the job ends"
-        report = failure_report(error, self.name, self.rank, where, then)
+        report = failure_report(error, self.name, where, then)
         calls = () if self.statuses is None else self.statuses.page.read().calls[-_CALLS:]
         if calls:
             report += f"\n--- last collectives of rank {self.rank} ---"
@@ -341,8 +341,7 @@ def _ignore_further_interrupts() -> None:
 def _abort(code: int) -> None:
     """End all processes of the job; may return."""
     mpi = sys.modules.get("mpi4py.MPI")
-    can_abort = mpi is not None and mpi.Is_initialized() and not finalizing.is_set()
-    if mpi is not None and can_abort and not mpi.Is_finalized():
+    if mpi and mpi.Is_initialized() and not (finalizing.is_set() or mpi.Is_finalized()):
         mpi.COMM_WORLD.Abort(code)
         return
     # Open MPI's launcher ends a job of which a process ends with a code. Hydra waits for the others

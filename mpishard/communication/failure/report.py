@@ -43,9 +43,7 @@ def check_on_failure(on_failure: str) -> None:
         raise ValueError(f"on_failure must be 'abort' or 'shrink', got {on_failure!r}")
 
 
-def failure_report(
-    error: BaseException, name: str, rank: int | None, where: str, then: str = "the job ends"
-) -> str:
+def failure_report(error: BaseException, name: str, where: str, then: str = "the job ends") -> str:
     """The reason why the job ends, by the rank that reports it.
 
     Parameters
@@ -54,8 +52,6 @@ def failure_report(
         The exception of this rank.
     name : str
         The name of this rank in reports, such as ``rank 0 of 4``.
-    rank : int or None
-        Its number, if it is known.
     where : str
         The place where it was raised, as ``in or after collective 3, ..``.
     then : str
@@ -71,7 +67,7 @@ def failure_report(
     return (
         f"mpishard: {_subject(error, name)} {where}; {then}\n"
         f"{type(error).__name__}: {_text(error)}\n"
-        f"--- traceback of rank {'?' if rank is None else rank} ---\n{trace}"
+        f"--- traceback of {name} ---\n{trace}"
     )
 
 

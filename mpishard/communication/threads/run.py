@@ -185,7 +185,7 @@ class _ThreadRanks:
             if self.survives and not isinstance(error, PeerError):
                 name = f"rank {newest.rank} of {newest.world_size}"
                 then = "the others may go on"
-                text = report.failure_report(error, name, newest.rank, "alone", then)
+                text = report.failure_report(error, name, "alone", then)
                 _logger.warning("%s", text.removeprefix("mpishard: "))
             _abort(error, [newest])
         else:
