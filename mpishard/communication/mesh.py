@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from mpishard.arguments import as_integer
+from mpishard.arguments import as_count, as_integer, require_type
 from mpishard.communication.contract.backend import CommunicationBackend
 
 Axis = Literal["replica", "pipeline", "tensor", "data"]
@@ -105,8 +105,7 @@ class ProcessMesh:
         replica: int = 1,
         order: Sequence[str] = AXES,
     ) -> None:
-        if not isinstance(backend, CommunicationBackend):
-            raise TypeError(f"backend must be a CommunicationBackend, got {type(backend).__name__}")
+        require_type("backend", backend, CommunicationBackend)
         self.order = mesh_order(order)
         self.pipeline_size, self.tensor_size, self.data_size = mesh_sizes(
             backend.world_size, pipeline, tensor, data, replica
@@ -304,24 +303,22 @@ def mesh_sizes(
         If they do not make up the world.
     """
     for name, size in {"pipeline": pipeline, "tensor": tensor, "replica": replica}.items():
-        if as_integer(name, size) < 1:
-            raise ValueError(f"{name} must be 1 or more, got {size}")
+        as_count(name, size)
     if as_integer("data", data) < 1 and data != -1:
         raise ValueError(f"data must be 1 or more, or -1 for what is left, got {data}")
-    ranks, rest = divmod(world_size, replica)
-    if rest or not ranks:
-        raise ValueError(f"replica {replica} does not divide the world of {world_size} ranks")
+    ranks = _part("the world", world_size, f"replica {replica}", replica)
     whole = "the world" if replica == 1 else f"each of the {replica} replicas"
+    size, text = pipeline * tensor, f"pipeline {pipeline} x tensor {tensor}"
     if data == -1:
-        data, rest = divmod(ranks, pipeline * tensor)
-        if rest or not data:
-            raise ValueError(
-                f"pipeline {pipeline} x tensor {tensor} = {pipeline * tensor} does not divide "
-                f"{whole} of {ranks} ranks"
-            )
-    if pipeline * tensor * data != ranks:
-        raise ValueError(
-            f"pipeline {pipeline} x tensor {tensor} x data {data} = {pipeline * tensor * data}, "
-            f"and {whole} has {ranks} ranks"
-        )
+        data = _part(whole, ranks, f"{text} = {size}", size)
+    if size * data != ranks:
+        raise ValueError(f"{text} x data {data} = {size * data}, and {whole} has {ranks} ranks")
     return int(pipeline), int(tensor), int(data)
+
+
+def _part(whole: str, ranks: int, parts: str, count: int) -> int:
+    """Ranks of one of the ``count`` equal parts of ``ranks``; ValueError if there are none."""
+    part, rest = divmod(ranks, count)
+    if rest or not part:
+        raise ValueError(f"{parts} does not divide {whole} of {ranks} ranks")
+    return part

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import threadpoolctl
 
 from mpishard import settings
+from mpishard.arguments import as_count
 from mpishard.communication.failure import report
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.world import NO_RANK
@@ -70,6 +71,8 @@ def run_in_threads(
 
     Raises
     ------
+    TypeError
+        For a world size that is no integer.
     ValueError
         For a world below 1, or another ``on_failure``.
     Exception
@@ -87,8 +90,7 @@ def run_in_threads(
     >>> run_in_threads(3, lambda backend: backend.rank ** 2)
     [0, 1, 4]
     """
-    if world_size < 1:
-        raise ValueError(f"world_size must be 1 or more, got {world_size}")
+    as_count("world_size", world_size)
     report.check_on_failure(on_failure)
     sys.modules[__name__.partition(".")[0]].load_rooms()
     ranks = _ThreadRanks(world_size, timeout, survives=on_failure == "shrink")
@@ -155,11 +157,11 @@ class _ThreadRanks:
 
     def fail_in_thread(self, name: str, error: BaseException) -> None:
         """Count ``error``, not caught in a thread that is no rank, as a failure of the ranks."""
-        self.failures.append((f"in thread {name!r}, which is no rank", error))
+        who = f"thread {name!r}, which is no rank"
+        self.failures.append((f"in {who}", error))
         for backend in self.backends:
             with suppress(NotInitializedError):
-                who = f"thread {name!r}, which is no rank,"
-                backend._joined().fail(NO_RANK, who, "", error)
+                backend._joined().fail(NO_RANK, f"{who},", "", error)
                 return
 
     def _running(self) -> list[threading.Thread]:
