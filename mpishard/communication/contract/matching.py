@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mpishard.communication.contract.call import GROUP_BYTES, Call, Kind, of_group
 from mpishard.communication.contract.status import RankRecord
@@ -181,34 +181,28 @@ def _listed(calls: Mapping[int, Call]) -> str:
 
 def _difference(calls: Sequence[Call]) -> tuple[str, list[str]]:
     """The first thing that differs and must not, or an empty string; and what each rank has."""
-    first = calls[0]
+    kind, sequence = calls[0].kind, calls[0].sequence
     # First, because arguments of different collectives have nothing to do with each other.
-    if any(c.kind is not first.kind or c.sequence != first.sequence for c in calls):
+    if any(c.kind is not kind or c.sequence != sequence for c in calls):
         return "kind or order", [f"collective {c.sequence}, {c.kind.label}" for c in calls]
-    for what, values in _compared(first.kind, calls):
-        if len(set(values)) > 1:
-            return what, [str(value) for value in values]
-    return "", []
-
-
-def _compared(kind: Kind, calls: Sequence[Call]) -> Iterator[tuple[str, list[Hashable]]]:
-    """Each property that must be the same on all ranks, and its value on each."""
-    yield "operation", [c.operation and c.operation.name for c in calls]
+    alike: dict[str, list[Any]] = {"operation": [c.operation and c.operation.name for c in calls]}
     if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALLOCATE_SHARED):
-        yield "shape", [c.shape for c in calls]
-        yield "counts", [c.counts_hash for c in calls]
+        alike["shape"] = [c.shape for c in calls]
+        alike["counts"] = [c.counts_hash for c in calls]
     if kind not in (Kind.BROADCAST, Kind.SCATTER):  # where a rank may give no array
-        yield "dtype", [c.dtype and c.dtype.name for c in calls]
+        alike["dtype"] = [c.dtype and c.dtype.name for c in calls]
     if kind in (Kind.ALL_GATHER, Kind.GATHER):
-        yield "trailing dims", [(c.shape or ())[1:] for c in calls]
-    yield "root", [c.root for c in calls]
+        alike["trailing dims"] = [(c.shape or ())[1:] for c in calls]
+    alike["root"] = [c.root for c in calls]
     if kind is Kind.BROADCAST:
         # Ranks that give no array receive one of the shape that is sent.
         sent = calls[calls[0].root]
-        yield (
-            "shape or dtype of the arrays that receive",
-            [(sent if c.shape is None else c).array_text for c in calls],
-        )
+        arrays = [(sent if c.shape is None else c).array_text for c in calls]
+        alike["shape or dtype of the arrays that receive"] = arrays
+    for what, values in alike.items():
+        if len(set(values)) > 1:
+            return what, [str(value) for value in values]
+    return "", []
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

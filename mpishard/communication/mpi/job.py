@@ -269,9 +269,7 @@ class Job:
 
     def _late_ranks(self) -> str:
         """The ranks that have not left, behind "has waited .. s"."""
-        if self.statuses is None:
-            return "for the others to leave"
-        return unfinished(self.statuses.records(), time.time())
+        return unfinished(self.ending.records(), time.time())
 
     def wait(self, where: Callable[[], str]) -> Wait:
         """A context in which this rank waits ``where`` for others, and not for ever."""
