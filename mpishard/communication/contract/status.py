@@ -59,7 +59,8 @@ _PAGE_BYTES = _FIRST_ROW + _ROWS * _ROW.size
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC
 
 _PLACES_KEPT = 1024
-_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+"""The folder of this package, with a separator at its end."""
 # Frames of the package's context managers, and of a framework that calls it back, are not the
 # user's either.
 _not_of_users: tuple[str, ...] = (contextlib.contextmanager.__code__.co_filename,)
@@ -246,7 +247,7 @@ class StatusPage:
         called: FrameType | None = None
         while frame is not None:
             filename = frame.f_code.co_filename
-            if filename.startswith(_PACKAGE):
+            if filename.startswith(PACKAGE):
                 called = frame
             elif not filename.startswith(_not_of_users):
                 break

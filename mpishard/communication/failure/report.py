@@ -6,12 +6,12 @@ import os
 import re
 import traceback
 from itertools import groupby, pairwise
-from pathlib import Path
 from traceback import FrameSummary
 from types import FrameType
 from typing import Literal
 
 from mpishard import settings
+from mpishard.communication.contract.status import PACKAGE
 from mpishard.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -99,8 +99,7 @@ def _subject(error: BaseException, name: str) -> str:
 
 # --------------------------------------------------------------------------------- tracebacks
 
-_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
-_TESTING = _PACKAGE + "testing" + os.sep
+_TESTING = PACKAGE + "testing" + os.sep
 _LEFT_OUT = re.compile(r'  File "<left out>", line (\d+), in \n')
 
 
@@ -125,7 +124,7 @@ def short_traceback(error: BaseException, *, is_told: bool = False) -> str:
 
 def _is_internal(filename: str) -> bool:
     """Whether a file is this package's own; its test suites call it as users do."""
-    return filename.startswith(_PACKAGE) and not filename.startswith(_TESTING)
+    return filename.startswith(PACKAGE) and not filename.startswith(_TESTING)
 
 
 def user_place(frame: FrameType | None) -> str:
