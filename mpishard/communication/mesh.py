@@ -122,7 +122,12 @@ class ProcessMesh:
         self.tensor = self._group("tensor", "tensor")
         self.data = self._group("data", "data")
         self.together = self._group("together", *(a for a in self.order if a in AXES))
-        self.model = self._model_backend()
+        if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):
+            # In replicas of one axis this is that axis's group: its bytes have these few in them.
+            self.model = self.together
+        else:
+            # Also beside a group of the same ranks: bytes are counted by axis, these of none.
+            self.model = self._split("model", ("pipeline", "tensor"))
         lone = next((a for a in AXES if self._size[a] == self.replica_count == 1), "replica")
         self.replica = self._group("replica", lone)
         self.samples = self._group("samples", "replica", "data")
@@ -148,11 +153,8 @@ class ProcessMesh:
 
     def model_ranks(self, data: int, replica: int = 0) -> list[int]:
         """The ranks of these coordinates, which compute one batch, by (pipeline, tensor)."""
-        return [
-            self.rank_of(pipeline, tensor, data, replica)
-            for pipeline in range(self.pipeline_size)
-            for tensor in range(self.tensor_size)
-        ]
+        places = product(range(self.pipeline_size), range(self.tensor_size))
+        return [self.rank_of(pipeline, tensor, data, replica) for pipeline, tensor in places]
 
     def rank_of(self, pipeline: int, tensor: int, data: int, replica: int = 0) -> int:
         """The rank at these coordinates.
@@ -252,13 +254,6 @@ class ProcessMesh:
         if key not in self._groups:
             self._groups[key] = self._split(name, key)
         return self._groups[key]
-
-    def _model_backend(self) -> CommunicationBackend:
-        if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):
-            # In replicas of one axis this is that axis's group: its bytes have these few in them.
-            return self.together
-        # Also beside a group of the same ranks: bytes are counted by axis, and these are of none.
-        return self._split("model", ("pipeline", "tensor"))
 
     def _split(self, name: str, axes: Sequence[str]) -> CommunicationBackend:
         """Make the group of the ranks that differ from this one in ``axes`` alone."""

@@ -219,12 +219,11 @@ def _other_threads_heard_by(ranks: _ThreadRanks) -> Iterator[None]:
     before, is_over = threading.excepthook, False
 
     def uncaught(args: threading.ExceptHookArgs) -> None:
-        is_heard = not is_over and args.exc_type is not SystemExit
-        if args.exc_value is not None and is_heard:
-            name = "unknown" if args.thread is None else args.thread.name
-            ranks.fail_in_thread(name, args.exc_value)
+        error = None if is_over or args.exc_type is SystemExit else args.exc_value
+        if error is not None:
+            ranks.fail_in_thread("unknown" if args.thread is None else args.thread.name, error)
         # Python's own hook would show an exception that run_in_threads raises: once is enough.
-        if not is_heard or before is not threading.__excepthook__:
+        if error is None or before is not threading.__excepthook__:
             before(args)
 
     threading.excepthook = uncaught
