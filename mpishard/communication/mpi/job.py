@@ -54,9 +54,7 @@ class Job:
         self.mpi = mpi
         self.session = Session(self.rank)
         """This rank's worlds, and the error of a broken one."""
-        self.statuses: StatusReader | None = None
-        if self.world_size > 1:
-            self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
+        self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
         self.ending = Ending(self.rank, self.world_size, self.statuses, self._finish_traces)
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.ulfm: Ulfm | None = None
@@ -64,8 +62,8 @@ class Job:
 
     def guard(self) -> None:
         """Be watched over, until `leave`. Idempotent."""
-        if self.statuses is not None:
-            self.statuses.page.end(RankState.STARTED)
+        self.statuses.page.end(RankState.STARTED)
+        if self.world_size > 1:
             watchdog.guard(self.ending)
 
     def meet(self) -> None:
@@ -94,8 +92,7 @@ class Job:
         self.crowded = self.cores_per_rank < 1
         self.shares_core_until = 0.0
         """Until when, by `time.monotonic`, waits take it that other programs use this core."""
-        if self.statuses is not None:
-            self.statuses.share(comm.allgather, ranks)
+        self.statuses.share(comm.allgather, ranks)
         node.Free()
         if survives and self.world_size > 1:
             self.ulfm = ulfm = Ulfm(mpi, comm)
@@ -156,8 +153,7 @@ class Job:
         collectives of the others that this rank takes part in go on. If ranks outlive each other
         and one is gone, those that go on do so without this one.
         """
-        if self.statuses is not None:
-            self.statuses.page.end(RankState.LEAVING)
+        self.statuses.page.end(RankState.LEAVING)
         try:
             if self.ulfm is not None and self.ulfm.error is not None:
                 raise self.ulfm.error
@@ -263,8 +259,7 @@ class Job:
     def retire(self) -> None:
         """Be done with worlds that this rank has left, or that were called off."""
         self._groups.clear()
-        if self.statuses is not None:
-            self.statuses.page.end(RankState.LEFT)
+        self.statuses.page.end(RankState.LEFT)
         watchdog.release(self.ending)
 
     def _late_ranks(self) -> str:
