@@ -100,19 +100,14 @@ def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = Non
     if len(by_method) < 2:
         return ""
     before = seen or Counter()
-    # A rank that called the collective itself has no method.
-    rarest = min(filter(None, by_method), key=lambda m: (len(by_method[m]), before[m]))
-    others = [
-        f"{who(ranks)} called {method or f'{calls[ranks[0]].kind.label} itself'} "
-        f"at {calls[ranks[0]].site}"
-        for method, ranks in by_method.items()
-        if method != rarest
-    ]
-    ranks = by_method[rarest]
-    return (
-        f"{rarest} is collective: {who(ranks)} called it at {calls[ranks[0]].site}, "
-        + ", ".join(others)
-    )
+    # A rank that called the collective itself has no method, and comes last.
+    methods = sorted(by_method, key=lambda m: (not m, len(by_method[m]), before[m]))
+    called = []
+    for method in methods:
+        ranks, call = by_method[method], calls[by_method[method][0]]
+        what = "it" if method == methods[0] else method or f"{call.kind.label} itself"
+        called.append(f"{who(ranks)} called {what} at {call.site}")
+    return f"{methods[0]} is collective: {', '.join(called)}"
 
 
 def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:

@@ -301,9 +301,7 @@ def _require_alike(rows: Sequence[Mapping[str, str]]) -> None:
 def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
     """The number in ``COMM_WORLD`` of each rank of ``comm``. Communicates nothing."""
     ours, all_of_launcher = comm.Get_group(), mpi.COMM_WORLD.Get_group()
-    ranks: list[int] = mpi.Group.Translate_ranks(
-        ours, list(range(ours.Get_size())), all_of_launcher
-    )
+    ranks: list[int] = mpi.Group.Translate_ranks(ours, None, all_of_launcher)
     ours.Free()
     all_of_launcher.Free()
     return ranks
