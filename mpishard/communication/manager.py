@@ -6,6 +6,7 @@ from contextvars import ContextVar
 
 import numpy as np
 
+from mpishard.arguments import require_type
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.reduction import ReductionOperation
@@ -55,11 +56,7 @@ class CommunicationManager(metaclass=_WithState):
         CommunicationError
             If this rank has given one already: a RuntimeError.
         """
-        if not isinstance(backend, CommunicationBackend):
-            raise TypeError(
-                f"backend must be a CommunicationBackend, got {type(backend).__name__}; "
-                "mpishard.init() returns one"
-            )
+        require_type("backend", backend, CommunicationBackend)
         if _given() is not None:
             raise CommunicationError(
                 "the CommunicationManager has a backend already; shutdown() lets it go"
@@ -146,10 +143,10 @@ def _ours(reduced: Array | None = None) -> CommunicationBackend:
             "CommunicationManager.initialize(backend) on every rank, each with its own"
         )
     if reduced is not None:
-        array_namespace(reduced)
-    if reduced is not None and reduced.dtype not in _REDUCIBLE:
-        raise NotImplementedError(
-            f"the CommunicationManager reduces float32 and float64, got {reduced.dtype}; the "
-            "backend's own all_reduce and reduce_scatter take other dtypes"
-        )
+        array_namespace(reduced)  # refuses what is no array
+        if reduced.dtype not in _REDUCIBLE:
+            raise NotImplementedError(
+                f"the CommunicationManager reduces float32 and float64, got {reduced.dtype}; the "
+                "backend's own all_reduce and reduce_scatter take other dtypes"
+            )
     return backend

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from mpishard.arguments import as_integer
+from mpishard.arguments import as_count, as_integer, require_type
 from mpishard.communication.contract.backend import CommunicationBackend
 
 Axis = Literal["replica", "pipeline", "tensor", "data"]
@@ -105,8 +105,7 @@ class ProcessMesh:
         replica: int = 1,
         order: Sequence[str] = AXES,
     ) -> None:
-        if not isinstance(backend, CommunicationBackend):
-            raise TypeError(f"backend must be a CommunicationBackend, got {type(backend).__name__}")
+        require_type("backend", backend, CommunicationBackend)
         self.order = mesh_order(order)
         self.pipeline_size, self.tensor_size, self.data_size = mesh_sizes(
             backend.world_size, pipeline, tensor, data, replica
@@ -123,7 +122,12 @@ class ProcessMesh:
         self.tensor = self._group("tensor", "tensor")
         self.data = self._group("data", "data")
         self.together = self._group("together", *(a for a in self.order if a in AXES))
-        self.model = self._model_backend()
+        if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):
+            # In replicas of one axis this is that axis's group: its bytes have these few in them.
+            self.model = self.together
+        else:
+            # Also beside a group of the same ranks: bytes are counted by axis, these of none.
+            self.model = self._split("model", ("pipeline", "tensor"))
         lone = next((a for a in AXES if self._size[a] == self.replica_count == 1), "replica")
         self.replica = self._group("replica", lone)
         self.samples = self._group("samples", "replica", "data")
@@ -149,11 +153,8 @@ class ProcessMesh:
 
     def model_ranks(self, data: int, replica: int = 0) -> list[int]:
         """The ranks of these coordinates, which compute one batch, by (pipeline, tensor)."""
-        return [
-            self.rank_of(pipeline, tensor, data, replica)
-            for pipeline in range(self.pipeline_size)
-            for tensor in range(self.tensor_size)
-        ]
+        places = product(range(self.pipeline_size), range(self.tensor_size))
+        return [self.rank_of(pipeline, tensor, data, replica) for pipeline, tensor in places]
 
     def rank_of(self, pipeline: int, tensor: int, data: int, replica: int = 0) -> int:
         """The rank at these coordinates.
@@ -254,13 +255,6 @@ class ProcessMesh:
             self._groups[key] = self._split(name, key)
         return self._groups[key]
 
-    def _model_backend(self) -> CommunicationBackend:
-        if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):
-            # In replicas of one axis this is that axis's group: its bytes have these few in them.
-            return self.together
-        # Also beside a group of the same ranks: bytes are counted by axis, and these are of none.
-        return self._split("model", ("pipeline", "tensor"))
-
     def _split(self, name: str, axes: Sequence[str]) -> CommunicationBackend:
         """Make the group of the ranks that differ from this one in ``axes`` alone."""
         own, ways = self._place_of(self.world.rank), [range(self._size[axis]) for axis in axes]
@@ -304,24 +298,22 @@ def mesh_sizes(
         If they do not make up the world.
     """
     for name, size in {"pipeline": pipeline, "tensor": tensor, "replica": replica}.items():
-        if as_integer(name, size) < 1:
-            raise ValueError(f"{name} must be 1 or more, got {size}")
+        as_count(name, size)
     if as_integer("data", data) < 1 and data != -1:
         raise ValueError(f"data must be 1 or more, or -1 for what is left, got {data}")
-    ranks, rest = divmod(world_size, replica)
-    if rest or not ranks:
-        raise ValueError(f"replica {replica} does not divide the world of {world_size} ranks")
+    ranks = _part("the world", world_size, f"replica {replica}", replica)
     whole = "the world" if replica == 1 else f"each of the {replica} replicas"
+    size, text = pipeline * tensor, f"pipeline {pipeline} x tensor {tensor}"
     if data == -1:
-        data, rest = divmod(ranks, pipeline * tensor)
-        if rest or not data:
-            raise ValueError(
-                f"pipeline {pipeline} x tensor {tensor} = {pipeline * tensor} does not divide "
-                f"{whole} of {ranks} ranks"
-            )
-    if pipeline * tensor * data != ranks:
-        raise ValueError(
-            f"pipeline {pipeline} x tensor {tensor} x data {data} = {pipeline * tensor * data}, "
-            f"and {whole} has {ranks} ranks"
-        )
+        data = _part(whole, ranks, f"{text} = {size}", size)
+    if size * data != ranks:
+        raise ValueError(f"{text} x data {data} = {size * data}, and {whole} has {ranks} ranks")
     return int(pipeline), int(tensor), int(data)
+
+
+def _part(whole: str, ranks: int, parts: str, count: int) -> int:
+    """Ranks of one of the ``count`` equal parts of ``ranks``; ValueError if there are none."""
+    part, rest = divmod(ranks, count)
+    if rest or not part:
+        raise ValueError(f"{parts} does not divide {whole} of {ranks} ranks")
+    return part

@@ -36,7 +36,7 @@ from mpishard.errors import (
     ],
 )
 def test_what_every_rank_raises_is_no_failure_of_the_one_that_reports_it(error, words):
-    report = failure_report(error, "rank 2 of 4", 2, "in or after collective 3")
+    report = failure_report(error, "rank 2 of 4", "in or after collective 3")
     assert report.startswith(f"mpishard: {words} in or after collective 3; the job ends\n")
 
 
@@ -44,11 +44,11 @@ def test_a_message_of_mpishard_s_stands_once_in_a_report():
     with pytest.raises(CollectiveMismatchError) as caught:
         raise CollectiveMismatchError("they differ:\n  rank 0: barrier()") from KeyError("why")
     caught.value.add_note("a note")
-    report = failure_report(caught.value, "rank 0 of 2", 0, "in collective 3")
+    report = failure_report(caught.value, "rank 0 of 2", "in collective 3")
     assert report.count("they differ:\n  rank 0: barrier()") == 1
     assert "KeyError: 'why'" in report
     assert report.endswith("\nCollectiveMismatchError: (as above)\na note")
-    other = failure_report(ValueError("boom"), "rank 0 of 2", 0, "in collective 3")
+    other = failure_report(ValueError("boom"), "rank 0 of 2", "in collective 3")
     assert other.endswith("\nValueError: boom")
 
 

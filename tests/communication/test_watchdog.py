@@ -35,7 +35,7 @@ class Heard(Ending):
         return self.dead
 
     def describe_stall(self):
-        return "rank 1 sleeps"
+        return "\nrank 1 sleeps"
 
     def describe(self):
         return "  rank 0: its last collectives"

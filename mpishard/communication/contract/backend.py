@@ -50,9 +50,9 @@ from mpishard.communication.contract.work import (
     Work,
 )
 from mpishard.communication.tracing.recorder import (
-    CollectiveInFlight,
-    MessageInFlight,
+    InFlight,
     Recorder,
+    collective_in_flight,
     current_recorder,
     stop_recording,
 )
@@ -998,7 +998,7 @@ class CommunicationBackend(ITransport):
             source, destination = (self.rank, peer) if is_send else (peer, self.rank)
             way = {"group": self.group, "source": source, "destination": destination, "tag": tag}
             way |= {"axis": self.axis} if self.axis else {}
-            in_flight = MessageInFlight(recorder, way, sent)
+            in_flight = InFlight(recorder, "send" if is_send else "receive", way, sent)
         message = MessageWait(self.world_ranks[peer], tag, is_send, self.label)
         transfer = Transfer(self, steps, in_flight, message)
         try:
@@ -1104,7 +1104,7 @@ class CommunicationBackend(ITransport):
         recorder = current_recorder.get()
         in_flight = None
         if recorder is not None:
-            in_flight = CollectiveInFlight(recorder, call, self.group, self.axis)
+            in_flight = collective_in_flight(recorder, call, self.group, self.axis)
         work = Work(self, steps, in_flight, call)
         self._pending.append(work)
         work.advance()

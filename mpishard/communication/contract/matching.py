@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mpishard.communication.contract.call import GROUP_BYTES, Call, Kind, of_group
 from mpishard.communication.contract.status import RankRecord
@@ -80,19 +80,6 @@ def check_calls(
                 )
 
 
-def advice_on_leaving(waiting: Call, rank: int) -> str:
-    """Advice to the user if ``rank`` left and others wait for it in ``waiting``."""
-    if waiting.method:
-        return (
-            f"{waiting.method} is collective: look for a loop or a branch in which rank {rank} "
-            "calls it less often"
-        )
-    return (
-        "A collective is called by every rank: look for a loop or a branch that ends earlier on "
-        f"rank {rank}"
-    )
-
-
 def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = None) -> str:
     """The functions of this package that ranks called for the same collective, if they differ.
 
@@ -113,19 +100,14 @@ def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = Non
     if len(by_method) < 2:
         return ""
     before = seen or Counter()
-    # A rank that called the collective itself has no method.
-    rarest = min(filter(None, by_method), key=lambda m: (len(by_method[m]), before[m]))
-    others = [
-        f"{who(ranks)} called {method or f'{calls[ranks[0]].kind.label} itself'} "
-        f"at {calls[ranks[0]].site}"
-        for method, ranks in by_method.items()
-        if method != rarest
-    ]
-    ranks = by_method[rarest]
-    return (
-        f"{rarest} is collective: {who(ranks)} called it at {calls[ranks[0]].site}, "
-        + ", ".join(others)
-    )
+    # A rank that called the collective itself has no method, and comes last.
+    methods = sorted(by_method, key=lambda m: (not m, len(by_method[m]), before[m]))
+    called = []
+    for method in methods:
+        ranks, call = by_method[method], calls[by_method[method][0]]
+        what = "it" if method == methods[0] else method or f"{call.kind.label} itself"
+        called.append(f"{who(ranks)} called {what} at {call.site}")
+    return f"{methods[0]} is collective: {', '.join(called)}"
 
 
 def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:
@@ -194,40 +176,28 @@ def _listed(calls: Mapping[int, Call]) -> str:
 
 def _difference(calls: Sequence[Call]) -> tuple[str, list[str]]:
     """The first thing that differs and must not, or an empty string; and what each rank has."""
-    first = calls[0]
+    kind, sequence = calls[0].kind, calls[0].sequence
     # First, because arguments of different collectives have nothing to do with each other.
-    if any(c.kind is not first.kind or c.sequence != first.sequence for c in calls):
+    if any(c.kind is not kind or c.sequence != sequence for c in calls):
         return "kind or order", [f"collective {c.sequence}, {c.kind.label}" for c in calls]
-    for what, values in _compared(first.kind, calls):
-        if len(set(values)) > 1:
-            return what, [str(value) for value in values]
-    return "", []
-
-
-_OF_ONE_DTYPE = (
-    Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.GATHER, Kind.ALL_TO_ALL,
-    Kind.ALLOCATE_SHARED,
-)  # fmt: skip
-
-
-def _compared(kind: Kind, calls: Sequence[Call]) -> Iterator[tuple[str, list[Hashable]]]:
-    """Each property that must be the same on all ranks, and its value on each."""
+    alike: dict[str, list[Any]] = {"operation": [c.operation and c.operation.name for c in calls]}
     if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALLOCATE_SHARED):
-        yield "operation", [c.operation and c.operation.name for c in calls]
-        yield "shape", [c.shape for c in calls]
-        yield "counts", [c.counts_hash for c in calls]
-    if kind in _OF_ONE_DTYPE:
-        yield "dtype", [c.dtype and c.dtype.name for c in calls]
+        alike["shape"] = [c.shape for c in calls]
+        alike["counts"] = [c.counts_hash for c in calls]
+    if kind not in (Kind.BROADCAST, Kind.SCATTER):  # where a rank may give no array
+        alike["dtype"] = [c.dtype and c.dtype.name for c in calls]
     if kind in (Kind.ALL_GATHER, Kind.GATHER):
-        yield "trailing dims", [(c.shape or ())[1:] for c in calls]
-    yield "root", [c.root for c in calls]
+        alike["trailing dims"] = [(c.shape or ())[1:] for c in calls]
+    alike["root"] = [c.root for c in calls]
     if kind is Kind.BROADCAST:
         # Ranks that give no array receive one of the shape that is sent.
         sent = calls[calls[0].root]
-        yield (
-            "shape or dtype of the arrays that receive",
-            [(sent if c.shape is None else c).array_text for c in calls],
-        )
+        arrays = [(sent if c.shape is None else c).array_text for c in calls]
+        alike["shape or dtype of the arrays that receive"] = arrays
+    for what, values in alike.items():
+        if len(set(values)) > 1:
+            return what, [str(value) for value in values]
+    return "", []
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

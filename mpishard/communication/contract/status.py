@@ -60,7 +60,8 @@ PAGE_BYTES = _FIRST_ROW + _ROWS * _ROW.size
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC
 
 _PLACES_KEPT = 1024
-_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+"""The folder of this package, with a separator at its end."""
 # Frames of the package's context managers, and of a framework that calls it back, are not the
 # user's either.
 _not_of_users: tuple[str, ...] = (contextlib.contextmanager.__code__.co_filename,)
@@ -247,7 +248,7 @@ class StatusPage:
         called: FrameType | None = None
         while frame is not None:
             filename = frame.f_code.co_filename
-            if filename.startswith(_PACKAGE):
+            if filename.startswith(PACKAGE):
                 called = frame
             elif not filename.startswith(_not_of_users):
                 break
@@ -315,11 +316,6 @@ class StatusPage:
         lines = lines[: lines.rfind(b"\n") + 1]  # whole ones
         self._memory[_MEMORY_AT:_FIRST_ROW] = lines.ljust(_MEMORY_BYTES, b"\0")
 
-    @property
-    def last(self) -> Call | None:
-        """Its last collective, in any world."""
-        return _call_at(self._memory, self.count - 1) if self.count else None
-
     def read(self) -> RankRecord:
         """The content of the page. Ranks that are threads read each other's."""
         # A suite that refuses hundreds of calls reads every page for each of them.
@@ -331,9 +327,9 @@ class StatusReader:
     """The pages of one root world's ranks, as far as they can be read from this rank's node.
 
     The page of this rank is in the job's folder, if `mpishard run` made one: it reads the pages
-    when the job has ended, and removes them. Otherwise the page is in memory without a name, so
-    that nothing stays behind however the job ends. If neither can be had the job goes on, and this
-    page can be read by this rank only.
+    when the job has ended, and removes them. Otherwise, and in a world of one, the page is in
+    memory without a name, so that nothing stays behind however the job ends. If neither can be had
+    the job goes on, and this page can be read by this rank only.
 
     Parameters
     ----------
@@ -358,7 +354,8 @@ class StatusReader:
         self._ring_turn = 0
         folder = settings.job_folder()
         # A node that the job's folder is not on has none.
-        self._folder = folder if folder is not None and folder.is_dir() else None
+        has_folder = folder is not None and folder.is_dir() and world_size > 1
+        self._folder = folder if has_folder else None
         self._path: Path | str  # of the page; or why there is none
         try:
             self._path = self.page.publish(self._folder)

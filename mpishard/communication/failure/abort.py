@@ -34,7 +34,8 @@ _LAUNCHER_SECONDS = 1.5
 _CALLS = 3
 """Number of collectives that the report of a failure shows."""
 _CALLS_DESCRIBED = 10
-_STDERR = 2
+STDERR = 2
+"""The descriptor of stderr, whatever the script has put into its place."""
 _BROKEN = (OSError, ValueError, AttributeError)
 """The errors of a stream that is broken, closed, or an object of the user with few methods."""
 
@@ -124,7 +125,7 @@ class Ending:
             self.interrupt(where)
         alone = self.leaves_alone
         then = "it leaves, and the others may go on" if alone else "the job ends"
-        report = failure_report(error, self.name, self.rank, where, then)
+        report = failure_report(error, self.name, where, then)
         calls = () if self.statuses is None else self.statuses.page.read().calls[-_CALLS:]
         if calls:
             report += f"\n--- last collectives of rank {self.rank} ---"
@@ -168,22 +169,19 @@ class Ending:
         self.end(text, settings.EXIT_FAILURE, is_own=False)
 
     def warn(self, waited: float, where: str, limit: TimeLimit) -> None:
-        """Warn of a long wait; the rank that has waited for longest also says why.
-
-        Of the ranks that wait at their end, the first speaks for all.
-        """
+        """Warn of a long wait; the rank that has waited for longest also says why."""
         records, stall = self.records(), ""
-        if not limit.is_at_end and (not records or longest_waiting(records) == self.rank):
+        if limit.is_at_end:
+            if any(r.has_left and r.rank < (self.rank or 0) for r in records):
+                return  # of the ranks that wait at their end, the first speaks for all
+        elif not records or longest_waiting(records) == self.rank:
             stall = self.describe_stall()
-        if not limit.is_at_end or all(r.rank >= (self.rank or 0) for r in records if r.has_left):
-            text = limit.text(self.name, waited, where, f" after {limit.seconds():g} s")
-            say(text + _below(stall))
+        say(limit.text(self.name, waited, where, f" after {limit.seconds():g} s") + stall)
 
     def give_up(self, waited: float, where: str, limit: TimeLimit) -> NoReturn:
         """End the job because this rank has waited for too long."""
         stall = "" if limit.is_at_end else self.describe_stall()
-        text = limit.text(self.name, waited, where, "")
-        self.end(f"{text}{_below(stall)}", settings.EXIT_TIMEOUT)
+        self.end(limit.text(self.name, waited, where, "") + stall, settings.EXIT_TIMEOUT)
 
     # ----------------------------------------------------------------------- what the ranks do
 
@@ -199,9 +197,9 @@ class Ending:
         return rank_table([self.statuses.page.read()], time.time(), calls=_CALLS_DESCRIBED)
 
     def describe_stall(self) -> str:
-        """Why the ranks wait, as far as is known; several lines, or nothing."""
+        """Why the ranks wait, as far as is known: lines that go on a report; or nothing."""
         records = self.records() or stopped_siblings()
-        return describe_stall(records) if records else ""
+        return f"\n{describe_stall(records)}" if records else ""
 
     # ---------------------------------------------------------------------------------- the end
 
@@ -291,10 +289,6 @@ def _claim_node() -> bool:
     return True
 
 
-def _below(text: str) -> str:
-    return f"\n{text}" if text else ""
-
-
 def flush_output() -> None:
     """Write out what was printed: an aborted process does not. A broken stream is left as it is."""
     for stream in (sys.stdout, sys.stderr):
@@ -309,7 +303,7 @@ def say(text: str) -> None:
         sys.stderr.flush()
     except _BROKEN:
         with suppress(OSError):  # closed: nobody wants to know
-            os.write(_STDERR, f"{text}\n".encode(errors="replace"))
+            os.write(STDERR, f"{text}\n".encode(errors="replace"))
 
 
 def launched_ending() -> Ending:
@@ -341,8 +335,7 @@ def _ignore_further_interrupts() -> None:
 def _abort(code: int) -> None:
     """End all processes of the job; may return."""
     mpi = sys.modules.get("mpi4py.MPI")
-    can_abort = mpi is not None and mpi.Is_initialized() and not finalizing.is_set()
-    if mpi is not None and can_abort and not mpi.Is_finalized():
+    if mpi and mpi.Is_initialized() and not (finalizing.is_set() or mpi.Is_finalized()):
         mpi.COMM_WORLD.Abort(code)
         return
     # Open MPI's launcher ends a job of which a process ends with a code. Hydra waits for the others

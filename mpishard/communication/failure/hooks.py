@@ -33,6 +33,7 @@ from mpishard.communication.contract.call import MessageWait
 from mpishard.communication.contract.matching import who
 from mpishard.communication.failure.abort import (
     EXIT_LIMIT,
+    STDERR,
     Ending,
     launched_ending,
     launcher_socket,
@@ -41,7 +42,6 @@ from mpishard.communication.failure.report import user_place
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
-_STDERR = 2
 _LATER_SECONDS = 2.0
 
 _live: list[CommunicationBackend] = []
@@ -129,7 +129,7 @@ def _leave_all() -> None:
     if limit:
         # The watchdog ends with Python's threads. A thread of C then says where Python is stuck;
         # and where mpi4py was imported first, MPI_Finalize comes after Python's own end.
-        faulthandler.dump_traceback_later(limit + _LATER_SECONDS, exit=True, file=_STDERR)
+        faulthandler.dump_traceback_later(limit + _LATER_SECONDS, exit=True, file=STDERR)
         if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
             signal.setitimer(signal.ITIMER_REAL, limit + 2 * _LATER_SECONDS)
 

@@ -6,12 +6,12 @@ import os
 import re
 import traceback
 from itertools import groupby, pairwise
-from pathlib import Path
 from traceback import FrameSummary
 from types import FrameType
 from typing import Literal
 
 from mpishard import settings
+from mpishard.communication.contract.status import PACKAGE
 from mpishard.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -43,9 +43,7 @@ def check_on_failure(on_failure: str) -> None:
         raise ValueError(f"on_failure must be 'abort' or 'shrink', got {on_failure!r}")
 
 
-def failure_report(
-    error: BaseException, name: str, rank: int | None, where: str, then: str = "the job ends"
-) -> str:
+def failure_report(error: BaseException, name: str, where: str, then: str = "the job ends") -> str:
     """The reason why the job ends, by the rank that reports it.
 
     Parameters
@@ -54,8 +52,6 @@ def failure_report(
         The exception of this rank.
     name : str
         The name of this rank in reports, such as ``rank 0 of 4``.
-    rank : int or None
-        Its number, if it is known.
     where : str
         The place where it was raised, as ``in or after collective 3, ..``.
     then : str
@@ -71,7 +67,7 @@ def failure_report(
     return (
         f"mpishard: {_subject(error, name)} {where}; {then}\n"
         f"{type(error).__name__}: {_text(error)}\n"
-        f"--- traceback of rank {'?' if rank is None else rank} ---\n{trace}"
+        f"--- traceback of {name} ---\n{trace}"
     )
 
 
@@ -103,8 +99,7 @@ def _subject(error: BaseException, name: str) -> str:
 
 # --------------------------------------------------------------------------------- tracebacks
 
-_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
-_TESTING = _PACKAGE + "testing" + os.sep
+_TESTING = PACKAGE + "testing" + os.sep
 _LEFT_OUT = re.compile(r'  File "<left out>", line (\d+), in \n')
 
 
@@ -129,7 +124,7 @@ def short_traceback(error: BaseException, *, is_told: bool = False) -> str:
 
 def _is_internal(filename: str) -> bool:
     """Whether a file is this package's own; its test suites call it as users do."""
-    return filename.startswith(_PACKAGE) and not filename.startswith(_TESTING)
+    return filename.startswith(PACKAGE) and not filename.startswith(_TESTING)
 
 
 def user_place(frame: FrameType | None) -> str:

@@ -67,9 +67,8 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
     now : float
         Seconds since the epoch.
     """
-    by_rank = {record.rank: record for record in records}
     waiting = [record for record in records if _is_waiting(record)]
-    waits_for = {record.rank: _waits_for(record, records) for record in waiting}
+    waits_for = _waits_for_each(records)
     wanted = {rank for ranks in waits_for.values() for rank in ranks}
     is_in_init = any(record.state is RankState.STARTED for record in records)
     odd = [
@@ -79,8 +78,8 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
         or (is_in_init and record.is_known and record.state is None)
         or (
             record.is_known
-            and record.waits is None
-            and (record.rank in wanted or (not record.is_alive and not record.has_left))
+            and not _is_waiting(record)
+            and (record.rank in wanted or not (record.is_alive or record.has_left))
         )
     ]
     if odd:
@@ -88,8 +87,7 @@ def verdict(records: Sequence[RankRecord], now: float) -> str:
         those = [r for r in waiting if names & set(waits_for[r.rank])] or waiting
         sentences = [*_waits(those), *_odd(odd, those, now)]
     elif waiting:
-        circle = _circle(waits_for)
-        sentences = _circle_text(circle, by_rank) if circle else _all_called(waiting, records)
+        sentences = _circle_text(waits_for, records) or _all_called(waiting, records)
     else:
         sentences = ["No rank is known to wait for another."]
     return _text(sentences)
@@ -119,7 +117,12 @@ def _text(sentences: Sequence[str]) -> str:
 
 
 def _is_waiting(record: RankRecord) -> bool:
-    return record.waits is not None and not _is_stopped(record)
+    return record.waits is not None and not (_is_stopped(record) or record.has_left)
+
+
+def _waits_for_each(records: Sequence[RankRecord]) -> dict[int, list[int]]:
+    """The ranks that each waiting rank waits for."""
+    return {r.rank: _waits_for(r, records) for r in records if _is_waiting(r)}
 
 
 def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
@@ -185,28 +188,24 @@ def _advice(odd: Sequence[RankRecord], waits: Sequence[Call], waiting: Sequence[
     return ""
 
 
-def _circle(waits_for: dict[int, list[int]]) -> list[int]:
-    """Ranks that each wait for the next one, and the last for the first; empty if there are none.
-
-    It is found among all ranks that each rank waits for.
-    """
+def _circle_text(waits_for: dict[int, list[int]], records: Sequence[RankRecord]) -> list[str]:
+    """Sentences on ranks of which each waits for the next, and the last for the first, if any."""
     try:
         TopologicalSorter(waits_for).prepare()
     except CycleError as error:
         *circle, _ = reversed(error.args[1])
-        first = circle.index(min(circle))
-        return [*circle[first:], *circle[:first]]
-    return []
-
-
-def _circle_text(circle: Sequence[int], by_rank: dict[int, RankRecord]) -> list[str]:
+    else:
+        return []
+    first = circle.index(min(circle))
+    circle = [*circle[first:], *circle[:first]]
+    waits = {record.rank: record for record in records}
     edges = [
-        f"rank {rank} waits {_wait_text(by_rank[rank])}"
-        + f", for rank {following}" * isinstance(by_rank[rank].waits, Call)
+        f"rank {rank} waits {_wait_text(waits[rank])}"
+        + f", for rank {following}" * isinstance(waits[rank].waits, Call)
         for rank, following in zip(circle, [*circle[1:], circle[0]], strict=True)
     ]
     shown = edges if len(edges) <= _SENTENCES + 1 else [*edges[:_SENTENCES], "and so on"]
-    kinds = {type(by_rank[rank].waits) for rank in circle}
+    kinds = {type(waits[rank].waits) for rank in circle}
     if kinds == {Call}:
         advice = (
             "These ranks call the collectives of different groups in different orders: call them "
@@ -271,22 +270,19 @@ def describe_departure(
         f"{waiting} waits {awaited.where}. "
     )
     # The rank that waits may not have written it down yet.
-    waits: Call | MessageWait | None
-    if isinstance(awaited, Call):
-        calls = (call for record in records if record.rank == waiting for call in record.calls)
-        waits = next((call for call in calls if call.number == awaited.number), None)
-    else:
-        waits = awaited
-    by_rank = {r.rank: replace(r, waits=waits) if r.rank == waiting else r for r in records}
-    seen = list(by_rank.values())
-    stuck = [r for r in seen if r.waits is not None and not r.has_left]
-    circle = _circle({r.rank: _waits_for(r, seen) for r in stuck})
+    seen = [replace(r, waits=awaited) if r.rank == waiting else r for r in records]
+    circle = _circle_text(_waits_for_each(seen), seen)
     if circle:
-        return text + _text(_circle_text(circle, by_rank)).removesuffix(".")
-    if not isinstance(awaited, Call):
-        return f"{text}Look for a loop or a branch that ends earlier on rank {rank}"
-    parted = parting(records, awaited.group, upto=awaited.sequence)
-    return text + matching.advice_on_leaving(awaited, rank) + (f"; {parted}" if parted else "")
+        return text + _text(circle).removesuffix(".")
+    if not isinstance(awaited, Call) or not awaited.method:
+        text += f"Look for a loop or a branch that ends earlier on rank {rank}"
+    else:
+        text += (
+            f"{awaited.method} is collective: look for a loop or a branch in which rank {rank} "
+            "calls it less often"
+        )
+    parted = parting(records, awaited.group)
+    return text + (f"; {parted}" if parted else "")
 
 
 # ------------------------------------------------------------------------------------- the table

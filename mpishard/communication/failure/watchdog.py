@@ -36,17 +36,14 @@ from mpishard import settings
 from mpishard.communication.contract.backoff import READ_EVERY, RunningClock
 from mpishard.communication.failure.abort import (
     COLLECTIVE_LIMIT,
+    STDERR,
     Ending,
     TimeLimit,
     launched_ending,
     say,
 )
 
-_OURS = (signal.SIGTERM, signal.SIGQUIT)
-_STDERR = 2
-
 _STUCK_SECONDS = 2.0
-_COMPUTING = "while it computed, or was in a call that is not mpishard's"
 
 
 def is_free(number: signal.Signals) -> bool:
@@ -135,12 +132,12 @@ class SignalPipe:
         self._is_watched = True
         if self._installed or threading.current_thread() is not threading.main_thread():
             return
-        for number in _OURS:
+        for number in (signal.SIGTERM, signal.SIGQUIT):
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._handle)
                 self._installed.append(number)
         if signal.SIGQUIT in self._installed:
-            faulthandler.register(signal.SIGQUIT, file=_STDERR, all_threads=True, chain=True)
+            faulthandler.register(signal.SIGQUIT, file=STDERR, all_threads=True, chain=True)
         self._is_wakeup = _exchange_wakeup(self._write, -1)
 
     def restore(self) -> None:
@@ -345,7 +342,9 @@ class Watchdog:
 
     def _doing(self) -> str:
         """The present work of this rank, for a sentence that begins "while it"."""
-        return f"while it waited {self.waits[-1].where()}" if self.waits else _COMPUTING
+        if self.waits:
+            return f"while it waited {self.waits[-1].where()}"
+        return "while it computed, or was in a call that is not mpishard's"
 
     def _describe(self, now: float) -> None:
         """Print what this rank does, as one piece."""

@@ -174,9 +174,8 @@ class MPICommunicationBackend(CommunicationBackend):
         job.join(group, self)
         _worlds.add(self)
         if self._is_root:
-            if job.statuses is not None:
-                self._session.status = job.statuses.page
-                self.status.note_shared_memory(library_files())
+            self._session.status = job.statuses.page
+            self.status.note_shared_memory(library_files())
             hooks.install(self)
 
     def _enter(self, *, is_new: bool) -> None:
@@ -216,7 +215,7 @@ class MPICommunicationBackend(CommunicationBackend):
             return
         job, _ = self._joined()
         if job.world_size > 1:
-            job.ending.fail(error, place_after(self.status.last, "in or after"))
+            job.ending.fail(error, place_after(self.status.read().last, "in or after"))
 
     def _disown(self) -> None:
         """Stop being this process's: it was forked by the rank."""

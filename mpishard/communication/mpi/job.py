@@ -54,9 +54,7 @@ class Job:
         self.mpi = mpi
         self.session = Session(self.rank)
         """This rank's worlds, and the error of a broken one."""
-        self.statuses: StatusReader | None = None
-        if self.world_size > 1:
-            self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
+        self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
         self.ending = Ending(self.rank, self.world_size, self.statuses, self._finish_traces)
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.ulfm: Ulfm | None = None
@@ -64,8 +62,8 @@ class Job:
 
     def guard(self) -> None:
         """Be watched over, until `leave`. Idempotent."""
-        if self.statuses is not None:
-            self.statuses.page.end(RankState.STARTED)
+        self.statuses.page.end(RankState.STARTED)
+        if self.world_size > 1:
             watchdog.guard(self.ending)
 
     def meet(self) -> None:
@@ -87,15 +85,14 @@ class Job:
         self.nodes = number_nodes([row[:2] for row in rows])
         """The number of the node that each rank runs on."""
         has_affinity = hasattr(os, "sched_getaffinity")
-        usable = sorted(os.sched_getaffinity(0)) if has_affinity else range(os.cpu_count() or 1)
-        cores = [tuple(cores) for cores in node.allgather(list(usable))]
-        self.cores_per_rank = _cores_per_rank(cores[node.Get_rank()], cores)
-        """This rank's part of the cores that it may run on."""
+        usable = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
+        cores = node.allgather(set(usable))
+        self.cores_per_rank = sum(1 / sum(core in of for of in cores) for core in usable)
+        """This rank's part of the cores that it may run on: one that n ranks may use is 1/n."""
         self.crowded = self.cores_per_rank < 1
         self.shares_core_until = 0.0
         """Until when, by `time.monotonic`, waits take it that other programs use this core."""
-        if self.statuses is not None:
-            self.statuses.share(comm.allgather, ranks)
+        self.statuses.share(comm.allgather, ranks)
         node.Free()
         if survives and self.world_size > 1:
             self.ulfm = ulfm = Ulfm(mpi, comm)
@@ -156,8 +153,7 @@ class Job:
         collectives of the others that this rank takes part in go on. If ranks outlive each other
         and one is gone, those that go on do so without this one.
         """
-        if self.statuses is not None:
-            self.statuses.page.end(RankState.LEAVING)
+        self.statuses.page.end(RankState.LEAVING)
         try:
             if self.ulfm is not None and self.ulfm.error is not None:
                 raise self.ulfm.error
@@ -168,10 +164,7 @@ class Job:
                 raise
             self.call_off()
             self.ulfm.shrink(None, lambda: None)
-            self.retire()
-            return
-        self._groups.clear()
-        watchdog.release(self.ending)
+        self.retire()
 
     def _leave_in_good_order(self) -> None:
         groups = list(self._groups)
@@ -195,9 +188,8 @@ class Job:
         for _, calls, last in self._pending_calls():
             for call in [call for call, _ in calls if call.sequence > last][:1]:
                 say(
-                    f"mpishard: {self.ending.name} has left collective {call.sequence}, {call}, "
-                    f"called at {call.place}: other ranks left without it, and nobody waited for "
-                    "its result"
+                    f"mpishard: {self.ending.name} has left {call.name} called at {call.place}: "
+                    "other ranks left without it, and nobody waited for its result"
                 )
         deadline = time.monotonic() + _FINISH_SECONDS
         # A message of a collective that all ranks have begun, and that comes when its communicator
@@ -233,12 +225,9 @@ class Job:
 
     def look(self, where: str) -> None:
         """Raise `PeerError` if ranks outlive each other and one is gone."""
-        if self.ulfm is not None:
-            try:
-                self.ulfm.look(where)
-            except PeerError as error:
-                self.session.broken = error
-                raise
+        if self.ulfm is not None and (loss := self.ulfm.find_loss(where)):
+            self.session.broken = loss
+            raise loss
 
     def explain(self, error: Exception, where: str) -> Exception:
         """The error of a rank to which MPI has raised ``error`` while it waits ``where``."""
@@ -268,17 +257,14 @@ class Job:
             group.abandon()
 
     def retire(self) -> None:
-        """Be done with worlds that were called off. Their backends refuse what they are asked."""
+        """Be done with worlds that this rank has left, or that were called off."""
         self._groups.clear()
-        if self.statuses is not None:
-            self.statuses.page.end(RankState.LEFT)
+        self.statuses.page.end(RankState.LEFT)
         watchdog.release(self.ending)
 
     def _late_ranks(self) -> str:
         """The ranks that have not left, behind "has waited .. s"."""
-        if self.statuses is None:
-            return "for the others to leave"
-        return unfinished(self.statuses.records(), time.time())
+        return unfinished(self.ending.records(), time.time())
 
     def wait(self, where: Callable[[], str]) -> Wait:
         """A context in which this rank waits ``where`` for others, and not for ever."""
@@ -315,28 +301,22 @@ def _require_alike(rows: Sequence[Mapping[str, str]]) -> None:
 def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
     """The number in ``COMM_WORLD`` of each rank of ``comm``. Communicates nothing."""
     ours, all_of_launcher = comm.Get_group(), mpi.COMM_WORLD.Get_group()
-    ranks: list[int] = mpi.Group.Translate_ranks(
-        ours, list(range(ours.Get_size())), all_of_launcher
-    )
+    ranks: list[int] = mpi.Group.Translate_ranks(ours, None, all_of_launcher)
     ours.Free()
     all_of_launcher.Free()
     return ranks
 
 
-def _cores_per_rank(mine: tuple[int, ...], all_ranks: list[tuple[int, ...]]) -> float:
-    """Each core counts by the share of it that this rank has."""
-    return sum(1 / sum(core in cores for cores in all_ranks) for core in mine)
-
-
 # --------------------------------------------------------------- shared memory of the MPI library
 
 # What MPICH, Open MPI, Intel MPI, MVAPICH and the libraries below them call their files. Anything
-# else there may be the user's own data.
-_NAMES = re.compile(
-    r"(mpich|mpi_shm|sm_segment|vader_segment|osc_|ompi|open_?mpi|prte|pmix|ucx_shm|ucp|psm|"
-    r"Intel_MPI|impi|mvapich|cray|xpmem)"
+# else there may be the user's own data. The line of a file that has no name any more ends with
+# "(deleted)".
+_FILES = re.compile(
+    r" (/dev/shm/(?:mpich|mpi_shm|sm_segment|vader_segment|osc_|ompi|open_?mpi|prte|pmix|ucx_shm|"
+    r"ucp|psm|Intel_MPI|impi|mvapich|cray|xpmem)\S*)$",
+    re.MULTILINE,
 )
-_FOLDER = "/dev/shm/"  # noqa: S108 - memory, and not a place for temporary files
 
 
 def library_files() -> list[str]:
@@ -345,15 +325,11 @@ def library_files() -> list[str]:
     Only files of this user, with a name as MPI libraries give; none on a system without
     ``/proc/self/maps``.
     """
-    try:
-        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-    mapped = {line.split(None, 5)[5] for line in lines if _FOLDER in line}
-    named = [path for path in mapped if path.startswith(_FOLDER) and _NAMES.match(Path(path).name)]
     found = []
-    for path in sorted(named):
-        with suppress(OSError):  # its name is gone already
-            if Path(path).stat().st_uid == os.getuid():
-                found.append(path)
+    with suppress(OSError):
+        text = Path("/proc/self/maps").read_text(errors="replace")
+        for path in sorted(set(_FILES.findall(text))):
+            with suppress(OSError):  # its name is gone already
+                if Path(path).stat().st_uid == os.getuid():
+                    found.append(path)
     return found

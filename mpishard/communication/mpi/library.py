@@ -9,6 +9,7 @@ import _thread
 import atexit
 import ctypes
 import os
+import resource
 import sys
 import threading
 from collections.abc import Callable
@@ -22,11 +23,8 @@ from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
 _POLL_SECONDS = 0.1
-_STARTS = "in init() for MPI to start, which needs all processes of the job"
 START_SECONDS = 10.0
 """Time that MPI may take to start on a busy machine, before the wait for other ranks counts."""
-
-_HOW_TO_LAUNCH = "mpishard run -n 4 script.py (or: mpiexec -n 4 python script.py)"
 
 # Measured with MPICH 5.0.2 (UCX) and 1 to 16 ranks, which die in MPI_Init with less.
 _SHARED = "/dev/shm"  # noqa: S108 - memory, and not a place for temporary files
@@ -109,7 +107,8 @@ def _start_under_watch() -> ModuleType:
     if page is not None:
         page.end(RankState.STARTED)
     watchdog.start()
-    with watchdog.wait(lambda: _STARTS, slack=START_SECONDS):
+    where = "in init() for MPI to start, which needs all processes of the job"
+    with watchdog.wait(lambda: where, slack=START_SECONDS):
         _initialize(MPI, rc)
     if page is not None:
         page.end(RankState.LEFT)
@@ -221,12 +220,7 @@ def check_machine(library: str) -> None:
 
 
 def _short_descriptors(ranks: int) -> str:
-    try:
-        import resource
-
-        used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
-    except (ImportError, OSError):  # not Linux
-        return ""
+    used = len(os.listdir("/dev/fd"))  # noqa: PTH208 - names alone
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = used + _DESCRIPTORS + ranks
     if limit == resource.RLIM_INFINITY or limit >= needed:
@@ -281,8 +275,9 @@ def not_launched_error() -> MPIUnavailableError:
     """The error for MPI asked for in a process that no launcher started."""
     return MPIUnavailableError(
         "MPI was asked for, and no MPI launcher started this process, so that its world would "
-        f"be one rank. Start it with: {_HOW_TO_LAUNCH}. For threads as ranks use "
-        'mpishard.run_in_threads, for one rank init("memory")'
+        "be one rank. Start it with: mpishard run -n 4 script.py (or: mpiexec -n 4 python "
+        "script.py). For threads as ranks use mpishard.run_in_threads, for one rank "
+        'init("memory")'
     )
 
 

@@ -89,8 +89,8 @@ class Ulfm:
 
     # ------------------------------------------------------------------------------ who is gone
 
-    def look(self, where: str) -> None:
-        """Raise `PeerError` if a rank is gone, or another goes on without this world.
+    def find_loss(self, where: str) -> PeerError | None:
+        """The error of a rank that is gone, or goes on without this world; None if none is.
 
         Parameters
         ----------
@@ -104,7 +104,7 @@ class Ulfm:
                 time.sleep(1e-3)  # the first rank to learn of it has revoked
                 self._learn()
             if not self.lost and not self._comm.Is_revoked():
-                return
+                return None
             what = "another rank goes on without this world: it called shrink()"
             if self.lost:
                 verb = "is" if len(self.lost) == 1 else "are"
@@ -114,10 +114,10 @@ class Ulfm:
                 "a world of their own, where each calls shrink() on this backend",
                 self.lost[0] if self.lost else -1,
             )
-        raise self.error
+        return self.error
 
     def explain(self, raised: Any, where: str) -> Exception:
-        """The error of `look` if MPI has ``raised`` because a rank is gone; else ``raised``.
+        """The error of `find_loss` if MPI has ``raised`` because a rank is gone; else ``raised``.
 
         MPI's own words name no rank. For several messages it does not say why one of them failed.
         """
@@ -126,10 +126,8 @@ class Ulfm:
             return given
         deadline = time.monotonic() + _LEARN_SECONDS
         while time.monotonic() < deadline:
-            try:
-                self.look(where)
-            except PeerError as error:
-                return error
+            if loss := self.find_loss(where):
+                return loss
             time.sleep(1e-3)
         if raised.Get_error_class() == self._mpi.ERR_IN_STATUS:
             return given

@@ -153,7 +153,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         self.status.end(RankState.REPORTED)
         with world.lock:
             world.lost.add(self._rank)
-        after = place_after(self.status.last)
+        after = place_after(self.status.read().last)
         world.fail(self._me, f"rank {self._me}", f"{after}, ", error)
 
     def _break(self, where: str, error: BaseException) -> None:

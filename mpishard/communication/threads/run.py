@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import threadpoolctl
 
 from mpishard import settings
+from mpishard.arguments import as_count
 from mpishard.communication.failure import report
 from mpishard.communication.threads.backend import InMemoryCommunicationBackend
 from mpishard.communication.threads.world import NO_RANK
@@ -70,6 +71,8 @@ def run_in_threads(
 
     Raises
     ------
+    TypeError
+        For a world size that is no integer.
     ValueError
         For a world below 1, or another ``on_failure``.
     Exception
@@ -87,8 +90,7 @@ def run_in_threads(
     >>> run_in_threads(3, lambda backend: backend.rank ** 2)
     [0, 1, 4]
     """
-    if world_size < 1:
-        raise ValueError(f"world_size must be 1 or more, got {world_size}")
+    as_count("world_size", world_size)
     report.check_on_failure(on_failure)
     sys.modules[__name__.partition(".")[0]].load_rooms()
     ranks = _ThreadRanks(world_size, timeout, survives=on_failure == "shrink")
@@ -155,11 +157,11 @@ class _ThreadRanks:
 
     def fail_in_thread(self, name: str, error: BaseException) -> None:
         """Count ``error``, not caught in a thread that is no rank, as a failure of the ranks."""
-        self.failures.append((f"in thread {name!r}, which is no rank", error))
+        who = f"thread {name!r}, which is no rank"
+        self.failures.append((f"in {who}", error))
         for backend in self.backends:
             with suppress(NotInitializedError):
-                who = f"thread {name!r}, which is no rank,"
-                backend._joined().fail(NO_RANK, who, "", error)
+                backend._joined().fail(NO_RANK, f"{who},", "", error)
                 return
 
     def _running(self) -> list[threading.Thread]:
@@ -185,7 +187,7 @@ class _ThreadRanks:
             if self.survives and not isinstance(error, PeerError):
                 name = f"rank {newest.rank} of {newest.world_size}"
                 then = "the others may go on"
-                text = report.failure_report(error, name, newest.rank, "alone", then)
+                text = report.failure_report(error, name, "alone", then)
                 _logger.warning("%s", text.removeprefix("mpishard: "))
             _abort(error, [newest])
         else:
@@ -217,12 +219,11 @@ def _other_threads_heard_by(ranks: _ThreadRanks) -> Iterator[None]:
     before, is_over = threading.excepthook, False
 
     def uncaught(args: threading.ExceptHookArgs) -> None:
-        is_heard = not is_over and args.exc_type is not SystemExit
-        if args.exc_value is not None and is_heard:
-            name = "unknown" if args.thread is None else args.thread.name
-            ranks.fail_in_thread(name, args.exc_value)
+        error = None if is_over or args.exc_type is SystemExit else args.exc_value
+        if error is not None:
+            ranks.fail_in_thread("unknown" if args.thread is None else args.thread.name, error)
         # Python's own hook would show an exception that run_in_threads raises: once is enough.
-        if not is_heard or before is not threading.__excepthook__:
+        if error is None or before is not threading.__excepthook__:
             before(args)
 
     threading.excepthook = uncaught

@@ -162,14 +162,11 @@ class Recorder:
         The file of the rank.
     maximum_events : int
         Number of events to keep; further ones are counted only.
-    now : callable
-        The clock, in nanoseconds. Processes of one machine share it.
     """
 
-    def __init__(
-        self, file: TraceFile, maximum_events: int, now: Callable[[], int] = time.perf_counter_ns
-    ) -> None:
-        self.now = now
+    def __init__(self, file: TraceFile, maximum_events: int) -> None:
+        self.now = time.perf_counter_ns
+        """The clock, in nanoseconds. Processes of one machine share it."""
         self.file = file
         self.is_open = True
         """Whether events are still accepted."""
@@ -180,7 +177,7 @@ class Recorder:
         self._maximum = maximum_events
         self._kept = self._dropped = 0
         self._buffer: list[tuple[int, str, str, int, int, Mapping[str, Any] | None]] = []
-        self._flushed = now()
+        self._flushed = self.now()
         self._lock = threading.Lock()  # for the file: `finish` may come from another thread
 
     def add(
@@ -253,23 +250,41 @@ class Recorder:
 
 
 class InFlight:
-    """A collective or a message, from its issue to its completion on this rank."""
+    """A collective or a message, from its issue to its completion on this rank.
+
+    Parameters
+    ----------
+    recorder : Recorder
+        The recorder of this rank.
+    name : str
+        The collective, ``send`` or ``receive``.
+    arguments : dict
+        What is shown with it. The values of a message name its way, alike on both sides.
+    sent : Array, optional
+        The message, if it is sent.
+    """
 
     __slots__ = ("_arguments", "_name", "_recorder", "_tid", "start")
 
-    def __init__(self, recorder: Recorder, name: str, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, recorder: Recorder, name: str, arguments: dict[str, Any], sent: Array | None = None
+    ) -> None:
         self._recorder = recorder
         self._name = name
         self._arguments = arguments
         self._tid = next(row for row in count(Row.COMMUNICATION) if row not in recorder.lanes)
         recorder.lanes.add(self._tid)
         self.start = recorder.now()
+        if sent is not None:
+            self._number(sent)
 
     def done(self, error: BaseException | None = None, result: Any = None) -> None:
         """Record that it is complete or has failed."""
         recorder = self._recorder
         if error is not None:
             self._arguments["error"] = type(error).__name__
+        elif self._name == "receive":  # one that failed has taken no message
+            self._number(result)
         recorder.add(self._tid, self._name, self.start, recorder.now(), self._arguments)
         recorder.lanes.remove(self._tid)
 
@@ -281,44 +296,24 @@ class InFlight:
         """Record that the rank's thread waited for it from ``since`` until now."""
         self._recorder.add(Row.WAIT, self._name, since, self.now(), self._arguments)
 
+    def _number(self, message: Array) -> None:
+        """Note which message of its way it is: receives take messages in the order of sends."""
+        messages, key = self._recorder.messages, (self._name, *self._arguments.values())
+        self._arguments |= {"bytes": message.nbytes, "number": messages[key]}
+        messages[key] += 1
 
-class CollectiveInFlight(InFlight):
-    """A collective. It has the same group and sequence number on every rank.
+
+def collective_in_flight(recorder: Recorder, call: Any, group: str, axis: str) -> InFlight:
+    """A collective that is issued. It has the same group and sequence number on every rank.
 
     Its ``call`` is a `Call` of the contract, a chapter that comes after this one.
     """
-
-    __slots__ = ()
-
-    def __init__(self, recorder: Recorder, call: Any, group: str, axis: str) -> None:
-        arguments = {"bytes": call.nbytes, "group": group, "sequence": call.sequence}
-        if axis:
-            arguments["axis"] = axis
-        if call.filename:
-            arguments["site"] = f"{call.filename.rpartition('/')[2]}:{call.line}"
-        super().__init__(recorder, call.kind.label, arguments)
-
-
-class MessageInFlight(InFlight):
-    """A message: sent if an array is given, received otherwise. Both sides number them alike."""
-
-    __slots__ = ()
-
-    def __init__(self, recorder: Recorder, way: dict[str, Any], sent: Array | None) -> None:
-        super().__init__(recorder, "receive" if sent is None else "send", way)
-        if sent is not None:
-            self._count(sent)
-
-    def _count(self, array: Array) -> None:
-        messages, key = self._recorder.messages, (self._name, *self._arguments.values())
-        self._arguments |= {"bytes": array.nbytes, "number": messages[key]}
-        messages[key] += 1
-
-    def done(self, error: BaseException | None = None, result: Any = None) -> None:
-        # A receive that failed has taken no message; receives that succeed take them in order.
-        if self._name == "receive" and error is None:
-            self._count(result)
-        super().done(error)
+    arguments = {"bytes": call.nbytes, "group": group, "sequence": call.sequence}
+    if axis:
+        arguments["axis"] = axis
+    if call.filename:
+        arguments["site"] = f"{call.filename.rpartition('/')[2]}:{call.line}"
+    return InFlight(recorder, call.kind.label, arguments)
 
 
 current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", default=None)
