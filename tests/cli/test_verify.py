@@ -505,9 +505,9 @@ def test_the_worst_parameter_comes_first_with_its_rank_and_step() -> None:
     parameters[1, 2, 1] = 0.5
     parameters[0, 1, 2] = parameters[0, 2, 2] = 0.25
     c = Comparison(
-        np.array(["a", "b", "c"]), np.array(["(1,)"] * 3), np.array("float64"), np.zeros((2, 3)),
-        parameters, np.zeros((2, 3)), np.zeros((2, 3, 3)), np.zeros((2, 3), bool),
-        np.full(2, np.nan),
+        ["a", "b", "c"], ["(1,)"] * 3, "float64", np.zeros((2, 3)), parameters,
+        np.zeros((2, 3)), np.zeros((2, 3, 3)), np.zeros((2, 3), bool), np.full(2, np.nan),
+        np.zeros((2, 3), int), (1e-10, 1e-10), "alone",
     )  # fmt: skip
     table = c.table()
     rows = list(zip(*(column._cells for column in table.columns), strict=True))

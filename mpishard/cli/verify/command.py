@@ -131,15 +131,16 @@ def verify(
     )  # fmt: skip
     with refusing("verify"):
         mesh = MeshChoice.of(strategy, ranks, dict(zip(MESH_FLAGS, given, strict=True)))
-    is_mpi = _can_start_mpi(backend)
+    kind = _kind_of_ranks(backend)
     learning_rate = learning_rate or (1.0 if optimizer == "lbfgs" else 1e-3)
     # The reference and the ranks are processes of their own: settings and results are files.
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(
             Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
-            learning_rate, dtype, mesh, precision, delay, wrapper,
+            learning_rate, dtype, mesh, precision, delay, wrapper, kind,
+            tolerance,
         )  # fmt: skip
-        is_equal = _are_equal(job, is_mpi, tolerance)
+        is_equal = _are_equal(job)
     raise typer.Exit(0 if is_equal else 1)
 
 
@@ -178,17 +179,15 @@ def _check_wrapper(
         refuse("verify", f"--optimizer lbfgs compares losses of one function: {text}")
 
 
-def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
+def _are_equal(job: VerifyJob) -> bool:
     """Train alone and on the ranks, print each comparison, and tell whether all agree."""
     job.write()
-    folder, ranks = str(job.folder), job.world_size
+    folder, ranks, is_mpi = str(job.folder), job.world_size, job.backend == "mpi"
     if _run("-m", "mpishard.cli.verify.reference", folder) != 0:
         raise typer.Exit(2)
     job = VerifyJob.read(job.folder)  # which the reference has settled
     launch = ("-m", "mpishard", "run", "-n", str(ranks)) if is_mpi else ()
-    code = _run(
-        *launch, "-m", "mpishard.cli.verify.comparison", folder, "mpi" if is_mpi else "memory"
-    )
+    code = _run(*launch, "-m", "mpishard.cli.verify.comparison", folder)
     whom, how = counted(ranks, "MPI rank" if is_mpi else "thread-rank"), job.optimizer
     if job.wrapper or job.delay:
         how += f" with {job.wrapper or 'async'}"
@@ -196,7 +195,7 @@ def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
         whom += f", {counted(job.replica_count, 'replica')},"
     are_equal = True
     for name in job.mesh.schedules:
-        found = Comparison.read(job.folder, name, tolerance)
+        found = Comparison.read(job.folder, name)
         where = f"{job.strategy}{job.mesh.describe(name)} on {whom}"
         if found is None:
             # Ranks that left no result have failed, also those whose script ended with code 0.
@@ -215,17 +214,18 @@ def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
     return are_equal and code == 0
 
 
-def _can_start_mpi(backend: Backend) -> bool:
+def _kind_of_ranks(backend: Backend) -> Literal["mpi", "memory"]:
+    """Return what ``auto`` is here; refuse ``mpi`` if it cannot be started."""
     if backend == "memory":
-        return False
+        return backend
     try:
         find_launcher(loaded_library())
     except MPIUnavailableError as error:
         if backend == "mpi":
             refuse("verify", f"--backend mpi: {error}")
         say("verify", f"uses threads, because MPI cannot be started here: {error}")
-        return False
-    return True
+        return "memory"
+    return "mpi"
 
 
 def _run(*arguments: str) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -158,6 +158,10 @@ class VerifyJob:
         Steps by which each gradient is applied later: see `AsyncSGDOptimizer`.
     wrapper : str, optional
         Optimizer in the strategy's place, one of `WRAPPERS`, with the settings that make it equal.
+    backend : {"mpi", "memory"}
+        Whether the ranks are processes or threads.
+    tolerance : float, optional
+        Largest relative error that is allowed; None: as much as roundings explain.
     """
 
     folder: Path
@@ -174,6 +178,8 @@ class VerifyJob:
     precision: str | None = None
     delay: int = 0
     wrapper: str | None = None
+    backend: Literal["mpi", "memory"] = "memory"
+    tolerance: float | None = None
 
     @property
     def dtype_alone(self) -> str | None:
