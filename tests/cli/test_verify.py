@@ -170,7 +170,7 @@ def verdict_of(backend: Any, make: Any, **options: Any) -> Comparison:
 def test_late_gradients_are_equal_and_those_of_another_step_are_found(
     backend: Any, rule: str
 ) -> None:
-    given = {"strategy": "ddp", "optimizer": rule, "delay": 2}
+    given = {"strategy": "ddp", "optimizer": rule, "wrapper": "async", "delay": 2}
     right = verdict_of(backend, RIGHT["mlp"], **given)
     assert right.is_equal, right.lines()
     assert right.parameters.max() < 1e-12
@@ -208,7 +208,7 @@ def test_other_optimizers_are_equal(
         ("hybrid", 4, 4, {"wrapper": "local-sgd", "optimizer": "descent"}),
         ("fsdp", None, 2, {"wrapper": "compression", "optimizer": "adamw"}),
         ("hybrid", 2, 2, {"wrapper": "compression", "optimizer": "adamw"}),
-        ("zero2", None, 2, {"delay": 1, "optimizer": "adamw"}),
+        ("zero2", None, 2, {"wrapper": "async", "delay": 1, "optimizer": "adamw"}),
         ("hybrid", 4, 4, {"wrapper": "async", "optimizer": "adamw"}),
     ],
 )
@@ -324,7 +324,7 @@ def test_a_fault_of_one_schedule_is_found(monkeypatch: Any) -> None:
 
 
 def test_what_a_mesh_is_called() -> None:
-    flags = {"--pipeline-parallel-size": 2, "--schedule": "ZB-H1",
+    flags = {"--pipeline-parallel-size": 2, "--schedule": "zb-h1",
              "--tensor-parallel-size": 2, "--sequence-parallel": True,
              "--data-parallel-strategy": "ddp"}  # fmt: skip
     mesh = MeshChoice.of("hybrid", 8, flags | {"--recompute": "full"})
@@ -505,9 +505,9 @@ def test_the_worst_parameter_comes_first_with_its_rank_and_step() -> None:
     parameters[1, 2, 1] = 0.5
     parameters[0, 1, 2] = parameters[0, 2, 2] = 0.25
     c = Comparison(
-        np.array(["a", "b", "c"]), np.array(["(1,)"] * 3), np.array("float64"), np.zeros((2, 3)),
-        parameters, np.zeros((2, 3)), np.zeros((2, 3, 3)), np.zeros((2, 3), bool),
-        np.full(2, np.nan),
+        ["a", "b", "c"], ["(1,)"] * 3, "float64", np.zeros((2, 3)), parameters,
+        np.zeros((2, 3)), np.zeros((2, 3, 3)), np.zeros((2, 3), bool), np.full(2, np.nan),
+        np.zeros((2, 3), int), (1e-10, 1e-10), "alone",
     )  # fmt: skip
     table = c.table()
     rows = list(zip(*(column._cells for column in table.columns), strict=True))
@@ -757,7 +757,8 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
          "--recompute is for --strategy tensor and pipeline and hybrid; got fsdp"),
         (["--recompute", "half"], "'half' is not one of 'full', 'selective'"),
         (["--micro-batches", "0"], "Invalid value for '--micro-batches'"),
-        (["--strategy", "tensor", "--delay", "1"], "fsdp, hybrid, and it is tensor"),
+        (["--strategy", "tensor", "--delay", "1"], "fsdp, hybrid; got tensor"),
+        (["--strategy", "Tensor", "--delay", "1"], "fsdp, hybrid; got tensor"),
         (["--strategy", "ddp", "--delay", "5"], "--delay 5 leaves no update of --steps 5"),
         (["--strategy", "tensor", "--wrapper", "local-sgd"],
          "is for --strategy ddp, zero1, zero2, zero3, fsdp, hybrid; got tensor"),
@@ -787,6 +788,7 @@ def test_refuses_to_be_a_rank(monkeypatch: Any) -> None:
     [
         (["train.py", "--strategy", "zero1"], "--strategy is for a factory; a script makes its"),
         (["train.py", "--batch-size", "4"], "--batch-size is for a factory"),
+        (["train.py", "--tolerance", "-1"], "--tolerance must be above 0, got -1.0"),
         (["file.py:factory", "8"], "8: a factory takes no arguments; a script does"),
         (["nowhere.py"], "nowhere.py"),
     ],

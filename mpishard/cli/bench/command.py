@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.main import get_command
 
 from mpishard import settings
 from mpishard.cli.bench.checkpoint import CheckpointBenchmark
@@ -17,7 +18,7 @@ from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark
 from mpishard.cli.bench.step import CONTEXT, STRATEGIES, ChecksBenchmark, StepBenchmark
 from mpishard.cli.machine import write_json
 from mpishard.cli.tables import show
-from mpishard.cli.wording import check_choice, check_png, parse_bytes, refuse, refusing
+from mpishard.cli.wording import check_png, choice, parse_bytes, refuse, refusing
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.errors import MPIUnavailableError
@@ -25,6 +26,12 @@ from mpishard.observe import plot_panels
 from mpishard.pipeline import SCHEDULE_NAMES
 
 bench = typer.Typer(rich_markup_mode=None)
+
+_RANK = "rank"
+"""Context of a process that another one started for -n, with the same words."""
+
+_REPEATED = "One of {}; may be repeated. Default: all."
+_WAYS = [TENSOR, *SCHEDULE_NAMES]
 
 
 def _count(help_text: str, minimum: int = 1) -> Any:
@@ -54,10 +61,7 @@ _SIZES = {"mlp": (1024, 8, 64), "gpt": (256, 4, 8)}
 @bench.command()
 def collectives(
     context: typer.Context,
-    collective: Annotated[
-        list[str] | None,
-        typer.Option(help=f"One of {', '.join(KINDS)}; may be repeated. Default: all."),
-    ] = None,
+    collective: Annotated[list[str] | None, choice("bench", KINDS, _REPEATED)] = None,
     sizes: Annotated[
         str, typer.Option(help="Bytes of the whole array.")
     ] = "8B,1KiB,64KiB,1MiB,16MiB,64MiB",
@@ -75,11 +79,9 @@ def collectives(
 
     gloo is measured if PyTorch is installed.
     """
-    chosen = collective or list(KINDS)
-    check_choice("bench", "--collective", chosen, KINDS)
     with refusing("bench", "--sizes: "):
         lengths = [parse_bytes(text) for text in sizes.split(",")]
-    benchmark = CollectiveBenchmark(chosen, lengths, dtype, repeats, busy)
+    benchmark = CollectiveBenchmark(collective or KINDS, lengths, dtype, repeats, busy)
     _measure(context, benchmark, ranks, world_size, json, plot)
 
 
@@ -102,10 +104,7 @@ def checks(
 def step(
     context: typer.Context,
     model: Annotated[Literal["mlp", "gpt"], typer.Option(help="Model that is trained.")] = "mlp",
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(help=f"One of {', '.join(STRATEGIES)}; may be repeated. Default: all."),
-    ] = None,
+    strategy: Annotated[list[str] | None, choice("bench", STRATEGIES, _REPEATED)] = None,
     width: Annotated[int, _count("Default 1024 for mlp, 256 for gpt.", 0)] = 0,
     layers: Annotated[int, _count("Default 8 for mlp, 4 for gpt.", 0)] = 0,
     batch: Annotated[int, _count("Samples of each rank; default 64 for mlp, 8 for gpt.", 0)] = 0,
@@ -128,7 +127,6 @@ def step(
 ) -> None:
     """Time training steps; the strategy alone is the same step without communication."""
     chosen = strategy or [s for s in STRATEGIES if s != "zero3"]  # which is fsdp
-    check_choice("bench", "--strategy", chosen, STRATEGIES)
     usual = _SIZES[model]
     sizes = (width or usual[0], layers or usual[1], batch or usual[2])
     mixed = None if precision == "float32" else precision
@@ -145,10 +143,7 @@ def speedup(
     context: typer.Context,
     way: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"tensor, or a pipeline's schedule: {', '.join(SCHEDULE_NAMES)}; or all. May be "
-            "repeated. Default: tensor, 1f1b, zb-h1."
-        ),
+        choice("bench", (*_WAYS, "all"), "{}; may be repeated. Default: tensor, 1f1b, zb-h1."),
     ] = None,
     width: Annotated[int, _count("Width of the GPT.")] = 512,
     layers: Annotated[int, _count("Number of its blocks.")] = 4,
@@ -161,11 +156,9 @@ def speedup(
     world_size: ThreadsOption = 0,
 ) -> None:
     """Time a step that all ranks share, by tensor or pipeline parallelism, against one rank's."""
-    every = [TENSOR, *SCHEDULE_NAMES]
     chosen = way or [TENSOR, "1f1b", "zb-h1"]
-    check_choice("bench", "--way", chosen, [*every, "all"])
     if "all" in chosen:
-        chosen = every
+        chosen = _WAYS
     size = ranks or world_size or settings.launched_world_size()
     if size == 1 or (not size and settings.launcher_variable() is None):
         refuse("bench", "speedup compares ranks that share a step with one alone: -n 2 starts two")
@@ -213,12 +206,11 @@ def _measure(
     if ranks and threads:
         refuse("bench", "-n starts MPI ranks and --world-size threads: give one of them")
     launcher = settings.launcher_variable()
-    if launcher is not None and (ranks or threads):
+    if launcher is not None and (ranks or threads) and context.obj is not _RANK:
         text = f"this process is a rank already ({launcher} is set): leave out -n and "
         refuse("bench", f"{text}--world-size")
-    if ranks:
-        words = ["run", "-n", str(ranks), "-m", "mpishard", "bench"]
-        words += [context.command.name or "", *_given(context)]
+    if ranks and context.obj is not _RANK:
+        words = ["run", "-n", str(ranks), "-m", __name__, *sys.argv[2:]]  # after `mpishard bench`
         # In place of this process, so that signals and the exit code are those of the job.
         os.execv(sys.executable, [sys.executable, "-m", "mpishard", *words])  # noqa: S606
 
@@ -238,18 +230,5 @@ def _measure(
         launch(body, world_size=threads or None)
 
 
-def _given(context: typer.Context) -> list[str]:
-    """Return the options that the user gave, except -n, as they can be given again."""
-    words = []
-    for option in context.command.params:
-        source = context.get_parameter_source(option.name or "")
-        if option.name == "ranks" or source is None or source.name != "COMMANDLINE":
-            continue
-        value: Any = context.params[option.name or ""]
-        if isinstance(value, bool):
-            words.append((option.opts if value else option.secondary_opts)[0])
-        else:
-            # Versions of Typer differ: an option that is repeated is a list or a tuple.
-            for each in value if isinstance(value, list | tuple) else [value]:
-                words += [option.opts[0], str(each)]
-    return words
+if __name__ == "__main__":
+    get_command(bench)(prog_name="mpishard bench", obj=_RANK)

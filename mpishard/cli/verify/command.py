@@ -24,7 +24,7 @@ from mpishard.cli.verify.job import (
 )
 from mpishard.cli.verify.reference import RULES
 from mpishard.cli.verify.script import verify_script
-from mpishard.cli.wording import check_choice, counted, refuse, refusing, say
+from mpishard.cli.wording import choice, counted, refuse, refusing, say
 from mpishard.errors import MPIUnavailableError
 from mpishard.pipeline import SCHEDULE_NAMES
 
@@ -42,11 +42,11 @@ _TARGET = (
     "(model, x, y, loss); it may take dtype too. Or script.py, a loop with mpishard.torch."
 )
 _ARGUMENTS = "Of a script, after --; it takes -n, --steps and --tolerance only."
-_SCHEDULES = f"For pipeline and hybrid: {', '.join(SCHEDULE_NAMES)}, or all; default gpipe."
-_DATA = f"For hybrid: {', '.join(DATA_STRATEGIES)}; default zero1."
+_SCHEDULES = "For pipeline and hybrid: {}; default gpipe."
+_DATA = "For hybrid: {}; default zero1."
 _WRAPPERS = (
-    f"Optimizer in the strategy's place, one of {', '.join(WRAPPERS)}: with a period of one step "
-    "for descent, without staleness, with any number of ranks, with all elements of a gradient."
+    "Optimizer in the strategy's place, one of {}: with a period of one step for descent, without "
+    "staleness, with any number of ranks, with all elements of a gradient."
 )
 
 
@@ -56,14 +56,14 @@ def verify(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]", help=_ARGUMENTS)
     ] = None,
-    strategy: Annotated[str, typer.Option(help=f"One of {', '.join(STRATEGIES)}.")] = "fsdp",
+    strategy: Annotated[str, choice("verify", STRATEGIES)] = "fsdp",
     ranks: Annotated[
         int, typer.Option("-n", "-np", min=1, metavar="N", help="Number of ranks.")
     ] = 2,
     backend: Annotated[
         Backend, typer.Option(help="mpi: processes; memory: threads; auto: mpi if it can start.")
     ] = "auto",
-    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = "sgd",
+    optimizer: Annotated[str, choice("verify", RULES)] = "sgd",
     learning_rate: Annotated[
         float | None, _flag("Learning rate of the optimizer; default 1e-3, for lbfgs 1.")
     ] = None,
@@ -87,7 +87,7 @@ def verify(
         int | None, _flag("For hybrid; default N over the other two.")
     ] = None,
     micro_batches: Annotated[int | None, _flag("For pipeline and hybrid; default 4.", 1)] = None,
-    schedule: Annotated[str | None, _flag(_SCHEDULES)] = None,
+    schedule: Annotated[str | None, choice("verify", ("all", *SCHEDULE_NAMES), _SCHEDULES)] = None,
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="For tensor and hybrid.")
     ] = False,
@@ -95,11 +95,11 @@ def verify(
         Literal["full", "selective"] | None,
         _flag("For tensor, pipeline and hybrid: compute activations again in backward."),
     ] = None,
-    data_parallel_strategy: Annotated[str | None, _flag(_DATA)] = None,
+    data_parallel_strategy: Annotated[str | None, choice("verify", DATA_STRATEGIES, _DATA)] = None,
     delay: Annotated[
         int, _flag("AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
     ] = 0,
-    wrapper: Annotated[str | None, _flag(_WRAPPERS)] = None,
+    wrapper: Annotated[str | None, choice("verify", WRAPPERS, _WRAPPERS)] = None,
 ) -> None:
     """Compare sharded training of TARGET's model with training it in one process.
 
@@ -112,34 +112,32 @@ def verify(
     if launcher is not None:
         text = f"this process is a rank already ({launcher} is set): start verify without mpirun"
         refuse("verify", text)
+    for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
+        if number is not None and not 0 < number < float("inf"):
+            refuse("verify", f"{flag} must be above 0, got {number}")
     if target.endswith(".py"):
         _check_script(context)
         is_equal = verify_script(target, arguments or (), ranks, steps, tolerance)
         raise typer.Exit(0 if is_equal else 1)
     if arguments:
         refuse("verify", f"{arguments[0]}: a factory takes no arguments; a script does")
-    strategy = strategy.lower()
-    check_choice("verify", "--strategy", strategy, STRATEGIES)
-    check_choice("verify", "--optimizer", optimizer, RULES)
-    for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
-        if number is not None and not 0 < number < float("inf"):
-            refuse("verify", f"{flag} must be above 0, got {number}")
-    _check_wrapper(strategy, optimizer, steps, delay, wrapper, precision)
+    wrapper = _chosen_wrapper(strategy, optimizer, steps, delay, wrapper, precision)
     given = (
         pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
         sequence_parallel or None, recompute, data_parallel_strategy,
     )  # fmt: skip
     with refusing("verify"):
         mesh = MeshChoice.of(strategy, ranks, dict(zip(MESH_FLAGS, given, strict=True)))
-    is_mpi = _can_start_mpi(backend)
+    kind = _kind_of_ranks(backend)
     learning_rate = learning_rate or (1.0 if optimizer == "lbfgs" else 1e-3)
     # The reference and the ranks are processes of their own: settings and results are files.
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(
             Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
-            learning_rate, dtype, mesh, precision, delay, wrapper,
+            learning_rate, dtype, mesh, precision, delay, wrapper, kind,
+            tolerance,
         )  # fmt: skip
-        is_equal = _are_equal(job, is_mpi, tolerance)
+        is_equal = _are_equal(job)
     raise typer.Exit(0 if is_equal else 1)
 
 
@@ -152,51 +150,48 @@ def _check_script(context: typer.Context) -> None:
             refuse("verify", f"{flag} is for a factory; a script makes its own model and optimizer")
 
 
-def _check_wrapper(
+def _chosen_wrapper(
     strategy: str, optimizer: str, steps: int, delay: int, wrapper: str | None,
     precision: str | None,
-) -> None:  # fmt: skip
-    """Refuse a delay, or an optimizer around the rule, that the other flags do not go with."""
-    if wrapper is not None:
-        check_choice("verify", "--wrapper", wrapper, WRAPPERS)
-    takes = (strategy,) if wrapper is None else WRAPPERS[wrapper]
-    if delay and strategy not in WRAPPERS["async"]:
-        known = ", ".join(WRAPPERS["async"])
-        refuse("verify", f"--delay is for --strategy {known}, and it is {strategy}")
-    if delay >= steps:
-        refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
-    if strategy not in takes:
-        text = f"--wrapper {wrapper} is for --strategy {', '.join(takes)}; got {strategy}"
-        refuse("verify", text)
-    if wrapper == "local-sgd" and optimizer != "descent":
-        text = f"got {optimizer}, of which each replica has a state of its own"
-        refuse("verify", f"--wrapper local-sgd is for --optimizer descent; {text}")
+) -> str | None:  # fmt: skip
+    """Return the optimizer around the rule, of which there is one with a delay.
+
+    Refuses one, or a delay, that the other flags do not go with.
+    """
     if delay and wrapper not in (None, "async"):
         refuse("verify", f"--delay {delay} is for --wrapper async; got {wrapper}")
-    if optimizer == "lbfgs" and (delay or precision or wrapper not in (None, "elastic")):
+    chosen = "async" if delay else wrapper
+    if chosen is not None and strategy not in WRAPPERS[chosen]:
+        flag, takers = f"--wrapper {wrapper}" if wrapper else "--delay", WRAPPERS[chosen]
+        refuse("verify", f"{flag} is for --strategy {', '.join(takers)}; got {strategy}")
+    if delay >= steps:
+        refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
+    if chosen == "local-sgd" and optimizer != "descent":
+        text = f"got {optimizer}, of which each replica has a state of its own"
+        refuse("verify", f"--wrapper local-sgd is for --optimizer descent; {text}")
+    if optimizer == "lbfgs" and (precision or chosen not in (None, "elastic")):
         text = "leave out --delay, --precision and --wrapper, except --wrapper elastic"
         refuse("verify", f"--optimizer lbfgs compares losses of one function: {text}")
+    return chosen
 
 
-def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
+def _are_equal(job: VerifyJob) -> bool:
     """Train alone and on the ranks, print each comparison, and tell whether all agree."""
     job.write()
-    folder, ranks = str(job.folder), job.world_size
+    folder, ranks, is_mpi = str(job.folder), job.world_size, job.backend == "mpi"
     if _run("-m", "mpishard.cli.verify.reference", folder) != 0:
         raise typer.Exit(2)
     job = VerifyJob.read(job.folder)  # which the reference has settled
     launch = ("-m", "mpishard", "run", "-n", str(ranks)) if is_mpi else ()
-    code = _run(
-        *launch, "-m", "mpishard.cli.verify.comparison", folder, "mpi" if is_mpi else "memory"
-    )
+    code = _run(*launch, "-m", "mpishard.cli.verify.comparison", folder)
     whom, how = counted(ranks, "MPI rank" if is_mpi else "thread-rank"), job.optimizer
-    if job.wrapper or job.delay:
-        how += f" with {job.wrapper or 'async'}"
+    if job.wrapper:
+        how += f" with {job.wrapper}"
     if job.replica_count:
         whom += f", {counted(job.replica_count, 'replica')},"
     are_equal = True
     for name in job.mesh.schedules:
-        found = Comparison.read(job.folder, name, tolerance)
+        found = Comparison.read(job.folder, name)
         where = f"{job.strategy}{job.mesh.describe(name)} on {whom}"
         if found is None:
             # Ranks that left no result have failed, also those whose script ended with code 0.
@@ -215,17 +210,18 @@ def _are_equal(job: VerifyJob, is_mpi: bool, tolerance: float | None) -> bool:
     return are_equal and code == 0
 
 
-def _can_start_mpi(backend: Backend) -> bool:
+def _kind_of_ranks(backend: Backend) -> Literal["mpi", "memory"]:
+    """Return what ``auto`` is here; refuse ``mpi`` if it cannot be started."""
     if backend == "memory":
-        return False
+        return backend
     try:
         find_launcher(loaded_library())
     except MPIUnavailableError as error:
         if backend == "mpi":
             refuse("verify", f"--backend mpi: {error}")
         say("verify", f"uses threads, because MPI cannot be started here: {error}")
-        return False
-    return True
+        return "memory"
+    return "mpi"
 
 
 def _run(*arguments: str) -> int:

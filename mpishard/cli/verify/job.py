@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from mpishard.arrays import Array, to_host
-from mpishard.cli.wording import check_choice, counted
+from mpishard.cli.wording import counted
 from mpishard.communication.mesh import AXES, mesh_sizes
 from mpishard.contracts import ILossFunction, IShardedModel
 from mpishard.data import check_dataset, take
@@ -83,21 +83,15 @@ class MeshChoice:
         ------
         ValueError
             For a flag that the strategy does not take, and sizes that do not make up the ranks.
-        typer.Exit
-            For unknown names, after printing the known ones.
         """
         given = {flag: value for flag, value in flags.items() if value is not None}
         for flag in given:
             takers = [s for s, names in STRATEGY_OPTIONS.items() if MESH_FLAGS[flag] in names]
             if strategy not in takers:
                 raise ValueError(f"{flag} is for --strategy {' and '.join(takers)}; got {strategy}")
-        if "--data-parallel-strategy" in given:
-            name = given["--data-parallel-strategy"]
-            check_choice("verify", "--data-parallel-strategy", name, DATA_STRATEGIES)
         schedules: tuple[str, ...] = ("",)
         if "schedule" in STRATEGY_OPTIONS.get(strategy, ()):
-            name = given.pop("--schedule", "gpipe").lower()
-            check_choice("verify", "--schedule", name, ("all", *SCHEDULE_NAMES))
+            name = given.pop("--schedule", "gpipe")
             schedules = SCHEDULE_NAMES if name == "all" else (name,)
             given.setdefault("--micro-batches", _MICRO_BATCHES)
         options = {MESH_FLAGS[flag]: value for flag, value in given.items()}
@@ -155,9 +149,13 @@ class VerifyJob:
     precision : {"bfloat16"}, optional
         Precision that the ranks compute a float32 model in, against float64 alone.
     delay : int
-        Steps by which each gradient is applied later: see `AsyncSGDOptimizer`.
+        Steps by which each gradient is applied later, with the wrapper ``"async"``.
     wrapper : str, optional
         Optimizer in the strategy's place, one of `WRAPPERS`, with the settings that make it equal.
+    backend : {"mpi", "memory"}
+        Whether the ranks are processes or threads.
+    tolerance : float, optional
+        Largest relative error that is allowed; None: as much as roundings explain.
     """
 
     folder: Path
@@ -174,6 +172,8 @@ class VerifyJob:
     precision: str | None = None
     delay: int = 0
     wrapper: str | None = None
+    backend: Literal["mpi", "memory"] = "memory"
+    tolerance: float | None = None
 
     @property
     def dtype_alone(self) -> str | None:
@@ -192,7 +192,7 @@ class VerifyJob:
 
         With other strategies than ``"ddp"`` there are as few as the data axis allows.
         """
-        if self.wrapper in (None, "elastic") and not self.delay:
+        if self.wrapper in (None, "elastic"):
             return 0
         if self.strategy == "ddp":
             return self.world_size
@@ -237,22 +237,21 @@ class VerifyJob:
         mine = self.share(step, len(indices), data_rank)
         return take(problem.x, indices[mine]), take(problem.y, indices[mine]), mine.start
 
+    def checksum(self, *arrays: Array) -> int:
+        """Return a number that differs if the samples of a rank and of training alone do."""
+        value = 0
+        for array in arrays:
+            host = np.ascontiguousarray(to_host(array))
+            if self.precision is not None and host.dtype.kind == "f":
+                host = host.astype("float32")  # alone they are float64
+            value = zlib.crc32(f"{host.dtype}{host.shape}".encode(), value)
+            value = zlib.crc32(host.tobytes(), value)
+        return value
+
     def gradient_steps(self, parameters: Array) -> int:
         """Return the number of steps whose gradients of single parts fit into the files."""
         one = self.data_size * parameters.nbytes
         return max(1, min(self.steps, int(_GRADIENT_BYTES // one)))
-
-
-def checksum(*arrays: Array, dtype: str | None = None) -> int:
-    """Return a number that differs if the arrays do; real ones are read as ``dtype``."""
-    value = 0
-    for array in arrays:
-        host = np.ascontiguousarray(to_host(array))
-        if dtype is not None and host.dtype.kind == "f":
-            host = host.astype(dtype)
-        value = zlib.crc32(f"{host.dtype}{host.shape}".encode(), value)
-        value = zlib.crc32(host.tobytes(), value)
-    return value
 
 
 def relative_error(actual: Array, expected: Array, floor: float = 1.0) -> float:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import typer
-from rich.table import Column, Table
+from rich.table import Table
 
 from mpishard.arrays import Array
 from mpishard.cli.run.job import prepare_job
-from mpishard.cli.tables import show
+from mpishard.cli.tables import errors_table, show
 from mpishard.cli.verify.comparison import default_tolerance
 from mpishard.cli.verify.job import relative_error
 from mpishard.cli.wording import counted, refuse, say
@@ -99,8 +99,7 @@ def compare_steps(alone: Recording, together: Recording, tolerance: float) -> li
 
 def _table(found: Sequence[Difference], tolerance: float) -> Table:
     """Return each parameter's worst errors, the worst first."""
-    figures = [Column(text, justify="right") for text in ("gradient", "value", "above from step")]
-    table = Table(Column("parameter", overflow="fold"), *figures, box=None, pad_edge=False)
+    table = errors_table(("parameter",), ("gradient", "value", "above from step"))
     rows: dict[str, list[Difference]] = {}
     for each in found:
         rows.setdefault(each.name, []).append(each)
