@@ -81,5 +81,5 @@ def test_a_job_of_mpishard_run_goes_on_to_the_same_bits(tmp_path):
     with start(BY_MPIEXEC, folder, 0) as job:
         ended = job.end()
     assert ended.code == 0, ended
-    assert f"going on after step {steps[1]} of 60" in ended.err, ended
+    assert f"resuming after step {steps[1]} of 60" in ended.err, ended
     assert "same bits: True" in ended.out, ended
