@@ -27,7 +27,7 @@ def start(command, *arguments):
 def saved_step(ended, folder):
     """After which step a job says that it was preempted; it has saved then."""
     assert ended.code == settings.EXIT_PREEMPTED == 75, ended
-    found = re.findall(r"mpishard: preempted after step (\d+) of 60; saved in (\S+),", ended.err)
+    found = re.findall(r"mpishard: preempted after step (\d+) of 60; saved in (\S+);", ended.err)
     assert len(found) == 1, ended
     step, place = found[0]
     assert Path(place) == folder / f"step-{int(step):08d}"
