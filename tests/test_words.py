@@ -160,7 +160,7 @@ def test_a_run_without_a_loss_says_so_once(backend: Any, caplog: Any) -> None:
     assert np.isnan(optimizer.optimize(data).loss_history).all()
     backend.barrier()
     if backend.rank == 0:
-        said = [r for r in caplog.records if "Box tells no loss" in r.getMessage()]
+        said = [r for r in caplog.records if "Box computes no loss" in r.getMessage()]
         assert len(said) == 1
 
 

@@ -312,7 +312,8 @@ class LocalBatchSampler:
         if self.batch_size < len(lengths):
             raise ValueError(
                 f"batch_size {self.batch_size} is smaller than the number of ranks, "
-                f"{len(lengths)}: each rank that brings its own data needs a share of a batch"
+                f"{len(lengths)}: each rank with data of its own needs at least one sample of a "
+                "batch"
             )
         if self.drop_last and self.batches_per_epoch == 0:
             raise ValueError(

@@ -144,8 +144,9 @@ def minimize(
     rule, limits, leaves = _checked_rule(method, options)
     if leaves is not None and local_data:
         raise ValueError(
-            "the option gradient_leaves deals the samples of all ranks, and with local_data=True "
-            "each rank brings its own: give every rank the same args, or leave one of both out"
+            "the option gradient_leaves needs the same args on every rank, but with "
+            "local_data=True each rank has its own: give every rank the same args, or leave out "
+            "one of the two options"
         )
     box = _checked_bounds(bounds, theta, rule, method)
     function = _checked_functions(fun, jac, hessp, callback, method)

@@ -93,7 +93,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is not finite, so they cannot be "
-            "clipped; error_if_nonfinite=False goes on regardless"
+            "clipped; error_if_nonfinite=False turns this check off"
         )
     # As torch.nn.utils.clip_grad_norm_ computes it, so that both give the same numbers.
     factor = max_norm / (total + 1e-6)
@@ -415,9 +415,9 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
     everyone = backend.all_gather(np.array([zlib.crc32(repr(chosen).encode())], np.uint32))
     if (everyone != everyone[0]).any():
         raise ShardingError(
-            "the ranks would update with different settings, such as the learning rate (checksums "
-            f"by rank: {everyone.tolist()}; here {chosen}). Nothing was updated; give every "
-            "rank the same"
+            "the settings of the update, such as the learning rate, differ between ranks "
+            f"(checksums by rank: {everyone.tolist()}; here {chosen}). Nothing was updated; give "
+            "every rank the same settings"
         )
     record("gradients", made)
     owners[0].passes.part_of_step.enter_context(span("update"))

@@ -51,11 +51,15 @@ def test_what_is_abstract_says_what_it_has_to_do(name):
 
 
 def test_what_a_subclass_may_give_and_use_is_there():
-    assert set(names_of("it may give") + names_of("it uses")) - INHERITED == set()
+    assert set(names_of("a subclass may give") + names_of("a subclass uses")) - INHERITED == set()
 
 
 def test_the_example_uses_nothing_private_that_the_page_does_not_name():
-    named = {n for t in ("a subclass must give", "it may give", "it uses") for n in names_of(t)}
+    named = {
+        n
+        for t in ("a subclass must give", "a subclass may give", "a subclass uses")
+        for n in names_of(t)
+    }
     used = {n.attr for n in ast.walk(ast.parse(EXAMPLE)) if isinstance(n, ast.Attribute)}
     assert "_reducer" in used
     assert {n for n in used & INHERITED if n.startswith("_")} - named == set()

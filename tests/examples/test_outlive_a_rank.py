@@ -27,4 +27,4 @@ def test_the_loss_at_the_end_is_the_same(tmp_path, caplog):
     loss, left = run(tmp_path / "lost", "1")
     assert left == 2
     assert loss == pytest.approx(whole, rel=1e-9)
-    assert "going on after step 6 of 12" in caplog.text
+    assert "resuming after step 6 of 12" in caplog.text

@@ -237,7 +237,8 @@ WRAPPED = [
           ("too short", np.ones(3), ValueError, r"\(26,\), got \(3,\)"))],
     ("1.6", "apply_gradients: no model", TypeError, "got NoneType; wrap it",
      lambda g: g.optimizer.apply_gradients(g.ones, None)),
-    ("1.6", "last_computed_gradients: before a step", ShardingError, "no gradient of a last step",
+    ("1.6", "last_computed_gradients: before a step", ShardingError,
+     "the gradient of the last step is not available",
      lambda g: g.fresh.last_computed_gradients),
     *[("1.6", f"deserialize of an optimizer: {what}", error, message,
        lambda g, data=data: g.optimizer.deserialize(data))

@@ -438,8 +438,8 @@ class Backwards(ms.pipeline.IPipelinePartitionStrategy):
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        (Backwards(), r"Backwards deals 10 parameters to 2 stages as \(start, size\) \[\(5, 10\)"),
-        ([1.0, 2.0], "costs of layers, and Ten is a black box without layers"),
+        (Backwards(), r"assigns 10 parameters to 2 stages as \(start, size\) \[\(5, 10\)"),
+        ([1.0, 2.0], "costs of layers, but Ten is a black box without layers"),
     ],
 )
 def test_a_partition_that_does_not_fit_a_black_box_is_refused(strategy: Any, words: str) -> None:

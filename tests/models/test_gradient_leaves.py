@@ -1,4 +1,4 @@
-"""With gradient leaves worlds of 1 to 8 ranks walk through the same bits."""
+"""With gradient leaves worlds of 1 to 8 ranks have the same bits."""
 
 from __future__ import annotations
 
@@ -324,8 +324,8 @@ def test_the_loop_in_other_worlds(problems: Any, tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("world", "what"),
     [
-        (9, "has 9: start 8, or give gradient_leaves=None"),
-        (16, "has 16: start 8, or .*=16 or None"),
+        (9, "has 9: start 8 ranks, or give gradient_leaves=None"),
+        (16, "has 16: start 8 ranks, or .*=16 or None"),
     ],
 )
 def test_worlds_that_cannot_reproduce(problems: Any, world: int, what: str) -> None:
@@ -390,7 +390,8 @@ def test_refused_as_clearly(problems: Any) -> None:
         model, optimizer = build(backend, problems, "mlp", "fsdp", "sgd")
         optimizer.bind(model)
         before = model.gather_full_parameters()
-        with pytest.raises(ShardingError, match="in 8 parts already"), model.accumulate():
+        in_parts = pytest.raises(ShardingError, match="already computes a batch in 8 parts")
+        with in_parts, model.accumulate():
             optimizer.step(model, x, y)
         uneven = slice(0, 4) if backend.rank == 0 else slice(4, 13)
         with pytest.raises(ValueError, match=r"ranks pass \[7, 6\].*were given \[4, 9\]"):

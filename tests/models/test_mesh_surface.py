@@ -169,7 +169,7 @@ def test_a_deep_copy_trains_alone(
     close(model.get_parameters(), expected.parameters[1])
     np.testing.assert_array_equal(clone.get_parameters(), model.get_parameters())
     close(copied.get_parameters(), expected.parameters[2])
-    with pytest.raises(ShardingError, match="does not hold"):
+    with pytest.raises(ShardingError, match="does not own"):
         copied.release()
 
 

@@ -43,7 +43,7 @@ def test_start_and_size_are_the_strategy_s(backend: Any) -> None:
     model._shard_start_index = model._shard_start_index
     model._shard_size = model._shard_size
     for name in ("_shard_start_index", "_shard_size"):
-        with pytest.raises(ShardingError, match=rf"{name} is \d+, as FSDP deals .* become 77"):
+        with pytest.raises(ShardingError, match=rf"{name} is \d+, as FSDP divides .* be set to 77"):
             setattr(model, name, 77)
     full = model.gather_full_parameters()
     model._cached_full_parameters = None

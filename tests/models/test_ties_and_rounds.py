@@ -64,7 +64,7 @@ def test_a_round_that_one_rank_has_dropped_is_refused_everywhere(backend, strate
                 {}["a script's own error, which it catches"]
     except KeyError:
         pass
-    with pytest.raises(ShardingError, match="the ranks are in different rounds"):
+    with pytest.raises(ShardingError, match="ranks have accumulated different numbers of batches"):
         optimizer.step(model, *batch(1))
     assert (model.gather_full_parameters() == before).all()
     optimizer.step(model, *batch(2))  # the round is dropped, and all goes on

@@ -62,7 +62,7 @@ def test_an_optimizer_is_saved_and_loaded_before_a_step(
     other.set_parameters(model.get_parameters())
     waiting.load_model(shared_path / "two")  # before it knows a model
     assert waiting.serialize() == kept
-    with pytest.raises(ShardingError, match=r"waits for its model: call bind\(model\)"):
+    with pytest.raises(ShardingError, match=r"has no model yet: call bind\(model\)"):
         waiting.save_model(shared_path / "waiting")
     step(model, optimizer)
     step(other, waiting)

@@ -248,14 +248,14 @@ def test_arguments(backend):
         ((SGD(), config, 0), ValueError, "synchronization_period must be 1 or more"),
         ((SGD(), config, 2.5), TypeError, "synchronization_period must be an integer"),
         ((SGD(), config, 2, "sgd"), TypeError, "outer must be a rule"),
-        ((SGD(), config, 2, SGD(clip_value=1.0)), ValueError, "outer must not clip"),
-        ((LBFGS(), config, 2), ValueError, "LBFGS searches along one line"),
+        ((SGD(), config, 2, SGD(clip_value=1.0)), ValueError, "outer must have no clipping"),
+        ((LBFGS(), config, 2), ValueError, "LBFGS makes one line search"),
     ):
         with pytest.raises(error, match=match):
             LocalSGDOptimizer(*given)
     for choice, match in (
         ({"gradient_leaves": 2}, "and gradient_leaves=2 fixes the order .*: leave out"),
-        ({"auto_sync_gradients": False}, "leave out auto_sync_gradients=False, and give synchron"),
+        ({"auto_sync_gradients": False}, "Leave out auto_sync_gradients=False, and set synchron"),
     ):
         other = ms.ShardingConfiguration(backend, **choice)
         with pytest.raises(ValueError, match=match):

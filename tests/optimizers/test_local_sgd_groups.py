@@ -469,10 +469,10 @@ def test_what_a_mesh_cannot_do_is_refused(backend):
             kind(plain(), config)
     leaves = ms.ShardingConfiguration(backend, replica_size=2, gradient_leaves=4)
     for kind in (ms.FSDPModel, ms.HybridShardedModel):
-        with pytest.raises(ValueError, match=r"gradient_leaves=4 is for one replica of all ranks"):
+        with pytest.raises(ValueError, match=r"gradient_leaves=4 needs one replica on all ranks"):
             kind(plain(), leaves)
     for options in ({"fragments": 2}, {"exchange": "int8"}):
-        with pytest.raises(ValueError, match='strategy="hybrid" allows fragments=1'):
+        with pytest.raises(ValueError, match='strategy="hybrid" needs fragments=1'):
             LocalSGDOptimizer(SGD(), config, strategy="hybrid", **options)
     assert backend.traffic.total_bytes == 0
     model = ms.HybridShardedModel(nn.MLP([6, 8, 3]), config, 1, 2)

@@ -132,7 +132,7 @@ def test_another_number_of_ranks_cannot_resume_it(tmp_path):
     ms.run_in_threads(3, train, "fsdp", max_steps=2, checkpoint=tmp_path / "run")
 
     def resume(backend):
-        with pytest.raises(ValueError, match=r"by 3 ranks .* and there are 2 now.*with 3 ranks"):
+        with pytest.raises(ValueError, match=r"by 3 ranks, and there are 2 now.*with 3 ranks"):
             train(backend, resume=tmp_path / "run")
 
     ms.run_in_threads(2, resume)

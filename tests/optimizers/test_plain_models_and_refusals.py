@@ -100,7 +100,7 @@ def test_refusals_of_the_first_step(backend):
     rule.rank = backend.rank
     plain, optimizer = mlp(), optimizer_of(backend, rule)
     before = plain.get_parameters()
-    with pytest.raises(ShardingError, match="different settings"):
+    with pytest.raises(ShardingError, match="the settings of the update differ between ranks"):
         optimizer.optimize(data(plain))
     np.testing.assert_array_equal(plain.get_parameters(), before)
     tokens = np.zeros((12, 3), np.int64)

@@ -172,7 +172,7 @@ def test_state_that_differs_needs_as_many_ranks(tmp_path):
         train(backend, tmp_path / "run", max_steps=step, user_state={"own": own})
 
     ms.run_in_threads(2, counting, 1)
-    with pytest.raises(ValueError, match=r"another on each of 2 ranks when .* 3 ranks now"):
+    with pytest.raises(ValueError, match=r"differed between 2 ranks when .* 3 ranks now"):
         ms.run_in_threads(3, counting, 2)
     alike = tmp_path / "alike"
     ms.run_in_threads(2, train, alike, max_steps=1, user_state={"own": Counter()})
@@ -262,7 +262,7 @@ def test_refuses_state_that_cannot_be_saved(tmp_path, given, error, message):
 def test_refuses_another_state_than_was_saved(tmp_path):
     ms.run_in_threads(1, train, tmp_path / "run", max_steps=2, user_state={"a": Counter()})
     for other in (None, {"b": Counter()}):
-        with pytest.raises(ValueError, match=r"user_state 'a', and has (none|'b') now"):
+        with pytest.raises(ValueError, match=r"user_state 'a', but has (none|'b') now"):
             ms.run_in_threads(1, train, tmp_path / "run", user_state=other)
 
 

@@ -92,7 +92,7 @@ def test_one_rank_alone_changes_a_setting(backend, name):
     optimizer.step(model, X, Y)
     if backend.rank:
         setattr(rule, name, NEW[name])
-    with pytest.raises(ShardingError, match="different settings"):
+    with pytest.raises(ShardingError, match="the settings of the update differ between ranks"):
         optimizer.step(model, X, Y)
 
 

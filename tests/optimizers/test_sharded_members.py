@@ -109,7 +109,7 @@ def test_properties_and_reset(backend):
     first = model.get_parameters()
     optimizer.reset()
     assert (optimizer.steps, optimizer.state) == (0, {})
-    with pytest.raises(ShardingError, match="no gradient of a last step"):
+    with pytest.raises(ShardingError, match="the gradient of the last step is not available"):
         _ = optimizer.last_computed_gradients
     other, _ = wrap(backend)
     steps(backend, other, optimizer)  # any model, and as the first time
@@ -151,7 +151,7 @@ def test_the_last_gradient_is_the_ranks_part_of_the_mean_over_all_samples(backen
 @in_worlds(2)
 def test_there_is_no_last_gradient_before_a_step_or_after_something_else(backend, strategy):
     model, optimizer = wrap(backend, strategy)
-    missing = pytest.raises(ShardingError, match="no gradient of a last step")
+    missing = pytest.raises(ShardingError, match="the gradient of the last step is not available")
     with missing:
         _ = optimizer.last_computed_gradients
     steps(backend, model, optimizer)
@@ -401,7 +401,7 @@ def test_a_gradient_that_was_overwritten_is_not_told(backend, strategy):
         model.loss_and_gradients(X, Y)
         assert np.isfinite(optimizer.last_computed_gradients).all()
         overwrite()
-        with pytest.raises(ShardingError, match="no gradient of a last step"):
+        with pytest.raises(ShardingError, match="the gradient of the last step is not available"):
             _ = optimizer.last_computed_gradients
 
 

@@ -27,7 +27,7 @@ def start(command, *arguments):
 def saved_step(ended, folder):
     """After which step a job says that it was preempted; it has saved then."""
     assert ended.code == settings.EXIT_PREEMPTED == 75, ended
-    found = re.findall(r"mpishard: preempted after step (\d+) of 60; saved in (\S+),", ended.err)
+    found = re.findall(r"mpishard: preempted after step (\d+) of 60; saved in (\S+);", ended.err)
     assert len(found) == 1, ended
     step, place = found[0]
     assert Path(place) == folder / f"step-{int(step):08d}"
@@ -81,5 +81,5 @@ def test_a_job_of_mpishard_run_goes_on_to_the_same_bits(tmp_path):
     with start(BY_MPIEXEC, folder, 0) as job:
         ended = job.end()
     assert ended.code == 0, ended
-    assert f"going on after step {steps[1]} of 60" in ended.err, ended
+    assert f"resuming after step {steps[1]} of 60" in ended.err, ended
     assert "same bits: True" in ended.out, ended

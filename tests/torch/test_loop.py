@@ -511,7 +511,7 @@ def test_ranks_with_other_rates_or_models_are_told_so(backend):
     model, optimizer = start("fsdp")
     nets.squared(model, *nets.mine(backend, nets.batch("mlp"))).backward()
     optimizer.param_groups[0]["lr"] = 0.1 + backend.rank
-    with pytest.raises(ShardingError, match="different settings, such as the learning rate"):
+    with pytest.raises(ShardingError, match="the update, such as the learning rate, differ"):
         optimizer.step()
 
 

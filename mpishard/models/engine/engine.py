@@ -143,7 +143,7 @@ class Engine:
         ValueError
             If nothing would be left to train.
         """
-        self.round.require_none("what is trained cannot change")
+        self.round.require_none("a change of the trained parameters")
         whole = self.placement.entries
         # A step without a gradient would have no norm, and an optimizer no state.
         if all(entry.name in names for entry in whole):

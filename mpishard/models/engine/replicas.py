@@ -74,8 +74,8 @@ class Replicas:
         """
         if self._are_apart:
             raise ShardingError(
-                f"{purpose} trains one replica of all ranks, and replica_size gives groups of "
-                "ranks one each: use LocalSGDOptimizer, GradientCompressionOptimizer or "
+                f"{purpose} trains one replica on all ranks, but replica_size makes several "
+                "replicas: use LocalSGDOptimizer, GradientCompressionOptimizer or "
                 "AsyncSGDOptimizer(delay=), or leave replica_size out"
             )
 
@@ -89,9 +89,10 @@ class Replicas:
         """
         if self.weight:
             raise ShardingError(
-                f"{purpose} needs equal replicas, and rank {self._parameters.backend.rank} has "
-                "made updates of its own: on all ranks first call settle() of a LocalSGDOptimizer "
-                "or AsyncSGDOptimizer; with auto_sync_gradients=False, synchronize_gradients()"
+                f"{purpose} needs equal replicas, but rank {self._parameters.backend.rank} has "
+                "made updates of its own. First call settle() of the LocalSGDOptimizer or "
+                "AsyncSGDOptimizer on all ranks; with auto_sync_gradients=False call "
+                "synchronize_gradients()"
             )
 
     def drift(self, weight: float) -> None:

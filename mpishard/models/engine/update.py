@@ -184,8 +184,9 @@ class Round:
         """
         if self.is_open:
             raise ShardingError(
-                f"{purpose} in the middle of a round of accumulate(): {self.passes} batches of "
-                "this rank wait for the step that ends it"
+                f"{purpose} is not allowed during accumulation: the gradients of {self.passes} "
+                "batches of this rank are not yet applied. Call step() after the "
+                "accumulate() block first"
             )
 
     @contextmanager
@@ -245,16 +246,16 @@ class Round:
         same = sums[:2] ** 2 == sums[2:4] * backend.world_size
         if not same[0]:
             raise ShardingError(
-                f"the ranks are in different rounds: rank {backend.rank} has added {self.passes} "
-                f"batches, all {backend.world_size} together {int(sums[0])}. One has left "
-                "accumulate() by an exception that its script caught, or did not enter it. Nothing "
-                "was updated, and every rank drops its round"
+                f"the ranks have accumulated different numbers of batches: rank {backend.rank} "
+                f"has {self.passes}, all {backend.world_size} ranks together {int(sums[0])}. One "
+                "rank did not enter accumulate(), or left it by an exception that its script "
+                "caught. Nothing was updated, and every rank drops its accumulated gradients"
             )
         if not same[1]:
             found = differences(backend, {name: str(value) for name, value in settings.items()})
             raise ShardingError(
-                f"step {step}: the ranks would update with different settings; by rank, {found}. "
-                "Nothing was updated; give every rank the same"
+                f"step {step}: the settings of the update differ between ranks; by rank, {found}. "
+                "Nothing was updated; give every rank the same settings"
             )
         if not all(math.isfinite(v) for v in (total, weight, squared)):
             losses = []
@@ -286,9 +287,9 @@ class Round:
         if self._config.allow_nonfinite:
             return
         raise NonFiniteLossError(
-            f"step {step}: {what}. The parameters are those of before the step. Lower the learning "
-            "rate, clip_global_norm=1.0, or look at the data; "
-            "ShardingConfiguration(allow_nonfinite=True) goes on regardless"
+            f"step {step}: {what}. The step changed no parameters. Check the data, lower the "
+            "learning rate, or set clip_global_norm=1.0. "
+            "ShardingConfiguration(allow_nonfinite=True) turns this check off"
         )
 
 

@@ -73,13 +73,13 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, model_size: 
     name = f"gradient_leaves={leaves}"
     if config.replica_size is not None:
         raise ValueError(
-            f"{name} is for one replica of all ranks, and replica_size={config.replica_size} makes "
-            f"{world_size // config.replica_size} that are trained apart: leave out one of them"
+            f"{name} needs one replica on all ranks, but replica_size={config.replica_size} makes "
+            f"{world_size // config.replica_size} replicas: leave out one of the two options"
         )
     if model_size > 1:
         raise ValueError(
-            f"{name} is for the data axis only, and here pipeline and tensor axes have "
-            f"{model_size} ranks together: give both axes the size 1, or gradient_leaves=None"
+            f"{name} supports the data axis only, but the pipeline and tensor axes have "
+            f"{model_size} ranks: give both axes the size 1, or gradient_leaves=None"
         )
     worlds = reproducing_worlds(leaves)
     if world_size not in worlds:
@@ -89,8 +89,8 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, model_size: 
         if world_size not in reproducing_worlds(larger):
             others = "gradient_leaves=None"
         raise ValueError(
-            f"{name} makes worlds of {', '.join(map(str, worlds))} ranks walk through the same "
-            f"bits, and this one has {world_size}: start {below}, or give {others}"
+            f"{name} gives the same bits on {', '.join(map(str, worlds))} ranks, but this world "
+            f"has {world_size}: start {below} ranks, or give {others}"
         )
     _check_choices(leaves, config)
 
@@ -98,13 +98,13 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, model_size: 
 def _check_choices(leaves: int, config: ShardingConfiguration) -> None:
     if not config.auto_sync_gradients:
         raise ValueError(
-            f"gradient_leaves={leaves} cuts a batch of all ranks, and with "
-            "auto_sync_gradients=False each rank updates with its own: turn one of both off"
+            f"gradient_leaves={leaves} sums the gradients of all ranks, but with "
+            "auto_sync_gradients=False each rank updates with its own: turn one of the two off"
         )
     if config.enable_gradient_compression:
         raise ValueError(
-            f"gradient_leaves={leaves} sums gradients in the model's dtype, and "
-            "enable_gradient_compression rounds them on the way: turn one of both off"
+            f"gradient_leaves={leaves} sums gradients in the model's dtype, but "
+            "enable_gradient_compression rounds them to bfloat16: turn one of the two off"
         )
 
 
@@ -137,20 +137,20 @@ def say_what_may_differ(config: ShardingConfiguration, dtype: np.dtype[Any]) -> 
     computing = LeafLayout(0, leaves, world_size).computing
     if computing < world_size:
         _log.warning(
-            "gradient_leaves=%d: %d of the %d ranks compute samples, because the same bits need a "
-            "power of two of them; a step takes as long as on %d ranks",
+            "gradient_leaves=%d: only %d of the %d ranks compute samples, because the same bits "
+            "need a power of two; a step takes as long as on %d ranks",
             leaves, computing, world_size, computing,
         )  # fmt: skip
     if differing:
         _log.warning(
-            "gradient_leaves: the ranks do not compute the same bits, and so other worlds will "
-            "not either; by rank, %s", differing,
+            "gradient_leaves: these settings differ between ranks, so that worlds of other sizes "
+            "will not have the same bits; by rank, %s", differing,
         )  # fmt: skip
     threads = mine["blas_threads"]
     if threads not in ("1", "unknown"):
         _log.warning(
             "gradient_leaves: matrix products are computed by %s BLAS threads, and other numbers "
-            "of threads give other bits. Set OMP_NUM_THREADS=1 wherever the run is to go on",
+            "of threads give other bits. Set OMP_NUM_THREADS=1 here and wherever the run resumes",
             threads,
         )
 
@@ -211,10 +211,10 @@ class GradientLeaves:
         _check_choices(self.count, config)
         if accumulates:
             raise ShardingError(
-                f"gradient_leaves={self.count} computes a batch in {self.count} parts already, and "
-                "accumulate() would sum them in another order than one step does: pass the larger "
-                "batch to one step, with a larger gradient_leaves where a leaf needs too much "
-                "memory"
+                f"gradient_leaves={self.count} already computes a batch in {self.count} parts, and "
+                "accumulate() would sum them in another order than one step: pass the larger "
+                "batch to one step. If a leaf then needs too much memory, use a larger "
+                "gradient_leaves"
             )
 
     def refuse_changes(self) -> None:

@@ -62,7 +62,7 @@ class OpaqueProgram(WholeProgram):
         names = Counter(entry.name for entry in self.entries)
         twice = [name for name, count in names.items() if count > 1]
         if twice:
-            raise ValueError(f"parameter {twice[0]!r} stands twice in {type(model).__name__}")
+            raise ValueError(f"{type(model).__name__} has two parameters named {twice[0]!r}")
         if sum(entry.size for entry in self.entries) != vector.size:
             raise ValueError(
                 f"the parameter_table of {type(model).__name__} has "

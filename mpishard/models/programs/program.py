@@ -273,7 +273,7 @@ class Program(ABC):
 
         ``cache`` holds what layers keep of the positions before them.
         """
-        raise MissingMemberError(f"a {type(self).__name__} generates nothing")
+        raise MissingMemberError("generate needs a GPT, but this model is not one")
 
     def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
         """Sum and weight of ``loss``, without a gradient."""

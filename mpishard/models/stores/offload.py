@@ -30,7 +30,7 @@ def say_what_is_ignored(config: ShardingConfiguration, device: Device) -> None:
     flags = ("cpu_offload_optimizer", "cpu_offload_gradients", "cpu_offload_parameters")
     ignored = ", ".join(flag for flag in flags if getattr(config, flag))
     if ignored and not device.is_gpu and config.communication_backend.rank == 0:
-        _log.info("%s: nothing to offload, for the model is in host memory already", ignored)
+        _log.info("%s has no effect, because the model is in host memory already", ignored)
 
 
 class OffloadedParameters(ParameterStore):

@@ -121,8 +121,9 @@ class RangeVector(ModelVector):
             stop += size
         if stop != length or len(stages) != mesh.pipeline_size:
             raise ValueError(
-                f"{type(strategy).__name__} deals {length} parameters to {mesh.pipeline_size} "
-                f"stages as (start, size) {list(stages)}; it must give each of them once, in order"
+                f"{type(strategy).__name__} assigns {length} parameters to {mesh.pipeline_size} "
+                f"stages as (start, size) {list(stages)}; it must assign each parameter once, in "
+                "order"
             )
         first, size = stages[mesh.pipeline_rank]
         part = ShardLayout(size, mesh.tensor_size)

@@ -89,9 +89,9 @@ class MeshModel(ShardedModelBase):
         given = self._options.partition_strategy
         if not (is_layered or given is None or isinstance(given, IPipelinePartitionStrategy)):
             raise ValueError(
-                "partition_strategy gives costs of layers, and "
+                "partition_strategy gives costs of layers, but "
                 f"{type(self._wrapped_model).__name__} is a black box without layers: give an "
-                "IPipelinePartitionStrategy, which deals its flat vector to the stages, or None"
+                "IPipelinePartitionStrategy, which divides its flat vector over the stages, or None"
             )
         if not (is_layered or isinstance(self._options.schedule, GPipeSchedule)):
             raise ValueError(
@@ -224,7 +224,7 @@ class MeshModel(ShardedModelBase):
             super()._say_what_stays_whole(reason)
             return
         _log.warning(
-            "%s: the optimizer state of %s is divided over %s ranks, and its computation is not: "
+            "%s: the optimizer state of %s is divided over %s ranks, but its computation is not: "
             "each rank computes the whole batch, in %s and with all parameters, %s",
             type(self).__name__, type(self._wrapped_model).__name__, self.mesh.describe(),
             self._micro_batches_in_words(), reason,

@@ -80,8 +80,8 @@ def _as_dealt(name: str, read: Callable[[int, int], int]) -> Any:
         # All ranks communicate by the ranges that the strategy has dealt.
         if given != get(model):
             raise ShardingError(
-                f"{name} is {get(model)}, as {model.strategy} deals the parameters, and cannot "
-                f"become {given}: for other ranges derive from another strategy"
+                f"{name} is {get(model)}, as {model.strategy} divides the parameters, and cannot "
+                f"be set to {given}: for other ranges derive from another strategy"
             )
 
     return property(get, set_)
@@ -349,8 +349,8 @@ class ShardedModelBase(IShardedModel):
         self.engine.replicas.require_one("train()")
         if self.engine.gradients.is_late:
             raise ShardingError(
-                f"{self.engine.gradients_user} has gradients of this model under way: train with "
-                "its step(), or call its reset() first"
+                f"{self.engine.gradients_user} has not yet applied all gradients of this model: "
+                "train with its step(), or call its reset() first"
             )
         rate = self._config.learning_rate
         if not self._said_train and self.rank == 0:

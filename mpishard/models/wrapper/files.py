@@ -71,8 +71,8 @@ class ModelFiles:
         marks = self.engine.world.all_gather(np.array([zlib.crc32(text)]))
         if (marks != marks[0]).any():
             raise ValueError(
-                "deserialize: what is chosen of the model differs between the ranks' bytes "
-                f"(checksums {marks.tolist()}); every rank must pass the same"
+                "deserialize: the model's settings differ between the ranks' bytes "
+                f"(checksums {marks.tolist()}); every rank must pass the same bytes"
             )
         return vector, choices
 
@@ -93,7 +93,7 @@ class ModelFiles:
 
     def arrays_to_read(self) -> checkpoint.Pieces:
         """All that this rank holds."""
-        self.engine.round.require_none("a checkpoint cannot be loaded")
+        self.engine.round.require_none("loading a checkpoint")
         return self._regions(self.engine.parameters.held)
 
     def _regions(self, pieces: Sequence[Piece], *, written: bool = False) -> checkpoint.Pieces:
@@ -129,8 +129,8 @@ class ModelFiles:
         if not self.engine.has_said_what_is_not_saved:
             self.engine.has_said_what_is_not_saved = True
             _log.warning(
-                "checkpoints hold the parameters of %s, and nothing that it holds beside them: "
-                "give it serialize() -> bytes and deserialize(data), which they then hold too",
+                "checkpoints contain the parameters of %s, but none of its other attributes. To "
+                "save them too, give it serialize() -> bytes and deserialize(data)",
                 type(self.plain).__name__,
             )
         return {}
@@ -164,9 +164,9 @@ class ModelFiles:
             changed = numerics_differences({n: before[n] for n in before if n in now}, now)
         if changed:
             _log.warning(
-                "the checkpoint is of a run with gradient_leaves, whose bits do not depend on the "
-                "number of ranks; from here they may differ from those of a run that was never "
-                "interrupted: %s", "; ".join(changed),
+                "the checkpoint was saved with gradient_leaves, so that its bits do not depend on "
+                "the number of ranks; from here they may differ from those of an uninterrupted "
+                "run: %s", "; ".join(changed),
             )  # fmt: skip
 
     def _choices(self) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class HeldParameters:
                     f"_local_shard: expected a vector of shape ({self.length},), got "
                     f"{getattr(values, 'shape', type(values).__name__)}"
                 )
-            engine.round.require_none("_local_shard is assigned")
+            engine.round.require_none("an assignment to _local_shard")
         start = 0
         for target in engine.parameters.owned(self.pieces):
             stop = start + int(target.size)
@@ -212,9 +212,9 @@ def _refuse(
     shared = ". Ranks of a node share one copy, which is that of the first of them"
     raise ReplicaError(
         f"{what}: {'; '.join(lines)}"
-        f"{shared if parameters.once_per_node else ''}. Memory that fails, or a change "
-        "made on some ranks alone, parts replicas for good: go on from a checkpoint that was saved "
-        "before, without the machine of that rank where it happens again"
+        f"{shared if parameters.once_per_node else ''}. Faulty memory, or a change made on some "
+        "ranks only, causes this. Resume from an earlier checkpoint; if it happens again, do not "
+        "use the machine of that rank"
     )
 
 

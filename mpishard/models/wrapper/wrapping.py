@@ -110,7 +110,7 @@ def require_bfloat16(model: Any) -> None:
         raise NotImplementedError(refused + obstacle)
     if model.dtype != np.float32:
         raise ValueError(
-            f"{refused}has parameters of {model.dtype}, and the owners keep them in float32: "
+            f"{refused}has {model.dtype} parameters, but their owners store float32: "
             "build it with dtype=numpy.float32"
         )
     if getattr(model, "device", HOST).is_gpu:
@@ -119,9 +119,9 @@ def require_bfloat16(model: Any) -> None:
     without = sorted({type(leaf).__name__ for one in layers for leaf in _without(one)})
     if without:
         raise NotImplementedError(
-            f"{refused}has layers without bfloat16: {', '.join(without)}; give a layer of your own "
-            "computes_bfloat16 = True if it adds up and rounds as docs/mixed-precision.md says, or "
-            "leave precision=None"
+            f"{refused}has layers that do not support bfloat16: {', '.join(without)}. If a layer "
+            "of your own computes as docs/mixed-precision.md requires, set its "
+            "computes_bfloat16 = True; otherwise leave precision=None"
         )
 
 
@@ -208,8 +208,8 @@ def give_up_ownership(model: Any, wrapper: IShardedModel) -> None:
     with _owners_lock:
         if _owners.get(id(thing)) is not wrapper:
             raise ShardingError(
-                f"this wrapper does not hold its {type(thing).__name__} (it is a copy of the one "
-                "that does, or has released it)"
+                f"this wrapper does not own its {type(thing).__name__}: it is a copy of the "
+                "wrapper that does, or has released it"
             )
         del _owners[id(thing)]
 

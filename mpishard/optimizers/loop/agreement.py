@@ -112,19 +112,19 @@ def refuse_early(
         compares = data.patience is not None or data.keeps_best
         if compares and not program.knows_loss(loss):
             raise ValueError(
-                f"patience and keep_best compare losses, and {type(plain).__name__} tells none: "
+                f"patience and keep_best compare losses, but {type(plain).__name__} computes none: "
                 "give it compute_loss_and_gradients, or a default_loss_function"
             )
         if data.local_data and leaves is not None:
             raise ValueError(
-                f"with gradient_leaves={leaves} any number of ranks computes the same, and with "
-                "local_data each rank has samples that others never see: give every rank the same "
-                "data set, or gradient_leaves=None"
+                f"gradient_leaves={leaves} needs the same data set on every rank, but with "
+                "local_data each rank has its own samples: give every rank the same data set, or "
+                "gradient_leaves=None"
             )
         if data.local_data and data.batch_size < data_size:
             raise ValueError(
-                f"batch_size {data.batch_size} is smaller than the number of ranks, {data_size}, "
-                "that bring data of their own: each needs a share of a batch"
+                f"batch_size {data.batch_size} is smaller than the number of ranks, {data_size}: "
+                "with local_data each rank needs at least one sample of a batch"
             )
         # A folder that cannot be saved to is refused now, and not after the first thousand steps.
         if data.checkpoint is not None and backend.rank == 0:

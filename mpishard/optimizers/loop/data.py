@@ -205,7 +205,7 @@ class OptimizationInputData:
             if value is not None and not (name == "resume" and isinstance(value, bool)):
                 check_path(name, value)
         if self.tolerance and self.patience is None:
-            raise ValueError(f"tolerance {self.tolerance} needs patience, which it is part of")
+            raise ValueError(f"tolerance {self.tolerance} has no effect without patience: set both")
         if self.user_state is not None:
             check_user_state(self.user_state)
         check_callbacks(self.callbacks)
@@ -233,7 +233,7 @@ class OptimizationInputData:
         if self.user_state is not None and self.resume is None:
             raise ValueError("user_state needs checkpoint or resume: it is saved and restored")
         if self.resume is True:
-            raise ValueError("resume=True needs checkpoint, the folder to go on from")
+            raise ValueError("resume=True needs checkpoint, the folder to resume from")
 
     def _plain_numbers(self) -> dict[str, Any]:
         numbers: dict[str, Any] = {name: as_flag(name, getattr(self, name)) for name in _FLAGS}

@@ -147,7 +147,7 @@ class TrainingRun:
             unit=data.throughput_unit, can_save=data.checkpoint is not None,
         )  # fmt: skip
         if data.epochs is not None and data.max_steps is not None:
-            # Given both, users mistake one for the other: the log tells which one ends the run.
+            # Users who give both may confuse them: the log says which one ends the run.
             per_epoch = self.sampler.batches_per_epoch
             steps = data.epochs * per_epoch
             ends = "max_steps" if data.max_steps < steps else "epochs"
@@ -167,7 +167,7 @@ class TrainingRun:
         is_root = self.model.rank == 0
         if is_root and not self.model.engine.program.knows_loss(self.model.engine.loss):
             _log.warning(
-                "%s tells no loss, so that all losses of this run are NaN: give it "
+                "%s computes no loss, so that all losses of this run are NaN: give it "
                 "compute_loss_and_gradients, or a default_loss_function",
                 type(self.model.wrapped_model).__name__,
             )
@@ -248,8 +248,8 @@ class TrainingRun:
             compared = model.check_replicas()
             if not compared and not self.has_found_no_replicas and model.rank == 0:
                 _log.warning(
-                    "digest_every: the ranks have no copies of a parameter to compare (each holds "
-                    "its own pieces, or all share the memory of a node)"
+                    "digest_every has no effect: no parameter has a copy on another rank (each "
+                    "rank stores its own pieces, or all ranks share the memory of a node)"
                 )
             self.has_found_no_replicas = not compared
         score = None
@@ -415,11 +415,11 @@ class TrainingRun:
             self.stopping.load_state_dict(position["stopping"])
         if self.model.rank == 0:
             if self.step < self.total:
-                _log.info("going on after step %d of %d from %s", self.step, self.total, path)
+                _log.info("resuming after step %d of %d from %s", self.step, self.total, path)
             else:
                 _log.warning(
-                    "%s is of a run that ended after step %d, and nothing is left of %d; for a "
-                    "new run choose another folder, or pass resume=False",
+                    "%s is the end of a run of %d steps, and this run asks for %d: there is "
+                    "nothing to do. For a new run choose another folder, or pass resume=False",
                     path, self.step, self.total,
                 )  # fmt: skip
 
@@ -431,8 +431,8 @@ def _by_data_rank(model: ShardedModelBase, given: Sequence[int], name: str) -> l
         first, expected = found.setdefault(model.data_rank_of(rank), (rank, length))
         if length != expected:
             raise ValueError(
-                f"ranks {first} and {rank} compute one batch together, and must be given the same "
-                f"data: of {name} rank {first} has {expected} samples, and rank {rank} has "
-                f"{length}. Choose a rank's data by the model's data_rank, not by rank"
+                f"ranks {first} and {rank} compute one batch together and need the same data, "
+                f"but {name} has {expected} samples on rank {first} and {length} on rank {rank}. "
+                "Choose a rank's data by the model's data_rank, not by rank"
             )
     return [found[data][1] for data in range(model.data_size)]

@@ -177,14 +177,14 @@ class UserState:
         names, states = saved["names"], saved["ranks"]
         if names != list(self._parts):
             raise ValueError(
-                f"the run was saved with the user_state {_listed(names)}, and has "
-                f"{_listed(list(self._parts))} now: give it the same user_state and callbacks"
+                f"the run was saved with the user_state {_listed(names)}, but has "
+                f"{_listed(list(self._parts))} now: pass the same user_state and callbacks"
             )
         if len(states) > 1 and len(states) != self._backend.world_size:
             raise ValueError(
-                f"the user_state {_listed(names)} was another on each of {len(states)} ranks when "
-                f"the run was saved, and there are {self._backend.world_size} ranks now: resume it "
-                f"with {len(states)}, or keep the state alike on all ranks"
+                f"the user_state {_listed(names)} differed between {len(states)} ranks when the "
+                f"run was saved, and there are {self._backend.world_size} ranks now: resume it "
+                f"with {len(states)} ranks, or use a state that is equal on all ranks"
             )
 
     def restore(self, saved: Mapping[str, Any], path: Path) -> None:

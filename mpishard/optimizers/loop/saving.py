@@ -89,8 +89,8 @@ def checkpoint_to_resume(
     newest = newest_valid(own or place, backend)
     if newest is None and is_asked_for:
         raise FileNotFoundError(
-            f"there is no checkpoint in {Path(place)} to go on from; leave resume out to begin "
-            "where there is none"
+            f"resume: there is no checkpoint in {Path(place)}; leave resume out to start a new "
+            "run if there is none"
         )
     return newest
 
@@ -198,7 +198,7 @@ class RunCheckpoints:
         place = self.folder.path_of(step)
         message = f"preempted after step {step} of {total}; saved in {place}"
         if self._rank == 0:
-            _log.warning("%s, from where the same command goes on", message)
+            _log.warning("%s; the same command resumes from there", message)
         raise Preempted(message, step, settings.EXIT_PREEMPTED)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
@@ -309,18 +309,17 @@ def check_position(
             raise CheckpointError(f"cannot use {reader.path / MANIFEST}: {error}") from None
         if position is None:
             raise ValueError(
-                f"{path} holds no position of a training loop; load it with model.load_model, and "
-                "train without resume"
+                f"{path} was not saved by optimize, so it has no position in the data: load it "
+                "with model.load_model, and train without resume"
             )
         saved = position["order"]
         if order["local_data"] and isinstance(saved.get("samples"), list):
             before, now = len(saved["samples"]), len(order["samples"])
             if before != now:
                 raise ValueError(
-                    f"the run was saved by {before} ranks that each brought data of their own "
-                    f"(local_data), and there are {now} now: nobody could say whose samples are "
-                    f"still to come in its epoch. Resume it with {before} ranks, or load it with "
-                    "model.load_model and train without resume"
+                    f"the run was saved with local_data by {before} ranks, and there are {now} "
+                    "now: it is not known which samples of the epoch are left. Resume it with "
+                    f"{before} ranks, or load it with model.load_model and train without resume"
                 )
         differing = [
             f"{name} was {saved.get(name)} and is {value}"
@@ -329,7 +328,7 @@ def check_position(
         ]
         if differing:
             raise ValueError(
-                "the run cannot go on where it was, because the order of samples would differ: "
+                "the run cannot be resumed, because the order of samples would differ: "
                 + "; ".join(differing)
                 + ". For a new run choose another folder, or pass resume=False"
             )

@@ -62,7 +62,8 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
             if values.get("frozen") and len(values) > 1:
                 others = ", ".join(name for name in values if name != "frozen")
                 raise ValueError(
-                    f"{place} is frozen, and so has no use for {others}; drop one of both"
+                    f"{place} freezes parameters, so {others} would have no effect; leave out "
+                    "one of the two"
                 )
 
     def __getitem__(self, pattern: str) -> Mapping[str, Any]:
@@ -113,8 +114,8 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
         frozen = frozenset(name for name in names if self._of(name).get("frozen"))
         if names and len(frozen) == len(set(names)):
             raise ValueError(
-                f"parameter_options freeze all {len(frozen)} parameters, and nothing is left to "
-                'train; a later pattern with {"frozen": False} lets some be trained'
+                f"parameter_options freeze all {len(frozen)} parameters, so nothing can be "
+                'trained; a later pattern with {"frozen": False} unfreezes some'
             )
         return frozen
 

@@ -60,9 +60,9 @@ class SearchRule(Optimizer):
         options = [p for p, values in self.checked_options.items() if values.keys() - {"frozen"}]
         if given or options:
             raise ValueError(
-                f"{type(self).__name__} goes by the values of the loss, of which "
-                f"{', '.join(given) or f'parameter_options[{options[0]!r}]'} would change the "
-                "gradient alone; add a penalty to the loss. parameter_options may only freeze"
+                f"{type(self).__name__} compares values of the loss, but "
+                f"{', '.join(given) or f'parameter_options[{options[0]!r}]'} changes only the "
+                "gradient: add a penalty to the loss. parameter_options may only freeze"
             )
 
     # ------------------------------------------------------------------------------- an update
@@ -98,8 +98,8 @@ class SearchRule(Optimizer):
         numbers = context.numbers
         if context.loss is None:
             raise NotImplementedError(
-                f"{type(self).__name__} searches along a line, for which it needs the loss at "
-                "several points: use optimize, a sharded optimizer's step, or mpishard.minimize"
+                f"{type(self).__name__} needs the loss at several points for its line search: use "
+                "optimize, a sharded optimizer's step, or mpishard.minimize"
             )
         numbers["evaluations"] = numbers.get("evaluations", 0) + 1
         if "value" not in numbers:

@@ -96,26 +96,26 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         self.delay = as_count("delay", delay, least=0)
         if allow_staleness and delay:
             raise ValueError(
-                f"allow_staleness={allow_staleness} lets ranks go their own pace, and "
-                f"delay={delay} keeps them together: give one of them"
+                f"allow_staleness={allow_staleness} lets each rank make its own steps, but "
+                f"delay={delay} needs all ranks in the same step: give one of them"
             )
         if allow_staleness and (strategy != "ddp" or config.replica_size is not None):
             raise ValueError(
-                f"allow_staleness={allow_staleness} lets each rank go at its own pace, and "
-                f"strategy={strategy!r} with replica_size={config.replica_size} has ranks that "
-                "wait for one another: use delay, or ddp without replica_size"
+                f"allow_staleness={allow_staleness} lets each rank make its own steps, but with "
+                f"strategy={strategy!r} and replica_size={config.replica_size} ranks wait for one "
+                "another: use delay, or ddp without replica_size"
             )
         if self.delay:
             self._config = by_node(self._config)
         self.model_class = model_of_replicas(strategy, self._config)
         rule = type(self._rule).__name__
         if (allow_staleness or delay) and self._rule.searches:
-            raise ValueError(f"{rule} needs the gradient of now: choose another rule")
+            raise ValueError(f"{rule} does not accept late gradients: choose another rule")
         if allow_staleness and (self._rule.clip_global_norm or isinstance(self._rule, LAMB)):
             needs = "clip_global_norm" if self._rule.clip_global_norm else rule
             raise ValueError(
-                f"{needs} needs a norm of all parameters, and with allow_staleness no rank has "
-                "them at one time: leave it out, or use delay"
+                f"{needs} needs a norm over all parameters, but with allow_staleness no rank has "
+                "all of them at the same step: leave it out, or use delay"
             )
 
     @property

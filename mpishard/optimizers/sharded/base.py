@@ -247,8 +247,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         self._require_model_of_this_kind(model)
         if self._rule.searches:
             raise NotImplementedError(
-                f"{type(self._rule).__name__} needs the loss at several points, which one gradient "
-                "does not tell: use step, optimize or mpishard.minimize"
+                f"{type(self._rule).__name__} needs the loss at several points, not only one "
+                "gradient: use step, optimize or mpishard.minimize"
             )
         vector = agreed_vector(model.engine, gradients, "apply_gradients")
         state = self.bind(model)
@@ -274,8 +274,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         mean = None if self._state is None else self._state.mean_gradient()
         if mean is None:
             raise ShardingError(
-                "there is no gradient of a last step: it is there after step, until another step "
-                "begins, of any optimizer, or the model's parameters change"
+                "the gradient of the last step is not available: it exists after step, until any "
+                "optimizer begins another step or the model's parameters change"
             )
         return mean
 
@@ -369,7 +369,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 )
         if not model.sharding_configuration.auto_sync_gradients:
             raise ValueError(
-                f"{type(self).__name__} brings the ranks together: leave out "
+                f"{type(self).__name__} synchronizes the ranks itself: leave out "
                 "auto_sync_gradients=False"
             )
 
@@ -486,7 +486,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             As `mpishard.checkpoint.save`.
         """
         if self._awaiting is not None:
-            raise ShardingError("the state that was loaded waits for its model: call bind(model)")
+            raise ShardingError("the loaded state has no model yet: call bind(model) first")
         if self._state is not None:
             model = self._state.model
             save_states(path, model, {"optimizer": self.bind(model)})

@@ -75,17 +75,17 @@ def require_model(
     engine, name = model.engine, type(rule).__name__
     if not engine.program.knows_loss(engine.loss):
         raise ValueError(
-            f"{name} compares losses, and {type(model.wrapped_model).__name__} tells none: give it "
-            "compute_loss_and_gradients, or a default_loss_function"
+            f"{name} compares losses, but {type(model.wrapped_model).__name__} computes none: give "
+            "it compute_loss_and_gradients, or a default_loss_function"
         )
     if engine.program.is_random:
         raise ValueError(
-            f"{name} evaluates one function at several points, and dropout makes another one of it "
-            "each time: leave dropout out"
+            f"{name} evaluates the same function at several points, but dropout changes it each "
+            "time: remove the dropout layers"
         )
     if not model.sharding_configuration.auto_sync_gradients:
         raise ValueError(
-            f"{name} searches along one line on all ranks; it needs auto_sync_gradients=True"
+            f"{name} makes one line search on all ranks; it needs auto_sync_gradients=True"
         )
 
 

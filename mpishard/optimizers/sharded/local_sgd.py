@@ -124,8 +124,8 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
             )
         if strategy == "hybrid" and (fragments != 1 or exchange == "int8"):
             raise ValueError(
-                'strategy="hybrid" allows fragments=1 and no exchange="int8": what several ranks '
-                "of a replica hold alike would be exchanged at other steps, or rounded otherwise"
+                'strategy="hybrid" needs fragments=1, and an exchange other than "int8": copies of '
+                "a parameter on several ranks of a replica would otherwise differ"
             )
         if exchange is not None and exchange not in CODES:
             raise ValueError(f"exchange must be one of {', '.join(CODES)}, got {exchange!r}")
@@ -136,11 +136,13 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         if outer is not None and (
             outer.clip_global_norm or outer.clip_value or outer.parameter_options
         ):
-            raise ValueError("outer must not clip, and has no parameter_options: the inner rule's")
+            raise ValueError(
+                "outer must have no clipping and no parameter_options: give them to the inner rule"
+            )
         for rule in (self._rule, outer):
             if rule is not None and rule.searches:
                 raise ValueError(
-                    f"{type(rule).__name__} searches along one line on all ranks, and here each "
+                    f"{type(rule).__name__} makes one line search on all ranks, but here each "
                     "rank trains alone: choose another rule"
                 )
         self.outer = outer
@@ -176,9 +178,9 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
                 )
             if not config.auto_sync_gradients:
                 raise ValueError(
-                    f"{own} by itself, and with auto_sync_gradients=False the ranks would not even "
-                    "agree on losses and errors: leave out auto_sync_gradients=False, and give "
-                    "synchronization_period the number of steps that replicas train alone"
+                    f"{own} by itself; with auto_sync_gradients=False the ranks would not exchange "
+                    "losses and errors. Leave out auto_sync_gradients=False, and set "
+                    "synchronization_period to the number of steps between two exchanges"
                 )
         super()._require_model_of_this_kind(model)
 

@@ -280,7 +280,7 @@ class ModelState(CheckpointState):
             if settings.get(name) != value
         ]
         if changed and self.model.rank == 0:
-            _log.warning("the optimizer goes on with other settings: %s", "; ".join(changed))
+            _log.warning("the optimizer continues with other settings: %s", "; ".join(changed))
         self.steps, self.numbers = steps, dict(numbers)
         # Another optimizer may have made some of the model's steps.
         self.engine.step_number = max(self.engine.step_number, steps)

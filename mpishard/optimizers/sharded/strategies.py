@@ -64,7 +64,7 @@ def model_of_replicas(strategy: str, config: ShardingConfiguration) -> type[Shar
     found = data_model_class(strategy, hybrid=HybridShardedModel)
     if strategy != "ddp" and config.replica_size is None:
         raise ValueError(
-            f"strategy={strategy!r} shards a replica over its ranks, and here each rank is a "
+            f"strategy={strategy!r} shards a replica over several ranks, but here each rank is a "
             'replica: give ShardingConfiguration(replica_size=), a number of ranks or "node"'
         )
     return found
@@ -390,9 +390,9 @@ class ElasticOptimizer(ShardedOptimizerBase):
     def _require_bounds(self) -> None:
         if not self.min_workers <= self.current_workers <= self.max_workers:
             raise ShardingError(
-                f"the job has {self.current_workers} ranks, and {type(self).__name__} allows "
-                f"{self.min_workers} to {self.max_workers}: start it with as many, or give other "
-                "bounds"
+                f"{type(self).__name__} allows {self.min_workers} to {self.max_workers} ranks, but "
+                f"the job has {self.current_workers}: start it with an allowed number, or give "
+                "other bounds"
             )
 
     def _settings(self) -> dict[str, Any]:
@@ -406,8 +406,8 @@ class ElasticOptimizer(ShardedOptimizerBase):
         """As every optimizer's; warns on rank 0 if there is no folder to go on from. Collective."""
         if getattr(input_data, "checkpoint", "") is None and self.rank == 0:
             _log.warning(
-                "%s without checkpoint=FOLDER: if the number of ranks changes, training begins "
-                "anew", type(self).__name__,
+                "%s without checkpoint=FOLDER: if the number of ranks changes, training starts "
+                "from the beginning", type(self).__name__,
             )  # fmt: skip
         return super().optimize(input_data)
 
