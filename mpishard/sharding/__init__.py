@@ -23,9 +23,11 @@ from mpishard.sharding.table import (
     cells_of,
     cut_at_cells,
     nested_views,
+    overlapping,
     owned_pieces,
     pieces_within,
     reproducing_worlds,
+    unit_at,
 )
 
 __all__ = [
@@ -46,9 +48,11 @@ __all__ = [
     "nested_views",
     "numerics_differences",
     "numerics_fingerprint",
+    "overlapping",
     "owned_pieces",
     "pieces_within",
     "reproducing_worlds",
+    "unit_at",
     "whole_box",
     "written_part",
 ]

@@ -5,11 +5,12 @@ A unit is gathered and reduced as one; each rank owns a piece of it.
 
 from __future__ import annotations
 
-import bisect
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, Protocol
 
 from mpishard.arguments import check_name
@@ -17,6 +18,7 @@ from mpishard.arrays import Array
 from mpishard.layout import ShardLayout
 
 _DENSE_WORLDS = 8  # up to this number each number of ranks reproduces
+_start, _stop = attrgetter("start"), attrgetter("stop")
 
 
 class _Spec(Protocol):
@@ -113,8 +115,6 @@ class ParameterTable:
         self.length = start
         self._by_name = entries | {name: entries[target] for name, (target, _) in ties.items()}
         # A model may have thousands of layers, each of which asks for its own parameters.
-        self._starts = [entry.start for entry in self.entries]
-        self._stops = [entry.stop for entry in self.entries]
         self._by_layer: dict[str, dict[str, ParameterEntry]] = {}
         for name, entry in self._by_name.items():
             layer, dot, inside = name.partition(".")
@@ -130,14 +130,22 @@ class ParameterTable:
 
     def overlapping(self, start: int, stop: int) -> list[ParameterEntry]:
         """The entries that share an element with the flat range ``[start, stop)``."""
-        first = bisect.bisect_right(self._stops, start)
-        last = bisect.bisect_left(self._starts, stop)
-        near = self.entries[first:last]
-        return [e for e in near if max(e.start, start) < min(e.stop, stop)]
+        return [e for e in overlapping(self.entries, start, stop) if e.size]
 
     def nested_views(self, vector: Array) -> dict[str, Any]:
         """Views of ``vector``, shape (length,), shaped as the parameters and nested by name."""
         return nested_views(self._by_name, lambda e: vector[e.start : e.stop])
+
+
+def overlapping(
+    entries: Sequence[ParameterEntry], start: int, stop: int
+) -> Sequence[ParameterEntry]:
+    """Those of ``entries``, in flat order, that begin before ``stop`` and end behind ``start``."""
+    if start >= stop:
+        return ()
+    # A model of thousands of layers asks for each of its units.
+    first = bisect_right(entries, start, key=_stop)
+    return entries[first : bisect_left(entries, stop, key=_start)]
 
 
 def nested_views(
@@ -182,6 +190,17 @@ class Unit:
     def length(self) -> int:
         """Number of elements."""
         return self.stop - self.start
+
+    def entries_of(self, entries: Sequence[ParameterEntry]) -> list[ParameterEntry]:
+        """Those of ``entries``, which are in flat order, that lie in the unit."""
+        first = bisect_left(entries, self.start, key=_start)
+        last = bisect_right(entries, self.stop, key=_start)
+        return [entry for entry in entries[first:last] if entry.stop <= self.stop]
+
+
+def unit_at(units: Sequence[Unit], index: int) -> Unit:
+    """The unit that has the flat ``index``; ``units`` are in flat order and have no gaps."""
+    return units[bisect_right(units, index, key=_start) - 1]
 
 
 @dataclass(frozen=True, slots=True)

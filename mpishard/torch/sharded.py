@@ -21,7 +21,7 @@ from mpishard.communication.contract.status import called_as
 from mpishard.communication.tracing.recorder import current_recorder
 from mpishard.errors import ShardingError
 from mpishard.models.engine.update import Policy
-from mpishard.models.programs.placed_program import entries_of, units_of_modules
+from mpishard.models.programs.placed_program import units_of_modules
 from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients
 from mpishard.models.stores.parameter_store import ShardedParameters
 from mpishard.models.stores.store_layout import StoreLayout
@@ -125,7 +125,7 @@ class ShardedModule(Uncopied):
         self._step, self._updates = ExitStack(), 0
 
     def _inside(self, unit: Unit) -> list[ParameterEntry]:
-        return entries_of(unit, self.entries)
+        return unit.entries_of(self.entries)
 
     def _require_same_on_all_ranks(self, precision: str | None) -> None:
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from mpishard.sharding import ParameterTable
+from mpishard.sharding import (
+    ParameterEntry,
+    ParameterTable,
+    build_units,
+    overlapping,
+    unit_at,
+)
 
 
 @dataclass
@@ -94,3 +100,25 @@ def test_overlap_of_any_range():
 def test_mistakes(parameters, message):
     with pytest.raises(ValueError, match=message):
         ParameterTable(parameters)
+
+
+def test_entries_and_units_are_found_as_a_search_through_all_finds_them():
+    dice = np.random.default_rng(4)
+    for _ in range(200):
+        sizes = dice.integers(0, 4, dice.integers(1, 9)).tolist()
+        if not sum(sizes):
+            continue
+        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        entries = [
+            ParameterEntry(f"p{place}", (size,), start)
+            for place, (size, start) in enumerate(zip(sizes, starts, strict=True))
+        ]
+        units = build_units(sizes, int(dice.integers(1, 6)))
+        for unit in units:
+            inside = [e for e in entries if unit.start <= e.start and e.stop <= unit.stop]
+            assert unit.entries_of(entries) == inside
+        for index in range(sum(sizes)):
+            assert unit_at(units, index).start <= index < unit_at(units, index).stop
+        start, stop = sorted(dice.integers(0, sum(sizes) + 1, 2).tolist())
+        expected = [e for e in entries if start < stop and e.start < stop and start < e.stop]
+        assert [*overlapping(entries, start, stop)] == expected

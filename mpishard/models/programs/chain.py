@@ -14,7 +14,7 @@ from mpishard.arrays import Array
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.nn.layers.layer import Context, GradientTargets, Layer
-from mpishard.sharding import ParameterEntry, Unit, nested_views
+from mpishard.sharding import ParameterEntry, Unit, nested_views, unit_at
 
 Reduce = Callable[[Unit], None]
 
@@ -62,14 +62,11 @@ class HeldLayers:
     units: tuple[Unit, ...]
     dtype: np.dtype[Any]
 
-    def entries_of(self, unit: Unit) -> list[ParameterEntry]:
-        """The parameters of a unit."""
-        return [e for e in self.entries if unit.start <= e.start and e.stop <= unit.stop]
-
     def units_of(self, layer: int) -> tuple[Unit, ...]:
         """The units that a layer uses, in order: its own, and those of parameters it is tied to."""
-        starts = {entry.start for entry in self.layers[layer].entries.values() if entry.size}
-        return tuple(u for u in self.units if any(u.start <= s < u.stop for s in starts))
+        entries = self.layers[layer].entries.values()
+        units = {unit_at(self.units, entry.start) for entry in entries if entry.size}
+        return tuple(sorted(units, key=lambda unit: unit.start))
 
     @property
     def reused(self) -> frozenset[int]:
@@ -158,7 +155,7 @@ class LayerChain:
         self._range = range(first, stop)
         self._kept = kept
         self._uses = {i: held.units_of(i) for i in self._range}
-        self._names_in = {u.index: [e.name for e in held.entries_of(u)] for u in held.units}
+        self._names_in = {u.index: [e.name for e in u.entries_of(held.entries)] for u in held.units}
         self._groups = self._laid_out(recomputed)
         # Only the units that this chain's layers use: with pipelines the rank may hold other
         # chunks, too.
@@ -191,8 +188,7 @@ class LayerChain:
                 entry: (unit.index, slice(entry.start - unit.start, entry.stop - unit.start))
                 for index in layers
                 for entry in self._layers[index].entries.values()
-                for unit in self._held.units
-                if unit.start <= entry.start and entry.stop <= unit.stop
+                for unit in [unit_at(self._held.units, entry.start)]
             }
             begun = tuple(unit for unit in units if unit not in seen)
             seen.update(units)

@@ -192,7 +192,7 @@ class PlacedProgram(WholeProgram):
         arrays = [
             vector[entry.start - unit.start : entry.stop - unit.start]
             for unit, vector in zip(self.units, vectors, strict=True)
-            for entry in entries_of(unit, self.entries)
+            for entry in unit.entries_of(self.entries)
         ]
         self._model.place_parameters(arrays, holder, self.replica.data)
         # The module needs whole tensors at any time: only shared memory holds them once per node.
@@ -271,7 +271,7 @@ class Arrivals:
         self._untrained: list[list[int]] = []
         for unit in units:
             first = len(self._unit_of)
-            inside = entries_of(unit, entries)
+            inside = unit.entries_of(entries)
             self._unit_of += [unit.index] * len(inside)
             places = list(enumerate(inside, start=first))
             self._missing.append({index for index, entry in places if entry.trainable})
@@ -350,8 +350,3 @@ def units_of_modules(entries: Sequence[ParameterEntry], minimum_unit_size: int) 
     return build_units(
         [sum(entry.size for entry in layer) for _, layer in layers], minimum_unit_size
     )
-
-
-def entries_of(unit: Unit, entries: tuple[ParameterEntry, ...]) -> list[ParameterEntry]:
-    """The parameters of a unit."""
-    return [e for e in entries if unit.start <= e.start and e.stop <= unit.stop]

@@ -53,7 +53,7 @@ class StageLayout:
         return {
             unit.index: entry.name
             for unit in self.held.units
-            for entry in self.held.entries_of(unit)
+            for entry in unit.entries_of(self.held.entries)
             if entry.name in self.shared
         }
 

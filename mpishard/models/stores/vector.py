@@ -16,7 +16,7 @@ from mpishard.layout import ShardLayout
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.pipeline import IPipelinePartitionStrategy, UniformPartitionStrategy
-from mpishard.sharding import ParameterEntry, Placement, Slice, Unit, whole_box
+from mpishard.sharding import ParameterEntry, Placement, Slice, Unit, unit_at, whole_box
 from mpishard.sharding.regions import Region, blocks_of
 
 Fill = Callable[[int, Array], None]
@@ -306,7 +306,7 @@ def _slices_in(placement: Placement, entries: Sequence[ParameterEntry]) -> list[
 def _place_of(units: Sequence[Unit], held: Slice) -> tuple[Unit, slice]:
     """The unit of a slice, and the slice's range in it."""
     start, stop = held.entry.start, held.entry.stop
-    unit = next(u for u in units if u.start <= start and stop <= u.stop)
+    unit = unit_at(units, start)
     return unit, slice(start - unit.start, stop - unit.start)
 
 

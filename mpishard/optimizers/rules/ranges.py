@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of
+from mpishard.sharding import ParameterEntry, Piece, Unit, cells_of, overlapping
 
 Cell = tuple[str, int]
 """A parameter's name, and the number of its part; see `Segment`."""
@@ -76,8 +76,7 @@ def segments_of(entries: Sequence[ParameterEntry], piece: Piece) -> tuple[Segmen
     return tuple(
         Segment(e.name, max(e.start, piece.start) - piece.start,
                 min(e.stop, piece.stop) - piece.start)
-        for e in entries
-        if e.start < piece.stop and piece.start < e.stop
+        for e in overlapping(entries, piece.start, piece.stop)
     )  # fmt: skip
 
 
