@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from mpishard.cli.tables import figures_table, screen_width, show
-from mpishard.cli.wording import check_choice, check_png, counted, refusing, say
+from mpishard.cli.wording import check_png, choice, counted, refusing, say
 from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
 from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
 
@@ -38,9 +38,7 @@ def schedule(
         int,
         typer.Option("-m", "--micro-batches", min=1, help="Number of micro-batches of a step, M."),
     ],
-    schedule: Annotated[
-        str, typer.Option(help=f"One of {', '.join(SCHEDULE_NAMES)}; or {_ALL}.")
-    ] = _ALL,
+    schedule: Annotated[str, choice("plan", (*SCHEDULE_NAMES, _ALL))] = _ALL,
     virtual_stages: Annotated[
         int | None,
         typer.Option(
@@ -113,8 +111,6 @@ def _schedules(
     name: str, virtual_stages: int | None, stages: int, micro_batches: int
 ) -> list[RuleSchedule]:
     """Return the schedule of that name, or all; refuse those with too many operations."""
-    name = name.lower()
-    check_choice("plan", "--schedule", name, (*SCHEDULE_NAMES, _ALL))
     schedules = [
         schedule_by_name(each, virtual_stages if each in _LOOPED or name != _ALL else None)
         for each in (SCHEDULE_NAMES if name == _ALL else (name,))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
@@ -91,15 +91,25 @@ def refusing(
         refuse(command, f"{what}{error}", code)
 
 
-def check_choice(
-    command: str, flag: str, given: str | Sequence[str], choices: Iterable[str]
-) -> None:
-    """Refuse values of ``flag`` that are not among ``choices``."""
-    names = list(choices)
-    for each in [given] if isinstance(given, str) else given:
-        if each not in names:
-            known = f"must be one of {', '.join(names)}; got {each!r}{nearest(each, names)}"
-            refuse(command, f"{flag} {known}")
+def choice(command: str, names: Iterable[str], help_text: str = "One of {}.") -> Any:
+    """Return an option that takes one of ``names``, in any case, or several if it is a list.
+
+    The names stand for ``{}`` in ``help_text``.
+    """
+    known = list(names)
+
+    def check(option: typer.CallbackParam, given: Any) -> Any:
+        """Return what was given in lower case; refuse other names."""
+        if given is None:
+            return None
+        chosen = [each.lower() for each in ([given] if isinstance(given, str) else given)]
+        for each in chosen:
+            if each not in known:
+                text = f"must be one of {', '.join(known)}; got {each!r}{nearest(each, known)}"
+                refuse(command, f"{option.opts[0]} {text}")
+        return chosen[0] if isinstance(given, str) else chosen
+
+    return typer.Option(help=help_text.format(", ".join(known)), callback=check)
 
 
 def check_png(command: str, flag: str, path: Path) -> None:

@@ -324,7 +324,7 @@ def test_a_fault_of_one_schedule_is_found(monkeypatch: Any) -> None:
 
 
 def test_what_a_mesh_is_called() -> None:
-    flags = {"--pipeline-parallel-size": 2, "--schedule": "ZB-H1",
+    flags = {"--pipeline-parallel-size": 2, "--schedule": "zb-h1",
              "--tensor-parallel-size": 2, "--sequence-parallel": True,
              "--data-parallel-strategy": "ddp"}  # fmt: skip
     mesh = MeshChoice.of("hybrid", 8, flags | {"--recompute": "full"})
@@ -727,6 +727,7 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
     ("arguments", "message"),
     [
         (["--strategy", "zero9"], "zero3, fsdp, tensor, pipeline, hybrid; got 'zero9'"),
+        (["--strategy", ""], "--strategy must be one of ddp, zero1"),
         (["--optimizer", "bfgs"], "--optimizer must be one of sgd, adagrad"),
         (["--optimizer", "lbfgs", "--strategy", "ddp", "--wrapper", "compression"],
          "--optimizer lbfgs compares losses of one function: leave out --delay, --precision"),
@@ -758,6 +759,7 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
         (["--recompute", "half"], "'half' is not one of 'full', 'selective'"),
         (["--micro-batches", "0"], "Invalid value for '--micro-batches'"),
         (["--strategy", "tensor", "--delay", "1"], "fsdp, hybrid, and it is tensor"),
+        (["--strategy", "Tensor", "--delay", "1"], "and it is tensor"),
         (["--strategy", "ddp", "--delay", "5"], "--delay 5 leaves no update of --steps 5"),
         (["--strategy", "tensor", "--wrapper", "local-sgd"],
          "is for --strategy ddp, zero1, zero2, zero3, fsdp, hybrid; got tensor"),
@@ -787,6 +789,7 @@ def test_refuses_to_be_a_rank(monkeypatch: Any) -> None:
     [
         (["train.py", "--strategy", "zero1"], "--strategy is for a factory; a script makes its"),
         (["train.py", "--batch-size", "4"], "--batch-size is for a factory"),
+        (["train.py", "--tolerance", "-1"], "--tolerance must be above 0, got -1.0"),
         (["file.py:factory", "8"], "8: a factory takes no arguments; a script does"),
         (["nowhere.py"], "nowhere.py"),
     ],

@@ -17,7 +17,7 @@ from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark
 from mpishard.cli.bench.step import CONTEXT, STRATEGIES, ChecksBenchmark, StepBenchmark
 from mpishard.cli.machine import write_json
 from mpishard.cli.tables import show
-from mpishard.cli.wording import check_choice, check_png, parse_bytes, refuse, refusing
+from mpishard.cli.wording import check_png, choice, parse_bytes, refuse, refusing
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.errors import MPIUnavailableError
@@ -25,6 +25,9 @@ from mpishard.observe import plot_panels
 from mpishard.pipeline import SCHEDULE_NAMES
 
 bench = typer.Typer(rich_markup_mode=None)
+
+_REPEATED = "One of {}; may be repeated. Default: all."
+_WAYS = [TENSOR, *SCHEDULE_NAMES]
 
 
 def _count(help_text: str, minimum: int = 1) -> Any:
@@ -54,10 +57,7 @@ _SIZES = {"mlp": (1024, 8, 64), "gpt": (256, 4, 8)}
 @bench.command()
 def collectives(
     context: typer.Context,
-    collective: Annotated[
-        list[str] | None,
-        typer.Option(help=f"One of {', '.join(KINDS)}; may be repeated. Default: all."),
-    ] = None,
+    collective: Annotated[list[str] | None, choice("bench", KINDS, _REPEATED)] = None,
     sizes: Annotated[
         str, typer.Option(help="Bytes of the whole array.")
     ] = "8B,1KiB,64KiB,1MiB,16MiB,64MiB",
@@ -75,11 +75,9 @@ def collectives(
 
     gloo is measured if PyTorch is installed.
     """
-    chosen = collective or list(KINDS)
-    check_choice("bench", "--collective", chosen, KINDS)
     with refusing("bench", "--sizes: "):
         lengths = [parse_bytes(text) for text in sizes.split(",")]
-    benchmark = CollectiveBenchmark(chosen, lengths, dtype, repeats, busy)
+    benchmark = CollectiveBenchmark(collective or KINDS, lengths, dtype, repeats, busy)
     _measure(context, benchmark, ranks, world_size, json, plot)
 
 
@@ -102,10 +100,7 @@ def checks(
 def step(
     context: typer.Context,
     model: Annotated[Literal["mlp", "gpt"], typer.Option(help="Model that is trained.")] = "mlp",
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(help=f"One of {', '.join(STRATEGIES)}; may be repeated. Default: all."),
-    ] = None,
+    strategy: Annotated[list[str] | None, choice("bench", STRATEGIES, _REPEATED)] = None,
     width: Annotated[int, _count("Default 1024 for mlp, 256 for gpt.", 0)] = 0,
     layers: Annotated[int, _count("Default 8 for mlp, 4 for gpt.", 0)] = 0,
     batch: Annotated[int, _count("Samples of each rank; default 64 for mlp, 8 for gpt.", 0)] = 0,
@@ -128,7 +123,6 @@ def step(
 ) -> None:
     """Time training steps; the strategy alone is the same step without communication."""
     chosen = strategy or [s for s in STRATEGIES if s != "zero3"]  # which is fsdp
-    check_choice("bench", "--strategy", chosen, STRATEGIES)
     usual = _SIZES[model]
     sizes = (width or usual[0], layers or usual[1], batch or usual[2])
     mixed = None if precision == "float32" else precision
@@ -145,10 +139,7 @@ def speedup(
     context: typer.Context,
     way: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"tensor, or a pipeline's schedule: {', '.join(SCHEDULE_NAMES)}; or all. May be "
-            "repeated. Default: tensor, 1f1b, zb-h1."
-        ),
+        choice("bench", (*_WAYS, "all"), "{}; may be repeated. Default: tensor, 1f1b, zb-h1."),
     ] = None,
     width: Annotated[int, _count("Width of the GPT.")] = 512,
     layers: Annotated[int, _count("Number of its blocks.")] = 4,
@@ -161,11 +152,9 @@ def speedup(
     world_size: ThreadsOption = 0,
 ) -> None:
     """Time a step that all ranks share, by tensor or pipeline parallelism, against one rank's."""
-    every = [TENSOR, *SCHEDULE_NAMES]
     chosen = way or [TENSOR, "1f1b", "zb-h1"]
-    check_choice("bench", "--way", chosen, [*every, "all"])
     if "all" in chosen:
-        chosen = every
+        chosen = _WAYS
     size = ranks or world_size or settings.launched_world_size()
     if size == 1 or (not size and settings.launcher_variable() is None):
         refuse("bench", "speedup compares ranks that share a step with one alone: -n 2 starts two")

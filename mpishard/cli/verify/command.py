@@ -24,7 +24,7 @@ from mpishard.cli.verify.job import (
 )
 from mpishard.cli.verify.reference import RULES
 from mpishard.cli.verify.script import verify_script
-from mpishard.cli.wording import check_choice, counted, refuse, refusing, say
+from mpishard.cli.wording import choice, counted, refuse, refusing, say
 from mpishard.errors import MPIUnavailableError
 from mpishard.pipeline import SCHEDULE_NAMES
 
@@ -42,11 +42,11 @@ _TARGET = (
     "(model, x, y, loss); it may take dtype too. Or script.py, a loop with mpishard.torch."
 )
 _ARGUMENTS = "Of a script, after --; it takes -n, --steps and --tolerance only."
-_SCHEDULES = f"For pipeline and hybrid: {', '.join(SCHEDULE_NAMES)}, or all; default gpipe."
-_DATA = f"For hybrid: {', '.join(DATA_STRATEGIES)}; default zero1."
+_SCHEDULES = "For pipeline and hybrid: {}; default gpipe."
+_DATA = "For hybrid: {}; default zero1."
 _WRAPPERS = (
-    f"Optimizer in the strategy's place, one of {', '.join(WRAPPERS)}: with a period of one step "
-    "for descent, without staleness, with any number of ranks, with all elements of a gradient."
+    "Optimizer in the strategy's place, one of {}: with a period of one step for descent, without "
+    "staleness, with any number of ranks, with all elements of a gradient."
 )
 
 
@@ -56,14 +56,14 @@ def verify(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGUMENTS]", help=_ARGUMENTS)
     ] = None,
-    strategy: Annotated[str, typer.Option(help=f"One of {', '.join(STRATEGIES)}.")] = "fsdp",
+    strategy: Annotated[str, choice("verify", STRATEGIES)] = "fsdp",
     ranks: Annotated[
         int, typer.Option("-n", "-np", min=1, metavar="N", help="Number of ranks.")
     ] = 2,
     backend: Annotated[
         Backend, typer.Option(help="mpi: processes; memory: threads; auto: mpi if it can start.")
     ] = "auto",
-    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}.")] = "sgd",
+    optimizer: Annotated[str, choice("verify", RULES)] = "sgd",
     learning_rate: Annotated[
         float | None, _flag("Learning rate of the optimizer; default 1e-3, for lbfgs 1.")
     ] = None,
@@ -87,7 +87,7 @@ def verify(
         int | None, _flag("For hybrid; default N over the other two.")
     ] = None,
     micro_batches: Annotated[int | None, _flag("For pipeline and hybrid; default 4.", 1)] = None,
-    schedule: Annotated[str | None, _flag(_SCHEDULES)] = None,
+    schedule: Annotated[str | None, choice("verify", ("all", *SCHEDULE_NAMES), _SCHEDULES)] = None,
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="For tensor and hybrid.")
     ] = False,
@@ -95,11 +95,11 @@ def verify(
         Literal["full", "selective"] | None,
         _flag("For tensor, pipeline and hybrid: compute activations again in backward."),
     ] = None,
-    data_parallel_strategy: Annotated[str | None, _flag(_DATA)] = None,
+    data_parallel_strategy: Annotated[str | None, choice("verify", DATA_STRATEGIES, _DATA)] = None,
     delay: Annotated[
         int, _flag("AsyncSGDOptimizer, whose gradients come so many steps later.", 0)
     ] = 0,
-    wrapper: Annotated[str | None, _flag(_WRAPPERS)] = None,
+    wrapper: Annotated[str | None, choice("verify", WRAPPERS, _WRAPPERS)] = None,
 ) -> None:
     """Compare sharded training of TARGET's model with training it in one process.
 
@@ -112,18 +112,15 @@ def verify(
     if launcher is not None:
         text = f"this process is a rank already ({launcher} is set): start verify without mpirun"
         refuse("verify", text)
+    for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
+        if number is not None and not 0 < number < float("inf"):
+            refuse("verify", f"{flag} must be above 0, got {number}")
     if target.endswith(".py"):
         _check_script(context)
         is_equal = verify_script(target, arguments or (), ranks, steps, tolerance)
         raise typer.Exit(0 if is_equal else 1)
     if arguments:
         refuse("verify", f"{arguments[0]}: a factory takes no arguments; a script does")
-    strategy = strategy.lower()
-    check_choice("verify", "--strategy", strategy, STRATEGIES)
-    check_choice("verify", "--optimizer", optimizer, RULES)
-    for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
-        if number is not None and not 0 < number < float("inf"):
-            refuse("verify", f"{flag} must be above 0, got {number}")
     _check_wrapper(strategy, optimizer, steps, delay, wrapper, precision)
     given = (
         pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
@@ -158,8 +155,6 @@ def _check_wrapper(
     precision: str | None,
 ) -> None:  # fmt: skip
     """Refuse a delay, or an optimizer around the rule, that the other flags do not go with."""
-    if wrapper is not None:
-        check_choice("verify", "--wrapper", wrapper, WRAPPERS)
     takes = (strategy,) if wrapper is None else WRAPPERS[wrapper]
     if delay and strategy not in WRAPPERS["async"]:
         known = ", ".join(WRAPPERS["async"])

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from mpishard.arrays import Array, to_host
-from mpishard.cli.wording import check_choice, counted
+from mpishard.cli.wording import counted
 from mpishard.communication.mesh import AXES, mesh_sizes
 from mpishard.contracts import ILossFunction, IShardedModel
 from mpishard.data import check_dataset, take
@@ -83,21 +83,15 @@ class MeshChoice:
         ------
         ValueError
             For a flag that the strategy does not take, and sizes that do not make up the ranks.
-        typer.Exit
-            For unknown names, after printing the known ones.
         """
         given = {flag: value for flag, value in flags.items() if value is not None}
         for flag in given:
             takers = [s for s, names in STRATEGY_OPTIONS.items() if MESH_FLAGS[flag] in names]
             if strategy not in takers:
                 raise ValueError(f"{flag} is for --strategy {' and '.join(takers)}; got {strategy}")
-        if "--data-parallel-strategy" in given:
-            name = given["--data-parallel-strategy"]
-            check_choice("verify", "--data-parallel-strategy", name, DATA_STRATEGIES)
         schedules: tuple[str, ...] = ("",)
         if "schedule" in STRATEGY_OPTIONS.get(strategy, ()):
-            name = given.pop("--schedule", "gpipe").lower()
-            check_choice("verify", "--schedule", name, ("all", *SCHEDULE_NAMES))
+            name = given.pop("--schedule", "gpipe")
             schedules = SCHEDULE_NAMES if name == "all" else (name,)
             given.setdefault("--micro-batches", _MICRO_BATCHES)
         options = {MESH_FLAGS[flag]: value for flag, value in given.items()}
