@@ -23,7 +23,7 @@ from mpishard.cli.doctor.finding import (
     show_findings,
     summary,
 )
-from mpishard.cli.probe import Answer, ask, python_command
+from mpishard.cli.probe import Answer, answer_line, ask, python_command
 
 OK, NOTE, PROBLEM = Verdict
 
@@ -102,7 +102,7 @@ def test_what_raises_is_a_finding():
         yield Finding("host.python", "3")
         raise ZeroDivisionError("oh")
 
-    first, second = examined("host", look)
+    first, second = examined("host", look())
     assert first.name == "host.python"
     assert (second.name, second.verdict) == ("host.error", NOTE)
     assert "ZeroDivisionError: oh" in second.text
@@ -167,12 +167,16 @@ def rates(float32):
     return {"1": {"float32": float32, "float64": float32 / 2}}
 
 
+def blas(architecture, measured=None):
+    return [[{**HASWELL, "architecture": architecture}], measured]
+
+
 def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     monkeypatch.setattr(doctor_host, "better_kernel", lambda loaded: "SkylakeX")
-    asked = answers(doctor_host, [HASWELL], rates(122), rates(235))
+    asked = answers(doctor_host, blas("Haswell", rates(122)), blas("SkylakeX", rates(235)))
     found = by_name(doctor_host.look_at_numpy(quick=False))
-    assert asked[2][1] == {"OPENBLAS_CORETYPE": "SkylakeX"}
+    assert asked[1][1] == {"OPENBLAS_CORETYPE": "SkylakeX"}
     assert found["numpy.kernel"].mend == "export OPENBLAS_CORETYPE=SkylakeX"
     assert "235 instead of 122 GFLOP/s" in found["numpy.kernel"].text
     assert "122 and 61 GFLOP/s on 1 thread" in found["numpy.speed"].text
@@ -181,13 +185,20 @@ def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
 def test_a_kernel_that_is_hardly_faster_is_no_advice(monkeypatch, answers):
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     monkeypatch.setattr(doctor_host, "better_kernel", lambda loaded: "SkylakeX")
-    answers(doctor_host, [HASWELL], rates(100), rates(105))
+    answers(doctor_host, blas("Haswell", rates(100)), blas("SkylakeX", rates(105)))
     found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.kernel"]
     assert (found.verdict, found.value["better"]) == (OK, None)
     assert "105 instead of 100 GFLOP/s" in found.text
-    answers(doctor_host, [HASWELL])  # nothing is measured: what the processor's name tells
+    answers(doctor_host, blas("Haswell"))  # nothing is measured: what the processor's name tells
     found = by_name(doctor_host.look_at_numpy(quick=True))["numpy.kernel"]
     assert (found.verdict, found.value["better"]) == (NOTE, "SkylakeX")
+
+
+def test_libraries_are_named_when_a_product_crashes(answers):
+    answers(doctor_host, Answer(-4, f"{answer_line(blas('Haswell'))}\n", "", 30))
+    found = by_name(doctor_host.look_at_numpy(quick=False))
+    assert "openblas 0.3, /l.so" in found["numpy.blas"].text
+    assert found["numpy.speed"].verdict is PROBLEM
 
 
 @pytest.mark.parametrize(("all_threads", "verdict"), [(8, NOTE), (95, OK), (180, OK)])
@@ -195,7 +206,7 @@ def test_threads_that_fight_for_cores(all_threads, verdict, monkeypatch, answers
     monkeypatch.setattr(doctor_host, "better_kernel", lambda kernel: None)
     measured = {"1": {"float32": 101, "float64": 46}}
     measured["2"] = {"float32": all_threads, "float64": all_threads}
-    answers(doctor_host, [HASWELL], measured)
+    answers(doctor_host, blas("Haswell", measured))
     found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.speed"]
     assert found.verdict is verdict
     assert ("slower than one" in found.text) == (verdict is NOTE)
@@ -205,10 +216,10 @@ def test_threads_that_fight_for_cores(all_threads, verdict, monkeypatch, answers
 @pytest.mark.parametrize(("without", "verdict"), [(110, OK), (500, NOTE)])
 def test_a_kernel_of_the_users_choice(monkeypatch, without, verdict, answers):
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
-    own = {**HASWELL, "architecture": "SkylakeX"}
-    asked = answers(doctor_host, [HASWELL], rates(100), [own], rates(without))
+    replies = blas("Haswell", rates(100)), blas("SkylakeX", rates(without))
+    asked = answers(doctor_host, *replies)
     found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.kernel"]
-    assert [variables for _, variables in asked[2:]] == [{"OPENBLAS_CORETYPE": None}] * 2
+    assert [variables for _, variables in asked[1:]] == [{"OPENBLAS_CORETYPE": None}]
     assert found.verdict is verdict
     assert found.mend == ("unset OPENBLAS_CORETYPE" if verdict is NOTE else None)
 
@@ -217,7 +228,8 @@ def test_more_threads_than_cores(monkeypatch, answers):
     monkeypatch.setattr(doctor_host, "usable_cores", lambda: 2)
     monkeypatch.setattr(doctor_host, "core_quota", lambda: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    answers(doctor_host, [{**HASWELL, "internal_api": "mkl", "num_threads": 8}])
+    mkl = {**HASWELL, "internal_api": "mkl", "num_threads": 8}
+    answers(doctor_host, [[mkl], None])
     found = by_name(doctor_host.look_at_numpy(quick=True))
     assert found["numpy.threads"].mend == "export OMP_NUM_THREADS=2"
     assert "from OMP_NUM_THREADS=8" in found["numpy.threads"].text
@@ -243,7 +255,7 @@ def test_bfloat16_names_unit_library_and_speeds(monkeypatch, answers):
 
 
 def test_numpy_without_a_library_and_numpy_that_does_not_load(monkeypatch, answers):
-    answers(doctor_host, [])
+    answers(doctor_host, [[], None])
     assert by_name(doctor_host.look_at_numpy(quick=True))["numpy.blas"].verdict is NOTE
     answers(doctor_host, Answer(1, "", "ImportError: libgfortran.so.5\n", 30))
     found = by_name(doctor_host.look_at_numpy(quick=True))["numpy.blas"]

@@ -46,14 +46,14 @@ def doctor(
 
 
 def _findings(quick: bool) -> Iterator[Finding]:
-    yield from examined("host", host.look_at_host)
-    yield from examined("numpy", lambda: host.look_at_numpy(quick))
-    yield from examined("numpy", lambda: host.look_at_bfloat16(quick))
+    yield from examined("host", host.look_at_host())
+    yield from examined("numpy", host.look_at_numpy(quick))
+    yield from examined("numpy", host.look_at_bfloat16(quick))
     mpi = MPIInstallation.of_this_python()
-    yield from examined("mpi", lambda: look_at_mpi(mpi))
-    yield from examined("memory", host.look_at_shared_memory)
+    yield from examined("mpi", look_at_mpi(mpi))
+    yield from examined("memory", host.look_at_shared_memory())
     if not quick:
-        yield from examined("job", lambda: look_at_a_job(mpi))
-    yield from examined("gpu", lambda: look_at_gpus(mpi, quick))
-    yield from examined("slurm", lambda: look_at_slurm(mpi))
-    yield from examined("packages", host.look_at_packages)
+        yield from examined("job", look_at_a_job(mpi))
+    yield from examined("gpu", look_at_gpus(mpi, quick))
+    yield from examined("slurm", look_at_slurm(mpi))
+    yield from examined("packages", host.look_at_packages())

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -79,10 +79,10 @@ class Finding:
         return Verdict.PROBLEM if self.is_problem else Verdict.NOTE
 
 
-def examined(group: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of ``look``; if it raises, those until then and one that says so."""
+def examined(group: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield ``findings``; if their examination raises, those until then and one that says so."""
     try:
-        yield from look()
+        yield from findings
     except Exception as error:  # noqa: BLE001 - a report on a broken machine must not break
         yield Finding(
             f"{group}.error",
@@ -115,18 +115,16 @@ def show_findings(findings: Iterable[Finding]) -> list[Finding]:
             console.print(Text("\n" * bool(shown) + _TITLES[group], "bold"))
         last, label = group, fact.replace("_", " ")
         # Paths are not broken, because users copy them. A table of rich would break them.
-        text = Text(
-            textwrap.fill(
-                finding.text,
-                columns,
-                initial_indent=f"  {finding.verdict.value:<{_VERDICT}}{label:<{_LABEL}}",
-                subsequent_indent=" " * _INDENT,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+        text = textwrap.fill(
+            finding.text,
+            columns,
+            initial_indent=" " * _INDENT,
+            subsequent_indent=" " * _INDENT,
+            break_long_words=False,
+            break_on_hyphens=False,
         )
-        text.stylize(_STYLES[finding.verdict], 2, 2 + _VERDICT)
-        console.print(text)
+        verdict = (f"{finding.verdict:<{_VERDICT}}", _STYLES[finding.verdict])
+        console.print(Text.assemble("  ", verdict, f"{label:<{_LABEL}}", text[_INDENT:]))
         if finding.mend is not None:
             # On one line, however long, for the same reason.
             console.print(Text.assemble(" " * (2 + _VERDICT), ("mend: ", "bold"), finding.mend))

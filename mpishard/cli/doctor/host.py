@@ -21,7 +21,7 @@ from mpishard import settings
 from mpishard.blas import better_kernel
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.machine import available_memory, core_quota, installed_version, usable_cores
-from mpishard.cli.probe import ask, python_command
+from mpishard.cli.probe import Answer, ask, python_command
 from mpishard.cli.run.rank_processes import mapped_files
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.onednn import processor_has_unit
@@ -143,15 +143,14 @@ def look_at_packages() -> Iterator[Finding]:
 _FASTER = 1.5
 """A ratio of two measurements that neither noise nor matrices of other shapes explain."""
 
-# Processes of their own, because this one may have chosen kernels and set threads before.
-_LIBRARIES = """
+# A process of its own, because this one may have chosen kernels and set threads before. It answers
+# before it measures, too: a product may crash.
+_BLAS = """
+import sys, time, timeit
 import threadpoolctl
 import numpy
 libraries = [i for i in threadpoolctl.threadpool_info() if i["user_api"] == "blas"]
-"""
-_ASK = python_command(_LIBRARIES + "answer(libraries)")
-_SPEEDS = """
-import time, timeit
+answer([libraries, None])
 N = 1024
 def gigaflops(dtype, threads):
     a = numpy.random.default_rng(0).standard_normal((N, N)).astype(dtype)
@@ -162,10 +161,11 @@ def gigaflops(dtype, threads):
         call = lambda: numpy.matmul(a, a, out=product)
         seconds = timeit.repeat(call, timer=clock, number=1, repeat=7)
     return 2 * N**3 / min(seconds) / 1e9
-most = libraries[0]["num_threads"] if libraries else 1
-answer({n: {d: gigaflops(d, n) for d in ("float32", "float64")} for n in sorted({1, most})})
+if sys.argv[1:] == ["measure"]:
+    counts = sorted({1, libraries[0]["num_threads"] if libraries else 1})
+    rates = {n: {d: gigaflops(d, n) for d in ("float32", "float64")} for n in counts}
+    answer([libraries, rates])
 """
-_MEASURE = python_command(_LIBRARIES + _SPEEDS)
 
 Rates = dict[str, dict[str, float]]
 """Threads -> dtype -> GFLOP/s."""
@@ -175,15 +175,14 @@ def look_at_numpy(quick: bool) -> Iterator[Finding]:
     """Yield NumPy's version, its BLAS library, kernels, threads, and unless ``quick`` its speed."""
     number, mend = installed_version("numpy"), None
     yield Finding("numpy.version", str(number), number)
-    answer = ask(_ASK, _LIMIT_SECONDS["measure"])
+    answer = _ask_blas(measures=not quick)
     reinstall = pip_install("--force-reinstall", "numpy")
     if answer.found is None:
         text = f"a new process cannot load NumPy: {answer.reason}"
         yield Finding("numpy.blas", text, None, reinstall, is_problem=True)
         return
-    library, rates = next(iter(answer.found), None), None
-    if not quick:
-        rates = ask(_MEASURE, _LIMIT_SECONDS["measure"]).found
+    libraries, rates = answer.found
+    library = next(iter(libraries), None)
     if library is None:
         text = "not OpenBLAS, MKL, BLIS or FlexiBLAS, but a system's own, whose threads mpishard "
         text += "cannot set, or plain loops, ten times slower"
@@ -214,31 +213,36 @@ def look_at_numpy(quick: bool) -> Iterator[Finding]:
     yield Finding("numpy.speed", text, rates, mend)
 
 
+def _ask_blas(*, measures: bool, variables: dict[str, str | None] | None = None) -> Answer:
+    """Ask a new process for the BLAS libraries of its NumPy, and for `Rates` or None."""
+    words = ["measure"] if measures else []
+    return ask(python_command(_BLAS, *words), _LIMIT_SECONDS["measure"], variables)
+
+
 def _kernel(kernel: str, rates: Rates | None) -> Finding:
     """Compare the loaded kernels with others that this processor can use."""
-    is_chosen = settings.openblas_kernel_is_set()
-    variables: dict[str, str | None] = {"OPENBLAS_CORETYPE": None}
-    if is_chosen:  # by the user, or by importing mpishard before NumPy
-        found = ask(_ASK, _LIMIT_SECONDS["measure"], variables).found
-        other = found[0].get("architecture") if found else None
-        text = f"{kernel}, by OPENBLAS_CORETYPE"
-    else:
-        other, text = better_kernel(kernel), kernel
-        variables = {"OPENBLAS_CORETYPE": other}
-    is_better = other not in (None, kernel)
-    if is_better:
+    is_chosen = settings.openblas_kernel_is_set()  # by the user, or by mpishard before NumPy
+    other, other_rates = None if is_chosen else better_kernel(kernel), None
+    if is_chosen or (other and rates):
+        found = _ask_blas(measures=bool(rates), variables={"OPENBLAS_CORETYPE": other}).found
+        if found:
+            (library, *_), other_rates = found
+            other = library.get("architecture")
+    text, mend = f"{kernel}, by OPENBLAS_CORETYPE" if is_chosen else kernel, None
+    if other not in (None, kernel):
         text += f"; {other} without it" if is_chosen else f", and {other} fits this processor"
         is_better = not is_chosen
-        measured = rates and ask(_MEASURE, _LIMIT_SECONDS["measure"], variables).found
-        if measured and rates:
-            fast, slow = measured["1"]["float32"], rates["1"]["float32"]
+        if rates and other_rates:
+            fast, slow = other_rates["1"]["float32"], rates["1"]["float32"]
             text += f" ({fast:.0f} instead of {slow:.0f} GFLOP/s in float32 on one thread)"
             is_better = fast > _FASTER * slow
-        if is_better and not is_chosen:
+        if is_better and is_chosen:
+            mend = "unset OPENBLAS_CORETYPE"
+        elif is_better:
             text += "; mpishard run sets it by itself"
-    value = {"loaded": kernel, "better": other if is_better else None}
-    mend = "unset OPENBLAS_CORETYPE" if is_chosen else f"export OPENBLAS_CORETYPE={other}"
-    return Finding("numpy.kernel", text, value, mend if is_better else None)
+            mend = f"export OPENBLAS_CORETYPE={other}"
+    value = {"loaded": kernel, "better": other if mend else None}
+    return Finding("numpy.kernel", text, value, mend)
 
 
 def _threads(library: dict[str, Any]) -> Finding:
