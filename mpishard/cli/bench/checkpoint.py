@@ -145,8 +145,8 @@ class _Run:
         self._backend = backend
         self._folder = folder
         plain = nn.MLP([_WIDTH] * (benchmark.layers(backend.world_size) + 1), dtype="float32")
-        self._model = as_distributed(plain, backend, "fsdp")
-        self._optimizer = as_distributed(AdamW(1e-3), backend, "fsdp")
+        model = as_distributed(plain, backend, "fsdp")
+        self._trained = model, as_distributed(AdamW(1e-3), backend, "fsdp")
         self._staging = checkpoint.StagingBuffer()
         self._square = np.ones((_STEP_WIDTH, _STEP_WIDTH), np.float32)
         self._product = np.empty_like(self._square)
@@ -155,24 +155,23 @@ class _Run:
 
     def results(self) -> list[CheckpointResult]:
         saved = self._folder / "saved"
-        checkpoint.save(saved, self._model, self._optimizer)  # touches memory, and is read below
+        checkpoint.save(saved, *self._trained)  # touches memory, and is read below
         file = saved / file_name(self._backend.rank)
         content = np.fromfile(file, np.uint8)
         total = int(self._backend.all_gather(np.array([content.size])).sum())
         plain = self._folder / f"plain{self._backend.rank}"
-        trained = (self._model, self._optimizer)
         # First, because the first save would otherwise be clocked with it.
-        self._timed("memory for copies", lambda: checkpoint.reserve(self._staging, *trained))
+        self._timed("memory for copies", lambda: checkpoint.reserve(self._staging, *self._trained))
         for repeat in range(self._benchmark.repeats):
             # The same bytes, and a new file each time, as a save makes one.
             self._timed("write + fsync", lambda: _write(plain, content))
             plain.unlink()
             path = self._folder / f"save{repeat}"
-            self._timed("save", partial(checkpoint.save, path, *trained))
+            self._timed("save", partial(checkpoint.save, path, *self._trained))
             self._remove(path)
             self._save_beside_steps(self._folder / f"async{repeat}")
             self._timed("read", lambda: _read(file, content))
-            self._timed("load", lambda: checkpoint.load(saved, *trained))
+            self._timed("load", lambda: checkpoint.load(saved, *self._trained))
         return [
             CheckpointResult(way, tuple(self._seconds[way]), total if moves else 0, other)
             for way, (moves, other) in _WAYS.items()
@@ -184,7 +183,7 @@ class _Run:
         alone = float(np.median([self._step() for _ in range(10)]))
         self._backend.barrier()
         begun = time.perf_counter()
-        pending = checkpoint.save_async(path, self._model, self._optimizer, staging=self._staging)
+        pending = checkpoint.save_async(path, *self._trained, staging=self._staging)
         called = time.perf_counter() - begun
         polled, steps = 0.0, []
         while not pending.done:
