@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -17,6 +18,7 @@ from mpishard import settings
 
 _MARK = "mpishard answer: "
 _GRACE_SECONDS = 3.0
+_GLANCE_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +75,60 @@ def ask(
     """
     wanted: dict[str, str | None] = {**settings.outside_launcher(), **(variables or {})}
     environment = {name: value for name, value in wanted.items() if value is not None}
-    # Files and not pipes, because what the program leaves running holds its output open.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        program = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=environment,
-            start_new_session=True,
-        )
-        code: int | None = None
+    (answer,) = ask_all([command], limit, environment)
+    return answer
+
+
+def ask_all(
+    commands: Sequence[Sequence[str]],
+    limit: float,
+    environment: Mapping[str, str],
+    is_over: Callable[[], bool] = lambda: False,
+) -> list[Answer]:
+    """Run all of ``commands`` at once, for ``limit`` seconds, or until ``is_over()`` is true.
+
+    Raises
+    ------
+    OSError
+        If one cannot be started.
+    """
+    started: dict[subprocess.Popen[bytes], tuple[IO[bytes], IO[bytes]]] = {}
+    codes: dict[subprocess.Popen[bytes], int] = {}
+    with ExitStack() as held:
         try:
-            code = program.wait(limit)
-        except subprocess.TimeoutExpired:
+            for command in commands:
+                # Files and not pipes, because what a program leaves running holds its output open.
+                out, err = (held.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+                program = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    env=environment,
+                    start_new_session=True,
+                )
+                started[program] = out, err
+            end = time.monotonic() + limit
+            for program in started:
+                while program.poll() is None and time.monotonic() < end and not is_over():
+                    with suppress(subprocess.TimeoutExpired):
+                        program.wait(_GLANCE_SECONDS)
+            codes |= {p: p.returncode for p in started if p.poll() is not None}
             # A launcher that is asked to end also ends its ranks, wherever they are.
-            _signal(program, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                program.wait(_GRACE_SECONDS)
+            late = started.keys() - codes.keys()
+            for program in late:
+                _signal(program, signal.SIGTERM)
+            for program in late:
+                with suppress(subprocess.TimeoutExpired):
+                    program.wait(_GRACE_SECONDS)
         finally:
-            if code is None:
+            for program in started.keys() - codes.keys():
                 _signal(program, signal.SIGKILL)
                 program.wait()
-        return Answer(code, _text(out), _text(err), limit)
+        return [
+            Answer(codes.get(program), _text(out), _text(err), limit)
+            for program, (out, err) in started.items()
+        ]
 
 
 def python_command(code: str, *arguments: str) -> list[str]:
@@ -110,5 +143,5 @@ def _text(file: IO[bytes]) -> str:
 
 
 def _signal(program: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
+    with suppress(ProcessLookupError, PermissionError):  # the group is empty
         os.killpg(program.pid, number)

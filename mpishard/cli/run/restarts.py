@@ -5,22 +5,19 @@ Hosts are asked in the way in which the job's launcher would reach them.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import signal
 import socket
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import IO
 
 from mpishard import settings
+from mpishard.cli.probe import Answer, ask_all
 from mpishard.cli.run.job_report import Outcome
 from mpishard.cli.run.launcher import Host, Launcher
 from mpishard.cli.run.notice import notice
@@ -245,7 +242,6 @@ class Restarts:
 
 
 _ANSWER_SECONDS = 15.0
-_POLL_SECONDS = 0.05
 
 _STATE = re.compile(r"([a-z_]+)(\W*)")
 _USABLE = ("alloc", "mix", "idle", "comp", "drng", "plnd", "resv")
@@ -276,9 +272,9 @@ def find_lost_hosts(
         return []
     if launcher.is_slurm:
         command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}", "-o", "%N %t"]
-        ((code, text),) = _answers_of([command], received)
-        states = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
-        if code != 0:
+        (answer,) = _answers_of([command], received)
+        states = dict(line.split(maxsplit=1) for line in answer.out.splitlines() if " " in line)
+        if answer.code != 0:
             return []
         found = {name: _STATE.fullmatch(states.get(name, "").strip()) for name in names}
         return [
@@ -291,13 +287,13 @@ def find_lost_hosts(
         shell += ["-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
     others = [name for name in names if not _is_this_machine(name)]
     answers = _answers_of([[*shell, name, "true"] for name in others], received)
-    return [name for name, (code, _) in zip(others, answers, strict=True) if code != 0]
+    return [name for name, answer in zip(others, answers, strict=True) if answer.code != 0]
 
 
 def allocated_hosts(ranks: int) -> list[Host]:
     """Return the nodes of the SLURM allocation, each with its share of ``ranks``."""
-    ((code, text),) = _answers_of([["scontrol", "show", "hostnames"]], ())
-    names = [] if code != 0 else text.split()
+    (answer,) = _answers_of([["scontrol", "show", "hostnames"]], ())
+    names = [] if answer.code != 0 else answer.out.split()
     return [Host(name, -(-ranks // len(names))) for name in names]
 
 
@@ -317,36 +313,9 @@ def _is_this_machine(name: str) -> bool:
 
 def _answers_of(
     commands: Sequence[Sequence[str]], received: Sequence[signal.Signals]
-) -> list[tuple[int | None, str]]:
-    """Run all of ``commands`` at once; return the exit code and output of each.
-
-    The code is None if the program has not ended in time, and 127 if there is none.
-    """
-    with ExitStack() as held:
-        asked: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
-        try:
-            for command in commands:
-                output = held.enter_context(tempfile.TemporaryFile())
-                process = subprocess.Popen(
-                    ["/bin/sh", "-c", 'exec "$@"', "sh", *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # without a terminal to ask for a password
-                )
-                asked.append((process, output))
-            end = time.monotonic() + _ANSWER_SECONDS
-            while any(process.poll() is None for process, _ in asked):
-                if received or time.monotonic() > end:
-                    break
-                time.sleep(_POLL_SECONDS)
-            answers = []
-            for process, written in asked:
-                written.seek(0)
-                answers.append((process.returncode, written.read().decode(errors="replace")))
-            return answers
-        finally:
-            for process, _ in asked:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+) -> list[Answer]:
+    """Run all of ``commands`` at once; the code of one that is missing is 127."""
+    through_shell = [["/bin/sh", "-c", 'exec "$@"', "sh", *command] for command in commands]
+    # The whole environment, where `scontrol` finds the allocation.
+    variables = settings.environment()
+    return ask_all(through_shell, _ANSWER_SECONDS, variables, lambda: bool(received))
