@@ -21,6 +21,9 @@ from mpishard.cli.wording import bytes_text, counted, milliseconds, refusing
 from mpishard.observe import JobTrace, TraceSummary, merge_traces, open_trace, summarize_trace
 
 _MERGED = "trace.json"
+_OF_RANKS = ("rank", "node", "steps", "in steps", "computing", "waiting", "idle", "in flight",
+             "hidden", "last")  # fmt: skip
+_OF_CALLS = ("call", "of", "calls", "bytes", "in flight", "waited", "median wait")
 
 trace = typer.Typer(rich_markup_mode=None)
 
@@ -134,11 +137,7 @@ def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
     if found.uncertainty:
         words.append(f"clocks of nodes agree to {found.uncertainty * 1e6:.0f} us")
     typer.echo("; ".join(words))
-    columns: tuple[str, ...] = (
-        "rank", "node", "steps", "in steps", "computing", "waiting", "idle", "in flight", "hidden",
-        "last",
-    )  # fmt: skip
-    table = figures_table("What the ranks' steps are made of", columns)
+    table = figures_table("What the ranks' steps are made of", _OF_RANKS)
     for rank in found.ranks:
         whole = rank.seconds or 1.0
         shares = (rank.computing, rank.waiting, rank.idle, rank.in_flight)
@@ -148,8 +147,7 @@ def _print_summary(found: TraceSummary, recorded: JobTrace) -> None:
             f"{rank.hidden / rank.in_flight if rank.in_flight else 0.0:.1%}", f"{rank.last:.0%}",
         )  # fmt: skip
     show(table)
-    columns = ("call", "of", "calls", "bytes", "in flight", "waited", "median wait")
-    table = figures_table("What was called, all ranks together", columns, ("call", "of"))
+    table = figures_table("What was called, all ranks together", _OF_CALLS, ("call", "of"))
     for call in found.calls:
         table.add_row(
             call.kind, call.group, str(call.calls), bytes_text(call.nbytes),

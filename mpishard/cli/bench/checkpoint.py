@@ -193,15 +193,12 @@ class _Run:
             polled += time.perf_counter() - before
         took = time.perf_counter() - begun
         self._remove(path)
-        for way, seconds in (
-            ("save_async, call", called),
-            ("save_async, polls", polled),
-            ("save_async, stall", called + polled),
-            ("save_async, until it is done", took),
-            ("step alone", alone),
-            ("step beside a save", float(np.median(steps))),
-        ):
-            self._note(way, seconds)
+        self._note("save_async, call", called)
+        self._note("save_async, polls", polled)
+        self._note("save_async, stall", called + polled)
+        self._note("save_async, until it is done", took)
+        self._note("step alone", alone)
+        self._note("step beside a save", float(np.median(steps)))
 
     def _step(self) -> float:
         """Time a layer's product, and the small reduction that ends each step. Collective."""
