@@ -54,9 +54,14 @@ def look_at_host() -> Iterator[Finding]:
     look_up = python_command(f"import socket; socket.getaddrinfo({name!r}, None)")
     if ask(look_up, _LIMIT_SECONDS["name"]).code != 0:
         text = "which has no address: some MPI libraries look it up when a job starts"
-        mend = f"echo '127.0.0.1 {name}' | sudo tee -a /etc/hosts"
+        mend = name_host(name)
     yield Finding("host.name", f"{name}, {text}", name, mend)
     yield from _limits_of_the_shell()
+
+
+def name_host(name: str) -> str:
+    """Return the command that gives this machine's name an address."""
+    return f"echo '127.0.0.1 {name}' | sudo tee -a /etc/hosts"
 
 
 def _cores_and_memory() -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mpishard import settings
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
-from mpishard.cli.doctor.host import NEEDED_BYTES, free_bytes, larger_folder
+from mpishard.cli.doctor.host import NEEDED_BYTES, free_bytes, larger_folder, name_host
 from mpishard.cli.machine import installed_version
 from mpishard.cli.probe import Answer, ask, python_command
 from mpishard.cli.run.launcher import (
@@ -39,37 +39,29 @@ class Cause(NamedTuple):
 _NO_MEMORY = re.compile(r"shm_open|/dev/shm|Shared memory error|No space left on device|Bus error")
 _CRASHED = re.compile(r"\(signal (7|11)\)|exited on\s+signal (7|11)\b|Segmentation fault")
 _HOST = socket.gethostname()
+_REINSTALL = pip_install("--force-reinstall", "mpi4py", "mpich")
 _ALLOW_ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 
-_KNOWN = {
-    r"attempt to run as root|--allow-run-as-root": Cause(
-        "Open MPI's launcher refuses to run as root", _ALLOW_ROOT
-    ),
-    r"Invalid MPI (plugin|type)|cannot find mpi plugin": Cause(
-        "srun does not have the plugin that it was told to use", "unset SLURM_MPI_TYPE"
-    ),
-    r"Requested nodes are busy|step creation temporarily disabled|Unable to create step": Cause(
-        "SLURM has no cores left for another job step: this shell is a step that holds them",
-        "export SLURM_OVERLAP=1",
-    ),
-    r"world of one[\s\S]*srun --mpi": Cause(
-        "each rank found itself alone: srun needs a plugin that works with this MPI library",
-        "export SLURM_MPI_TYPE=pmi2  # or pmix, for Open MPI; `srun --mpi=list` names them",
-    ),
-    r"sees a world of one": Cause(
-        "each rank found itself alone, because the launcher does not work with this MPI library",
-        pip_install("--force-reinstall", "mpi4py", "mpich"),
-    ),
-    r"getaddrinfo|gethostbyname|Name or service not known|[Cc]ould not resolve|name resolution": (
-        Cause(
-            f"the name of this machine, {_HOST}, has no address",
-            f"echo '127.0.0.1 {_HOST}' | sudo tee -a /etc/hosts",
-        )
-    ),
-    r"Permission denied \(publickey|Host key verification failed|ssh: connect to host": Cause(
-        "the launcher cannot log in on a machine of the job", f"ssh-copy-id {_HOST}"
-    ),
-}
+_KNOWN = (
+    (r"attempt to run as root|--allow-run-as-root",
+     Cause("Open MPI's launcher refuses to run as root", _ALLOW_ROOT)),
+    (r"Invalid MPI (plugin|type)|cannot find mpi plugin",
+     Cause("srun does not have the plugin that it was told to use", "unset SLURM_MPI_TYPE")),
+    (r"Requested nodes are busy|step creation temporarily disabled|Unable to create step",
+     Cause("SLURM has no cores left for another job step: this shell is a step that holds them",
+           "export SLURM_OVERLAP=1")),
+    (r"world of one[\s\S]*srun --mpi",
+     Cause("each rank found itself alone: srun needs a plugin that works with this MPI library",
+           "export SLURM_MPI_TYPE=pmi2  # or pmix, for Open MPI; `srun --mpi=list` names them")),
+    (r"sees a world of one",
+     Cause("each rank found itself alone, because the launcher does not work with this MPI library",
+           _REINSTALL)),
+    (r"getaddrinfo|gethostbyname|Name or service not known|[Cc]ould not resolve|name resolution",
+     Cause(f"the name of this machine, {_HOST}, has no address", name_host(_HOST))),
+    (r"Permission denied \(publickey|Host key verification failed|ssh: connect to host",
+     Cause("the launcher cannot log in on a machine of the job", f"ssh-copy-id {_HOST}")),
+)  # fmt: skip
+"""What a job has printed, and what it means: the first that is found is the cause."""
 
 
 def why_it_failed(answer: Answer, command: Sequence[str]) -> Cause:
@@ -91,7 +83,7 @@ def why_it_failed(answer: Answer, command: Sequence[str]) -> Cause:
             "there, or may not write",
             larger_folder(),
         )
-    for pattern, cause in _KNOWN.items():
+    for pattern, cause in _KNOWN:
         if re.search(pattern, said):
             return cause
     text = answer.reason
@@ -171,9 +163,8 @@ def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
     file = library.file and str(library.file)
     text = f"{library}, {file or 'in a file that this system does not tell'}"
     yield Finding("mpi.library", text, {"version": library.version.strip(), "file": file})
-    reinstall = pip_install("--force-reinstall", "mpi4py", "mpich")
     if launcher is None:
-        yield Finding("mpi.launcher", mpi.error, None, reinstall, is_problem=True)
+        yield Finding("mpi.launcher", mpi.error, None, _REINSTALL, is_problem=True)
     else:
         text = f"{launcher.program} belongs to it"
         is_refused = os.geteuid() == 0 and library.family is MPIFamily.OPEN_MPI
@@ -182,9 +173,8 @@ def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
             text += ". It refuses to run as root, as you are: mpishard run allows it"
         mend = _ALLOW_ROOT if is_refused else None
         yield Finding("mpi.launcher", text, str(launcher.program), mend)
-        reinstall = f'export PATH={shlex.quote(str(launcher.program.parent))}:"$PATH"'
     if launcher is None or not launcher.is_slurm:  # users type srun there
-        yield from _first_on_path(library, launcher, reinstall)
+        yield from _first_on_path(library, launcher)
     if started_by is not None:
         size, mend = settings.launched_world_size(), None
         text = f"{launcher_name()} started this process"
@@ -196,8 +186,11 @@ def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
         yield from _started(launcher)
 
 
-def _first_on_path(library: MPILibrary, launcher: Launcher | None, mend: str) -> Iterator[Finding]:
+def _first_on_path(library: MPILibrary, launcher: Launcher | None) -> Iterator[Finding]:
     """Tell whether the ``mpiexec`` and ``mpirun`` that a user types start ranks of this library."""
+    mend = _REINSTALL
+    if launcher is not None:
+        mend = f'export PATH={shlex.quote(str(launcher.program.parent))}:"$PATH"'
     # Both, because a machine may have the two of different libraries.
     for program in ("mpiexec", "mpirun"):
         name, first = f"mpi.{program}", shutil.which(program)
