@@ -121,6 +121,18 @@ def test_ratios_are_those_of_one_repeat():
     assert list(ratios.cells) == ["2.00", "3.00", "1.00", "0.75"]
 
 
+def test_a_size_that_is_given_twice_is_two_points_of_a_curve():
+    times = [(2.0, 4.0), (1.0, 1.0), (3.0, 3.0)]
+    rows = [
+        CollectiveResult("all_gather", "ours", nbytes, seconds)
+        for nbytes, seconds in zip((8, 1024, 8), times, strict=True)
+    ]
+    (panel,) = CollectiveBenchmark([], []).panels(rows, 2)
+    (curve,) = panel.curves
+    assert (curve.x, curve.y) == ([8, 8, 1024], [3e3, 3e3, 1e3])
+    assert curve.spread == [(2.5e3, 3.5e3), (3e3, 3e3), (1e3, 1e3)]
+
+
 def test_checks(tmp_path):
     path = tmp_path / "checks.json"
     ended = bench("checks", "--steps", 1, "--world-size", 2, "--json", path)

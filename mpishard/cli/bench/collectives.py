@@ -149,15 +149,10 @@ class CollectiveBenchmark:
             mine = [r for r in results if r.collective == kind]
             curves = []
             for way in dict.fromkeys(r.way for r in mine):
-                points = sorted((r.nbytes, Timing(r.seconds)) for r in mine if r.way == way)
-                curves.append(
-                    Curve(
-                        way,
-                        [nbytes for nbytes, _ in points],
-                        [timing.median * 1e3 for _, timing in points],
-                        [(t.quartiles[0] * 1e3, t.quartiles[1] * 1e3) for _, t in points],
-                    )
-                )
+                points = sorted((r for r in mine if r.way == way), key=lambda r: r.nbytes)
+                times = [Timing(tuple(s * 1e3 for s in r.seconds)) for r in points]
+                sizes, medians = [r.nbytes for r in points], [timing.median for timing in times]
+                curves.append(Curve(way, sizes, medians, [timing.quartiles for timing in times]))
             panels.append(Panel(kind.replace("_", "-"), "bytes", "milliseconds", curves))
         return panels
 
