@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.main import get_command
 
 from mpishard import settings
 from mpishard.cli.bench.checkpoint import CheckpointBenchmark
@@ -25,6 +26,9 @@ from mpishard.observe import plot_panels
 from mpishard.pipeline import SCHEDULE_NAMES
 
 bench = typer.Typer(rich_markup_mode=None)
+
+_RANK = "rank"
+"""Context of a process that another one started for -n, with the same words."""
 
 _REPEATED = "One of {}; may be repeated. Default: all."
 _WAYS = [TENSOR, *SCHEDULE_NAMES]
@@ -202,12 +206,11 @@ def _measure(
     if ranks and threads:
         refuse("bench", "-n starts MPI ranks and --world-size threads: give one of them")
     launcher = settings.launcher_variable()
-    if launcher is not None and (ranks or threads):
+    if launcher is not None and (ranks or threads) and context.obj is not _RANK:
         text = f"this process is a rank already ({launcher} is set): leave out -n and "
         refuse("bench", f"{text}--world-size")
-    if ranks:
-        words = ["run", "-n", str(ranks), "-m", "mpishard", "bench"]
-        words += [context.command.name or "", *_given(context)]
+    if ranks and context.obj is not _RANK:
+        words = ["run", "-n", str(ranks), "-m", __name__, *sys.argv[2:]]  # after `mpishard bench`
         # In place of this process, so that signals and the exit code are those of the job.
         os.execv(sys.executable, [sys.executable, "-m", "mpishard", *words])  # noqa: S606
 
@@ -227,18 +230,5 @@ def _measure(
         launch(body, world_size=threads or None)
 
 
-def _given(context: typer.Context) -> list[str]:
-    """Return the options that the user gave, except -n, as they can be given again."""
-    words = []
-    for option in context.command.params:
-        source = context.get_parameter_source(option.name or "")
-        if option.name == "ranks" or source is None or source.name != "COMMANDLINE":
-            continue
-        value: Any = context.params[option.name or ""]
-        if isinstance(value, bool):
-            words.append((option.opts if value else option.secondary_opts)[0])
-        else:
-            # Versions of Typer differ: an option that is repeated is a list or a tuple.
-            for each in value if isinstance(value, list | tuple) else [value]:
-                words += [option.opts[0], str(each)]
-    return words
+if __name__ == "__main__":
+    get_command(bench)(prog_name="mpishard bench", obj=_RANK)
