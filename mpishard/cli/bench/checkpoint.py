@@ -121,9 +121,8 @@ class CheckpointBenchmark:
             f"MLP of {counted(self.layers(world_size), 'layer')} of width {_WIDTH}, AdamW, FSDP, "
             f"{counted(world_size, 'rank')}: {bytes_text(total)} in {self.folder.resolve()}"
         )
-        table = figures_table(
-            title, ("", "median", "spread", "bytes/s", "ratio", "to"), ("", "to"), 1
-        )
+        columns = ("", "median", "spread", "bytes/s", "ratio", "to")
+        table = figures_table(title, columns, ("", "to"), gap=1)
         seconds: Mapping[str, np.ndarray[Any, Any]] = {r.way: np.array(r.seconds) for r in results}
         for result in results:
             way, other = result.way, result.other

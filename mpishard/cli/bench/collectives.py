@@ -116,9 +116,8 @@ class CollectiveBenchmark:
         place are compared with the library's in place.
         """
         columns = ("collective", "size", "", "median", "spread", "bytes/s", "/ MPI", "/ copy")
-        table = figures_table(
-            f"{counted(world_size, 'rank')}, medians", columns, ("collective", ""), 1
-        )
+        title = f"{counted(world_size, 'rank')}, medians"
+        table = figures_table(title, columns, ("collective", ""), gap=1)
         seconds = {(r.collective, r.nbytes, r.way): np.array(r.seconds) for r in results}
         seen = None
         for result in results:

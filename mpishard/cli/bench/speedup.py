@@ -177,7 +177,7 @@ class SpeedupBenchmark:
             "way", "median", "spread", "speed-up", "limit", "balance", "compute / 1 rank",
             "waiting", "sent per step",
         )  # fmt: skip
-        table = figures_table(title, columns, ("way",), 1)
+        table = figures_table(title, columns, ("way",), gap=1)
         for result in results:
             table.add_row(
                 result.way,
