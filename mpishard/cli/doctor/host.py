@@ -321,12 +321,10 @@ answer(os.pread(handle, 8, 0).decode())
 
 def look_at_shared_memory() -> Iterator[Finding]:
     """Yield findings about the folder /dev/shm, anonymous memory, and files of dead jobs."""
-    if not FOLDER.is_dir():
-        yield Finding("memory.folder", f"this system has no {FOLDER}")
-        yield _memfd()
-        return
     yield _folder()
     yield _memfd()
+    if not FOLDER.is_dir():
+        return
     dead, mend = leftovers(), None
     nbytes = sum(path.stat().st_size for path in dead if path.exists())
     text = f"no dead job left anything in {FOLDER}"
@@ -358,6 +356,8 @@ def larger_folder() -> str:
 
 def _folder() -> Finding:
     name, mend, free = "memory.folder", larger_folder(), free_bytes()
+    if not FOLDER.is_dir():
+        return Finding(name, f"this system has no {FOLDER}")
     if free is None:
         return Finding(name, f"{FOLDER} cannot be read", None, mend, is_problem=True)
     total = shutil.disk_usage(FOLDER).total
