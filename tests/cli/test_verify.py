@@ -170,7 +170,7 @@ def verdict_of(backend: Any, make: Any, **options: Any) -> Comparison:
 def test_late_gradients_are_equal_and_those_of_another_step_are_found(
     backend: Any, rule: str
 ) -> None:
-    given = {"strategy": "ddp", "optimizer": rule, "delay": 2}
+    given = {"strategy": "ddp", "optimizer": rule, "wrapper": "async", "delay": 2}
     right = verdict_of(backend, RIGHT["mlp"], **given)
     assert right.is_equal, right.lines()
     assert right.parameters.max() < 1e-12
@@ -208,7 +208,7 @@ def test_other_optimizers_are_equal(
         ("hybrid", 4, 4, {"wrapper": "local-sgd", "optimizer": "descent"}),
         ("fsdp", None, 2, {"wrapper": "compression", "optimizer": "adamw"}),
         ("hybrid", 2, 2, {"wrapper": "compression", "optimizer": "adamw"}),
-        ("zero2", None, 2, {"delay": 1, "optimizer": "adamw"}),
+        ("zero2", None, 2, {"wrapper": "async", "delay": 1, "optimizer": "adamw"}),
         ("hybrid", 4, 4, {"wrapper": "async", "optimizer": "adamw"}),
     ],
 )
@@ -758,8 +758,8 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
          "--recompute is for --strategy tensor and pipeline and hybrid; got fsdp"),
         (["--recompute", "half"], "'half' is not one of 'full', 'selective'"),
         (["--micro-batches", "0"], "Invalid value for '--micro-batches'"),
-        (["--strategy", "tensor", "--delay", "1"], "fsdp, hybrid, and it is tensor"),
-        (["--strategy", "Tensor", "--delay", "1"], "and it is tensor"),
+        (["--strategy", "tensor", "--delay", "1"], "fsdp, hybrid; got tensor"),
+        (["--strategy", "Tensor", "--delay", "1"], "fsdp, hybrid; got tensor"),
         (["--strategy", "ddp", "--delay", "5"], "--delay 5 leaves no update of --steps 5"),
         (["--strategy", "tensor", "--wrapper", "local-sgd"],
          "is for --strategy ddp, zero1, zero2, zero3, fsdp, hybrid; got tensor"),

@@ -121,7 +121,7 @@ def verify(
         raise typer.Exit(0 if is_equal else 1)
     if arguments:
         refuse("verify", f"{arguments[0]}: a factory takes no arguments; a script does")
-    _check_wrapper(strategy, optimizer, steps, delay, wrapper, precision)
+    wrapper = _chosen_wrapper(strategy, optimizer, steps, delay, wrapper, precision)
     given = (
         pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
         sequence_parallel or None, recompute, data_parallel_strategy,
@@ -150,28 +150,29 @@ def _check_script(context: typer.Context) -> None:
             refuse("verify", f"{flag} is for a factory; a script makes its own model and optimizer")
 
 
-def _check_wrapper(
+def _chosen_wrapper(
     strategy: str, optimizer: str, steps: int, delay: int, wrapper: str | None,
     precision: str | None,
-) -> None:  # fmt: skip
-    """Refuse a delay, or an optimizer around the rule, that the other flags do not go with."""
-    takes = (strategy,) if wrapper is None else WRAPPERS[wrapper]
-    if delay and strategy not in WRAPPERS["async"]:
-        known = ", ".join(WRAPPERS["async"])
-        refuse("verify", f"--delay is for --strategy {known}, and it is {strategy}")
-    if delay >= steps:
-        refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
-    if strategy not in takes:
-        text = f"--wrapper {wrapper} is for --strategy {', '.join(takes)}; got {strategy}"
-        refuse("verify", text)
-    if wrapper == "local-sgd" and optimizer != "descent":
-        text = f"got {optimizer}, of which each replica has a state of its own"
-        refuse("verify", f"--wrapper local-sgd is for --optimizer descent; {text}")
+) -> str | None:  # fmt: skip
+    """Return the optimizer around the rule, of which there is one with a delay.
+
+    Refuses one, or a delay, that the other flags do not go with.
+    """
     if delay and wrapper not in (None, "async"):
         refuse("verify", f"--delay {delay} is for --wrapper async; got {wrapper}")
-    if optimizer == "lbfgs" and (delay or precision or wrapper not in (None, "elastic")):
+    chosen = "async" if delay else wrapper
+    if chosen is not None and strategy not in WRAPPERS[chosen]:
+        flag, takers = f"--wrapper {wrapper}" if wrapper else "--delay", WRAPPERS[chosen]
+        refuse("verify", f"{flag} is for --strategy {', '.join(takers)}; got {strategy}")
+    if delay >= steps:
+        refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
+    if chosen == "local-sgd" and optimizer != "descent":
+        text = f"got {optimizer}, of which each replica has a state of its own"
+        refuse("verify", f"--wrapper local-sgd is for --optimizer descent; {text}")
+    if optimizer == "lbfgs" and (precision or chosen not in (None, "elastic")):
         text = "leave out --delay, --precision and --wrapper, except --wrapper elastic"
         refuse("verify", f"--optimizer lbfgs compares losses of one function: {text}")
+    return chosen
 
 
 def _are_equal(job: VerifyJob) -> bool:
@@ -184,8 +185,8 @@ def _are_equal(job: VerifyJob) -> bool:
     launch = ("-m", "mpishard", "run", "-n", str(ranks)) if is_mpi else ()
     code = _run(*launch, "-m", "mpishard.cli.verify.comparison", folder)
     whom, how = counted(ranks, "MPI rank" if is_mpi else "thread-rank"), job.optimizer
-    if job.wrapper or job.delay:
-        how += f" with {job.wrapper or 'async'}"
+    if job.wrapper:
+        how += f" with {job.wrapper}"
     if job.replica_count:
         whom += f", {counted(job.replica_count, 'replica')},"
     are_equal = True

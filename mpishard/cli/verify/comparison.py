@@ -232,7 +232,7 @@ def compare(
         ),
         "async": lambda: AsyncSGDOptimizer(rule, config, delay=job.delay, strategy=job.strategy),
     }
-    optimizer = wrappers["async" if job.delay else job.wrapper]()
+    optimizer = wrappers[job.wrapper]()
     kinds = ("parameters", "losses", "gradients", "inputs", "copies")
     rows: dict[str, list[Any]] = {kind: [] for kind in kinds}
     for step in range(job.steps):

@@ -149,7 +149,7 @@ class VerifyJob:
     precision : {"bfloat16"}, optional
         Precision that the ranks compute a float32 model in, against float64 alone.
     delay : int
-        Steps by which each gradient is applied later: see `AsyncSGDOptimizer`.
+        Steps by which each gradient is applied later, with the wrapper ``"async"``.
     wrapper : str, optional
         Optimizer in the strategy's place, one of `WRAPPERS`, with the settings that make it equal.
     backend : {"mpi", "memory"}
@@ -192,7 +192,7 @@ class VerifyJob:
 
         With other strategies than ``"ddp"`` there are as few as the data axis allows.
         """
-        if self.wrapper in (None, "elastic") and not self.delay:
+        if self.wrapper in (None, "elastic"):
             return 0
         if self.strategy == "ddp":
             return self.world_size
