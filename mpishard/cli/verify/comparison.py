@@ -19,7 +19,6 @@ from mpishard.cli.verify.job import (
     Problem,
     VerifyJob,
     build_problem,
-    checksum,
     load_factory,
     relative_error,
 )
@@ -238,8 +237,7 @@ def compare(
     for step in range(job.steps):
         x, y, begin = job.read_share(problem, step, model.data_rank)
         # By checksum, because the samples of the reference stay in its process.
-        given = checksum(x, y, dtype=job.precision and "float32")
-        rows["inputs"].append(given != reference.inputs[step, model.data_rank])
+        rows["inputs"].append(job.checksum(x, y) != reference.inputs[step, model.data_rank])
         if step < len(reference.gradients):
             expected = reference.gradients[step, model.data_rank]
             own = model.compute_gradients(x, y, problem.loss)

@@ -237,22 +237,21 @@ class VerifyJob:
         mine = self.share(step, len(indices), data_rank)
         return take(problem.x, indices[mine]), take(problem.y, indices[mine]), mine.start
 
+    def checksum(self, *arrays: Array) -> int:
+        """Return a number that differs if the samples of a rank and of training alone do."""
+        value = 0
+        for array in arrays:
+            host = np.ascontiguousarray(to_host(array))
+            if self.precision is not None and host.dtype.kind == "f":
+                host = host.astype("float32")  # alone they are float64
+            value = zlib.crc32(f"{host.dtype}{host.shape}".encode(), value)
+            value = zlib.crc32(host.tobytes(), value)
+        return value
+
     def gradient_steps(self, parameters: Array) -> int:
         """Return the number of steps whose gradients of single parts fit into the files."""
         one = self.data_size * parameters.nbytes
         return max(1, min(self.steps, int(_GRADIENT_BYTES // one)))
-
-
-def checksum(*arrays: Array, dtype: str | None = None) -> int:
-    """Return a number that differs if the arrays do; real ones are read as ``dtype``."""
-    value = 0
-    for array in arrays:
-        host = np.ascontiguousarray(to_host(array))
-        if dtype is not None and host.dtype.kind == "f":
-            host = host.astype(dtype)
-        value = zlib.crc32(f"{host.dtype}{host.shape}".encode(), value)
-        value = zlib.crc32(host.tobytes(), value)
-    return value
 
 
 def relative_error(actual: Array, expected: Array, floor: float = 1.0) -> float:

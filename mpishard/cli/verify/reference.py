@@ -24,7 +24,6 @@ from mpishard.cli.verify.job import (
     TargetError,
     VerifyJob,
     build_problem,
-    checksum,
     load_factory,
 )
 from mpishard.cli.wording import say
@@ -208,7 +207,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     for step in range(job.steps):
         shares = [job.read_share(problem, step, rank)[:2] for rank in range(job.data_size)]
         # By these a factory is found that gives the ranks other data.
-        inputs.append([checksum(*share, dtype=job.precision and "float32") for share in shares])
+        inputs.append([job.checksum(*share) for share in shares])
         if step < job.gradient_steps(theta):
             gradients.append([_gradient(problem, step, *share)[1] for share in shares])
         indices = job.batch(step, len(problem.x))
