@@ -84,14 +84,9 @@ def refusing(
     code: int = 2,
     errors: tuple[type[Exception], ...] = (OSError, ValueError),
 ) -> Iterator[None]:
-    """Inside, `refuse` with the message of an error, behind ``what``.
-
-    A pipe that nobody reads any more, as in ``| head``, is no error: the command ends in silence.
-    """
+    """Inside, `refuse` with the message of an error, behind ``what``."""
     try:
         yield
-    except BrokenPipeError:
-        raise
     except errors as error:
         refuse(command, f"{what}{error}", code)
 
@@ -105,8 +100,8 @@ def choice(command: str, names: Iterable[str], help_text: str = "One of {}.") ->
 
     def check(option: typer.CallbackParam, given: Any) -> Any:
         """Return what was given in lower case; refuse other names."""
-        if not given:
-            return given
+        if given is None:
+            return None
         chosen = [each.lower() for each in ([given] if isinstance(given, str) else given)]
         for each in chosen:
             if each not in known:

@@ -507,7 +507,7 @@ def test_the_worst_parameter_comes_first_with_its_rank_and_step() -> None:
     c = Comparison(
         ["a", "b", "c"], ["(1,)"] * 3, "float64", np.zeros((2, 3)), parameters,
         np.zeros((2, 3)), np.zeros((2, 3, 3)), np.zeros((2, 3), bool), np.full(2, np.nan),
-        np.zeros((2, 3), int), (1e-10, 1e-10), "alone",
+        np.zeros((2, 3), int), 1e-10, 1e-10, "alone",
     )  # fmt: skip
     table = c.table()
     rows = list(zip(*(column._cells for column in table.columns), strict=True))
@@ -727,6 +727,7 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
     ("arguments", "message"),
     [
         (["--strategy", "zero9"], "zero3, fsdp, tensor, pipeline, hybrid; got 'zero9'"),
+        (["--strategy", ""], "--strategy must be one of ddp, zero1"),
         (["--optimizer", "bfgs"], "--optimizer must be one of sgd, adagrad"),
         (["--optimizer", "lbfgs", "--strategy", "ddp", "--wrapper", "compression"],
          "--optimizer lbfgs compares losses of one function: leave out --delay, --precision"),

@@ -67,8 +67,8 @@ class Comparison:
     copies : Array
         Number of parameters whose bfloat16 copy is not the nearest to the owners' values, shape
         (ranks, steps); 0 without mixed precision.
-    tolerances : (float, float)
-        Errors that are allowed: of gradients, and of all else.
+    tolerance, gradient_tolerance : float
+        Largest relative errors that are allowed, the second one of gradients.
     computed : {"alone", "together", "repeated"}
         Who computed a batch: one rank; several; each of several all of it.
     """
@@ -83,7 +83,8 @@ class Comparison:
     inputs: Array
     predictions: Array
     copies: Array
-    tolerances: tuple[float, float]
+    tolerance: float
+    gradient_tolerance: float
     computed: Literal["alone", "together", "repeated"]
 
     def write(self, folder: Path, schedule: str) -> None:
@@ -100,16 +101,11 @@ class Comparison:
         return cls(**pickle.loads(path.read_bytes()))  # noqa: S301 - temporary, this user's
 
     @property
-    def tolerance(self) -> float:
-        """Largest relative error, except of gradients."""
-        return self.tolerances[1]
-
-    @property
     def is_equal(self) -> bool:
         """True if everything that was compared is within the tolerance, on every rank."""
         # A prediction of NaN says that the model predicts nothing.
         errors = (self.built, self.parameters, self.losses, np.nan_to_num(self.predictions))
-        if (self.gradients > self.tolerances[0]).any():
+        if (self.gradients > self.gradient_tolerance).any():
             return False
         return not (self.inputs.any() or self.copies.any()) and all(map(self._within, errors))
 
@@ -168,7 +164,7 @@ class Comparison:
         # A wrong gradient makes all later parameters wrong, too: the first difference is the cause.
         wrong = (self.parameters > self.tolerance).any(axis=(0, 2))
         first_wrong = int(wrong.argmax()) if wrong.any() else len(wrong)
-        off = self.gradients > self.tolerances[0]
+        off = self.gradients > self.gradient_tolerance
         first_off = int(off.any(axis=(0, 2)).argmax()) if off.any() else len(wrong) + 1
         if first_off <= first_wrong:
             name = self.names[self.gradients[:, first_off].max(axis=0).argmax()]
@@ -260,15 +256,16 @@ def compare(
     computed: Literal["alone", "together", "repeated"] = "alone"
     if model.data_size < model.world_size:
         computed = "together" if model.is_compute_partitioned else "repeated"
-    tolerances = (job.tolerance or default_tolerance(start.dtype.name),) * 2
+    tolerance = of_gradients = job.tolerance or default_tolerance(start.dtype.name)
     if job.precision and job.tolerance is None:
-        tolerances = rounding_bounds(problem.model)
+        of_gradients, tolerance = rounding_bounds(problem.model)
     mine = {"built": _errors(entries, start, reference.parameters[0]), "predictions": predicted}
     return Comparison(
         names=[e.name for e in entries],
         shapes=[str(e.shape) for e in entries],
         dtype=start.dtype.name,
-        tolerances=tolerances,
+        tolerance=tolerance,
+        gradient_tolerance=of_gradients,
         computed=computed,
         **{n: backend.all_gather(np.array([value])) for n, value in {**mine, **rows}.items()},
     )
