@@ -115,8 +115,8 @@ def load_gpt2(model: Any, path: PathLike) -> None:
     FileNotFoundError
         If there is no such file.
     ValueError
-        If it is not a complete safetensors file, or parameters are missing, have other shapes, or are no
-        floating numbers; if queries, keys and values have a bias other than 0, for which a `GPT`
+        If it is not a complete safetensors file; if parameters are missing, have other shapes, or
+        are no floating numbers; if queries, keys and values have a bias other than 0, for which a `GPT`
         has no parameter; if the head is not tied and the model's is. On every rank; the model has
         not changed.
     """

@@ -216,7 +216,7 @@ BOTH = {"w": np.ones(2, np.float32), "b": np.ones(1, np.float32)}
         ({"w": "a.safetensors"}, {"a": BOTH}, "holds 'b', which .* elsewhere or nowhere"),
         ({"w": "a.safetensors", "b": "c.safetensors"}, {"a": ONE, "c": BOTH}, "holds 'w', which"),
         ({"w": "a.safetensors", "b": "a.safetensors"}, {"a": ONE}, "does not hold 'b', which"),
-        ('{"weight_map": {"w": "a.safetensors", "w": "a.safetensors"}}', {"a": ONE}, "occur twice: 'w'"),
+        ('{"weight_map": {"w": "a.safetensors", "w": "a.safetensors"}}', {"a": ONE}, "twice: 'w'"),
         ('{"weight_map": ["w"]}', {}, "no weight_map of names to files"),
         ('{"weight_map": {"w": 3}}', {}, "no weight_map of names to files"),
         ("[1]", {}, "the index is a JSON list, not an object"),
