@@ -116,9 +116,9 @@ def load_gpt2(model: Any, path: PathLike) -> None:
         If there is no such file.
     ValueError
         If it is not a complete safetensors file; if parameters are missing, have other shapes, or
-        are no floating numbers; if queries, keys and values have a bias other than 0, for which a `GPT`
-        has no parameter; if the head is not tied and the model's is. On every rank; the model has
-        not changed.
+        are no floating numbers; if queries, keys and values have a bias other than 0, for which a
+        `GPT` has no parameter; if the head is not tied and the model's is. On every rank; the
+        model has not changed.
     """
     check_path("path", path)
     if not isinstance(model, ShardedModelBase):
