@@ -121,7 +121,7 @@ def blas_threads() -> int | None:
 
 
 def is_launched() -> bool:
-    """Whether a launcher started this process as a rank."""
+    """Return whether a launcher started this process as a rank."""
     if settings.launcher_variable() is None:
         return False
     # A job step of one process (a shell on a compute node is one) needs no MPI.

@@ -21,7 +21,7 @@ class _WithState(type):
 
     @property
     def is_initialized(cls) -> bool:
-        """Whether this rank has given a backend that is not shut down."""
+        """Return whether this rank has set a backend that is not shut down."""
         return _given() is not None
 
 

@@ -115,10 +115,10 @@ def load_gpt2(model: Any, path: PathLike) -> None:
     FileNotFoundError
         If there is no such file.
     ValueError
-        If it is no safetensors file, or parameters are missing, have other shapes, or are no
-        floating numbers; if queries, keys and values have a bias other than 0, for which a `GPT`
-        has no parameter; if the head is not tied and the model's is. On every rank; the model has
-        not changed.
+        If it is not a complete safetensors file; if parameters are missing, have other shapes, or
+        are no floating numbers; if queries, keys and values have a bias other than 0, for which a
+        `GPT` has no parameter; if the head is not tied and the model's is. On every rank; the
+        model has not changed.
     """
     check_path("path", path)
     if not isinstance(model, ShardedModelBase):
@@ -198,7 +198,7 @@ def _read(path: Path) -> dict[str, Any]:
         with safe_open(path, "np") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
     except AttributeError as error:  # of a dtype such as float8, for which NumPy has no name
         raise ValueError(f"{path} has numbers of a dtype that NumPy lacks: {error}") from error
     plain = ("wte.", "wpe.", "h.", "ln_f.")  # GPT2Model, without a head, has no prefix

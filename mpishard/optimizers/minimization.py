@@ -501,7 +501,7 @@ class Objective:
 
     @property
     def has_product(self) -> bool:
-        """Whether Hessian-vector products are given."""
+        """True if Hessian-vector products are given."""
         return self._product is not None
 
     def get_parameters(self) -> Array:

@@ -191,8 +191,9 @@ class PlainTraining:
         if isinstance(model, IShardedModel):
             rule = type(self.rule).__name__
             raise TypeError(
-                f"{rule} alone trains plain models, and the model is a {type(model).__name__}: "
-                f"wrap the rule too, mpishard.as_distributed({rule}(...), backend, strategy)"
+                f"an unwrapped {rule} trains plain models, but the model is a "
+                f"{type(model).__name__}: wrap the rule too, "
+                f"mpishard.as_distributed({rule}(...), backend, strategy)"
             )
 
     def _refuse_second_model(self, model: Any) -> None:
@@ -340,8 +341,8 @@ class OwnRun:
                 self.steps -= 1
                 return guess
         raise RuntimeError(
-            f"the last update cannot be reversed: {_REVERSE_ROUNDS} rounds found no parameters "
-            "that it leads from to these; learning rate times weight decay may be too large"
+            f"the last update cannot be reversed: {_REVERSE_ROUNDS} rounds did not find the "
+            "parameters from before it; learning rate times weight decay may be too large"
         )
 
     def serialize(self, rule: Optimizer) -> bytes:

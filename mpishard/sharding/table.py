@@ -80,7 +80,7 @@ class ParameterTable:
     Raises
     ------
     ValueError
-        If a name stands twice, or a tie leads nowhere or to another shape.
+        If two parameters have one name, or a tie leads nowhere or to another shape.
 
     Attributes
     ----------
@@ -96,7 +96,7 @@ class ParameterTable:
         start = 0
         for name, spec in parameters:
             if name in entries or name in ties:
-                raise ValueError(f"parameter {name!r} stands twice in the model")
+                raise ValueError(f"the model has two parameters named {name!r}")
             if spec.tied_to is None:
                 entries[name] = ParameterEntry(name, tuple(spec.shape), start, spec.trainable)
                 start = entries[name].stop

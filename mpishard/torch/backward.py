@@ -180,11 +180,11 @@ class BackwardPasses:
         """
         if self._arrivals is not None:
             raise ShardingError(
-                f"{purpose} needs a backward pass that has ended, and the last one of this "
-                f"{name} has not: it raised, or is under way"
+                f"{purpose} needs a complete backward pass, but the last one of this {name} "
+                "raised, or has not ended"
             )
         if self._has_local and any(part.tensor.grad is not None for part in self._parts):
             raise ShardingError(
-                f"{purpose} needs gradients of all ranks, and the last backward() was inside "
-                "no_sync(): leave it before the last backward() of a step"
+                f"{purpose} needs gradients of all ranks, but the last backward() was inside "
+                "no_sync(): leave no_sync() before the last backward() of a step"
             )

@@ -291,8 +291,8 @@ class _OptimizerView:
         here = [group["params"] for group in self._groups()]
         if saved != here:
             raise CheckpointError(
-                f"the optimizer that was saved has groups of {[len(g) for g in saved]} parameters, "
-                f"and this one of {[len(g) for g in here]}, or of others"
+                f"the parameter groups differ: the saved optimizer has groups of "
+                f"{[len(g) for g in saved]} parameters, this one of {[len(g) for g in here]}"
             )
         state = {}
         for number, part in enumerate(self._parts):

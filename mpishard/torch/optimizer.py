@@ -148,8 +148,8 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Take the one group."""
         if self.param_groups:
             raise ValueError(
-                f"{type(self.rule).__name__} of mpishard has one group of parameters; options of "
-                'some of them are given as parameter_options={"*.bias": {"weight_decay": 0}}'
+                f"{type(self.rule).__name__} of mpishard has one group of parameters; give options "
+                'of single parameters as parameter_options={"*.bias": {"weight_decay": 0}}'
             )
         super().add_param_group(param_group)
 
@@ -161,9 +161,9 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             # Schedulers of PyTorch leave this key in the groups that they change.
             if "initial_lr" in group:
                 raise ValueError(
-                    f"the learning rate of {type(rule).__name__} is a schedule of its own, "
-                    f"{rule.learning_rate!r}, and a scheduler of PyTorch would set it, too; give "
-                    "the rule a number"
+                    f"the learning rate of {type(rule).__name__} is already a schedule, "
+                    f"{rule.learning_rate!r}; give the rule a number if a scheduler of PyTorch "
+                    "sets its rate"
                 )
             group["lr"] = rule.checked_rate(group["steps"])
         parts = [self._parts[id(tensor)] for tensor in group["params"]]

@@ -216,7 +216,7 @@ BOTH = {"w": np.ones(2, np.float32), "b": np.ones(1, np.float32)}
         ({"w": "a.safetensors"}, {"a": BOTH}, "holds 'b', which .* elsewhere or nowhere"),
         ({"w": "a.safetensors", "b": "c.safetensors"}, {"a": ONE, "c": BOTH}, "holds 'w', which"),
         ({"w": "a.safetensors", "b": "a.safetensors"}, {"a": ONE}, "does not hold 'b', which"),
-        ('{"weight_map": {"w": "a.safetensors", "w": "a.safetensors"}}', {"a": ONE}, "'w' stand"),
+        ('{"weight_map": {"w": "a.safetensors", "w": "a.safetensors"}}', {"a": ONE}, "twice: 'w'"),
         ('{"weight_map": ["w"]}', {}, "no weight_map of names to files"),
         ('{"weight_map": {"w": 3}}', {}, "no weight_map of names to files"),
         ("[1]", {}, "the index is a JSON list, not an object"),
@@ -257,11 +257,11 @@ def former(words: str) -> bytes:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda content: content[:-1], "torn one: .*"),
-        (lambda content: content + b"x", "torn one"),
-        (lambda content: b"\xff" * 8 + content[8:], "torn one"),
-        (lambda _: b"", "torn one"),
-        (lambda _: header(TWICE), "torn one: .*invalid offset"),
+        (lambda content: content[:-1], "not a complete safetensors file: .*"),
+        (lambda content: content + b"x", "not a complete safetensors file"),
+        (lambda content: b"\xff" * 8 + content[8:], "not a complete safetensors file"),
+        (lambda _: b"", "not a complete safetensors file"),
+        (lambda _: header(TWICE), "not a complete safetensors file: .*invalid offset"),
         (lambda _: header(NARROW), "'a' has dtype F8_E4M3; BOOL, "),
         (lambda _: former("[]"), "is a JSON list, not an object"),
         (lambda _: former("{}"), "'mpishard.checkpoint' is malformed"),
@@ -295,7 +295,7 @@ def test_what_a_checkpoint_cannot_hold(tmp_path: Path) -> None:
 
 def test_what_is_asked_wrongly(tmp_path: Path, fakes: Any) -> None:
     made(fakes, tmp_path / "c")
-    with pytest.raises(FileExistsError, match=r"something at .*c already"):
+    with pytest.raises(FileExistsError, match=r"c already exists"):
         checkpoint.convert(tmp_path / "c", tmp_path / "c")
     (tmp_path / "dangling.safetensors").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileExistsError):
@@ -309,7 +309,7 @@ def test_what_is_asked_wrongly(tmp_path: Path, fakes: Any) -> None:
     with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         checkpoint.convert(tmp_path / "e", tmp_path / "d")
     save_file(ONE, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="is no checkpoint; convert reads"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint; convert reads"):
         checkpoint.consolidate(tmp_path / "x.safetensors", tmp_path / "y.safetensors")
 
 

@@ -186,7 +186,7 @@ def outside(content: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (twice, "parameter 'a.weight' stands twice"),
+        (twice, "two parameters named 'a.weight'"),
         (crossed, r"rank00000.safetensors: its header and the manifest differ: parameters@a"),
         (outside, "'../../etc/passwd' is not the name of a file"),
         (lambda content: content.update(sequence=0), "it is save number 0"),

@@ -281,7 +281,7 @@ def test_forged_metadata_are_no_traceback(folder: Path, tmp_path: Path) -> None:
         (("consolidate", "none", "x.safetensors"), "there is no checkpoint"),
         (("convert", "none", "x"), "there is no checkpoint"),
         (("consolidate", "run", "x"), "its name ends with .safetensors"),
-        (("convert", "run", "run"), "there is something at"),
+        (("convert", "run", "run"), "run already exists"),
         (("convert", "run", "x", "--max-shard-size", "5 parsecs"), "got '5 parsecs'"),
         (("convert", "run", "x", "--max-shard-size", "0"), "got '0'"),
         (("convert", "run", "x", "--to", "gguf"), "gguf"),

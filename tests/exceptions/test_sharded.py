@@ -149,7 +149,7 @@ WRAPPED = [
        lambda g, data=data: g.model.deserialize(data))
       for what, data, error, message in (
           ("None", None, TypeError, "needs bytes, got NoneType"),
-          ("something else", b"no tensors", ValueError, "10 bytes are not what serialize"),
+          ("something else", b"no tensors", ValueError, "10 bytes are not those of serialize"),
           ("another model's", MLP([5, 4, 2]).serialize(), ValueError, "do not fit the model"))],
     *[("1.1", f"{name}: no stream", TypeError, "binary stream, got NoneType",
        lambda g, name=name, who=who: getattr(getattr(g, who), name)(None))
@@ -244,7 +244,7 @@ WRAPPED = [
        lambda g, data=data: g.optimizer.deserialize(data))
       for what, data, error, message in (
           ("None", None, TypeError, "needs bytes, got NoneType"),
-          ("something else", b"no state", ValueError, r"8 bytes are not what .*serialize\(\)"))],
+          ("something else", b"no state", ValueError, r"8 bytes are not those of .*serialize"))],
 ]
 # fmt: on
 

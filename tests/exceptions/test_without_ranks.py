@@ -37,7 +37,7 @@ PLAIN = [
      lambda m: m.export_computation_graph(None)),
     ("1.1", "deserialize: None", TypeError, "needs bytes, got NoneType",
      lambda m: m.deserialize(None)),
-    ("1.1", "deserialize: something else", ValueError, "4 bytes are not what serialize",
+    ("1.1", "deserialize: something else", ValueError, "4 bytes are not those of serialize",
      lambda m: m.deserialize(b"junk")),
     ("1.1", "deserialize: another model's", ValueError, "do not fit the model",
      lambda m: m.deserialize(MLP([2, 2]).serialize())),

@@ -116,7 +116,7 @@ def test_files_that_do_not_fit_are_refused_and_change_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"m.safetensors has numbers of a dtype that NumPy lacks"):
         ms.load_gpt2(model, path)
     path.write_bytes(b"something else")
-    with pytest.raises(ValueError, match="is no safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         ms.load_gpt2(model, path)
     with pytest.raises(ValueError, match="heads share keys and values"):
         ms.save_gpt2(gpt(heads=4, kv_heads=2), path)

@@ -93,11 +93,11 @@ def test_too_few_blocks_are_refused_before_anything_changes(backend: Any) -> Non
         paged.generate(PROMPTS, 4)
     one, _ = paged.prefill(PROMPTS[1])
     two, logits = paged.prefill(PROMPTS[0])
-    refused = "4 more positions of each of 1 sequences need 2 more blocks of 3 positions, and 1 of"
+    refused = "4 more positions for each of 1 sequences need 2 blocks of 3 positions, but 1 of"
     with pytest.raises(ValueError, match=refused):
         paged.prefill([1, 2, 3, 4])
     third, _ = paged.prefill([7])
-    with pytest.raises(ValueError, match="need 1 more blocks of 3 positions, and 0 of 4"):
+    with pytest.raises(ValueError, match="need 1 blocks of 3 positions, but 0 of 4"):
         paged.step({one: 1, two: 2})
     assert [paged.cache.length(s) for s in (one, two, third)] == [5, 3, 1]
     paged.free(third)

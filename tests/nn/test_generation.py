@@ -119,8 +119,8 @@ def test_too_few_blocks_are_refused_with_numbers():
     with (
         pytest.raises(
             ValueError,
-            match=r"^3 more positions of each of 2 sequences need 4 more blocks of 2 positions, "
-            r"and 3 of 5 are free: ",
+            match=r"^too few free blocks: 3 more positions for each of 2 sequences need "
+            r"4 blocks of 2 positions, but 3 of 5 blocks are free\. ",
         ),
         cache.reading([long, short], 3),
     ):

@@ -172,7 +172,7 @@ def test_a_setting_of_the_rule_is_not_set_on_its_wrapper():
 
 
 def test_bytes_that_are_no_model():
-    with pytest.raises(ValueError, match="3 bytes are not what serialize"):
+    with pytest.raises(ValueError, match="3 bytes are not those of serialize"):
         ms.nn.MLP([3, 1]).deserialize(b"abc")
 
 

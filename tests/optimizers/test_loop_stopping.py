@@ -364,9 +364,11 @@ def test_the_first_line_says_whether_epochs_or_max_steps_end_first(capsys):
     both = {"epochs": 2, "max_steps": 5}
     result, lines = printed(capsys, **both)
     assert result.iterations == 5
-    assert lines[0] == ("5 steps: 2 epochs of 3 steps are 6, max_steps is 5; max_steps ends first")
+    assert lines[0] == (
+        "training for 5 steps: 2 epochs = 6 steps, max_steps = 5; max_steps ends first"
+    )
     assert lines[1].startswith("step 1/5")
     result, lines = printed(capsys, epochs=1, max_steps=30)
     assert result.iterations == 3
-    assert lines[0] == "3 steps: 1 epoch of 3 steps are 3, max_steps is 30; epochs ends first"
+    assert lines[0] == "training for 3 steps: 1 epoch = 3 steps, max_steps = 30; epochs ends first"
     assert printed(capsys, epochs=2)[1][0].startswith("step 1/6")

@@ -178,8 +178,8 @@ def test_bytes_of_settings():
         SGD(lambda step: 0.1).serialize()
     for data, message in [
         (SGD().serialize(), "bytes are of SGD, not of AdamW"),
-        (b"nonsense" * 9, "not what an optimizer's serialize"),
-        (mlp().serialize(), "not what an optimizer's serialize"),
+        (b"nonsense" * 9, "not those of an optimizer's serialize"),
+        (mlp().serialize(), "not those of an optimizer's serialize"),
     ]:
         with pytest.raises(ValueError, match=message):
             other.deserialize(data)

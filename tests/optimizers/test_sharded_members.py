@@ -341,10 +341,10 @@ def test_bytes_that_do_not_fit_change_nothing(backend):
     assert sent > before
     for given, error, message in (
         ("state", TypeError, "deserialize needs bytes, got str"),
-        (b"state", ValueError, "these 5 bytes are not what an optimizer's serialize.. gave"),
-        (good[:-3], ValueError, "are not what an optimizer's"),
+        (b"state", ValueError, "these 5 bytes are not those of an optimizer's serialize..:"),
+        (good[:-3], ValueError, "are not those of an optimizer's"),
         (model.wrapped_model.clone().with_parameters(np.ones(26)).serialize(), ValueError,
-         "are not what an optimizer's"),
+         "are not those of an optimizer's"),
         (data, ValueError, r"hold the state \['velocity'\] of SGD, and AdamW needs \['first"),
         (wrong, ValueError, "state tensors do not fit the model, first 'first_moment/"),
     ):  # fmt: skip

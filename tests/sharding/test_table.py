@@ -92,7 +92,7 @@ def test_overlap_of_any_range():
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ([("a", Spec((1,))), ("a", Spec((1,)))], "'a' stands twice"),
+        ([("a", Spec((1,))), ("a", Spec((1,)))], "two parameters named 'a'"),
         ([("a", Spec((1,), "b"))], "tied to 'b', which is not there"),
         ([("b", Spec((2,))), ("a", Spec((1,), "b"))], r"of shape \(1,\) is tied to 'b' of shape"),
     ],

@@ -98,7 +98,7 @@ def consolidate(
         raise ValueError(f"one file is written: its name ends with {_SUFFIX}, got {target}")
     with open_source(path) as source:
         if not source.is_checkpoint:
-            raise CheckpointError(f"{source.path} is no checkpoint; convert reads other forms")
+            raise CheckpointError(f"{source.path} is not a checkpoint; convert reads other forms")
         chosen = source if is_full else _without_states(source)
         return _write(place, _observed(chosen, progress), CheckpointForm.SAFETENSORS)
 
@@ -176,9 +176,7 @@ def _fresh(target: str | os.PathLike[str]) -> Target:
 
 def _require_nothing_at(target: str | os.PathLike[str]) -> None:
     if os.path.lexists(target):
-        raise FileExistsError(
-            f"there is something at {target} already: remove it, or choose another name"
-        )
+        raise FileExistsError(f"{target} already exists: remove it, or choose another name")
 
 
 def _without_states(source: TensorSource) -> TensorSource:
@@ -249,9 +247,9 @@ def _whole_file(source: TensorSource) -> TensorFile:
     for name in source.tensors[PARAMETERS]:
         if any(name.startswith(f"{kind}/") for kind in kinds):
             raise CheckpointError(
-                f"{source.path}: the parameter name {name!r} begins as those of another kind of "
-                f"tensor ({', '.join(kinds)}), and in one file nobody could tell them apart. "
-                "Leave out the optimizer, or rename the parameter"
+                f"{source.path}: the parameter name {name!r} begins like the names of another "
+                f"kind of tensor ({', '.join(kinds)}), so one file cannot contain both. Leave out "
+                "the optimizer, or rename the parameter"
             )
     for kind, given in source.tensors.items():
         for name, tensor in given.items():

@@ -49,8 +49,9 @@ class PlainModelFiles(ICheckpointableModel):
         """
         if choices:
             raise ValueError(
-                f"what was saved goes with {sorted(choices)}, which this {type(self).__name__} "
-                "does not know: load it into a model of the class that saved it"
+                f"the saved parameters need the settings {sorted(choices)}, which this "
+                f"{type(self).__name__} does not have: load them into a model of the class that "
+                "saved them"
             )
 
     def take_choices(self, choices: Mapping[str, Any]) -> None:

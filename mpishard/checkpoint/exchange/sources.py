@@ -199,7 +199,7 @@ def _open(file: Path, stack: ExitStack) -> Any:
     try:
         return stack.enter_context(safetensors.safe_open(file, "np"))
     except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{file} is no safetensors file, or a torn one: {error}") from error
+        raise CheckpointError(f"{file} is not a complete safetensors file: {error}") from error
 
 
 def _tensor_of(opened: Any, file: Path, name: str) -> LazyTensor:
@@ -232,7 +232,7 @@ def _json_object(file: Path, what: str, text: str | bytes) -> dict[str, Any]:
         if len(found) < len(pairs):
             counts = Counter(name for name, _ in pairs)
             twice = sorted(name for name, count in counts.items() if count > 1)
-            raise ValueError(f"{_listed(twice)} stand there twice")
+            raise ValueError(f"these names occur twice: {_listed(twice)}")
         return found
 
     try:

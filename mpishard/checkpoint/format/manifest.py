@@ -106,7 +106,7 @@ class Manifest:
         position, names = 0, set()
         for entry in self.parameters:
             if entry.name in names:
-                raise CheckpointError(f"parameter {entry.name!r} stands twice among the parameters")
+                raise CheckpointError(f"it has two parameters named {entry.name!r}")
             names.add(entry.name)
             _check_shape(entry)
             # Starts without gaps make the flat vector the same in every layout that reads it.

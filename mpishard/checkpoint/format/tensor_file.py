@@ -369,7 +369,7 @@ def tensors_of(data: Any, whose: str = "") -> dict[str, np.ndarray[Any, Any]]:
         return safetensors.numpy.load(bytes(data))
     except safetensors.SafetensorError as error:
         raise ValueError(
-            f"these {len(data)} bytes are not what {whose}serialize() gave: {error}"
+            f"these {len(data)} bytes are not those of {whose}serialize(): {error}"
         ) from None
 
 
@@ -390,7 +390,7 @@ def tensors_and_document(
     text = metadata_of(data).get(key)
     if text is None:
         raise ValueError(
-            f"these {len(data)} bytes are not what {whose}serialize() gave: their header has no "
+            f"these {len(data)} bytes are not those of {whose}serialize(): their header has no "
             f"{key!r}"
         )
     return tensors, json.loads(text)

@@ -226,7 +226,7 @@ def newest_valid(
         if not reasons:
             if refused and rank == 0:
                 _log.warning(
-                    "going on from %s, because what was saved after it cannot be used: %s",
+                    "resuming from %s, because later checkpoints cannot be used: %s",
                     path, "; ".join(refused),
                 )  # fmt: skip
             return path
@@ -235,8 +235,8 @@ def newest_valid(
             folder.refuse(sequence, reasons[0])
     if refused:
         raise CheckpointError(
-            f"none of the checkpoints in {folder.path} can be used: {'; '.join(refused)}. To begin "
-            "anew remove them, choose another folder, or pass resume=False"
+            f"none of the checkpoints in {folder.path} can be used: {'; '.join(refused)}. To start "
+            "a new run, remove them, choose another folder, or pass resume=False"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share, and who shares it with whom."""
+"""Memory that the ranks of a node share."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ class Arena:
         return self._reduce_scatter(self.mine[part], out=out)
 
     def fence(self) -> Work:
-        """Be done when every rank has come here: what each wrote before is then seen by all."""
+        """Complete when every rank has called it; then all see what each rank wrote before."""
         return self._barrier()
 
 
 class Regions:
-    """The shared regions of one backend, numbered alike on all its ranks.
+    """The shared regions of one backend, with the same numbers on all its ranks.
 
     A NumPy view knows the array that its memory belongs to, so an array tells by itself which
     region it lies in. A region lives as long as an array in it does.
@@ -110,7 +110,7 @@ class Regions:
         weakref.finalize(memory, forget).atexit = False
 
     def locate(self, array: Array) -> Place:
-        """The number of the region that ``array`` lies in, and the byte where it begins there.
+        """Number of the region that contains ``array``, and the array's offset in bytes.
 
         `PRIVATE` if it lies in none.
         """
@@ -209,7 +209,7 @@ class Nodes:
         return complete_subtrees(self.ranks(node), len(self.numbers))
 
     def arrays_are_shared(self, places: Sequence[Places]) -> bool:
-        """Whether some ranks share a node, and those of each node have arrays in one region."""
+        """Return whether ranks share a node and have their arrays in one region of its memory."""
         if self.count == len(self.numbers):
             return False
         regions: dict[int, int] = {}  # by node
@@ -219,7 +219,7 @@ class Nodes:
         return True
 
     def results_are_shared(self, places: Sequence[Places]) -> bool:
-        """Whether the results of each node's ranks are one and the same array."""
+        """Return whether the results of each node's ranks are one array."""
         arrays: dict[int, Place] = {}  # by node
         for node, (_, out) in zip(self.numbers, places, strict=True):
             if out == PRIVATE or arrays.setdefault(node, out) != out:

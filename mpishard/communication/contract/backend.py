@@ -196,7 +196,7 @@ class CommunicationBackend(ITransport):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether collectives may be called."""
+        """True if collectives may be called."""
         return self._initialized
 
     def initialize(self) -> None:
@@ -226,7 +226,7 @@ class CommunicationBackend(ITransport):
                 self.status.end(RankState.RUNNING)
 
     def shutdown(self) -> None:
-        """Leave the world. Idempotent. Peers that still wait for this rank are told."""
+        """Leave the world. Idempotent. Notify peers that still wait for this rank."""
         if self._initialized:
             stop_recording(self)
             self._on_shutdown()
@@ -258,7 +258,7 @@ class CommunicationBackend(ITransport):
             print(*values, flush=True)  # noqa: T201
 
     def progress(self) -> None:
-        """Let what was issued, and not waited for, go on as far as it can. Never blocks.
+        """Advance issued operations that nothing waits for, as far as possible. Never block.
 
         Worth calling between pieces of a long computation in which a `Work` should advance.
         """
@@ -702,7 +702,7 @@ class CommunicationBackend(ITransport):
         return member  # type: ignore[no-any-return]
 
     def shrink(self) -> Self:
-        """Go on without the ranks that are gone. Called by each rank that is left.
+        """Continue without the lost ranks. Called by each remaining rank.
 
         To be called where a collective has raised `PeerError`, or any time. Ranks that still wait
         in this world, or in one that was split off it, raise `PeerError` then. A rank that has come
@@ -879,7 +879,7 @@ class CommunicationBackend(ITransport):
         self._begin(steps, destination_rank, tag, array).wait()
 
     def send_async(self, array: Array, destination_rank: int, tag: int = 0) -> Transfer:
-        """As `send`, without a copy where the transport can do without.
+        """As `send`, without a copy if the transport allows it.
 
         ``array`` must not be changed before ``wait`` of what this returns has returned. That may
         be when the receiver has taken the message: two ranks that each wait for a send to the
@@ -1015,7 +1015,7 @@ class CommunicationBackend(ITransport):
         return transfer
 
     def begin_round(self) -> int:
-        """The number, from 0, of a round of messages that is told from others by its tags.
+        """Number, from 0, of a round of messages, which its tags distinguish from other rounds.
 
         Code that runs rounds of messages takes one number for each round, on all ranks alike. If a
         round fails halfway, its messages are then not taken for those of the next round.
@@ -1038,7 +1038,7 @@ class CommunicationBackend(ITransport):
     # -------------------------------------------------------------------------- the end of a world
 
     def _break(self, where: str, error: BaseException) -> None:
-        """End this world, of which ``error`` cut a collective off ``where`` this rank was.
+        """End this world because ``error`` interrupted a collective of this rank, at ``where``.
 
         Every later call on it, and on the worlds split from one another with it, raises. A
         subclass also tells the other ranks.
@@ -1059,7 +1059,7 @@ class CommunicationBackend(ITransport):
         raise CommunicationError(f"{self.describe()} ends when one of its ranks does")
 
     def _retire(self, heir: Self) -> None:
-        """End this world, in whose place comes ``heir``, the world of the ranks that are left."""
+        """End this world; ``heir``, the world of the remaining ranks, replaces it."""
         stop_recording(self)
         if self._is_root and self._initialized:
             self.status.end(RankState.LEFT)
@@ -1100,7 +1100,7 @@ class CommunicationBackend(ITransport):
                 raise
 
     def _issue(self, call: Call, steps: Steps) -> Work:
-        """Begin a collective, and go on with it as far as is possible without waiting."""
+        """Begin a collective, and advance it as far as possible without waiting."""
         recorder = current_recorder.get()
         in_flight = None
         if recorder is not None:
@@ -1120,7 +1120,7 @@ class CommunicationBackend(ITransport):
             self._transfers = [transfer for transfer in self._transfers if not transfer.done]
 
     def _verify(self, calls: Sequence[Call]) -> None:
-        """Refuse, on every rank alike, calls that do not belong together."""
+        """Refuse calls that do not match, with the same error on every rank."""
         # One call belongs to itself; the rows of its ``out`` may still be wrong.
         if len(calls) == 1 and calls[0].out_rows < 0:
             return

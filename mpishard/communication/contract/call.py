@@ -327,7 +327,7 @@ def sent_by_all_reduce(size: int, itemsize: int, world_size: int, rank: int) -> 
 def check_array(
     array: Any, name: str, *, needs_dim: bool = False, is_written: bool = False
 ) -> None:
-    """Refuse what does not travel, or with ``needs_dim`` cannot be cut along dim 0.
+    """Refuse an array that cannot be sent, or with ``needs_dim`` not be cut along dim 0.
 
     With ``is_written`` also refuse an array that no result can be written into.
 

@@ -143,7 +143,7 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
 
 
 def differing_calls(calls: Mapping[int, Call]) -> str:
-    """The ranks whose call is not as most ranks' are; empty if there are none, or no majority."""
+    """Ranks whose call differs from the majority's; empty if there are none, or no majority."""
     what, values = _difference(list(calls.values()))
     if not what:
         return ""

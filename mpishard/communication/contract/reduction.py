@@ -21,7 +21,7 @@ from mpishard.arrays import Array, array_namespace, chunk_length
 
 
 class ReductionOperation(IntEnum):
-    """How contributions are combined.
+    """Operation that combines the contributions of the ranks.
 
     ``MIN`` and ``MAX`` propagate NaN. ``AVERAGE`` is the sum, divided once by the number of
     contributions; it refuses integers.
@@ -100,7 +100,7 @@ Subtree = tuple[int, int]
 
 
 def complete_subtrees(slots: Collection[int], count: int) -> tuple[Subtree, ...]:
-    """The largest subtrees of the tree over ``count`` slots that lie in ``slots`` alone.
+    """Largest subtrees of the tree over ``count`` slots that contain only ``slots``.
 
     A node that has the contributions of ``slots`` can combine each of these, and nothing more,
     without changing a bit of the result.

@@ -28,7 +28,7 @@ class Waitable(ABC):
 
     @abstractmethod
     def test(self) -> bool:
-        """Whether it has happened. Never blocks; raises if it can no longer happen."""
+        """Return whether the event has happened. Never block; raise if it can no longer happen."""
 
 
 class Condition(Waitable):
@@ -86,12 +86,12 @@ class Session:
         self._lock.release()
 
     def join(self, world: Any) -> None:
-        """Take in ``world``, the root world or one that was split off it. Does not hold it."""
+        """Register ``world``, the root world or one that was split off it, by a weak reference."""
         self._worlds = [known for known in self._worlds if known() not in (None, world)]
         self._worlds.append(weakref.ref(world))
 
     def worlds(self) -> list[Any]:
-        """The worlds of the rank that somebody holds."""
+        """The worlds of the rank that are still referenced."""
         return [world for known in self._worlds if (world := known()) is not None]
 
     def under_way(self) -> list[Work]:
@@ -105,7 +105,7 @@ class Session:
         return works
 
     def progress(self) -> None:
-        """Let all that is under way go on: other ranks may wait for it in any world."""
+        """Advance all operations under way: other ranks may wait for them in any world."""
         for world in self.worlds():
             world.progress()
 
@@ -142,7 +142,7 @@ class Work:
         return self.awaited.where
 
     def advance(self) -> bool:
-        """Go on as far as is possible without blocking; return whether it is complete."""
+        """Advance as far as possible without blocking; return whether it is complete."""
         while not self.done:
             try:
                 if self.waitable is not None and not self.waitable.test():
@@ -189,7 +189,7 @@ class Work:
         return self._result
 
     def fail(self, error: BaseException) -> None:
-        """Never go on: `wait` raises ``error``."""
+        """Stop for ever: `wait` raises ``error``."""
         self.done, self._error, self.waitable = True, error, None
 
     def _end(self, error: BaseException) -> None:
@@ -200,7 +200,7 @@ class Work:
             self._interrupted(error)
 
     def _interrupted(self, error: BaseException) -> None:
-        """Note that ``error`` cut it off: not an error that every rank raises alike."""
+        """Record that ``error`` interrupted it: not an error that every rank raises."""
         # The others went on with it, or wait in it: this rank is out of step from here on.
         self._driver._break(self.where, error)
 
@@ -256,7 +256,7 @@ class ITransport(ABC):
 
     @abstractmethod
     def _on_shutdown(self) -> None:
-        """Leave in good order: tell the others, and see that what was sent goes out.
+        """Leave normally: notify the others, and complete the messages that were sent.
 
         If this is the root, the worlds that were split from it end with it.
         """
@@ -282,16 +282,16 @@ class ITransport(ABC):
 
     @abstractmethod
     def _break(self, where: str, error: BaseException) -> None:
-        """End this world, of which ``error`` cut a collective off ``where`` this rank was."""
+        """End this world because ``error`` interrupted a collective of this rank, at ``where``."""
 
     def _tell_of_break(self) -> None:
-        """Tell the other ranks, if `_break` has not: somebody caught the exception."""
+        """Notify the other ranks, if `_break` has not, that the script caught the exception."""
 
     def _admit(self, call: Call) -> None:
         """Refuse a collective before it is recorded, if nothing can be called any more."""
 
     def _records(self) -> Sequence[RankRecord]:
-        """One record of each rank of the root world; here none: no rank knows of the others."""
+        """One record of each rank of the root world; by default none: ranks cannot read them."""
         return ()
 
     # ------------------------------------------------------------------------------- collectives
@@ -312,7 +312,7 @@ class ITransport(ABC):
 
     @abstractmethod
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        """All ranks' rows in ``out``, in any part of which ``array`` may lie, or a new array."""
+        """Rows of all ranks, in ``out`` (``array`` may be any part of it) or a new array."""
 
     @abstractmethod
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
@@ -330,7 +330,7 @@ class ITransport(ABC):
 
     @abstractmethod
     def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
-        """A list of new arrays, one from each rank, whose shapes this rank does not know."""
+        """List of new arrays, one from each rank; the shapes are not known in advance."""
 
     @abstractmethod
     def _steps_barrier(self, call: Call) -> Steps:

@@ -59,7 +59,7 @@ _cut_off: list[object] = []
 
 
 def _through(collective: Callable[..., Steps]) -> Callable[..., Steps]:
-    """The steps of ``collective``, whose first argument is an array or several, maybe on a GPU."""
+    """Steps of ``collective``, whose first argument is one array or several, on host or GPU."""
 
     def steps(self: MPICommunicationBackend, call: Call, given: Any, *arguments: Any) -> Steps:
         if type(given) is np.ndarray or given is None:
@@ -192,7 +192,7 @@ class MPICommunicationBackend(CommunicationBackend):
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether an exception struck in `initialize` when this rank was in the world."""
+        """True if an exception interrupted `initialize` after this rank had entered the world."""
         return not (self._initialized or self._group is None or self._group.is_leaving)
 
     def _on_shutdown(self) -> None:
@@ -329,7 +329,7 @@ class MPICommunicationBackend(CommunicationBackend):
                 raise self._ended
 
     def _needs(self, work: Work, rank: int, last: int) -> bool:
-        """Whether ``work`` waits in vain for ``rank``, which left after its collective ``last``."""
+        """Return whether ``work`` needs ``rank``, which left after its collective ``last``."""
         awaited = work.awaited
         if isinstance(awaited, Call):
             return last < awaited.sequence

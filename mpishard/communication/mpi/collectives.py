@@ -348,7 +348,7 @@ class Collectives:
         return [received[rank] for rank in range(self._world_size)]
 
     def _exchange(self, call: Call, parts: Sequence[Array], senders: Sequence[int]) -> Steps:
-        """Send ``parts[r]`` to rank r; return the new arrays that came, by their senders.
+        """Send ``parts[r]`` to rank r; return the received arrays in the order of their senders.
 
         Only ``senders`` have parts. Nobody else knows their shapes, which travel first.
         """
@@ -397,7 +397,7 @@ class Collectives:
     def _refuse_overlaps(
         self, places: Sequence[Places], array: Array, out: Array, offsets: Sequence[int]
     ) -> None:
-        """Refuse, on all ranks alike, results on top of arrays that others still read.
+        """Refuse, on all ranks, results that overlap arrays which other ranks still read.
 
         The result of a rank may lie in an array in the range that the rank alone reads:
         ``offsets`` bytes behind the array's start.
@@ -523,7 +523,7 @@ def starts_of(sizes: tuple[int, ...]) -> list[int]:
 
 
 def split_up(array: Array, sizes: Sequence[int]) -> list[Array]:
-    """The parts of ``sizes`` that lie end to end in a flat array."""
+    """Consecutive parts of these ``sizes`` of a flat array."""
     return [
         array[start : start + size]
         for start, size in zip(starts_of(tuple(sizes)), sizes, strict=True)
@@ -531,7 +531,7 @@ def split_up(array: Array, sizes: Sequence[int]) -> list[Array]:
 
 
 def _overlap(array: Array, out: Array, own: Array | None = None) -> bool:
-    """Whether ``out`` shares memory with ``array`` and does not begin where ``own`` of it does."""
+    """Return whether ``out`` shares memory with ``array``, but is not its part ``own``."""
     if not array_namespace(array).may_share_memory(array, out):
         return False
     return address(array if own is None else own) != address(out)

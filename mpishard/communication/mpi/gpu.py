@@ -31,7 +31,7 @@ _BY_POINTER = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.BROAD
 
 
 def needs_staging(call: Call, array: Array) -> bool:
-    """Whether ``array``, which lies on a GPU, goes through the host in the collective ``call``.
+    """Return whether the GPU array ``array`` is copied to the host for the collective ``call``.
 
     Ranks may differ in it: the bytes that travel are alike.
     """

@@ -118,18 +118,18 @@ class Group:
     # ----------------------------------------------------------------------------------- leaving
 
     def leave(self) -> None:
-        """Tell the others that this rank has left. Does not wait. Idempotent."""
+        """Notify the others that this rank has left. Do not wait. Idempotent."""
         self.is_leaving = True
         self.send_notices(self.sequence)
 
     def has_left(self) -> bool:
-        """Whether this rank has left, and every other rank too. Never blocks."""
+        """Return whether this rank and every other rank have left. Never block."""
         if not self.is_leaving:
             return False
         return len(self.departures()) == self.world_size - 1 or self.is_cut_off
 
     def send_notices(self, last: int) -> None:
-        """Tell the others the number of this rank's ``last`` collective, or `CUT_OFF`. Once."""
+        """Send the others the number of this rank's ``last`` collective, or `CUT_OFF`. Once."""
         # An exception may strike here, too; then the next call goes on from there.
         for rank in range(self._notified, self.world_size):
             if rank != self.rank:
@@ -151,7 +151,7 @@ class Group:
         return {rank: last for rank, (last, _) in self._notices.items()}
 
     def stir(self) -> None:
-        """Let MPI go on with requests under way: waiting at a ring does not call it."""
+        """Let MPI progress the requests under way: waiting at a ring does not call it."""
         if self.in_flight:
             self.comm.Iprobe(self.mpi.ANY_SOURCE, _NOTICE_TAG)
 
@@ -173,13 +173,13 @@ class Group:
         return True
 
     def keeps_arrays(self) -> bool:
-        """Whether a rank was cut off here: then keep what MPI may still read and write."""
+        """True if a rank was cut off; then arrays that MPI may still use must be kept."""
         if self.is_cut_off and self.in_flight:
             _abandoned.append(self)
         return self.is_cut_off
 
     def abandon(self) -> None:
-        """Give up communicators of which not all ranks are left. Ranks that wait there are told.
+        """Revoke communicators that have lost a rank. Ranks that wait there are notified.
 
         They are freed when MPI lets go of all that was under way.
         """
@@ -201,12 +201,12 @@ class Group:
             comm.Free()
 
     def _is_in_good_order(self) -> bool:
-        """Whether every rank has left, after the same collective."""
+        """Return whether every rank has left after the same collective."""
         lasts = [last for last, _ in self._notices.values()]
         return self.is_leaving and lasts == [self.sequence] * (self.world_size - 1)
 
     def is_drained(self) -> bool:
-        """Whether all that was sent to this rank has come. Takes what nobody did. Never blocks.
+        """Return whether all messages to this rank have arrived; receive the rest. Never block.
 
         A message that is not received when a communicator is freed meets the next one that MPI
         gives the same identity: a rank of another world would be given a message of this one.

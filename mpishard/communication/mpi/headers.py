@@ -103,7 +103,7 @@ class Headers:
         return np.frombuffer(self._rows[rank], call.dtype, call.size, HEADER_BYTES)
 
     def flags(self) -> tuple[bool, bool, bool]:
-        """Whether any array is shared, any lies on a GPU, and all have been dealt out already.
+        """Flags of all rows: any array is shared; any is on a GPU; all are in the rows already.
 
         Of the arrays that did not come with their headers. One is shared if it or its result lies
         in shared memory.
@@ -258,7 +258,7 @@ class RingExchange:
 
     @staticmethod
     def is_possible() -> bool:
-        """Whether other cores see this one's stores in their order."""
+        """Return whether other cores see the stores of this core in order."""
         return platform.machine() in ("x86_64", "AMD64")
 
     @staticmethod

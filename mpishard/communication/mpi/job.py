@@ -67,7 +67,7 @@ class Job:
             watchdog.guard(self.ending)
 
     def meet(self) -> None:
-        """Learn where the other ranks run, and set up what they share.
+        """Determine the nodes of the other ranks, and set up the memory that ranks share.
 
         Raises
         ------
@@ -131,7 +131,7 @@ class Job:
         self._groups[group] = weakref.ref(backend)
 
     def tidy(self) -> None:
-        """Leave the worlds whose backend nobody holds any more; free those that all have left."""
+        """Leave the worlds whose backend is no longer referenced; free those that all have left."""
         for group, reference in list(self._groups.items()):
             if reference() is None:
                 group.leave()
@@ -139,14 +139,14 @@ class Job:
                 del self._groups[group]
 
     def stir(self) -> None:
-        """Let MPI go on with what is under way in any world."""
+        """Let MPI progress the operations under way in any world."""
         for group in self._groups:
             group.stir()
 
     # ------------------------------------------------------------------------------------ ends
 
     def leave(self) -> None:
-        """Leave every world, and wait until the others have left, or were told.
+        """Leave every world, and wait until the others have left or were notified.
 
         Another rank may have work of its own to finish: this rank says once whom it waits for,
         after ``MPISHARD_WARN_AFTER``, and ends the job after ``MPISHARD_EXIT_TIMEOUT``. Meanwhile
@@ -243,21 +243,21 @@ class Job:
         return explained
 
     def send_notices(self) -> None:
-        """Tell the ranks of every world that this one was cut off in a collective."""
+        """Notify the ranks of every world that this rank was interrupted in a collective."""
         for group in self._groups:
             if not group.is_leaving:
                 group.is_cut_off = True
                 group.send_notices(CUT_OFF)
 
     def call_off(self) -> None:
-        """Give up every world: nobody is to wait in one of them any more."""
+        """Revoke every world, so that no rank waits in one of them any more."""
         assert self.ulfm is not None
         self.ulfm.revoke()
         for group in self._groups:
             group.abandon()
 
     def retire(self) -> None:
-        """Be done with worlds that this rank has left, or that were called off."""
+        """Finish worlds that this rank has left, or that were revoked."""
         self._groups.clear()
         self.statuses.page.end(RankState.LEFT)
         watchdog.release(self.ending)
@@ -267,7 +267,7 @@ class Job:
         return unfinished(self.ending.records(), time.time())
 
     def wait(self, where: Callable[[], str]) -> Wait:
-        """A context in which this rank waits ``where`` for others, and not for ever."""
+        """Context in which this rank waits at ``where`` for others, with a time limit."""
         return watchdog.wait(where, self.ending)
 
     def _finish_traces(self, report: str) -> None:

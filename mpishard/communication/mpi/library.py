@@ -282,7 +282,7 @@ def not_launched_error() -> MPIUnavailableError:
 
 
 def check_launched_world(world_size: int, library: str) -> None:
-    """Refuse a world of one where the launcher started several processes.
+    """Refuse a world of one rank if the launcher started several processes.
 
     Parameters
     ----------

@@ -160,7 +160,7 @@ class MessageChannel:
         *,
         is_dealt: bool = False,
     ) -> Steps:
-        """Send ``parts[r]`` to rank r; combine what comes, and this rank's own, into ``piece``.
+        """Send ``parts[r]`` to rank r; combine the received parts and this rank's into ``piece``.
 
         ``piece`` may be this rank's own part. ``is_dealt`` if `deal` of all ranks has sent the
         parts.
@@ -230,7 +230,7 @@ class Message(Pending):
 
 
 class Incoming:
-    """A message whose head has come, and its data if they came with it."""
+    """Message whose head has arrived, and its data if they arrived with it."""
 
     def __init__(self, buffer: Bytes) -> None:
         head = buffer[:_HEAD_BYTES].view(np.int64).tolist()

@@ -1,4 +1,4 @@
-"""Memory that a node's ranks share: where it comes from, and the rows through which data pass.
+"""Memory that a node's ranks share: its allocation, and the rows through which data pass.
 
 The node's first rank makes an anonymous file in memory (memfd), and the others open it through
 ``/proc``: it has no name that a killed job could leave behind, and no limit but memory.
@@ -137,7 +137,7 @@ class RowChannel:
         return [row[start : start + n] for row, n in zip(rows, lengths, strict=True)]
 
     def _next_rows(self, dtype: np.dtype[Any]) -> list[Array]:
-        """The ranks' rows of the set whose turn comes, as arrays of ``dtype``."""
+        """Rows of the ranks in the set that is next in turn, as arrays of ``dtype``."""
         # With one set a rank would have to wait for the readers of its last round.
         turn = 1 - self._turn
         rows = self._views.get((turn, dtype))

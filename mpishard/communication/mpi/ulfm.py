@@ -54,7 +54,7 @@ def check_survivable(library_version: str) -> None:
 
 
 def is_loss(mpi: Any, error: Exception) -> bool:
-    """Whether MPI raised ``error`` because a rank is gone, or others go on without this world."""
+    """Return whether ``error`` means that a rank is lost, or that others left this world."""
     # INTERN comes of a nonblocking collective that was under way, IN_STATUS of several messages
     # that are asked for at once.
     names = "PROC_FAILED", "PROC_FAILED_PENDING", "REVOKED", "INTERN", "IN_STATUS"
@@ -63,7 +63,7 @@ def is_loss(mpi: Any, error: Exception) -> bool:
 
 
 class Ulfm:
-    """The ranks of a root world that are gone, and the way in which the others go on.
+    """The lost ranks of a root world, and the way in which the others continue.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class Ulfm:
     # ------------------------------------------------------------------------------ who is gone
 
     def find_loss(self, where: str) -> PeerError | None:
-        """The error of a rank that is gone, or goes on without this world; None if none is.
+        """Error of a rank that is lost, or that continues without this world; None if none is.
 
         Parameters
         ----------
@@ -137,7 +137,7 @@ class Ulfm:
         return self.error
 
     def overlooks(self, rank: int, *, is_waiting: bool) -> bool:
-        """Whether MPI has not noticed for a while that ``rank`` is gone, though it was asked.
+        """Return whether MPI has for some time not detected the loss of ``rank``.
 
         It is asked while this rank waits. Called by the watchdog.
         """
@@ -203,7 +203,7 @@ class Ulfm:
             base = comm
 
     def _all_agree(self, comm: Any, is_well: bool) -> bool:
-        """Whether ``is_well`` on all ranks of ``comm`` that are left: the same on each of them."""
+        """Return whether ``is_well`` is true on all remaining ranks, the same on each."""
         flag = np.array([is_well], np.int32)
         try:
             self._wait(comm.Iagree(flag))

@@ -203,7 +203,7 @@ class _ThreadRanks:
 
 
 def _abort(error: BaseException, backends: Sequence[InMemoryCommunicationBackend]) -> None:
-    """Tell the ranks of ``error`` through the first backend that has not left."""
+    """Notify the ranks of ``error`` through the first backend that has not left."""
     for backend in backends:
         with suppress(NotInitializedError):  # it left, perhaps just now
             backend.abort(error)

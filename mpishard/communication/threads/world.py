@@ -41,7 +41,7 @@ class Rendezvous(Waitable):
     arrived: int = 0
 
     def test(self) -> bool:
-        """Whether all ranks have come."""
+        """Return whether all ranks have arrived."""
         return self.arrived == len(self.values)
 
     def missing(self) -> list[int]:
@@ -66,7 +66,7 @@ class Message(Waitable):
     is_taken: bool = False
 
     def test(self) -> bool:
-        """Whether the receiver has copied it."""
+        """Return whether the receiver has copied the message."""
         return self.is_taken
 
     def open(self) -> Array:
@@ -213,7 +213,7 @@ class World:
             self.end(Failure(rank, f"{text}\n{trace}"))
 
     def end(self, failure: Failure) -> None:
-        """Tell every rank that this world, and those split from one another with it, are over."""
+        """Notify every rank that this world and all worlds of the same root have ended."""
         with self.lock:
             self.failures.append(failure)
             self.wake_all()
@@ -223,7 +223,7 @@ class World:
         return set(range(self.world_size)) - self.survivors - self.lost - self.left.keys()
 
     def survive(self, rank: int) -> None:
-        """Let ``rank`` wait for the next world, and the others know. Needs the lock."""
+        """Record that ``rank`` waits for the next world, and notify the others. Needs the lock."""
         if not self.failures:
             origin = min(self.left, default=NO_RANK)
             why = f"rank {origin} left, and " if self.left else ""
@@ -233,7 +233,7 @@ class World:
         self.wake_all()
 
     def has_heirs(self) -> bool:
-        """Whether all ranks that are left wait for the next world, which is then known."""
+        """Return whether all remaining ranks wait for the next world; its ranks are then known."""
         if not self.heirs and not self.absent():
             self.heirs = tuple(sorted(self.survivors))
             self.heir_name = f"{self.name}, after loss {next(_losses)}"

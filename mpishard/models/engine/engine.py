@@ -176,7 +176,7 @@ class Engine:
     def lend_gradients(
         self, user: str | None, make_gradients: Callable[[StoreLayout], GradientStore] | None = None
     ) -> None:
-        """Let gradients lie in a store of ``user``, or with None in their first one. Collective."""
+        """Put gradients into a store of ``user``; None: into the first store. Collective."""
         self._make_gradients = make_gradients or self._first_gradients
         self.gradients_user = user
         self.freeze(self.program.frozen)
@@ -447,7 +447,7 @@ class Engine:
                 rule(updates, report)
 
     def _publish(self) -> None:
-        """Show the owners' new values to the ranks that hold them too. Collective."""
+        """Copy the owners' new values to the other ranks that store them. Collective."""
         if self.policy.shards_state:
             self.parameters.publish(self.pieces.published)
 
@@ -516,7 +516,7 @@ class Engine:
         return total, weight
 
     def mean(self, total: float, weight: float) -> float:
-        """The mean loss; NaN if a black box does not tell its loss, or nothing was weighed."""
+        """Mean loss; NaN if a black box computes no loss, or all weights are 0."""
         known = self.program.knows_loss(self.loss) and weight > 0
         return total / weight if known else math.nan
 
@@ -558,7 +558,7 @@ class Engine:
             self.changed()
 
     def mark_equal(self) -> None:
-        """Begin anew with replicas that have taken the same parameters. Collective."""
+        """Restart with replicas that have the same parameters. Collective."""
         self.replicas.mark_equal()
         self.program.settle(self.world)
 
@@ -571,7 +571,7 @@ class Engine:
         return self._gradient, self.version
 
     def changed(self) -> None:
-        """Note a change of the parameters, and tell the program."""
+        """Record a change of the parameters, and notify the program."""
         # Keepers of a gathered copy compare this number before they use it again.
         self.version += 1
         self.parameters.changed()
@@ -586,13 +586,13 @@ class Engine:
         self.changed()
 
     def read(self) -> None:
-        """Go on with the values that every rank has written, as from a file. Collective."""
+        """Continue with the values that every rank has written, as from a file. Collective."""
         self.parameters.refresh()
         self.replicas.mark_equal()
         self.changed()
 
     def continue_as(self, other: Engine) -> None:
-        """Be at the step of ``other``, whose parameters this one has a copy of."""
+        """Set the step to that of ``other``, whose parameters this engine has copied."""
         self.step_number, self.record = other.step_number, replace(other.record)
         self.replicas.drift_as(other.replicas)
 

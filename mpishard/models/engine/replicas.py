@@ -65,7 +65,7 @@ class Replicas:
             )
 
     def require_one(self, purpose: str) -> None:
-        """Refuse training of one replica of all ranks, if groups of ranks hold one each.
+        """Refuse training of one replica on all ranks if groups of ranks have one each.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""An update: what is sharded, the passes before it, the pieces that change, and the report."""
+"""An update: its policy, the passes before it, the pieces that change, and the report."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class TrainingRecord:
 
 
 class Round:
-    """The passes since the last update: their losses, and what the ranks must agree on.
+    """The passes since the last update: their losses, and the settings that ranks must share.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ class Round:
         return len(self.parts)
 
     def end(self) -> None:
-        """Begin anew, after an update or an error."""
+        """Reset, after an update or an error."""
         # What accumulates is not reset here: its block decides, also after an error in it.
         self.is_open = False
         self.loss = self.weight = 0.0
@@ -266,7 +266,7 @@ class Round:
         return total, weight, squared
 
     def _what_is_not_finite(self, losses: Sequence[float]) -> str:
-        """Name the ranks in words; of the ranks of a replica one tells its loss, the others 0."""
+        """Name the ranks in words; in a replica one rank reports the loss, the others 0."""
         if not losses:
             return "the loss or the gradient is not finite"
         sums = [sum(losses[rank] for rank in ranks) for ranks in self._replicas]
@@ -354,7 +354,7 @@ class UpdatePieces:
     def of(
         cls, program: Program, layout: StoreLayout, policy: Policy, leaves: GradientLeaves | None
     ) -> UpdatePieces:
-        """The pieces of a program, without its frozen parameters; ``leaves`` are told of them."""
+        """The pieces of a program without its frozen parameters; ``leaves`` receive them, too."""
         without_gradient, trained = program.frozen_units, program.trained
         own, every = (
             tuple(piece for piece in pieces if piece.unit.index not in without_gradient)

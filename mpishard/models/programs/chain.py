@@ -423,7 +423,7 @@ class LayerChain:
     def _targets(
         self, group: _Group, gradients: GradientStore, unwritten: set[str]
     ) -> dict[int, GradientTargets]:
-        """The gradients of a group's layers. Names of those that hold nothing go to the set."""
+        """Gradients of a group's layers. Names of unwritten gradients are added to the set."""
         buffers: dict[int, Array] = {}
         for unit in group.units:
             if unit.index not in self._without_gradient:

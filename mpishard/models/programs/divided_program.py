@@ -193,7 +193,7 @@ class DividedProgram(Program):
         )
 
     def changed(self, parameters: ParameterStore) -> None:
-        """Let the model compute with what its ranks have. Collective."""
+        """Give the model the parameters that its ranks store. Collective."""
         full = self.vector.gather(parameters, out=self._full)
         if not self._whole.computes_in_place:
             self._whole.compute_with(full, self._holder)

@@ -84,7 +84,7 @@ class LayeredProgram(Program):
         self.freeze(frozenset(e.name for e in entries if not e.trainable))
 
     def _hold(self) -> None:
-        """Lay out what this rank computes: `units`, `kept`, `entries` and the chains."""
+        """Lay out this rank's part: `units`, `kept`, `entries` and the chains."""
         held = held_whole(self._model, self._minimum_unit_size)
         self.units, self.entries = held.units, tuple(held.entries)
         self.vector = ModelVector(Placement.whole(self.entries))

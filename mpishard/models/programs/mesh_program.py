@@ -1,4 +1,4 @@
-"""A chain of layers on a mesh: dealt to pipeline stages, its layers split over the tensor axis."""
+"""A chain of layers on a mesh: divided into stages, its layers split over the tensor axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that computes with parameters where they lie, and hands out gradients one by one."""
+"""A model that computes with parameters in place, and returns gradients one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWN_DTYPE = (
 
 
 class IPlaceableModel(ABC):
-    """A model that computes with parameters wherever it is told that they lie.
+    """A model whose parameters can be placed in given memory.
 
     A sharded wrapper places them in memory that a node's ranks share, where nothing is copied.
     """
@@ -35,7 +35,7 @@ class IPlaceableModel(ABC):
     @property
     @abstractmethod
     def placed_object(self) -> Any:
-        """The object whose parameters are placed, which one wrapper at a time may hold."""
+        """The object whose parameters are placed; one wrapper at a time may own it."""
 
     @property
     @abstractmethod
@@ -66,14 +66,14 @@ class IPlaceableModel(ABC):
 
     @abstractmethod
     def reclaim_parameters(self, parameters: Array) -> None:
-        """Hold ``parameters``, which a holder gives back: the opposite of `place_parameters`."""
+        """Take ``parameters`` back from a holder: the opposite of `place_parameters`."""
 
     @abstractmethod
     def with_parameters(self, parameters: Array) -> Self:
         """A model of the same structure that holds ``parameters`` without a copy."""
 
     def deal_beside(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
-        """Take the state that rank 0's model holds beside parameters. Collective.
+        """Take rank 0's state other than parameters. Collective.
 
         ``ranks`` are those that draw different random numbers.
         """

@@ -93,7 +93,7 @@ class Replica:
         return self.data if shards_state else None
 
     def tell(self, total: float, weight: float) -> tuple[float, float]:
-        """Tell the speaker's sum and weight of a loss to the ranks that compute it. Collective."""
+        """Send the sum and weight of a loss from one rank to all that compute it. Collective."""
         return total, weight
 
     def require_one_batch(self, call: str, x: Any, y: Any = None, *, everywhere: bool) -> None:
@@ -202,7 +202,7 @@ class Program(ABC):
         """Write the range of the model's own values that begins at ``start`` into ``out``."""
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
-        """Give every rank the state that rank 0's model holds beside parameters. Collective."""
+        """Give every rank the state of rank 0's model other than parameters. Collective."""
 
     def settle(self, backend: CommunicationBackend) -> bool:
         """Give every rank the state beside parameters that rank 0's passes changed. Collective.
@@ -261,7 +261,7 @@ class Program(ABC):
         """Inputs and targets as `Batch` has them; refuses unfit ones. Communicates nothing."""
 
     def knows_loss(self, loss: ILossFunction | None) -> bool:
-        """True if `forward` can tell the loss; a black box need only know its gradient."""
+        """True if `forward` can compute the loss; a black box may compute only its gradient."""
         return loss is not None
 
     @abstractmethod

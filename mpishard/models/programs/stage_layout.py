@@ -67,7 +67,7 @@ def lay_out(
     *,
     sequence_parallel: bool,
 ) -> StageLayout:
-    """Deal layers to this rank. Communicates nothing.
+    """Assign layers to this rank. Communicate nothing.
 
     Parameters
     ----------

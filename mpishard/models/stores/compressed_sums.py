@@ -141,7 +141,7 @@ class CompressedSums(SumExchange):
     def _encode(
         self, code: Code, numbers: Sequence[int], arrays: Sequence[Array], owner: int, sender: int
     ) -> Array:
-        """Return the codes of what ``owner`` owns of each part, end to end."""
+        """Return the codes of the pieces of all parts that ``owner`` owns, end to end."""
         return np.concatenate([
             code.encode(array, (*self._key(), *self.parts[n].key, owner, sender))
             for n, array in zip(numbers, arrays, strict=True)
@@ -164,7 +164,7 @@ class CompressedSums(SumExchange):
         self, numbers: Sequence[int], given: Sequence[Array],
         errors: Sequence[Sequence[tuple[Array, Array]]], code: Code,
     ) -> None:  # fmt: skip
-        """Replace ``given`` by the sums over ranks, as the codes tell them; write new errors."""
+        """Replace ``given`` by the decoded sums over ranks; write new errors."""
         size, rank = self.across.world_size, self.across.rank
         layouts = [ShardLayout(array.size, size) for array in given]
 

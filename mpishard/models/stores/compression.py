@@ -37,7 +37,7 @@ class Code(ABC):
 
     @abstractmethod
     def decode(self, code: Array, out: Array, key: Key) -> None:
-        """Write what `encode` was given, as far as the code tells it, to ``out``, shape (n,)."""
+        """Write the decoded vector to ``out``, shape (n,)."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class TopK(Code):
 
 @dataclass(frozen=True)
 class RandomK(Code):
-    """The ``ratio`` of all elements, drawn anew in each step, the same on all ranks.
+    """A share ``ratio`` of all elements, drawn in each step, the same on all ranks.
 
     No places travel, and the sum of what the ranks send has no other elements.
     """
@@ -185,7 +185,7 @@ class PowerSGD:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Whole rows of a matrix that lie in one part, which `PowerSGD` compresses as a matrix.
+    """Whole rows of a matrix in one part; `PowerSGD` compresses them as a matrix.
 
     Parameters
     ----------

@@ -44,7 +44,7 @@ class Part:
 def parts_of(
     pieces: Sequence[Piece], *place: int, alike: Sequence[tuple[int, int]] = ()
 ) -> tuple[Part, ...]:
-    """Return a part for each piece of other units, cut where ranges begin that are held alike.
+    """Return a part for each piece of other units, cut where ranges with copies begin.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ class ExchangedGradients(GradientStore):
             self._inner.await_readers()
 
     def show(self) -> None:
-        """Give the ranks of the replica what they need of `sums`. Collective."""
+        """Give the ranks of the replica their parts of `sums`. Collective."""
         if self._gathers:
             assert isinstance(self._inner, ScatteredGradients)
             self._inner.spread()

@@ -1,4 +1,4 @@
-"""Stores of gradients: when each is reduced, and where it lies."""
+"""Stores of gradients: the time of each reduction, and the memory of the result."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class GradientStore(ABC):
 
     @abstractmethod
     def target(self, unit: Unit) -> tuple[Array, bool]:
-        """As `gradient`, and whether it holds nothing yet, which is told once.
+        """As `gradient`, and True, once, if the gradient is not yet written.
 
         Then whoever asks clears or writes all of it.
         """

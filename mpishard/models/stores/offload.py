@@ -97,7 +97,7 @@ class OffloadedParameters(ParameterStore):
 
 
 class OffloadedGradients(GradientStore):
-    """Gradients in host memory, where they are reduced; a unit's is on the GPU while it is made.
+    """Gradients in host memory, reduced there; a unit's is on the GPU while it is computed.
 
     Parameters
     ----------
@@ -172,7 +172,7 @@ class OffloadedGradients(GradientStore):
 
 
 class UpdateStage:
-    """Brings parameters and gradients to where the optimizer's state lies, and updates back.
+    """Copies parameters and gradients to the device of the optimizer's state, and back.
 
     If all lie there already it copies nothing. Otherwise it keeps buffers as long as what is
     brought: pinned host memory for an update on the host, which is what ZeRO-Offload does (Ren et

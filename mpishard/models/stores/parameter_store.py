@@ -96,7 +96,7 @@ class ParameterStore(ABC):
         """Forget every unit in use, after an error; communicates nothing."""
 
     def changed(self) -> None:
-        """Note that this rank has written to parameters, all of which it holds."""
+        """Record that this rank has written to parameters, all of which it stores."""
 
     def copy_from(self, other: ParameterStore) -> None:
         """Take the values of a store of the same strategy; communicates nothing."""
@@ -140,7 +140,7 @@ class ReplicatedParameters(ParameterStore):
 
 
 class NodeParameters(ParameterStore):
-    """All parameters stand once in memory that a node's ranks share: a unit is a view of it.
+    """A node's ranks share one copy of all parameters: a unit is a view of it.
 
     Each rank owns its pieces there, and updates them where they lie. On one node nothing is ever
     copied, and each byte of memory is there once; with several nodes `publish` sends each piece

@@ -1,4 +1,4 @@
-"""The layout of a model's flat vector over the ranks: dealt, gathered and put together."""
+"""The layout of a model's flat vector over the ranks: dividing and gathering it."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def placed_range(entries: Sequence[ParameterEntry], start: int, stop: int) -> Pl
 
 
 class MeshVector(ModelVector):
-    """The vector of a layered model on a mesh: dealt and put together layer by layer.
+    """The vector of a layered model on a mesh: divided and gathered layer by layer.
 
     Collective to make: the ranks that compute one batch tell each other their placements.
 

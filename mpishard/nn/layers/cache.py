@@ -129,10 +129,10 @@ class KeyValueCache:
         wanted = {s: self.blocks_for(stop) - len(self._blocks[s]) for s, stop in stops.items()}
         if sum(wanted.values()) > len(self._free):
             raise ValueError(
-                f"{count} more positions of each of {len(sequences)} sequences need "
-                f"{sum(wanted.values())} more blocks of {self.block_size} positions, and "
-                f"{len(self._free)} of {self.block_count} are free: free a sequence, or make the "
-                "cache with more blocks"
+                f"too few free blocks: {count} more positions for each of {len(sequences)} "
+                f"sequences need {sum(wanted.values())} blocks of {self.block_size} positions, but "
+                f"{len(self._free)} of {self.block_count} blocks are free. Free a sequence, or "
+                "make the cache with more blocks"
             )
         # Only now, when all of them fit: a refusal leaves no sequence with blocks it cannot use.
         for sequence, number in wanted.items():

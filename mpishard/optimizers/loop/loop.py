@@ -152,8 +152,8 @@ class TrainingRun:
             steps = data.epochs * per_epoch
             ends = "max_steps" if data.max_steps < steps else "epochs"
             hooks.announcement = (
-                f"{self.total} steps: {data.epochs} epoch{'s' * (data.epochs != 1)} of {per_epoch} "
-                f"steps are {steps}, max_steps is {data.max_steps}; {ends} ends first"
+                f"training for {self.total} steps: {data.epochs} epoch{'s' * (data.epochs != 1)} "
+                f"= {steps} steps, max_steps = {data.max_steps}; {ends} ends first"
             )
         return hooks
 

@@ -17,7 +17,7 @@ _STILL_FALLING = 0.05  # of the training loss, in one epoch
 
 
 class FitType(StrEnum):
-    """How a model fits."""
+    """Kinds of fit: good, underfitting, overfitting and others."""
 
     GOOD = "good"
     OVERFIT = "overfit"

@@ -1,4 +1,4 @@
-"""Optimizers whose state lies on several ranks, one for each strategy.
+"""Optimizers whose state is on several ranks, one for each strategy.
 
 Begin with `base.ShardedOptimizerBase`, which has every member, and `state.ModelState`, the rule's
 state for one model, the update of a step, and the step that evaluates a batch several times.

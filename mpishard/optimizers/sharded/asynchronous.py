@@ -1,4 +1,4 @@
-"""The optimizer whose updates use gradients of earlier steps, and the state of stale ones."""
+"""The optimizer that uses gradients of earlier steps, and the state of stale updates."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
 
     @property
     def clocks(self) -> tuple[int, ...]:
-        """Steps of each rank since all were equal, as far as this rank knows.
+        """Number of steps of each rank since the last synchronization, as received so far.
 
         With ``allow_staleness`` alone; elsewhere zeros. A loop that deals samples to whoever is
         free ends when their sum is enough.
@@ -243,7 +243,7 @@ class _StaleState(ModelState):
     Attributes
     ----------
     clocks : list of int
-        Steps of each rank since all were equal, as far as this rank knows.
+        Number of steps of each rank since the last synchronization, as received so far.
     """
 
     def __init__(

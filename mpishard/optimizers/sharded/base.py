@@ -141,7 +141,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         self._given_model = model
 
     def reset(self) -> None:
-        """Forget state and step count; the next step starts anew, with any model."""
+        """Forget state and step count; the next step starts from nothing, with any model."""
         self._rule.reset()
         self._forget_model()
         self._awaiting = None
@@ -375,7 +375,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     @property
     def _replicas_differ(self) -> bool:
-        """Whether replicas differ between two steps, until `settle`."""
+        """True if replicas may differ between two steps, until `settle`."""
         return False
 
     def _require_one_replica(self, model: ShardedModelBase) -> None:
@@ -424,7 +424,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     # ----------------------------------------------------------------------------- bytes and files
 
     def serialize(self) -> bytes:
-        """Return settings, step count and state by parameter name, alike on all ranks. Collective.
+        """Return settings, step count and state by name, the same bytes on all ranks. Collective.
 
         Every rank holds the whole state for it: `save_model` does not need that.
 
@@ -536,7 +536,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         return bool(self.backend.all_reduce(mine, ReductionOperation.MAX)[0])
 
     def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
-        """Train: epochs of shuffled global batches dealt over the ranks. Collective.
+        """Train: epochs of shuffled global batches, divided over the ranks. Collective.
 
         Validation, history, progress on rank 0, checkpoints and resume are as ``input_data`` says.
         A rule made ``from_options`` brings an end of training with it.

@@ -246,7 +246,7 @@ class _CompressedState(ModelState):
                 **self._factor_regions(writes=True)}  # fmt: skip
 
     def expect(self, kinds: Collection[str]) -> None:
-        """Learn from the kinds of a checkpoint how many replicas wrote it."""
+        """Read the number of replicas that wrote a checkpoint from its kinds."""
         pattern = re.compile(re.escape(self.kind) + r"/error\d+")
         self._writers = sum(bool(pattern.fullmatch(kind)) for kind in kinds)
 

@@ -137,7 +137,7 @@ class DelayedState(ModelState):
         return {**super().arrays_to_write(), **self._regions_of(pieces, gradients)}
 
     def expect(self, kinds: Collection[str]) -> None:
-        """Learn from the kinds of a checkpoint how many gradients were under way."""
+        """Read the number of gradients under way from the kinds of a checkpoint."""
         found = sum(
             bool(re.fullmatch(re.escape(self.kind) + r"/delayed\d+", kind)) for kind in kinds
         )
@@ -163,7 +163,7 @@ class DelayedState(ModelState):
         return {**super().checkpoint_metadata(), "delayed_weights": weights}
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Go on with the saved gradients; of more than ``delay`` with the newest."""
+        """Continue with the saved gradients; if there are more than ``delay``, with the newest."""
         super().restored(metadata)
         kept = _newest(self._read, self._delay)
         weights = _newest(metadata.get("delayed_weights", ()), self._delay)

@@ -56,15 +56,15 @@ class Exchange(ABC):
 
     @abstractmethod
     def mean(self) -> Array:
-        """Return the sum of all shares of what this rank owns, to be written to."""
+        """Return the sum of all shares of this rank's piece, as a writable array."""
 
     @abstractmethod
     def answer(self, values: Array) -> None:
-        """Send ``values`` of what this rank owns to all."""
+        """Send ``values`` of this rank's piece to all."""
 
     @abstractmethod
     def result(self) -> Array:
-        """Return what all owners sent, shape (part.length,), with the same bits in all replicas."""
+        """Return the pieces of all owners, shape (part.length,), the same bits in all replicas."""
 
 
 class ExactExchange(Exchange):

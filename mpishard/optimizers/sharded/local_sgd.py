@@ -1,4 +1,4 @@
-"""The optimizer whose ranks train alone for some steps, and then agree on their parameters."""
+"""The optimizer whose ranks train alone for some steps, and then average parameters."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class LocalState(ModelState):
         return True
 
     def _answer(self, fragment: _Fragment) -> None:
-        """Send the mean of what this rank owns, or the outer rule's step towards it, to all."""
+        """Send the mean of this rank's piece, or the outer rule's step towards it, to all."""
         means = {exchange.part.unit.index: exchange.mean() for exchange in fragment.exchanges}
         if self._outer is not None and self.steps > self._given.start_step:
             self._step_outer(self._outer, fragment, means)
@@ -240,7 +240,7 @@ class LocalState(ModelState):
         fragment.is_answered = True
 
     def _finish(self, fragment: _Fragment) -> None:
-        """Take what all replicas have agreed on: with steps since then, half of it."""
+        """Take the exchanged parameters; after further steps, the mean with the current ones."""
         engine = self.engine
         mixes = self.since > fragment.began
         found = [exchange.result() for exchange in fragment.exchanges]
@@ -296,7 +296,7 @@ class LocalState(ModelState):
         return {**each, **self._outer_regions(written_here(self._pieces, engine.placement))}
 
     def expect(self, kinds: Collection[str]) -> None:
-        """Learn from the kinds of a checkpoint how many replicas it has."""
+        """Read the number of replicas from the kinds of a checkpoint."""
         pattern = re.compile(re.escape(self.kind) + r"/\w+@(\d+)")
         found = [int(match[1]) for kind in kinds if (match := pattern.fullmatch(kind))]
         self._writers = 1 + max(found, default=self._across.world_size - 1)

@@ -181,7 +181,7 @@ class ModelState(CheckpointState):
 
     @property
     def is_searching(self) -> bool:
-        """Whether the update under way needs another evaluation: see `SearchRule`."""
+        """True if the update under way needs another evaluation: see `SearchRule`."""
         return bool(self.numbers.get("pending"))
 
     def run(
@@ -267,13 +267,13 @@ class ModelState(CheckpointState):
         return {"settings": self.rule.fingerprint(), "optimizer_steps": self.steps, **numbers}
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Go on from the saved step."""
+        """Continue from the saved step."""
         require_form(metadata, STATE_FORM, "metadata.optimizer")
         numbers = metadata.get("numbers", {})
         self._go_on(metadata["optimizer_steps"], metadata["settings"], numbers)
 
     def _go_on(self, steps: int, settings: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
-        """Go on from a saved step, and log the settings that differ now."""
+        """Continue from a saved step, and log the settings that differ now."""
         changed = [
             f"{name} was {settings.get(name)} and is {value}"
             for name, value in self.rule.fingerprint().items()

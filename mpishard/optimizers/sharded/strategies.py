@@ -97,7 +97,7 @@ class DDPOptimizer(ShardedOptimizerBase):
 
 
 class ZeRO1Optimizer(ShardedOptimizerBase):
-    """Updates a `ZeRO1Model`: each rank its pieces, with their state, and tells the others.
+    """Updates a `ZeRO1Model`: each rank updates its pieces, and publishes them.
 
     Parameters and errors are those of `ShardedOptimizerBase`.
     """
@@ -106,7 +106,7 @@ class ZeRO1Optimizer(ShardedOptimizerBase):
 
 
 class ZeRO2Optimizer(ShardedOptimizerBase):
-    """Updates a `ZeRO2Model`: each rank its pieces, with their state, and tells the others.
+    """Updates a `ZeRO2Model`: each rank updates its pieces, and publishes them.
 
     Parameters and errors are those of `ShardedOptimizerBase`.
     """
@@ -182,7 +182,7 @@ class _MeshOptimizer(ShardedOptimizerBase):
             )
 
     def synchronize_optimizer_state(self) -> None:
-        """Make the state that several ranks hold alike equal again. Collective; a repair.
+        """Make copies of state on several ranks equal again. Collective; a repair.
 
         Of whole layers it becomes that of one of the ranks; slices and layers that a rank alone
         has keep theirs. The number of updates becomes rank 0's.
@@ -379,12 +379,12 @@ class ElasticOptimizer(ShardedOptimizerBase):
 
     @property
     def can_scale_up(self) -> bool:
-        """Whether the job may go on with more ranks."""
+        """True if the job may continue with more ranks."""
         return self.current_workers < self.max_workers
 
     @property
     def can_scale_down(self) -> bool:
-        """Whether the job may go on with fewer ranks."""
+        """True if the job may continue with fewer ranks."""
         return self.current_workers > self.min_workers
 
     def _require_bounds(self) -> None:
@@ -403,7 +403,7 @@ class ElasticOptimizer(ShardedOptimizerBase):
         self._require_bounds()
 
     def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
-        """As every optimizer's; warns on rank 0 if there is no folder to go on from. Collective."""
+        """As every optimizer's; rank 0 warns if there is no checkpoint folder. Collective."""
         if getattr(input_data, "checkpoint", "") is None and self.rank == 0:
             _log.warning(
                 "%s without checkpoint=FOLDER: if the number of ranks changes, training starts "
