@@ -220,7 +220,10 @@ def check_machine(library: str) -> None:
 
 
 def _short_descriptors(ranks: int) -> str:
-    used = len(os.listdir("/dev/fd"))  # noqa: PTH208 - names alone
+    try:
+        used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone
+    except OSError:  # not Linux
+        return ""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = used + _DESCRIPTORS + ranks
     if limit == resource.RLIM_INFINITY or limit >= needed:
