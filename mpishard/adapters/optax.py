@@ -14,7 +14,8 @@ from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
 
 _EXAMPLE = np.zeros(2, np.float32)
 _SIDE = 128  # of a matrix that optax's Adafactor factors
-_SCALES = (1.0, 1e-6, 1e6, 1e12)  # of trial gradients: with any usual limit some are clipped
+# Of trial gradients: with any usual limit some are clipped. The last has an element without value.
+_SCALES = (1.0, 1e-6, 1e6, 1e12, 1.0)
 _TOLERANCE = 1e-4  # of a trial's largest update, in float32
 
 
@@ -101,9 +102,11 @@ class OptaxRule(Optimizer):
                 "the transformation looks at more than one element at a time (norms, matrices): "
                 "each rank has a part of the elements, and would find another update. Clip with "
                 "OptaxRule(..., clip_global_norm=1.0); mpishard.optimizers.LAMB is divided rightly"
+                "; parameter_options replace masks"
             )
         for name, leaf in self._leaves.items():
-            is_vector = leaf.shape == _EXAMPLE.shape and leaf.dtype == _EXAMPLE.dtype
+            # A dtype that is fixed may be that of the parameters, which are not known yet.
+            is_vector = leaf.shape == _EXAMPLE.shape and leaf.dtype in (np.float32, np.float64)
             if not is_vector and (leaf.shape or leaf.dtype.kind not in "fiub"):
                 raise ValueError(
                     f"the transformation's state {name!r} is {leaf.dtype.name} of shape "
@@ -153,8 +156,10 @@ class OptaxRule(Optimizer):
                 part = slice(span.start, span.stop)
                 rate = self._rate_in(span, context)
                 after = self._update_part(owned, part, rate, before, context)
-        if not after:  # no element is here: the numbers go on, for a checkpoint
-            nothing = np.zeros(1, np.float32)
+        vectors = [leaf.dtype for leaf in self._leaves.values() if leaf.shape]
+        if not after and len(vectors) < len(self._leaves):
+            # No element is here: the numbers go on, for a checkpoint.
+            nothing = np.zeros(1, np.result_type(np.float32, *vectors))
             state = {name: nothing.copy() for name in self.needed_state()}
             nowhere = OwnedRange(nothing, nothing.copy(), state, [])
             after = self._update_part(nowhere, slice(None), 0.0, before, context)
@@ -185,6 +190,14 @@ class OptaxRule(Optimizer):
                 f"the parameters are {parameters.dtype.name}, and JAX computes in "
                 f'{updated.dtype.name}: call jax.config.update("jax_enable_x64", True) first'
             )
+        for name, leaf in zip(self._leaves, leaves, strict=True):
+            if leaf.shape and leaf.dtype != parameters.dtype:
+                raise ValueError(
+                    f"the transformation's state {name!r} is {leaf.dtype.name}, and the parameters "
+                    f"are {parameters.dtype.name}: only a state of their dtype is kept. Make the "
+                    "transformation with it, as optax.MultiSteps(..., "
+                    f'accumulator_dtype="{parameters.dtype.name}")'
+                )
         after = {}
         parameters[...] = updated
         for (name, leaf), found in zip(self._leaves.items(), leaves, strict=True):
@@ -223,6 +236,7 @@ def _trial(transformation: Any) -> tuple[str, bool]:
     gradients = [
         (scale * generator.standard_normal(start.shape)).astype(np.float32) for scale in _SCALES
     ]
+    gradients[-1][0, 0] = np.nan
     half = start.size // 2
     update, found = jax.jit(transformation.update), []
     for part, shape in (
@@ -232,14 +246,17 @@ def _trial(transformation: Any) -> tuple[str, bool]:
         state = transformation.init(parameters)
         steps = []
         for gradient in gradients:
+            # Before the last step: optax.zero_nans notes in its state whether there was a NaN.
+            counts = [
+                float(leaf) for leaf in jax.tree_util.tree_leaves(state) if np.ndim(leaf) == 0
+            ]
             updates, state = update(gradient.ravel()[part].reshape(shape), state, parameters)
             parameters = parameters + updates
             steps.append(np.ravel(updates))
-        counts = [float(leaf) for leaf in jax.tree_util.tree_leaves(state) if np.ndim(leaf) == 0]
         found.append((np.array(steps), counts))
     (whole, counts), *halves = found
     joined = np.concatenate([steps for steps, _ in halves], axis=1)
-    largest = np.abs(whole).max(axis=1, keepdims=True)
-    is_alike = np.all(np.abs(joined - whole) <= _TOLERANCE * largest)
-    is_elementwise = bool(is_alike) and all(own == counts for _, own in halves)
-    return " ".join(f"{value:.3g}" for value in whole[:, 0]), is_elementwise
+    largest = np.abs(np.nan_to_num(whole)).max(axis=1, keepdims=True)
+    is_alike = (np.abs(joined - whole) <= _TOLERANCE * largest) | np.isnan(joined) & np.isnan(whole)
+    is_elementwise = bool(is_alike.all()) and all(own == counts for _, own in halves)
+    return " ".join(f"{value:.3g}" for value in whole[:-1, 0]), is_elementwise

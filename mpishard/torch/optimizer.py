@@ -10,7 +10,7 @@ import inspect
 import math
 import weakref
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -338,6 +338,11 @@ def _groups(parameters: Any, parts: dict[int, Part]) -> list[Any]:
 
     if isinstance(parameters, torch.nn.Module):
         return [own(part.parameter) for part in module_of(parameters).parts]
+    if not isinstance(parameters, Iterable) or isinstance(parameters, torch.Tensor):
+        raise TypeError(
+            "parameters must be a sharded module, an iterable of its parameters, or of groups of "
+            f"them, got {type(parameters).__name__}"
+        )
     given = list(parameters)
     if not given or not isinstance(given[0], Mapping):
         return [own(parameter) for parameter in given]

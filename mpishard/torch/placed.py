@@ -122,7 +122,7 @@ def _send(tensors: Sequence[Any], backend: CommunicationBackend) -> None:
     if not tensors or backend.world_size == 1:
         return
     # Bytes in logical order: of a contiguous tensor, its memory.
-    raw = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
+    raw = [t.detach().contiguous().reshape(-1).view(torch.uint8).numpy() for t in tensors]
     packed = backend.broadcast(np.concatenate(raw), root=0)
     if backend.rank == 0:
         return

@@ -154,6 +154,11 @@ class ShardedModule(Uncopied):
         )
         self.gathered: GatheredUnits | None = None
         if isinstance(self.parameters.computed, ShardedParameters):
+            if any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules()):
+                raise ShardingError(
+                    'torch.jit needs parameters that stay in memory, and strategy="fsdp" gathers '
+                    'them here, because not all ranks share memory; use strategy="zero2"'
+                )
             names = [self._inside(unit)[0].name for unit in self.units]
             self.gathered = GatheredUnits(self.parameters.computed, names)
             for inner in module.modules():
@@ -336,6 +341,8 @@ def shard(
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     if strategy not in POLICIES:
         raise ValueError(f"strategy must be one of {', '.join(POLICIES)}, got {strategy!r}")
+    if hasattr(module, "_orig_mod"):
+        raise TypeError("shard() takes the module itself; call torch.compile() afterwards")
     check_precision(module, precision)
     minimum_unit_size = as_count("minimum_unit_size", minimum_unit_size)
     sharded = ShardedModule(module, strategy, backend, minimum_unit_size, precision)
@@ -383,9 +390,16 @@ def part_of(parameter: Any) -> Part:
 
     Raises
     ------
+    TypeError
+        For an object that is no tensor.
     ShardingError
         For another tensor.
     """
+    if not isinstance(parameter, torch.Tensor):
+        raise TypeError(
+            f"parameters must be a sharded module, its parameters or groups of them, got "
+            f"{type(parameter).__name__} among them"
+        )
     if isinstance(parameter, SharedParameter) and parameter._part.entry.trainable:
         return parameter._part
     raise ShardingError(

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Specifying a key will be require
 RULES = {
     "momentum": lambda: optax.sgd(1e-2, 0.9, nesterov=True),
     "adamw": lambda: optax.chain(
-        optax.clip(0.1), optax.adamw(optax.cosine_decay_schedule(1e-3, 10))
+        optax.zero_nans(), optax.clip(0.1), optax.adamw(optax.cosine_decay_schedule(1e-3, 10))
     ),
     "adagrad": lambda: optax.adagrad(1e-2),  # its state does not begin at 0
     "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
@@ -128,8 +128,9 @@ def test_clipping_and_options_are_the_rules_own(backend: Any) -> None:
             1e-3, multiply_by_parameter_scale=False, clipping_threshold=None
         ),
         lambda: optax.contrib.muon(1e-3),
+        lambda: optax.apply_if_finite(optax.adam(1e-3), 3),
     ],
-    ids=["clip", "lamb", "adafactor", "factored", "muon"],
+    ids=["clip", "lamb", "adafactor", "factored", "muon", "finite"],
 )  # fmt: skip
 def test_rules_of_more_than_one_element_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="looks at more than one element at a time"):
@@ -153,6 +154,27 @@ def test_rules_of_more_than_one_element_are_refused(make: Any) -> None:
 def test_others_are_refused(make: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         OptaxRule(make())
+
+
+@in_worlds(1, 2)
+def test_a_state_of_a_dtype_of_its_own_must_be_that_of_the_parameters(backend: Any) -> None:
+    """optax.MultiSteps adds gradients in float32 unless it is told otherwise."""
+
+    def steps(dtype: str) -> Any:
+        rule = optax.sgd(0.5, 0.0, accumulator_dtype=dtype)
+        return optax.MultiSteps(rule, 2, accumulator_dtype=dtype)
+
+    model, optimizer = wrap(backend, OptaxRule(steps("float32")))
+    before = model.gather_full_parameters()
+    with pytest.raises(ValueError, match="' is float32, and the parameters are float64"):
+        optimizer.step(model, *part(backend, 0))
+    backend.barrier()
+    np.testing.assert_array_equal(model.gather_full_parameters(), before)
+    model, optimizer = wrap(backend, OptaxRule(steps("float64")))
+    for _ in range(2):
+        optimizer.step(model, *part(backend, 0))
+    expected = before - 0.5 * net().compute_gradients(*batch(0))
+    np.testing.assert_allclose(model.gather_full_parameters(), expected, rtol=0, atol=1e-12)
 
 
 def test_what_it_cannot_do_is_told() -> None:

@@ -351,4 +351,4 @@ def test_a_black_box_without_serialize_is_warned_of_once(caplog: Any, tmp_path: 
             model.save_model(tmp_path / name)
         ms.as_distributed(Scaled(), backend, "ddp").save_model(tmp_path / "c")
     (said,) = [r.getMessage() for r in caplog.records]
-    assert said.startswith("checkpoints hold the parameters of Least, and nothing that it holds b")
+    assert said.startswith("checkpoints contain the parameters of Least, but none of its other")

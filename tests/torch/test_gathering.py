@@ -233,6 +233,18 @@ def test_the_compiler_is_refused(backend, path):
 
 
 @messages
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@in_worlds(2)
+def test_modules_of_torch_jit_are_refused(backend, path):
+    mst.init()
+    model = nn.Sequential(torch.jit.script(nn.Linear(5, 4)), nn.Linear(4, 2))
+    with pytest.raises(ShardingError, match=r'torch\.jit needs .* strategy="zero2"'):
+        mst.shard(model, "fsdp")
+    assert type(model[1].weight) is nn.Parameter
+    mst.shard(model, "zero2")
+
+
+@messages
 def test_a_rank_that_uses_parameters_alone_is_named(path):
     def body(backend: Any) -> None:
         mst.init()

@@ -59,6 +59,7 @@ def test_every_rank_gets_rank_zeros_values(backend, strategy):
     mst.init()
     model = nets.make(nets.convolutions)
     model.count = nn.Parameter(torch.full((3,), backend.rank), requires_grad=False)
+    model.register_buffer("strided", torch.zeros(3, 2)[:, 0])
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.fill_(backend.rank)
@@ -454,6 +455,13 @@ def test_misuse_is_refused_with_the_way_out(backend):
         mst.optimizer(torch.optim.SGD, nn.Linear(2, 2).parameters())
     with pytest.raises(ShardingError, match="is not sharded"):
         mst.clip_grad_norm_(nn.Linear(2, 2), 1.0)
+    for given in (None, model[0].weight):
+        with pytest.raises(TypeError, match="parameters must be a sharded module"):
+            mst.optimizer(torch.optim.SGD, given, lr=0.1)
+    with pytest.raises(TypeError, match="got str among them"):
+        mst.optimizer(torch.optim.SGD, [model[0].weight, "0.bias"], lr=0.1)
+    with pytest.raises(TypeError, match=r"call torch\.compile\(\) afterwards"):
+        mst.shard(torch.compile(nn.Linear(2, 2), backend="eager"))
     with pytest.raises(ValueError, match="strategy must be one of ddp, zero1, zero2, fsdp"):
         mst.shard(nn.Linear(2, 2), "fsdp2")
     with pytest.raises(ValueError, match="multiple of their number: got 3 for 2 ranks"):
