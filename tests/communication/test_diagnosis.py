@@ -434,13 +434,14 @@ class TestMismatch:
         [
             ({"dtype": np.float32}, "float32, where ranks 0, 1, 3 gave float64"),
             ({"length": 5}, "(5,), where ranks 0, 1, 3 gave (4,)"),
-            ({"operation": ReductionOperation.MAX}, "MAX, where ranks 0, 1, 3 gave None"),
+            ({"operation": ReductionOperation.MAX}, "MAX, where ranks 0, 1, 3 gave SUM"),
             ({"root": 1}, "1, where ranks 0, 1, 3 gave -1"),
             ({"kind": Kind.BARRIER}, "collective 2, barrier, where ranks 0, 1, 3 gave collective"),
         ],
     )
     def test_the_odd_one_of_four(self, odd, words):
-        calls = [self.call(**(odd if rank == 2 else {})) for rank in range(4)]
+        usual = {"operation": ReductionOperation.SUM}
+        calls = [self.call(**usual | (odd if rank == 2 else {})) for rank in range(4)]
         assert f"no data was mixed. Rank 2 is the odd one out: {words}" in self.message(calls)
 
     def test_counts_are_not_shown(self):

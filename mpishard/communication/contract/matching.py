@@ -55,11 +55,12 @@ def check_calls(
     first = calls[0]
     same = first.sequence, first.description
     # The usual case: a description has every argument that must be alike, so that nothing else
-    # needs to be compared.
-    if all((c.sequence, c.description) == same for c in calls) and first.out_rows < 0:
+    # needs to be compared but the rows of an ``out``.
+    are_same = all((c.sequence, c.description) == same for c in calls)
+    if are_same and first.out_rows < 0:
         return
     by_rank = dict(zip(numbers, calls, strict=True))
-    what = _difference(calls)[0]
+    what = "" if are_same else _difference(calls)[0]
     if what:
         sentences = [parting(first.sequence), differing_calls(by_rank)]
         if what == "kind or order" and not sentences[0]:
@@ -180,12 +181,12 @@ def _difference(calls: Sequence[Call]) -> tuple[str, list[str]]:
     # First, because arguments of different collectives have nothing to do with each other.
     if any(c.kind is not kind or c.sequence != sequence for c in calls):
         return "kind or order", [f"collective {c.sequence}, {c.kind.label}" for c in calls]
-    alike: dict[str, list[Any]] = {"operation": [c.operation and c.operation.name for c in calls]}
+    alike: dict[str, list[Any]] = {"operation": [c.operation for c in calls]}
     if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALLOCATE_SHARED):
         alike["shape"] = [c.shape for c in calls]
         alike["counts"] = [c.counts_hash for c in calls]
     if kind not in (Kind.BROADCAST, Kind.SCATTER):  # where a rank may give no array
-        alike["dtype"] = [c.dtype and c.dtype.name for c in calls]
+        alike["dtype"] = [c.dtype for c in calls]
     if kind in (Kind.ALL_GATHER, Kind.GATHER):
         alike["trailing dims"] = [(c.shape or ())[1:] for c in calls]
     alike["root"] = [c.root for c in calls]
@@ -196,7 +197,7 @@ def _difference(calls: Sequence[Call]) -> tuple[str, list[str]]:
         alike["shape or dtype of the arrays that receive"] = arrays
     for what, values in alike.items():
         if len(set(values)) > 1:
-            return what, [str(value) for value in values]
+            return what, [getattr(value, "name", str(value)) for value in values]
     return "", []
 
 
