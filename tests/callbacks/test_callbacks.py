@@ -275,7 +275,7 @@ def test_their_state_is_resumed(backend, shared_path):
         counter = Counter()
         train(backend, counter, EarlyStopping(9), max_steps=steps, checkpoint=shared_path / "run")
     assert counter.seen == 12 * backend.world_size
-    with pytest.raises(ValueError, match="'callback Counter', 'callback EarlyStopping', and has"):
+    with pytest.raises(ValueError, match="'callback Counter', 'callback EarlyStopping', but has"):
         train(backend, checkpoint=shared_path / "run")
 
 
