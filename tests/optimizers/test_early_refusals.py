@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mpishard as ms
+from mpishard.checkpoint.format import disk
 from mpishard.errors import CheckpointError, ShardingError
 from mpishard.testing.worlds import in_worlds
 
@@ -59,6 +60,25 @@ def test_a_folder_that_is_a_checkpoint(tmp_path):
     (tmp_path / "manifest.json").write_text("precious")
     on_all_ranks(CheckpointError, "is a single", lambda rank: {"checkpoint": tmp_path})
     assert (tmp_path / "manifest.json").read_text() == "precious"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_folder_in_which_this_user_may_not_write(tmp_path, monkeypatch, is_there):
+    folder = tmp_path / "runs" / "run"
+
+    def train(backend, steps):
+        model, optimizer = wrap(backend)
+        trained = data(model, checkpoint=folder, checkpoint_every=2, max_steps=steps)
+        return len(optimizer.optimize(trained).loss_history)
+
+    if is_there:
+        ms.run_in_threads(2, train, 2)
+    monkeypatch.setattr(disk.os, "access", lambda *_, **__: False)
+    place = folder if is_there else tmp_path
+    with pytest.raises(CheckpointError, match=f"this user may not make files in {place}\\."):
+        ms.run_in_threads(2, train, 4)
+    if is_there:  # a run that has ended has nothing to save
+        assert ms.run_in_threads(2, train, 2) == [0, 0]
 
 
 @pytest.mark.parametrize(

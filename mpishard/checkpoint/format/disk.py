@@ -23,6 +23,12 @@ def free_bytes(directory: Path) -> int:
     return system.f_bavail * system.f_frsize
 
 
+def may_write(directory: Path) -> bool:
+    """Return whether this user may make files in an existing directory."""
+    is_effective = os.access in os.supports_effective_ids
+    return os.access(directory, os.W_OK | os.X_OK, effective_ids=is_effective)
+
+
 def make_directory(directory: Path) -> None:
     """Make a directory in an existing one."""
     os.mkdir(directory)  # noqa: PTH102

@@ -216,6 +216,21 @@ class CheckpointFolder:
             )
         return _StepTarget(self, int(step))
 
+    def require_access(self) -> None:
+        """Refuse a folder, existing or not, in which this user may not make files.
+
+        Raises
+        ------
+        CheckpointError
+            If nobody may, as on a read-only file system, or only others.
+        """
+        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+        if not disk.may_write(existing):
+            raise CheckpointError(
+                f"checkpoints cannot be saved in {self.path}: this user may not make files in "
+                f"{existing}. Change its permissions, or choose another path"
+            )
+
     def entries(self) -> list[Entry]:
         """Return the checkpoints of the folder, the newest first, the unreadable ones last."""
         known, self._manifests = self._manifests, {}
