@@ -84,9 +84,14 @@ def refusing(
     code: int = 2,
     errors: tuple[type[Exception], ...] = (OSError, ValueError),
 ) -> Iterator[None]:
-    """Inside, `refuse` with the message of an error, behind ``what``."""
+    """Inside, `refuse` with the message of an error, behind ``what``.
+
+    A pipe that nobody reads any more, as in ``| head``, is no error: the command ends in silence.
+    """
     try:
         yield
+    except BrokenPipeError:
+        raise
     except errors as error:
         refuse(command, f"{what}{error}", code)
 
