@@ -13,6 +13,7 @@ import contextvars
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -144,11 +145,18 @@ class TreeReducer:
         contributions: Sequence[Array],
         operation: ReductionOperation,
         out: Array,
+        cuts: Sequence[int] = (),
     ) -> None:
         """Combine ``contributions`` (rank order, each of shape (n,)) into ``out`` of shape (n,).
 
-        ``out`` may be one of the contributions or overlap them.
+        ``out`` may be one of the contributions or overlap them. With ``cuts`` each part from one
+        of these elements to the next is combined by itself: the sign of a NaN depends on that.
         """
+        if cuts:
+            for start, stop in pairwise(cuts):
+                part = slice(start, stop)
+                self.reduce([array[part] for array in contributions], operation, out[part])
+            return
         count = len(contributions)
         if count == 2 and operation is not _AVERAGE and out.size:
             left, right = contributions

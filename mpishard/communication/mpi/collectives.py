@@ -186,7 +186,8 @@ class Collectives:
                 # To wait for the others again takes longer than to combine their pieces, too. An
                 # ``out`` that they see, or that lies on another's array, is written by its ranks.
                 whole = [flat] * self._world_size  # perhaps a copy by now
-                yield from channel.reduce(whole, call.operation, result, is_dealt=is_dealt)
+                cuts = *starts, flat.size
+                yield from channel.reduce(whole, call.operation, result, cuts, is_dealt=is_dealt)
                 return out
             start = starts[self._rank]
             piece = result[start : start + sizes[self._rank]]

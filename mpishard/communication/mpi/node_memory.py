@@ -84,6 +84,7 @@ class RowChannel:
         parts: Sequence[Array],
         operation: ReductionOperation,
         piece: Array,
+        cuts: Sequence[int] = (),
         *,
         is_dealt: bool = False,
     ) -> Steps:
@@ -94,7 +95,7 @@ class RowChannel:
             yield self._fence()
         contributions = self._take(own.dtype, [own.size] * len(parts))
         contributions[self._rank] = own
-        self._reducer.reduce(contributions, operation, piece)
+        self._reducer.reduce(contributions, operation, piece, cuts)
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
         """See `MessageChannel`."""
