@@ -123,6 +123,14 @@ class TestVerdict:
         assert "Rank 1 left after collective 17, barrier(), at train.py:1." in text
         assert "FSDPModel.predict is collective: every rank calls it" in text
 
+    def test_a_rank_that_left_waits_for_nobody_who_is_named(self):
+        """Its page says so while it is in MPI_Finalize: that it waits for itself."""
+        ends = {"waits": MessageWait(1, 0, False, ""), "waited": 2.0}
+        left = busy(1, *history(17), state=RankState.LEFT, **ends)
+        text = verdict([waiting(0, *IN_PREDICT), left], NOW)
+        assert "Rank 1 left after collective 17, barrier(), at train.py:1." in text
+        assert "rank 1 waits" not in text
+
     def test_a_rank_that_left_in_good_order_is_not_odd(self):
         records = [waiting(0, *history(4)), busy(1, *history(4), state=RankState.LEFT)]
         assert "Every rank has called what it waits for" in verdict(records, NOW)

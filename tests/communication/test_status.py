@@ -124,6 +124,12 @@ class TestFiles:
         assert all(record.is_known for record in readers[1].records())
         assert list(tmp_path.iterdir()) == []
 
+    def test_a_world_of_one_leaves_nothing_in_the_job_s_folder(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("MPISHARD_JOB_FOLDER", str(tmp_path))
+        (reader,) = shared(1)
+        assert [record.rank for record in reader.records()] == [0]
+        assert list(tmp_path.iterdir()) == []
+
     @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory without a name")
     def test_a_page_in_memory_outlives_its_process(self, no_folder):
         script = (

@@ -6,7 +6,7 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,8 @@ class Job:
         has_affinity = hasattr(os, "sched_getaffinity")
         usable = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
         cores = node.allgather(set(usable))
-        self.cores_per_rank = sum(1 / sum(core in of for of in cores) for core in usable)
-        """This rank's part of the cores that it may run on: one that n ranks may use is 1/n."""
+        self.cores_per_rank = _cores_per_rank(usable, cores)
+        """This rank's part of the cores that it may run on."""
         self.crowded = self.cores_per_rank < 1
         self.shares_core_until = 0.0
         """Until when, by `time.monotonic`, waits take it that other programs use this core."""
@@ -305,6 +305,11 @@ def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
     ours.Free()
     all_of_launcher.Free()
     return ranks
+
+
+def _cores_per_rank(mine: Iterable[int], all_ranks: Sequence[Collection[int]]) -> float:
+    """Each core counts by the share of it that this rank has."""
+    return sum(1 / sum(core in cores for cores in all_ranks) for core in mine)
 
 
 # --------------------------------------------------------------- shared memory of the MPI library
