@@ -207,7 +207,8 @@ class Supervisor:
         seconds = time.monotonic() - started
         janitor.communicate(b"the job has ended\n")
         if code and can_be_watched() and not (processes.ranks or self.host_count or self._reason):
-            self._not_started(0, f"{self.launcher.program} ended with code {code}")
+            why = f"{self.launcher.program} ended with code {code}; read its messages first"
+            self._not_started(0, why)
         return self._judge(128 - code if code < 0 else code, seconds)
 
     def _judge(self, launcher_code: int, seconds: float) -> Outcome:
