@@ -153,6 +153,18 @@ class RunCheckpoints:
         if self._staging is not None:
             reserve(self._staging, model, optimizer, kept=int(keeps_best))
 
+    def require_access(self) -> None:
+        """Refuse a folder that cannot be saved to. Rank 0 looks for all; nothing is communicated.
+
+        Raises
+        ------
+        CheckpointError
+            If it is a file, or this user may not write there.
+        """
+        if self._rank == 0:
+            self.folder.target(0)
+            self.folder.require_access()
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Return a context in which the run trains; after it no save is under way. Collective.
