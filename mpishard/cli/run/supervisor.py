@@ -162,7 +162,8 @@ class Supervisor:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as file:
-                os.posix_fallocate(file.fileno(), 0, self.world_size * PAGE_BYTES)
+                # Twice, because agents and logs need some, too, before the ranks have their pages.
+                os.posix_fallocate(file.fileno(), 0, 2 * self.world_size * PAGE_BYTES)
         except OSError as error:
             why = f"--log-dir: {error}: the logs will be cut off"
             say(self.name, f"{why}, and `mpishard watch` shows no ranks")
