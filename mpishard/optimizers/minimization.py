@@ -19,7 +19,7 @@ import numpy as np
 from mpishard import checkpoint as checkpoints
 from mpishard.arguments import as_count, as_number, nearest
 from mpishard.arrays import Array, array_namespace, require_plain
-from mpishard.checkpoint.format.consensus import differences
+from mpishard.checkpoint.format.consensus import differences, together
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.init import init
 from mpishard.contracts import PathLike
@@ -223,6 +223,9 @@ class _Run:
         status, message = -1, ""
         if found is not None:  # a run that had ended does nothing more
             status, message = self._reason(self.numbers.get("before"))
+        if own is not None and status < 0:
+            with together(backend):
+                own.require_access()
         with nullcontext() if own is None else own.running():
             while status < 0:
                 before = self.numbers.get("value")

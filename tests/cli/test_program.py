@@ -85,6 +85,16 @@ def test_commands_and_flags(words: list[str], message: str) -> None:
     assert message in refused(*words)
 
 
+@pytest.mark.parametrize("words", [["train.py"], ["-m", "train"], ["--log-dir", "logs", "t.py"]])
+def test_a_working_directory_that_was_removed(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    (tmp_path / "run").rmdir()
+    assert "the working directory was removed: run `cd" in refused("run", "-n", "2", *words)
+
+
 @pytest.mark.parametrize("command", [[], ["run"], ["bench"], ["bench", "step"], ["trace", "run"]])
 def test_the_help_has_a_short_name(command: list[str]) -> None:
     ended = CliRunner().invoke(app, [*command, "-h"])

@@ -138,7 +138,7 @@ def test_call_logs_are_elsewhere_if_the_disk_of_the_logs_is_full(monkeypatch, tm
 
     monkeypatch.setattr(module.os, "posix_fallocate", fill)
     assert supervisor._folder_for_calls(temporary) == temporary
-    assert asked == [2 * PAGE_BYTES]
+    assert asked == [2 * 2 * PAGE_BYTES]
     assert list(logs.iterdir()) == []
     assert "--log-dir: [Errno 28] No space left on device: the" in capsys.readouterr().err
 

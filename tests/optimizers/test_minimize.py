@@ -16,7 +16,14 @@ import scipy  # loads scipy.optimize in the tests that need it
 from computed_once import computed_once
 
 import mpishard as ms
-from mpishard.errors import NonFiniteLossError, NotInitializedError, PeerError, Preempted
+from mpishard.checkpoint.format import disk
+from mpishard.errors import (
+    CheckpointError,
+    NonFiniteLossError,
+    NotInitializedError,
+    PeerError,
+    Preempted,
+)
 from mpishard.observe import open_trace, summarize_trace, trace
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers import LBFGS
@@ -249,6 +256,31 @@ def test_a_rank_allocates_2m_plus_6_vectors_of_its_part(backend):
     # The rank's part of parameters and of the reduced gradient are the other two.
     assert state + reduced + part * 8 <= (2 * pairs + 6) * part * 8
     assert sum(v.nbytes for v in optimizer.state.values()) == state
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(
+    tmp_path, monkeypatch, is_file
+):
+    evaluations = []
+
+    def counted(*arguments):
+        evaluations.append(arguments)
+        return logistic(*arguments)
+
+    if is_file:
+        (tmp_path / "runs").touch()
+    else:
+        monkeypatch.setattr(disk.os, "access", lambda *_, **__: False)
+
+    def main(backend):
+        with pytest.raises(CheckpointError, match=r"cannot be (in|saved)"):
+            ms.minimize(
+                counted, START, (X, Y), backend=backend, checkpoint=tmp_path / "runs" / "run"
+            )
+
+    ms.run_in_threads(2, main)
+    assert not evaluations
 
 
 @in_worlds(1, 2, 3)

@@ -11,6 +11,7 @@ import pytest
 import mpishard as ms
 from mpishard.callbacks import preemption
 from mpishard.callbacks.preemption import PREEMPTING_SIGNALS, Preemption
+from mpishard.communication.contract.status import StatusPage
 from mpishard.errors import NonFiniteLossError, Preempted
 
 SAMPLES, BATCH = 24, 8
@@ -81,6 +82,30 @@ def test_saves_and_leaves(world, tmp_path, number, checkpoint_async):
     assert (result.iterations, len(result.loss_history)) == (9, 4)
     _, undisturbed = train(world, Inputs(), tmp_path / "other", **options)
     np.testing.assert_array_equal(parameters, undisturbed)
+
+
+@pytest.mark.parametrize("resume", [None, True, "run", False, "start"])
+def test_what_the_same_command_does_is_said(world, tmp_path, caplog, monkeypatch, resume):
+    """A run that ignores its own folder does not promise to go on, nor to go on with more ranks."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run", "start"):
+        train(world, Inputs(), folder, max_steps=2)
+    page = StatusPage(0, 1)
+    monkeypatch.setattr(preemption, "own_page", lambda: page)
+    seen = []
+
+    def stop():
+        seen.append(page.read().resumable_by)
+        send(signal.SIGTERM)()
+
+    with caplog.at_level("WARNING", "mpishard"), pytest.raises(Preempted):
+        train(world, Inputs(stop, at=3), "run", resume=resume)
+    if resume in (False, "start"):
+        assert caplog.messages[-1].endswith(f"to resume from there, leave resume={resume!r} out")
+        assert seen == [(0, 0)]
+    else:
+        assert caplog.messages[-1].endswith("; the same command resumes from there")
+        assert seen[0][0] == 1
 
 
 def test_after_the_last_step_it_leaves_too(world, tmp_path):

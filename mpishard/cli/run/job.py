@@ -260,6 +260,11 @@ def prepare_job(
     typer.Exit
         With code 2 if it cannot start, after printing the reason.
     """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        fix = 'run `cd "$PWD"` if it exists again, or change to another'
+        refuse(name, f"the working directory was removed: {fix}")
     folder = None if log_folder is None else log_folder.absolute()
     limits, variables = limits or RestartLimits(), dict(variables or {})
     if ranks is None:

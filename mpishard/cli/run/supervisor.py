@@ -162,7 +162,8 @@ class Supervisor:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as file:
-                os.posix_fallocate(file.fileno(), 0, self.world_size * PAGE_BYTES)
+                # Twice, because agents and logs need some, too, before the ranks have their pages.
+                os.posix_fallocate(file.fileno(), 0, 2 * self.world_size * PAGE_BYTES)
         except OSError as error:
             why = f"--log-dir: {error}: the logs will be cut off"
             say(self.name, f"{why}, and `mpishard watch` shows no ranks")
@@ -207,7 +208,8 @@ class Supervisor:
         seconds = time.monotonic() - started
         janitor.communicate(b"the job has ended\n")
         if code and can_be_watched() and not (processes.ranks or self.host_count or self._reason):
-            self._not_started(0, f"{self.launcher.program} ended with code {code}")
+            why = f"{self.launcher.program} ended with code {code}; read its messages first"
+            self._not_started(0, why)
         return self._judge(128 - code if code < 0 else code, seconds)
 
     def _judge(self, launcher_code: int, seconds: float) -> Outcome:

@@ -131,8 +131,8 @@ class TrainingRun:
                 last = optimizer.steps + self.total - self.step - 1
                 for step in (optimizer.steps, last):
                     optimizer.wrapped_optimizer.checked_rate(step)
-                if own is not None and model.rank == 0 and not self.stopping.is_exhausted:
-                    own.require_access()
+                if self.checkpoints is not None and not self.stopping.is_exhausted:
+                    self.checkpoints.require_access()
         if data.metrics is not None:
             with together(model.backend):
                 if model.rank == 0:

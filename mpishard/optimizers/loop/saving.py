@@ -95,6 +95,13 @@ def checkpoint_to_resume(
     return newest
 
 
+def _ignores_own_folder(data: OptimizationInputData) -> bool:
+    """Return whether the same script, started again, does not go on from what it has saved."""
+    if data.resume is None or isinstance(data.resume, bool):
+        return data.resume is False
+    return CheckpointFolder(data.resume).path != folder_of(data).path
+
+
 class RunCheckpoints:
     """The saves of one run, one at a time.
 
@@ -121,7 +128,10 @@ class RunCheckpoints:
         self._on_saved = on_saved
         self.folder = folder_of(data)
         self._rank = backend.rank
-        if data.local_data:
+        self._begins_anew = f"resume={data.resume!r}" if _ignores_own_folder(data) else ""
+        if self._begins_anew:
+            allowed_ranks = 0, 0  # no number of ranks would go on from what this run saves
+        elif data.local_data:
             allowed_ranks = backend.world_size, backend.world_size
         self._preemption = Preemption(backend, allowed_ranks)
         self._every = data.checkpoint_every
@@ -142,6 +152,18 @@ class RunCheckpoints:
         """
         if self._staging is not None:
             reserve(self._staging, model, optimizer, kept=int(keeps_best))
+
+    def require_access(self) -> None:
+        """Refuse a folder that cannot be saved to. Rank 0 looks for all; nothing is communicated.
+
+        Raises
+        ------
+        CheckpointError
+            If it is a file, or this user may not write there.
+        """
+        if self._rank == 0:
+            self.folder.target(0)
+            self.folder.require_access()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -197,7 +219,9 @@ class RunCheckpoints:
         self.finish()
         place = self.folder.path_of(step)
         message = f"preempted after step {step} of {total}; saved in {place}"
-        if self._rank == 0:
+        if self._rank == 0 and self._begins_anew:
+            _log.warning("%s; to resume from there, leave %s out", message, self._begins_anew)
+        elif self._rank == 0:
             _log.warning("%s; the same command resumes from there", message)
         raise Preempted(message, step, settings.EXIT_PREEMPTED)
 
