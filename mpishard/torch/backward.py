@@ -75,6 +75,8 @@ class BackwardPasses:
         self._is_reduced = False
         self._arrivals: Arrivals | None = None
         self._views: dict[int, Any] = {}
+        # Gradients that the user has put in place of those in the store: this pass adds to them.
+        self._assigned: list[tuple[Part, Any]] = []
         # Which parts have a gradient, and whether buffers have changed.
         self._flags = np.zeros(len(parts) + 1, np.uint8)
 
@@ -94,6 +96,12 @@ class BackwardPasses:
         self.part_of_step.enter_context(span("backward"))
         gradients = self._gradients
         live = [part.tensor.grad is not None for part in self._parts]
+        self._flags[:-1] = live
+        for place, part in enumerate(self._parts):
+            gradient = part.tensor.grad
+            if live[place] and gradient.data_ptr() != self._view(part).data_ptr():
+                self._assigned.append((part, gradient))
+                live[place] = False
         is_first = not any(live)
         if is_first and self._has_local:
             gradients.abandon()  # what no_sync has added was cleared before it was reduced
@@ -101,7 +109,6 @@ class BackwardPasses:
         gradients.begin(BackwardPass(is_first, is_last=self.syncs, defer=not self.syncs))
         if not is_first:
             self._go_on(live)
-        self._flags[:-1] = live
         self._arrivals = Arrivals(
             self._layout.units, self._entries, gradients, self._layout.frozen,
             scale=1 / self._backend.world_size,
@@ -154,8 +161,11 @@ class BackwardPasses:
                 self._buffers.broadcast(self._backend)
         if self._gathered is not None:
             self._gathered.release()
+        for part, gradient in self._assigned:
+            self._view(part).add_(gradient.detach())
+        self._assigned.clear()
         for place, part in enumerate(self._parts):
-            part.tensor.grad = self._view(part) if self._flags[place] else None
+            part.tensor.grad = part.as_gradient(self._view(part)) if self._flags[place] else None
         self.part_of_step.close()
 
     def _view(self, part: Part) -> Any:

@@ -23,7 +23,7 @@ from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.observe.trace import span
 from mpishard.optimizers import Constant, Optimizer, OwnedRange, Segment, UpdateContext
-from mpishard.torch.parameters import Part, SharedParameter
+from mpishard.torch.parameters import GradientPiece, Part, SharedParameter
 from mpishard.torch.sharded import ShardedModule, module_of, part_of
 
 
@@ -32,9 +32,9 @@ def norm_of(parts: Sequence[Part], order: float = 2.0) -> float:
     is_largest = math.isinf(order)
     shared, alone = 0.0, 0.0  # of divided gradients, and of those that each rank has whole
     for part in parts:
-        gradient = part.tensor.grad
-        if gradient is None:
+        if part.tensor.grad is None:
             continue
+        gradient = part.tensor.grad.as_subclass(torch.Tensor)
         norm = float(torch.linalg.vector_norm(gradient, order)) if gradient.numel() else 0.0
         value = norm if is_largest else norm**order
         if not part.owner.shards_state:
@@ -359,7 +359,8 @@ def _require_elementwise(
 ) -> None:
     """Refuse an optimizer of which a part of a matrix is updated otherwise than the whole.
 
-    It is tried on a matrix, and on the two halves of it, if an owner divides its state.
+    It is tried on a matrix, and by one optimizer each on the two halves of it, if an owner divides
+    its state: ranks have an optimizer each, so that no norm over parameters is that of all of them.
     """
     owner = next((owner for owner in owners if owner.shards_state), None)
     if owner is None:
@@ -369,13 +370,14 @@ def _require_elementwise(
     whole = torch.nn.Parameter(values.clone())
     # Cut inside a row, as the parts of ranks are.
     halves = [torch.nn.Parameter(half.clone()) for half in values.view(-1).tensor_split([5])]
-    tried = kind([whole], **options), kind(halves, **options)
+    tried = [kind([parameter], **options) for parameter in (whole, *halves)]
     try:
         for step in range(3):
-            gradient = torch.cos(7 * values + step)
+            # Larger ones later: with any usual limit of a norm some are clipped.
+            gradient = 100**step * torch.cos(7 * values + step)
             whole.grad = gradient
             for half, part in zip(halves, gradient.reshape(-1).tensor_split([5]), strict=True):
-                half.grad = part
+                half.grad = part.clone()  # an optimizer may change gradients in place
             for one in tried:
                 one.step()
     except (ValueError, RuntimeError) as error:
@@ -385,7 +387,7 @@ def _require_elementwise(
 
 
 _NEEDS_WHOLE = (
-    "looks at a parameter as a whole (rows, columns, or its norm), and with "
+    "looks at parameters as a whole (rows, columns, or norms), and with "
     'this strategy each rank updates a part of it; use strategy="ddp", or an optimizer '
     "that updates each element alone: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, "
     "RMSprop, Rprop, ASGD"
@@ -424,6 +426,11 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
             f"(checksums by rank: {everyone.tolist()}; here {chosen}). Nothing was updated; give "
             "every rank the same settings"
         )
+    with torch._C.DisableTorchFunctionSubclass():
+        for part in made._mpishard_parts.values():
+            gradient = part.tensor.grad
+            if type(gradient) is GradientPiece:  # which would make each operation slower
+                part.tensor.grad = gradient.as_subclass(torch.Tensor)
     record("gradients", made)
     owners[0].passes.part_of_step.enter_context(span("update"))
 

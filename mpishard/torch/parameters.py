@@ -73,6 +73,13 @@ class Part:
         """The flat range, as stores know it."""
         return Piece(self.unit, self.start, self.stop, self.start)
 
+    def as_gradient(self, values: Any) -> Any:
+        """Return a tensor of its own in the same memory, to be the ``grad`` of `tensor`.
+
+        Until an optimizer reads it, it refuses norms if it is a part of a gradient.
+        """
+        return values.as_subclass(GradientPiece if self.owner.shards_state else torch.Tensor)
+
     @property
     def in_parameter(self) -> slice:
         """The range's elements, of the flattened parameter."""
@@ -107,7 +114,7 @@ class SharedParameter(torch.nn.Parameter):  # type: ignore[misc]
                 f"the gradient of {part.entry.name!r} on this rank is its part of shape "
                 f"{tuple(part.tensor.shape)}; got a tensor of shape {tuple(value.shape)}"
             )
-        part.tensor.grad = None if value is None else value.as_subclass(torch.Tensor)
+        part.tensor.grad = None if value is None else part.as_gradient(value)
 
     @grad.deleter
     def grad(self) -> None:

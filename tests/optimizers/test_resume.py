@@ -282,7 +282,7 @@ def test_goes_on_from_the_one_before_where_the_newest_is_damaged(tmp_path, caplo
     damage(tmp_path / "run" / "step-00000006")
     resumed = ms.run_in_threads(2, train, tmp_path / "run")[0]
     assert len(resumed[0].loss_history) == STEPS - 3
-    assert "because what was saved after it cannot be used: step-00000006: " in caplog.text
+    assert "because later checkpoints cannot be used: step-00000006: " in caplog.text
     undisturbed = ms.run_in_threads(2, train, tmp_path / "other")[0]
     assert resumed[1].tobytes() == undisturbed[1].tobytes()
 

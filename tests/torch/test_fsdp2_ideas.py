@@ -25,11 +25,11 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 by_path = pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
 
 
-def both(backend: Any, factory: Any, loss_of: Any, steps: int = 2) -> float:
+def both(backend: Any, factory: Any, loss_of: Any, strategy: str = "fsdp", steps: int = 2) -> float:
     """The largest difference between parameters trained here and in one process."""
     mst.init()
     x, y = nets.batch("mlp")
-    model, alone = mst.shard(nets.make(factory), "fsdp", minimum_unit_size=1), nets.make(factory)
+    model, alone = mst.shard(nets.make(factory), strategy, minimum_unit_size=1), nets.make(factory)
     for one, optimizer, data in (
         (model, mst.optimizer(SGD.func, model, **SGD.keywords), nets.mine(backend, (x, y))),
         (alone, SGD(alone.parameters()), (x, y)),
@@ -99,6 +99,22 @@ def changed_gradients(model: Any, x: Any, y: Any) -> None:
     model[0].bias.grad = None
 
 
+def data_of_gradients(model: Any, x: Any, y: Any) -> None:
+    nets.squared(model, x, y).backward()
+    for p in model.parameters():
+        p.grad.data = 3 * p.grad.data
+
+
+def assigned_between_passes(model: Any, x: Any, y: Any) -> None:
+    nets.squared(model, x, y).backward()
+    for p in model.parameters():
+        p.grad = 2 * p.grad
+    model(x).abs().mean().backward()
+    for p in model.parameters():
+        p.grad.data = 2 * p.grad.data
+    nets.squared(model, x, y).backward()
+
+
 def hook_of_a_gradient(model: Any, x: Any, y: Any) -> None:
     handle = model[2].weight.register_hook(lambda gradient: 3 * gradient)
     nets.squared(model, x, y).backward()
@@ -111,12 +127,18 @@ def hook_of_a_gradient(model: Any, x: Any, y: Any) -> None:
     [
         submodule_alone, layer_twice, unused_output, graph_twice, gradient_of_inputs,
         evaluation_between, failed_forward, frozen_for_a_step, changed_gradients,
-        hook_of_a_gradient,
+        data_of_gradients, assigned_between_passes, hook_of_a_gradient,
     ],
 )  # fmt: skip
 @in_worlds(3)
 def test_parity(backend, path, loss_of):
     assert both(backend, nets.perceptron, loss_of) < 1e-13
+
+
+@pytest.mark.parametrize("loss_of", [changed_gradients, data_of_gradients, assigned_between_passes])
+@in_worlds(2)
+def test_gradients_of_ddp_may_be_changed_too(backend, loss_of):
+    assert both(backend, nets.perceptron, loss_of, "ddp", steps=3) < 1e-13
 
 
 class Named(nn.Module):

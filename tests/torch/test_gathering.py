@@ -237,7 +237,8 @@ def test_the_compiler_is_refused(backend, path):
 @in_worlds(2)
 def test_modules_of_torch_jit_are_refused(backend, path):
     mst.init()
-    model = nn.Sequential(torch.jit.script(nn.Linear(5, 4)), nn.Linear(4, 2))
+    with nets.making:
+        model = nn.Sequential(torch.jit.script(nn.Linear(5, 4)), nn.Linear(4, 2))
     with pytest.raises(ShardingError, match=r'torch\.jit needs .* strategy="zero2"'):
         mst.shard(model, "fsdp")
     assert type(model[1].weight) is nn.Parameter

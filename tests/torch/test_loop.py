@@ -387,7 +387,7 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_or_has_them(backend):
     mst.init()
     expected = nets.make(nets.perceptron)
     model = mst.shard(nets.make(nets.perceptron), "fsdp")
-    with pytest.raises(ValueError, match="Adafactor looks at a parameter as a whole"):
+    with pytest.raises(ValueError, match="Adafactor looks at parameters as a whole"):
         mst.optimizer(torch.optim.Adafactor, model, lr=1e-2)
     with pytest.raises(TypeError, match="LBFGS need a closure"):
         mst.optimizer(torch.optim.LBFGS, model)
@@ -399,7 +399,7 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_or_has_them(backend):
     with pytest.raises(TypeError, match="LBFGS need a closure"):
         mst.optimizer(torch.optim.LBFGS, model)
     ours = mst.optimizer(torch.optim.Adafactor, model, lr=1e-2)
-    with pytest.raises(ValueError, match="Adafactor looks at a parameter as a whole"):
+    with pytest.raises(ValueError, match="Adafactor looks at parameters as a whole"):
         ours.add_param_group({"params": list(divided.parameters())})
     assert len(ours.param_groups) == 1
     theirs = torch.optim.Adafactor(expected.parameters(), lr=1e-2)
@@ -410,6 +410,34 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_or_has_them(backend):
             nets.squared(m, *data).backward()
             o.step()
     assert close(model, expected)
+
+
+class Clipping(torch.optim.SGD):
+    """Clips gradients by the norm of all that it updates, as optimizers of Detectron2 do."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 10.0)
+        return super().step(closure)
+
+
+@by_strategy
+@in_worlds(2)
+def test_no_norm_of_the_parts_of_one_rank_is_taken_for_that_of_all(backend, strategy):
+    mst.init()
+    model = mst.shard(nets.make(nets.perceptron), strategy)
+    optimizer = mst.optimizer(torch.optim.SGD, model, lr=0.1)
+    nets.squared(model, *nets.mine(backend, nets.batch("mlp"))).backward()
+    parts = optimizer.param_groups[0]["params"]
+    if strategy == "ddp":
+        mst.optimizer(Clipping, model, lr=0.1)
+        nn.utils.clip_grad_norm_(parts, 1.0)
+        return
+    with pytest.raises(ValueError, match="Clipping looks at parameters as a whole"):
+        mst.optimizer(Clipping, model, lr=0.1)
+    with pytest.raises(ShardingError, match="would be that of this rank's part alone"):
+        nn.utils.clip_grad_norm_(parts, 1.0)
+    nn.utils.clip_grad_value_(parts, 1e-3)
+    assert max(part.grad.abs().max() for part in parts if part.numel()) == 1e-3
 
 
 @pytest.mark.parametrize(
