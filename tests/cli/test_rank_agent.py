@@ -244,7 +244,7 @@ def test_a_folder_that_cannot_be_made(start, tmp_path):
 
 
 def test_an_agent_that_was_suspended_goes_on(start, tmp_path):
-    """Python's `sigtimedwait` then returns an undefined signal."""
+    """Python's `sigtimedwait` would return an undefined signal then, such as SIGTERM."""
     process = start("/bin/sh", "-c", "echo ready; sleep 4.5; exit 3", logs="", cwd=tmp_path)
     assert process.stdout.readline() == "ready\n"
     for _ in range(2):

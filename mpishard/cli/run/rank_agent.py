@@ -50,7 +50,7 @@ def main() -> None:
     rank = os.environ.get(variable, "0")
     if logs:
         _keep_log(logs, rank)
-    if not hasattr(signal, "sigtimedwait") or not sys.platform.startswith("linux"):
+    if not hasattr(signal, "sigwaitinfo") or not sys.platform.startswith("linux"):
         os.execvp(program[0], program)  # noqa: S606
     _Agent(rank, program).run()
 
@@ -82,7 +82,8 @@ class _Agent:
 
     def run(self) -> NoReturn:
         """Start the rank, wait for its end, and end alike."""
-        awaited: set[int] = {*_FORWARDED, signal.SIGCONT, signal.SIGCHLD, self._parent_gone}
+        forwarded: set[int] = {*_FORWARDED, signal.SIGCONT}
+        awaited = forwarded | {signal.SIGCHLD, signal.SIGALRM, self._parent_gone}
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
         self._prctl(_PR_SET_PDEATHSIG, self._parent_gone)
@@ -105,7 +106,7 @@ class _Agent:
             except OSError as error:
                 _fail(f"rank {self.rank}: {self.program[0]}: {error}")
         self._note("started", agent, child)
-        status = self._wait(child, awaited)
+        status = self._wait(child, awaited, forwarded)
         code = os.waitstatus_to_exitcode(status)
         self._note("ended", code, time.monotonic())
         if code >= 0:
@@ -119,12 +120,17 @@ class _Agent:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os._exit(128 - code)
 
-    def _wait(self, child: int, awaited: set[int]) -> int:
+    def _wait(self, child: int, awaited: set[int], forwarded: set[int]) -> int:
         """The wait status of a rank that ended by itself; forward signals meanwhile."""
+        # Not sigtimedwait: if this process was suspended, Python's returns an undefined signal,
+        # and a rank would be sent it.
+        signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
         while True:
-            received = signal.sigtimedwait(awaited, _LOOK_SECONDS)
+            received = signal.sigwaitinfo(awaited)
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, signal.SIG_IGN)  # lets go of one that waits
                 return status
             if os.getppid() != self._launcher:
                 os.kill(child, signal.SIGKILL)
@@ -134,9 +140,7 @@ class _Agent:
                     os.killpg(0, signal.SIGKILL)  # what the rank has started
                 os._exit(1)
             if (
-                received is not None
-                # Of an agent that was suspended Python may return an undefined one.
-                and received.si_signo in awaited - {signal.SIGCHLD, self._parent_gone}
+                received.si_signo in forwarded
                 and received.si_code <= 0  # sent by a process
                 and received.si_pid != self._launcher
             ):
