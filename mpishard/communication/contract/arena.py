@@ -90,7 +90,8 @@ class Regions:
     """
 
     def __init__(self) -> None:
-        self._regions: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by the id of the owner
+        # Number, owner and start of each, by the id of the owner.
+        self._regions: dict[int, tuple[int, weakref.ref[Any], int]] = {}
         self._memory: dict[int, weakref.ref[Any]] = {}  # by number
         self.count = 0
         """Regions that there ever were: the same on all ranks, unlike those still alive."""
@@ -99,7 +100,7 @@ class Regions:
         """Number a region, of shape (bytes,) and dtype uint8. Every rank adds in one order."""
         number, owner = self.count, id(memory)
         self.count += 1
-        self._regions[owner] = number, weakref.ref(memory)
+        self._regions[owner] = number, weakref.ref(memory), address(memory)
         self._memory[number] = weakref.ref(memory)
 
         def forget() -> None:
@@ -119,7 +120,7 @@ class Regions:
         # An id is used again when its array is gone: another array may have it now.
         if found is None or owner is not found[1]():
             return PRIVATE
-        return found[0], address(array) - address(owner)
+        return found[0], address(array) - found[2]
 
     def view(self, place: Place, like: Array) -> Array:
         """The array of the shape and dtype of ``like`` that begins at ``place``."""

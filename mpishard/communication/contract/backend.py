@@ -1132,7 +1132,10 @@ class CommunicationBackend(ITransport):
 
     def _places(self, array: Array, out: Array | None) -> Places:
         """The places of ``array`` and its result in memory that the node's ranks share."""
-        return self._regions.locate(array), PRIVATE if out is None else self._regions.locate(out)
+        own = self._regions.locate(array)
+        if out is None or out is array:
+            return own, PRIVATE if out is None else own
+        return own, self._regions.locate(out)
 
     def _ready(self) -> None:
         if not self._initialized:

@@ -13,7 +13,6 @@ import contextvars
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import IntEnum
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,6 +63,18 @@ def check_reducible(dtype: np.dtype[Any], operation: object) -> None:
         if operation is _AVERAGE:
             raise ValueError(f"AVERAGE of {dtype.name} would truncate; reduce with SUM and divide")
         raise ValueError(f"{operation.name} is not defined for {dtype.name}: no order")
+
+
+_WHOLE_BYTES = 1 << 16
+
+
+def is_combined_whole(nbytes: int, world_size: int) -> bool:
+    """Return whether an all_reduce of private arrays combines them whole, and not piece by piece.
+
+    Every rank then sends the whole array to all others: up to 64 KiB, because a second wait for
+    the other ranks takes longer. Backends agree on it, so that a NaN has the same sign on all.
+    """
+    return nbytes * (world_size - 1) <= _WHOLE_BYTES
 
 
 @functools.cache
@@ -145,18 +156,11 @@ class TreeReducer:
         contributions: Sequence[Array],
         operation: ReductionOperation,
         out: Array,
-        cuts: Sequence[int] = (),
     ) -> None:
         """Combine ``contributions`` (rank order, each of shape (n,)) into ``out`` of shape (n,).
 
-        ``out`` may be one of the contributions or overlap them. With ``cuts`` each part from one
-        of these elements to the next is combined by itself: the sign of a NaN depends on that.
+        ``out`` may be one of the contributions or overlap them.
         """
-        if cuts:
-            for start, stop in pairwise(cuts):
-                part = slice(start, stop)
-                self.reduce([array[part] for array in contributions], operation, out[part])
-            return
         count = len(contributions)
         if count == 2 and operation is not _AVERAGE and out.size:
             left, right = contributions

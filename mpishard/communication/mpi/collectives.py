@@ -26,7 +26,11 @@ from mpishard.arrays import Array, address, array_namespace, is_device_array
 from mpishard.communication.contract.arena import NOWHERE, PRIVATE, Places
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call
-from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
+from mpishard.communication.contract.reduction import (
+    ReductionOperation,
+    accumulation_dtype,
+    is_combined_whole,
+)
 from mpishard.communication.contract.status import PLACE_BYTES, decode_place, encode_place
 from mpishard.communication.contract.work import Condition, Steps
 from mpishard.communication.mpi.group import Channel, Group
@@ -35,8 +39,6 @@ from mpishard.errors import CollectiveMismatchError, OutMismatchError
 from mpishard.layout import ShardLayout, even_sizes
 
 _SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
-_WHOLE_BYTES = 1 << 16
-"""Most bytes that a rank sends of a whole array, which each rank then combines by itself."""
 
 
 class Collectives:
@@ -159,8 +161,8 @@ class Collectives:
         assert call.operation is not None
         flat = array if array.ndim == 1 else array.reshape(-1)
         whole: list[Array] = []
-        to_others = flat.nbytes * (self._world_size - 1)
-        if to_others <= min(_WHOLE_BYTES, self._group.channel.bytes_each):
+        fits = flat.nbytes <= self._group.channel.bytes_each
+        if fits and is_combined_whole(flat.nbytes, self._world_size):
             whole = [flat] * self._world_size
         begun = yield from self._open_reduction(call, array, out, whole)
         headers, places, channel, is_dealt = begun
@@ -180,16 +182,14 @@ class Collectives:
                     return out
             if array is not out and _overlap(array, out):
                 flat = flat.copy()
-            sizes = even_sizes(result.size, self._world_size)
-            starts = starts_of(sizes)
             if whole and places is None:
                 # To wait for the others again takes longer than to combine their pieces, too. An
                 # ``out`` that they see, or that lies on another's array, is written by its ranks.
                 whole = [flat] * self._world_size  # perhaps a copy by now
-                cuts = *starts, flat.size
-                yield from channel.reduce(whole, call.operation, result, cuts, is_dealt=is_dealt)
+                yield from channel.reduce(whole, call.operation, result, is_dealt=is_dealt)
                 return out
-            start = starts[self._rank]
+            sizes = even_sizes(result.size, self._world_size)
+            start = starts_of(sizes)[self._rank]
             piece = result[start : start + sizes[self._rank]]
             yield from self._reduce_by(channel, flat, sizes, call.operation, piece, result)
         return out

@@ -157,14 +157,13 @@ class MessageChannel:
         parts: Sequence[Array],
         operation: ReductionOperation,
         piece: Array,
-        cuts: Sequence[int] = (),
         *,
         is_dealt: bool = False,
     ) -> Steps:
         """Send ``parts[r]`` to rank r; combine the received parts and this rank's into ``piece``.
 
-        ``piece`` may be this rank's own part. ``cuts`` are those of `TreeReducer.reduce`.
-        ``is_dealt`` if `deal` of all ranks has sent the parts.
+        ``piece`` may be this rank's own part. ``is_dealt`` if `deal` of all ranks has sent the
+        parts.
         """
         own = parts[self._rank]
         nbytes, others = own.nbytes, self._world_size - 1
@@ -180,7 +179,7 @@ class MessageChannel:
         incoming.insert(self._rank, own[:0])
         yield from self.move(parts, incoming)
         incoming[self._rank] = own
-        self._reducer.reduce(incoming, operation, piece, cuts)
+        self._reducer.reduce(incoming, operation, piece)
         if not on_device:
             self._pool.give(buffer)
 

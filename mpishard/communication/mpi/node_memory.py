@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,16 @@ _PATH_BYTES = 112
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _log = logging.getLogger("mpishard")
+
+
+class _Rows(NamedTuple):
+    """Rows of all ranks as arrays of one dtype."""
+
+    whole: list[Array]
+    outgoing: list[Array]
+    """Slots of this rank's row, one for each rank."""
+    incoming: list[Array]
+    """Slots for this rank, one in each rank's row."""
 
 
 class RowChannel:
@@ -63,7 +73,7 @@ class RowChannel:
         fence: Callable[[], Waitable],
     ) -> None:
         self._sets = memory.reshape(2, ranks, self.ROW_BYTES)
-        self._views: dict[tuple[int, np.dtype[Any]], list[Array]] = {}
+        self._views: dict[tuple[int, np.dtype[Any]], _Rows] = {}
         self._turn = 0
         self.bytes_all = self.ROW_BYTES
         # Each slot of a row begins on a cache line, and so aligned for every dtype.
@@ -84,7 +94,6 @@ class RowChannel:
         parts: Sequence[Array],
         operation: ReductionOperation,
         piece: Array,
-        cuts: Sequence[int] = (),
         *,
         is_dealt: bool = False,
     ) -> Steps:
@@ -93,23 +102,22 @@ class RowChannel:
         if not is_dealt:
             self.deal(parts)
             yield self._fence()
-        contributions = self._take(own.dtype, [own.size] * len(parts))
+        contributions = [slot[: own.size] for slot in self._take(own.dtype)]
         contributions[self._rank] = own
-        self._reducer.reduce(contributions, operation, piece, cuts)
+        self._reducer.reduce(contributions, operation, piece)
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
         """See `MessageChannel`."""
         self.deal(outgoing)
         yield self._fence()
-        sent = self._take(outgoing[0].dtype, [part.size for part in incoming])
-        for other, part in enumerate(incoming):
+        for other, slot in enumerate(self._take(outgoing[0].dtype)):
             if other != self._rank:
-                part[...] = sent[other]
+                incoming[other][...] = slot[: incoming[other].size]
 
     def spread(self, parts: Sequence[Array]) -> Steps:
         """See `MessageChannel`."""
         own, rank = parts[self._rank], self._rank
-        rows = self._next_rows(own.dtype)
+        rows = self._next_rows(own.dtype).whole
         rows[rank][: own.size] = own
         yield self._fence()
         self._turn = 1 - self._turn
@@ -124,26 +132,28 @@ class RowChannel:
 
     def deal(self, parts: Sequence[Array]) -> bool:
         """See `MessageChannel`: copy ``parts[r]`` to the slot of rank r in this rank's row."""
-        dtype = parts[0].dtype
-        row, slot = self._next_rows(dtype)[self._rank], self.bytes_each // dtype.itemsize
-        for other, part in enumerate(parts):
+        for other, slot in enumerate(self._next_rows(parts[0].dtype).outgoing):
             if other != self._rank:
-                row[other * slot : other * slot + part.size] = part
+                slot[: parts[other].size] = parts[other]
         return True
 
-    def _take(self, dtype: np.dtype[Any], lengths: Sequence[int]) -> list[Array]:
-        """Return this rank's slots in all rows, of these ``lengths``; the round then ends."""
-        rows, start = self._next_rows(dtype), self._rank * (self.bytes_each // dtype.itemsize)
+    def _take(self, dtype: np.dtype[Any]) -> list[Array]:
+        """Return the slots of all rows that are meant for this rank; the round then ends."""
+        slots = self._next_rows(dtype).incoming
         self._turn = 1 - self._turn
-        return [row[start : start + n] for row, n in zip(rows, lengths, strict=True)]
+        return slots
 
-    def _next_rows(self, dtype: np.dtype[Any]) -> list[Array]:
+    def _next_rows(self, dtype: np.dtype[Any]) -> _Rows:
         """Rows of the ranks in the set that is next in turn, as arrays of ``dtype``."""
         # With one set a rank would have to wait for the readers of its last round.
         turn = 1 - self._turn
         rows = self._views.get((turn, dtype))
         if rows is None:
-            rows = self._views[turn, dtype] = [row.view(dtype) for row in self._sets[turn]]
+            whole = [row.view(dtype) for row in self._sets[turn]]
+            slots = [row[: len(whole) * self.bytes_each].view(dtype) for row in self._sets[turn]]
+            slots = [row.reshape(len(whole), -1) for row in slots]
+            incoming = [row[self._rank] for row in slots]
+            rows = self._views[turn, dtype] = _Rows(whole, list(slots[self._rank]), incoming)
             self.scratch_bytes = 2 * self.ROW_BYTES
         return rows
 

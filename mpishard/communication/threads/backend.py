@@ -22,9 +22,10 @@ from mpishard.arrays import (
     is_device_array,
     synchronize,
 )
-from mpishard.communication.contract.arena import anonymous_memory
+from mpishard.communication.contract.arena import NOWHERE, anonymous_memory
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.call import Call, place_after, refuse_other_message
+from mpishard.communication.contract.reduction import is_combined_whole
 from mpishard.communication.contract.status import RankRecord, RankState
 from mpishard.communication.contract.work import Condition, Steps, Transfer, Work
 from mpishard.communication.failure.stall import describe_departure, describe_stall
@@ -296,7 +297,12 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _steps_all_reduce(self, call: Call, array: Array, out: Array) -> Steps:
         given = yield from self._open(call, (array, self._places(array, out)), array)
         places = [where for _, where in given]
-        sizes = ShardLayout(int(array.size), self._world_size).sizes
+        sizes: tuple[int, ...] = ShardLayout(int(array.size), self._world_size).sizes
+        if all(
+            where == NOWHERE and is_combined_whole(other.nbytes, self._world_size)
+            for other, where in given
+        ):
+            sizes = (array.size, *[0] * (self._world_size - 1))
         starts = list(itertools.accumulate(sizes, initial=0))
         mine = slice(starts[self._rank], starts[self._rank + 1])
         # Each rank combines one piece for all. Not into ``out``, which may be an array that other
