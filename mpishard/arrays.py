@@ -1,4 +1,4 @@
-"""The array module of an array, and what depends on it: one path for NumPy and CuPy."""
+"""The array module of an array, and functions that depend on it: one path for NumPy and CuPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = Any
 """A NumPy or CuPy array. The two share an interface and no base class."""
 
 SQUARES_BLOCK = 1024
-"""Elements whose squares `block_squares` adds up as one."""
+"""Number of elements in a block of `block_squares`."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _CACHE_OF_CPU = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -26,14 +26,14 @@ _LARGEST_CHUNK_BYTES = 512 * 1024
 
 
 def array_namespace(array: Array) -> ModuleType:
-    """The module, ``numpy`` or ``cupy``, whose functions work on ``array``.
+    """Return the module, ``numpy`` or ``cupy``, whose functions work on ``array``.
 
     Raises
     ------
     TypeError
-        For objects that are no arrays, and as `require_plain`.
+        For an object that is not an array, or is one that `require_plain` refuses.
     """
-    if type(array) is np.ndarray:  # every collective and every layer asks
+    if type(array) is np.ndarray:  # tested first: every collective and every layer comes here
         return np
     require_plain(array)
     if isinstance(array, np.ndarray | np.generic):
@@ -65,17 +65,17 @@ def require_plain(array: Any) -> None:
 
 
 def is_device_array(array: Array) -> bool:
-    """True if ``array`` lies in GPU memory."""
+    """Return whether ``array`` lies in GPU memory."""
     return array_namespace(array) is not np
 
 
 def to_host(array: Array) -> np.ndarray[Any, Any]:
-    """``array`` as a NumPy array: itself, or a copy from the GPU."""
+    """Return ``array`` as a NumPy array: itself, or a copy from the GPU."""
     return array if isinstance(array, np.ndarray) else np.asarray(array.get())
 
 
 def to_device(array: np.ndarray[Any, Any]) -> Array:
-    """A copy of ``array`` in GPU memory, if CuPy is loaded; else ``array``."""
+    """Return a copy of ``array`` in GPU memory if CuPy is loaded, otherwise ``array``."""
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return array
@@ -90,9 +90,10 @@ def address(array: Array) -> int:
 
 
 def is_own(array: Array) -> bool:
-    """True if ``array`` surely lies in memory that no other process has mapped.
+    """Return whether ``array`` certainly lies in memory that no other process has mapped.
 
-    NumPy allocated it. Arrays that are mapped, shared or of another library may be anywhere.
+    NumPy itself allocated such an array. Mapped and shared arrays, and those of other libraries,
+    may lie anywhere.
     """
     while isinstance(array.base, np.ndarray):
         array = array.base
@@ -100,18 +101,18 @@ def is_own(array: Array) -> bool:
 
 
 def beside(array: Array, other: Array) -> Array:
-    """``array`` where ``other`` lies, on the host or the current GPU: itself, or a copy."""
+    """Return ``array``, or a copy, where ``other`` lies: on the host or on the current GPU."""
     if isinstance(other, np.ndarray):
         return to_host(array)
     xp = array_namespace(other)
     if not is_device_array(array):
         return xp.asarray(array)
-    # To copy is what CuPy does across devices; to compute across them it only does with a warning.
+    # CuPy copies between devices, but it warns if a computation reads another device's array.
     return array if array.data.device_id == xp.cuda.runtime.getDevice() else array.copy()
 
 
 def copy_into(target: Array, source: Array) -> None:
-    """``target[...] = source``, each on the host or the current GPU.
+    """Do ``target[...] = source``, with each on the host or the current GPU.
 
     Parameters
     ----------
@@ -140,11 +141,11 @@ def synchronize(array: Array) -> None:
 def reuse_freed_memory() -> None:
     """Let the allocator of this process keep the memory that a step frees for the next step.
 
-    By default glibc hands freed memory back to the kernel, which clears each page anew when the
-    next step asks for the same activations: 10 to 20 % of a GPT's step. It does so with every
-    block above M_MMAP_THRESHOLD, which may be 32 MiB at most, and with free memory at the top of
-    the heap above M_TRIM_THRESHOLD (mallopt(3)). Pooling activations ourselves would save no more.
-    Other allocators have no such call, and keep their ways.
+    By default glibc returns freed memory to the kernel, which clears each page anew when the next
+    step allocates the same activations: 10 to 20 % of a GPT's step. It does so with every block
+    above M_MMAP_THRESHOLD, which may be 32 MiB at most, and with free memory at the top of the
+    heap above M_TRIM_THRESHOLD (mallopt(3)). A pool of activations would save no more. Other
+    allocators have no such call and stay as they are.
     """
     if os.name != "posix":
         return
@@ -170,8 +171,8 @@ def chunk_length(array: Array) -> int:
 def block_squares(array: Array) -> Array:
     """Sums of squares of blocks of 1024 elements, the last one shorter, in float64.
 
-    The bits of each depend on the block's values alone: not on the sizes of caches, nor on the
-    number of BLAS threads, for BLAS is not asked.
+    The bits of each sum depend on the block's values alone: not on the sizes of caches, nor on the
+    number of BLAS threads, because BLAS is not used.
 
     Parameters
     ----------
@@ -189,19 +190,20 @@ def block_squares(array: Array) -> Array:
     parts = [array[: array.size - rest].reshape(blocks, SQUARES_BLOCK)]
     if rest:
         parts.append(array[array.size - rest :].reshape(1, rest))
-    with np.errstate(over="ignore", invalid="ignore"):  # infinite, which whoever asks looks for
+    # An overflow is a result, and no warning: the norm is infinite.
+    with np.errstate(over="ignore", invalid="ignore"):
         sums = [xp.einsum("ij,ij->i", part, part) for part in parts]
     return xp.concatenate(sums).astype(xp.float64)
 
 
 @functools.cache  # once in a process
 def _chunk_bytes() -> int:
-    """A quarter of the L2 cache: fewer elements, and NumPy's calls cost more than the passes."""
+    """A quarter of the L2 cache; with smaller chunks NumPy's calls would cost more than passes."""
     return min(_LARGEST_CHUNK_BYTES, (_l2_bytes(_CACHE_OF_CPU) or _USUAL_L2_BYTES) // 4)
 
 
 def _l2_bytes(caches: Path) -> int | None:
-    """Size of a core's L2 cache as Linux tells it; None elsewhere."""
+    """Size of a core's L2 cache in bytes, as Linux reports it; None if it is not known."""
     try:
         # Linux numbers caches in no fixed order of levels.
         for cache in sorted(caches.glob("index*")):
@@ -218,7 +220,7 @@ def chunks(array: Array) -> Iterator[slice]:
     Parameters
     ----------
     array : Array
-        At least one dim; with none of size 0 beyond the first.
+        At least one dim; only the first may have size 0.
 
     Yields
     ------

@@ -3,8 +3,8 @@
 In round k, slot i absorbs slot i + 2**k, for i a multiple of 2**(k+1), if that exists. Five
 ranks: ``((a0 + a1) + (a2 + a3)) + a4``. The tree is a function of the number of contributions
 alone: not of arrival, message size, node or library. Each element is combined independently of
-its neighbours, so cutting an array into pieces or chunks changes no bit. (The sign of a NaN is no
-such bit: NumPy's vector loops take either operand's.)
+its neighbours, so cutting an array into pieces or chunks changes no bit. Only the sign of a NaN is
+not promised, because NumPy's vector loops take that of either operand.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class ReductionOperation(IntEnum):
     Average = AVERAGE
 
 
-# Python looks up a member of an enumeration in a fifth of a microsecond.
+# A name of its own, because Python takes 0.2 us to look up a member of an enumeration.
 _AVERAGE = ReductionOperation.AVERAGE
 _MEANINGLESS = ("", "", "c", "c", "iub")
-"""For each operation, by its number, the kinds of dtypes for which it has no meaning."""
+"""Kinds of dtypes for which an operation has no meaning, by the operation's number."""
 
 
 def check_reducible(dtype: np.dtype[Any], operation: object) -> None:
@@ -79,7 +79,7 @@ def is_combined_whole(nbytes: int, world_size: int) -> bool:
 
 @functools.cache
 def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """float32 for the 16-bit floats, the dtype itself otherwise."""
+    """Return float32 for the 16-bit floats, and the dtype itself otherwise."""
     is_float = dtype.kind == "f" or dtype.name == "bfloat16"
     return np.dtype(np.float32) if is_float and dtype.itemsize == 2 else dtype
 
@@ -95,7 +95,7 @@ _UFUNCS = {
 
 @functools.cache
 def _combiner(xp: Any, operation: ReductionOperation, dtype: np.dtype[Any]) -> Callable[..., Any]:
-    """``combine(left, right, out=)``, whose bits do not depend on length or on what ``out`` is."""
+    """Return ``combine(left, right, out=)``; its bits depend neither on length nor on ``out``."""
     ufunc: Callable[..., Any] = getattr(xp, _UFUNCS[operation])
     if dtype.kind != "c" or operation is not ReductionOperation.PRODUCT:
         return ufunc
@@ -108,7 +108,7 @@ def _combiner(xp: Any, operation: ReductionOperation, dtype: np.dtype[Any]) -> C
 
 
 Subtree = tuple[int, int]
-"""A slot and a round of the tree: the sum of slots ``first .. first + 2**level - 1``."""
+"""``(first, level)``: the part of the tree over slots ``first .. first + 2**level - 1``."""
 
 
 def complete_subtrees(slots: Collection[int], count: int) -> tuple[Subtree, ...]:
@@ -135,14 +135,14 @@ def complete_subtrees(slots: Collection[int], count: int) -> tuple[Subtree, ...]
 
 
 class TreeReducer:
-    """Combines equally shaped 1-D contributions chunk by chunk in tree order.
+    """Combiner of equally shaped 1-D contributions, chunk by chunk, in tree order.
 
-    Holds chunk-sized scratch only, reused between calls; one instance belongs to one rank.
+    It keeps chunk-sized scratch arrays between calls, so each rank needs an instance of its own.
     """
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[Any, ...], list[Array]] = {}
-        # Warns of no overflow. To enter a context is quicker than np.errstate.
+        # NumPy warns of no overflow in this context. To enter it is faster than np.errstate.
         self._quiet = contextvars.Context()
         self._quiet.run(np.seterr, over="ignore", under="ignore", invalid="ignore")
 
@@ -184,8 +184,8 @@ class TreeReducer:
             return
         xp = array_namespace(out)
         dtype = accumulation_dtype(out.dtype)
-        # If ``out`` aliases an input that a later round still reads, work lands in scratch
-        # and is copied out; a chunk stays in cache, so that costs little.
+        # If ``out`` aliases an input that a later round still reads, results go to scratch and
+        # are copied to ``out``. A chunk stays in cache, so the copy costs little.
         is_apart = count == 2 or not any(xp.may_share_memory(out, a) for a in subtrees.values())
         self._quiet.run(
             self._combine_chunks,
@@ -229,7 +229,7 @@ class TreeReducer:
                     wide[...] = leaves[key]
                     leaves[key] = wide
             result = _tree(leaves, 0, depth, count, target, scratch, combine)
-            if divisor:  # also by 1: complex infinities become NaN
+            if divisor:  # 1, too: the division turns complex infinities into NaN
                 result = xp.divide(result, divisor, out=target)
             if result is not target or not direct:
                 out[start:stop] = result
@@ -256,7 +256,7 @@ def _tree(
     """Combine slots ``first .. first + 2**level - 1``; the result is a leaf or ``target``.
 
     The left subtree's result waits in ``target`` while a right subtree of level k works in
-    ``scratch[k]`` and those below, so log2 of the number of slots buffers are enough.
+    ``scratch[k]`` and those below, so log2(``count``) buffers are enough.
     """
     known = leaves.get((first, level))
     if known is not None:

@@ -7,7 +7,8 @@ compares the ranks' calls; arrays of up to 128 bytes travel in it. Larger data f
   once to each node and not once to each rank: on every node one rank is the *agent* for it;
 * all others pass through the group's `Channel`: rows in the node's memory, or messages.
 
-Data are combined by `TreeReducer`: no reduction of the library is used, whose order is not known.
+Data are combined by `TreeReducer`. The library's own reductions are not used, because the order in
+which they combine is not known.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ class Collectives:
     Parameters
     ----------
     backend : CommunicationBackend
-        The backend that they belong to: its ranks, checks, regions and counts.
+        The backend whose ranks, checks, shared regions and traffic counts they use.
     group : Group
         The communicators and channels of its ranks.
     """
 
     def __init__(self, backend: CommunicationBackend, group: Group) -> None:
-        # No cycle: a group is left as soon as nobody holds its backend.
+        # Weak, because a cycle would delay the end of the group: its ranks leave it when the last
+        # reference to its backend is dropped.
         self._backend: Any = weakref.proxy(backend)
         self._group = group
         self._reducer = backend._reducer
@@ -93,12 +95,12 @@ class Collectives:
         try:
             self._backend._verify(headers.calls)
         except CollectiveMismatchError:
-            pass  # raised below, when each rank's line is known
+            pass  # raised below, with the line of each rank's call
         else:
             return headers
         yield from self.turn(call)
-        # All ranks come here or none. The lines that called travel only now, because a header with
-        # a path would be several times as long.
+        # Either all ranks come here or none does, because all compare the same rows. The lines of
+        # the calls travel only now: a header with a path would be several times as long.
         line = np.frombuffer(encode_place(call), np.uint8)
         lines = np.empty((self._world_size, PLACE_BYTES), np.uint8)
         yield group.keep(group.data.Iallgather(line, lines), line, lines)
@@ -109,10 +111,12 @@ class Collectives:
     def _open_reduction(
         self, call: Call, array: Array, out: Array, whole: Sequence[Array] = ()
     ) -> Steps:
-        """Begin a reduction: its headers, the arrays' places, the channel, and if data are in it.
+        """Begin a reduction: exchange its headers, and choose the channel of its data.
 
-        No headers if it needs none, and no places if nothing is shared. ``whole`` are parts for the
-        channel that may go before the header, which saves a fence.
+        Return headers, places, channel and ``is_dealt``. The headers are None if the call needs
+        none, and the places are None if no array is shared. ``is_dealt`` is true if every rank's
+        data are in the channel already: ``whole`` has the parts for the channel that may be dealt
+        before the header, which saves a fence.
         """
         # Without checks, and as long as no memory was shared, data alone need no header.
         small = array.nbytes <= INLINE_BYTES
@@ -143,8 +147,8 @@ class Collectives:
         arrays = [headers.inline(rank) for rank in range(self._world_size)]
         if part is not None:
             arrays = [array[part] for array in arrays]
-        # Ranks of a node may share ``out``: each sees results there, never another's sums on the
-        # way. Two contributions are combined in one pass, but an average has a second one.
+        # Ranks of a node may share ``out``, where none may see another's partial sums. Two
+        # contributions are combined in one pass, but an average is divided in a second one.
         result = out
         if self._regions.count and (
             self._world_size > 2 or operation is ReductionOperation.AVERAGE
@@ -183,9 +187,10 @@ class Collectives:
             if array is not out and _overlap(array, out):
                 flat = flat.copy()
             if whole and places is None:
-                # To wait for the others again takes longer than to combine their pieces, too. An
-                # ``out`` that they see, or that lies on another's array, is written by its ranks.
-                whole = [flat] * self._world_size  # perhaps a copy by now
+                # Each rank combines the whole itself, because another wait for the others takes
+                # longer. This is wrong for an ``out`` that several ranks see, or that lies on
+                # another rank's array: each rank then writes its own piece only.
+                whole = [flat] * self._world_size  # ``flat`` may be a copy by now
                 yield from channel.reduce(whole, call.operation, result, is_dealt=is_dealt)
                 return out
             sizes = even_sizes(result.size, self._world_size)
@@ -197,7 +202,7 @@ class Collectives:
     def reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
     ) -> Steps:
-        """Combine into ``out`` this rank's rows."""
+        """Combine this rank's rows of all ranks' arrays into ``out``."""
         assert call.operation is not None
         headers, places, channel, _ = yield from self._open_reduction(call, array, out)
         row = math.prod(array.shape[1:])
@@ -217,7 +222,7 @@ class Collectives:
                 self._refuse_overlaps(places, array, out, offsets)
                 arrays = self._peer_arrays(places, flat)
                 yield from self._reduce_in_place(call, arrays, sizes, piece)
-                # Others read this rank's array until then; afterwards its owner may change it.
+                # Peers read this rank's array until this fence; then the caller may change it.
                 yield self._group.exchange.fence()
             else:
                 yield from self._reduce_by(channel, flat, sizes, call.operation, piece)
@@ -234,9 +239,10 @@ class Collectives:
         piece: Array,
         whole: Array | None = None,
     ) -> Steps:
-        """In rounds: combine some of each rank's piece, and give it to all while it is cached.
+        """Combine the pieces of ``array`` in rounds; ``piece`` receives that of this rank.
 
-        ``piece`` takes this rank's; ``whole``, of which it is then a part, those of all ranks.
+        If ``whole`` is given, it receives all pieces, and ``piece`` is a part of it. Each round's
+        result is sent to all ranks at once, while it is in the processor's caches.
         """
         step = channel.bytes_each // array.itemsize
         starts = starts_of(sizes)
@@ -255,7 +261,7 @@ class Collectives:
     # ----------------------------------------------------------------------------------- movement
 
     def all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        """All ranks' rows in ``out``, or in a new array."""
+        """Collect the rows of all ranks in ``out``, or in a new array."""
         headers = yield from self.open(
             call,
             array,
@@ -273,7 +279,7 @@ class Collectives:
             yield from self.turn(call)
             pieces = split_up(result, sizes)
             mine = pieces[self._rank]
-            # Before data arrive: this rank's array may lie where another rank's piece belongs.
+            # Copied before data arrive: the array may lie where another rank's piece belongs.
             if address(mine) != address(flat):
                 mine[...] = flat
             any_shared, any_on_device, _ = headers.flags()
@@ -281,7 +287,7 @@ class Collectives:
                 if self._nodes.count > 1:
                     yield from self._exchange_pieces(pieces)
                 self._traffic.share_gather(call, self._nodes, sizes, array.dtype)
-                # The other ranks' pieces are complete, and may be read, when all have come here.
+                # After this fence the pieces of all ranks are complete and may be read.
                 yield self._group.exchange.fence()
                 return out
             channel = self._group.messages if any_on_device else self._group.channel
@@ -291,7 +297,7 @@ class Collectives:
         return out
 
     def broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
-        """The root's array on all ranks."""
+        """Send the root's array to all ranks."""
         payload = array if self._rank == root else None
         headers = yield from self.open(call, payload)
         sent = headers.calls[root]
@@ -312,7 +318,7 @@ class Collectives:
     def scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
     ) -> Steps:
-        """A new array of this rank's rows of the root's."""
+        """Return a new array with this rank's rows of the root's array."""
         parts: Sequence[Array] = ()
         if array is not None and counts is not None:
             starts = starts_of(counts)
@@ -321,7 +327,7 @@ class Collectives:
         return received[root]
 
     def gather(self, call: Call, array: Array, root: int) -> Steps:
-        """All ranks' rows, a new array, on the root."""
+        """Collect the rows of all ranks in a new array on the root; None on the other ranks."""
         headers = yield from self.open(call, array)
         is_root = self._rank == root
         sizes = [call.size for call in headers.calls]
@@ -344,14 +350,14 @@ class Collectives:
         return result
 
     def all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
-        """A list of new arrays, one from each rank."""
+        """Send ``parts[r]`` to rank r, and return a list of new arrays, one from each rank."""
         received = yield from self._exchange(call, parts, range(self._world_size))
         return [received[rank] for rank in range(self._world_size)]
 
     def _exchange(self, call: Call, parts: Sequence[Array], senders: Sequence[int]) -> Steps:
-        """Send ``parts[r]`` to rank r; return the received arrays in the order of their senders.
+        """Send ``parts[r]`` to rank r; return a dict of the received arrays by sender.
 
-        Only ``senders`` have parts. Nobody else knows their shapes, which travel first.
+        Only ``senders`` have parts. Their shapes travel first, because no receiver knows them.
         """
         world = range(self._world_size)
         longest = np.array([max((part.size for part in parts), default=0)], np.int64)
@@ -382,9 +388,9 @@ class Collectives:
         return received
 
     def _move(self, outgoing: Sequence[Array], incoming: Sequence[Array], longest: int) -> Steps:
-        """Send ``outgoing[r]`` to rank r, and receive its ``incoming[r]``.
+        """Send ``outgoing[r]`` to rank r, and receive its data in ``incoming[r]``.
 
-        In as many rounds as the ``longest`` part of all ranks needs.
+        All ranks make as many rounds as the ``longest`` part of any rank needs.
         """
         step = self._group.channel.bytes_each // outgoing[0].itemsize
         for low in range(0, longest, step):
@@ -400,8 +406,8 @@ class Collectives:
     ) -> None:
         """Refuse, on all ranks, results that overlap arrays which other ranks still read.
 
-        The result of a rank may lie in an array in the range that the rank alone reads:
-        ``offsets`` bytes behind the array's start.
+        A rank's result may lie in a shared array only in the range that this rank alone reads. The
+        range begins ``offsets[rank]`` bytes behind the array's start.
 
         Raises
         ------
@@ -424,16 +430,16 @@ class Collectives:
                     )
 
     def _peer_arrays(self, places: Sequence[Places], like: Array) -> dict[int, Array]:
-        """The flat arrays of this node's ranks, in shared memory."""
+        """Return views of the flat arrays of this node's ranks, by rank, in shared memory."""
         return {rank: self._regions.view(places[rank][0], like) for rank in self._nodes.peers}
 
     def _all_reduce_in_place(
         self, call: Call, arrays: Mapping[int, Array], out: Array, *, is_shared: bool
     ) -> Steps:
-        """Combine ``arrays`` into flat ``out``: shared, or each rank's own array.
+        """Combine ``arrays`` into the flat ``out``: one shared result, or each rank's own array.
 
-        Each rank writes its own piece of ``out``, and the pieces that it is agent for; in its own
-        array no other rank reads one before it is complete.
+        Each rank writes its own piece of ``out`` and the pieces for which it is the agent. Its
+        peers read these pieces only after a fence.
         """
         layout = ShardLayout(int(out.size), self._world_size)
         pieces = [out[layout.slice(rank)] for rank in range(self._world_size)]
@@ -448,6 +454,7 @@ class Collectives:
                     piece[...] = arrays[source][layout.slice(rank)]
                     self._traffic.count_read("all_gather", piece.nbytes)
         self._traffic.share_gather(call, self._nodes, layout.sizes, out.dtype)
+        # The shared result is complete, or no rank copies from another's array any more.
         yield self._group.exchange.fence()
 
     def _reduce_in_place(
@@ -467,6 +474,8 @@ class Collectives:
         wide = accumulation_dtype(own[0].dtype)
         clients = nodes.clients
         senders = [nodes.agent(self._rank, n) for n in range(nodes.count) if n != nodes.own]
+        # A node sends the sums of all its subtrees in one part, which must fit the channel. They
+        # travel in the dtype of accumulation, so that 16-bit data are rounded once, at the end.
         step = max(1, self._group.channel.bytes_each // wide.itemsize // max(map(len, trees)))
         for low in range(0, max(sizes), step):
             lengths = [max(0, min(step, size - low)) for size in sizes]
@@ -496,9 +505,9 @@ class Collectives:
         dtype: np.dtype[Any],
         length: int,
     ) -> Array:
-        """The sums that this node sends of one piece: one for each of its subtrees, end to end."""
+        """Return this node's sums of one piece: one for each of its subtrees, end to end."""
         if operation is ReductionOperation.AVERAGE:
-            operation = ReductionOperation.SUM  # the whole is divided, once
+            operation = ReductionOperation.SUM  # the receiver divides the whole sum, once
         subtrees = self._nodes.subtrees(self._nodes.own)
         sums = np.empty((len(subtrees), length), dtype)
         for (first, level), target in zip(subtrees, sums, strict=True):
@@ -508,7 +517,7 @@ class Collectives:
         return sums.reshape(-1)
 
     def _exchange_pieces(self, pieces: Sequence[Array]) -> Steps:
-        """Send this rank's piece to its agents; receive the pieces that this rank is agent for."""
+        """Send this rank's piece to its agents; receive those for which this rank is the agent."""
         nodes, own = self._nodes, pieces[self._rank]
         agents = {nodes.agent(self._rank, n) for n in range(nodes.count) if n != nodes.own}
         clients = nodes.clients
@@ -517,7 +526,7 @@ class Collectives:
         yield from self._group.messages.move(outgoing, incoming)
 
 
-@functools.lru_cache(maxsize=4096)  # a training step asks for the same sizes again and again
+@functools.lru_cache(maxsize=4096)  # each training step uses the same sizes
 def starts_of(sizes: tuple[int, ...]) -> list[int]:
     """The start of each of several parts that lie end to end."""
     return [0, *accumulate(sizes[:-1])]

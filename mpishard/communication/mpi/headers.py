@@ -1,14 +1,15 @@
-"""The header exchange that every collective begins with: what each rank calls, and small arrays.
+"""The header exchange that begins every collective: each rank's call, and small arrays.
 
 On one node headers go through *rings* in memory that its ranks share: a few stores and loads
 instead of messages. A group has one ring for each of its ranks, which that rank alone writes. The
 number n of an exchange is the same on all ranks, and its row stands in slot ``n % SLOTS`` of each
-ring. The mark before the row, written last, is n; a slot is written again when every other rank has
-written that it has read it. Only as many bytes are written as the row has: cache lines of a slot
-that stay as they are need not be fetched again.
+ring. The mark before the row is n, and is written after the row. A rank writes a slot again only
+when every other rank has stored that it has read it. Only the row's own bytes are written, because
+cache lines of a slot that do not change need not be fetched again.
 
-Rings need stores that other cores see in the order in which they are made: x86-64. Elsewhere, and
-if a group spans several nodes or shares no memory, headers are messages.
+Rings need a processor whose stores other cores see in the order in which they are made, such as
+x86-64. Headers are messages on other processors, and if a group spans several nodes or shares no
+memory.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from mpishard.communication.contract.work import Waitable
 from mpishard.communication.mpi.messages import Pending
 
 INLINE_BYTES = 128
-"""Arrays of up to this many bytes travel in the header, and need no second exchange."""
+"""Most bytes of an array that travels in the header, and so needs no second exchange."""
 
 ROW_BYTES = HEADER_BYTES + INLINE_BYTES
 """Most bytes that each rank sends."""
 
 _HEADER = struct.Struct(f"=q{HEADER_BYTES - 8}s")
-# Behind the header of a larger array: which of these hold, and the places of a shared one.
+# The header of a larger array is followed by its flags and, if it is shared, by its places.
 _SHARED, _ON_DEVICE, _DEALT = 1, 2, 4
 _PLACES = struct.Struct("=B4q")
 
@@ -48,11 +49,11 @@ def make_row(
     *,
     is_dealt: bool = False,
 ) -> bytes:
-    """The row of one rank: up to `ROW_BYTES` bytes.
+    """Return the row of one rank: up to `ROW_BYTES` bytes.
 
-    ``payload`` is an array. If it is larger than `INLINE_BYTES`, the row says instead whether it
-    lies on a GPU, and has its ``places``: where it and the result lie in memory that the node's
-    ranks share. ``is_dealt`` says that its data are in the channel already.
+    A ``payload`` of up to `INLINE_BYTES` travels in the row. For a larger one the row has flags,
+    and its ``places``: where it and the result lie in memory that the node's ranks share.
+    ``is_dealt`` says that its data are in the channel already.
     """
     content = b""
     if payload is not None:
@@ -90,7 +91,7 @@ class Headers:
         self.calls: Sequence[Call] = (own,) * len(rows)
         self.all_inline = own.nbytes <= INLINE_BYTES
         """Whether every rank's array came with its header."""
-        for row in rows:  # half the time of all()
+        for row in rows:  # takes half the time of all()
             if not row.startswith(header):
                 self.identical = False
                 self.calls = [Call.decode(row) for row in rows]
@@ -98,15 +99,15 @@ class Headers:
                 break
 
     def inline(self, rank: int) -> Array:
-        """The elements that ``rank`` sent in its header: a view, 1-D."""
+        """Return a 1-D view of the elements that ``rank`` sent in its header."""
         call = self.calls[rank]
         return np.frombuffer(self._rows[rank], call.dtype, call.size, HEADER_BYTES)
 
     def flags(self) -> tuple[bool, bool, bool]:
-        """Flags of all rows: any array is shared; any is on a GPU; all are in the rows already.
+        """Return whether any array is shared, any is on a GPU, and all are in the channel already.
 
-        Of the arrays that did not come with their headers. One is shared if it or its result lies
-        in shared memory.
+        An array that came with its header counts as none of these. An array is shared if it or its
+        result lies in shared memory.
         """
         some, every = 0, _DEALT
         for rank, row in enumerate(self._rows):  # half the time of zip()
@@ -116,7 +117,7 @@ class Headers:
         return bool(some & _SHARED), bool(some & _ON_DEVICE), bool(every)
 
     def places(self) -> list[Places]:
-        """The places of each rank's array and result."""
+        """Return the places of each rank's array and result."""
         places: list[Places] = []
         for row, call in zip(self._rows, self.calls, strict=True):
             where = NOWHERE
@@ -127,13 +128,13 @@ class Headers:
         return places
 
     def integers(self, count: int) -> list[list[int]]:
-        """The ``count`` int64 values that each rank sent in its header."""
+        """Return the ``count`` int64 values that each rank sent in its header."""
         return [np.frombuffer(r, np.int64, count, HEADER_BYTES).tolist() for r in self._rows]
 
 
 @dataclass(slots=True, eq=False)
 class Posted(Waitable):
-    """One exchange of rows under way; ``rows`` is complete when it is."""
+    """One exchange of rows; when it is ``done``, ``rows`` has every rank's row."""
 
     exchange: RingExchange
     number: int
@@ -148,25 +149,25 @@ class Posted(Waitable):
 
 
 class Fence(Waitable):
-    """A fence of a `RingExchange`: true when every rank has come to it."""
+    """A fence of a `RingExchange`: complete when every rank has reached it."""
 
     __slots__ = ("_number", "_numbers", "_peers")
 
     def __init__(self, numbers: memoryview, own: int, peers: Sequence[int]) -> None:
         self._numbers, self._peers = numbers, peers
-        # Numbers only grow: a fence needs no reset, and a rank may be at the next one already.
+        # Numbers only grow, so a fence needs no reset, and a peer may be at the next one already.
         self._number = numbers[own] = numbers[own] + 1
 
     def test(self) -> bool:
         numbers, number = self._numbers, self._number
-        for peer in self._peers:  # noqa: SIM110 - half the time of all()
+        for peer in self._peers:  # noqa: SIM110 - takes half the time of all()
             if numbers[peer] < number:
                 return False
         return True
 
 
 class PostedMessage(Pending):
-    """As `Posted`, by messages."""
+    """One exchange of rows by messages, with the interface of `Posted`."""
 
     __slots__ = ("_buffer",)
 
@@ -181,14 +182,14 @@ class PostedMessage(Pending):
 
 
 class MessageExchange:
-    """Rows as messages: a non-blocking all-gather of the library. It has `RingExchange`'s methods.
+    """The exchange of rows by messages, with the methods of `RingExchange`.
 
     Parameters
     ----------
     mpi : module
         ``mpi4py.MPI``.
     headers, data : mpi4py.MPI.Intracomm
-        Communicators of the group's headers, and of its data, in whose order fences stand.
+        Communicators of the group's headers and of its data. Fences are barriers of the latter.
     in_flight : set of Pending
         Requests under way.
     """
@@ -211,13 +212,13 @@ class MessageExchange:
 
 
 SLOTS = 32
-"""Headers that a rank can be ahead of the slowest before it waits for room."""
+"""Number of headers that a rank can be ahead of the slowest rank before it waits for room."""
 
-_LINE = 64  # bytes that cores hand to each other
-# Of a ring: the last number read; the last fence come to; the rows.
+_LINE = 64  # bytes of a cache line, which only one core can write at a time
+# A ring has the number that its rank read last, its last fence in a line of its own, and slots.
 _FENCE = _LINE
 _ROWS = _FENCE + _LINE
-_STRIDE = -(-(8 + ROW_BYTES) // _LINE) * _LINE  # of a slot: the mark, and the row
+_STRIDE = -(-(8 + ROW_BYTES) // _LINE) * _LINE  # bytes of a slot: its mark, its row, padding
 _RING_BYTES = _ROWS + SLOTS * _STRIDE
 
 
@@ -241,7 +242,7 @@ class RingExchange:
         peers = [other for other in range(ranks) if other != rank]
         slots = [[start + _ROWS + n * _STRIDE for start in starts] for n in range(SLOTS)]
         self._slots = [slot[rank] for slot in slots]
-        # Of the other ranks, by slot.
+        # Positions of the other ranks' marks and rows, by slot.
         self._marks = [[slot[peer] // 8 for peer in peers] for slot in slots]
         self._rows = [
             [slice(slot[peer] + 8, slot[peer] + 8 + ROW_BYTES) for peer in peers] for slot in slots
@@ -251,7 +252,10 @@ class RingExchange:
         fence = (starts[rank] + _FENCE) // 8
         peer_fences = [(starts[peer] + _FENCE) // 8 for peer in peers]
         self.fence: Callable[[], Waitable] = partial(Fence, self._numbers, fence, peer_fences)
-        """Be true when every rank has come to this fence. All ranks count them alike."""
+        """Return a fence, which is complete when every rank has reached it.
+
+        All ranks make the same fences in the same order.
+        """
         self._room = 0
         self._sent = 0
         self._posted: deque[Posted] = deque()
@@ -263,11 +267,11 @@ class RingExchange:
 
     @staticmethod
     def nbytes(ranks: int) -> int:
-        """Bytes for a group of so many ranks."""
+        """Bytes of memory that a group of ``ranks`` ranks needs."""
         return ranks * _RING_BYTES
 
     def post(self, row: bytes) -> Posted:
-        """Exchange rows, in order of issue. Those that come have `ROW_BYTES`. Never blocks."""
+        """Begin to exchange rows, without blocking. Each received row has `ROW_BYTES` bytes."""
         self._last += 1
         posted = Posted(self, self._last, row)
         self._posted.append(posted)
@@ -275,7 +279,7 @@ class RingExchange:
         return posted
 
     def collect(self) -> None:
-        """Take the rows that have come, in order of issue, and send those that have room now."""
+        """Take the rows that have arrived, in order of issue, and send rows if there is room."""
         if self._sent < self._last:
             self._send()
         numbers, memory = self._numbers, self._bytes
@@ -295,11 +299,11 @@ class RingExchange:
         while self._sent < self._last:
             number = self._sent + 1
             if number > self._room:
-                # Only now: to load a peer's number fetches a cache line from another core.
+                # Loaded only if needed: each peer's number is a cache line of another core.
                 self._room = SLOTS + min([self._numbers[index] for index in self._reads])
                 if number > self._room:
                     return
             slot, row = self._slots[number % SLOTS], self._posted[self._sent - self._last].row
-            # The row before its mark: a peer that sees the mark sees the whole row.
+            # The row is stored before its mark, so a peer that sees the mark sees the whole row.
             self._bytes[slot + 8 : slot + 8 + len(row)] = row
             self._numbers[slot // 8] = self._sent = number
