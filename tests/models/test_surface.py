@@ -15,6 +15,7 @@ from mpishard import nn
 from mpishard.communication import run_in_threads
 from mpishard.errors import MissingInterfaceError, ShardingError, StructureOnlyError
 from mpishard.models import DDPModel, FSDPModel
+from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
 
@@ -486,6 +487,23 @@ def test_a_closed_model_lets_its_memory_go(backend: Any, problems: Any, strategy
     model.close()
     with pytest.raises(ShardingError, match="closed"):
         model.predict(problems.batch("mlp", 0)[0])
+
+
+@by_strategy
+@in_worlds(1, 2)
+def test_a_closed_model_frees_its_memory_while_its_optimizer_lives(
+    backend: Any, problems: Any, strategy: str
+) -> None:
+    model, optimizer = problems.build(backend, "mlp", strategy, "adamw")
+    optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
+    ledger = model.memory
+    backend.barrier()
+    model.close()
+    backend.barrier()
+    gc.collect()
+    assert ledger.total == ledger.held(MemoryCategory.OPTIMIZER_STATE) > 0
+    with pytest.raises(ShardingError, match="is closed"):
+        optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
 
 
 class Layered(ms.contracts.ILayeredModel):

@@ -346,7 +346,7 @@ class Engine:
             self._change(rule, self.gradients.owned(self.pieces.updated), report)
         finally:  # a rule that failed here may still read gradients elsewhere
             self.gradients.finish()
-        self._publish()
+        self.parameters.publish(self.pieces.published)
         self._end_round()
 
     def update_again(self, rule: Rule, weight: float) -> None:
@@ -391,7 +391,7 @@ class Engine:
         finally:
             if self.replica.across is not None:
                 self.gradients.finish()
-        self._publish()
+        self.parameters.publish(self.pieces.published)
         self._end_round()
         return StepReport(self.mean(total, weight), weight, mine.gradient_norm)
 
@@ -420,7 +420,7 @@ class Engine:
         pieces = [placement.part(gradient, p.start, p.stop) for p in self.pieces.updated]
         # It is the gradient of a mean already: with a weight of 1 the rule does not divide it.
         self._change(rule, pieces, StepReport(math.nan, 1.0, norm))
-        self._publish()
+        self.parameters.publish(self.pieces.published)
         self._end_round()
 
     def move(self, rule: Rule) -> None:
@@ -430,7 +430,7 @@ class Engine:
         """
         unused = self.parameters.owned(self.pieces.updated)
         self._change(rule, unused, StepReport(math.nan, 1.0, 0.0))
-        self._publish()
+        self.parameters.publish(self.pieces.published)
         self.changed()
 
     def _change(self, rule: Rule, gradients: list[Array], report: StepReport) -> None:
@@ -446,11 +446,6 @@ class Engine:
             with watched, span("update"):
                 rule(updates, report)
 
-    def _publish(self) -> None:
-        """Copy the owners' new values to the other ranks that store them. Collective."""
-        if self.policy.shards_state:
-            self.parameters.publish(self.pieces.published)
-
     def descend(self, gradient: Array, rate: float) -> None:
         """Subtract ``rate * gradient``, a full vector, the same on every rank. Collective."""
         pieces = self.pieces.updated
@@ -459,7 +454,7 @@ class Engine:
             target = owned
             part = self.placement.part(gradient, piece.start, piece.stop)
             target -= rate * beside(part, target)
-        self._publish()
+        self.parameters.publish(self.pieces.published)
         self.changed()
 
     def zeros_for_state(self, pieces: Sequence[Piece]) -> Array:
@@ -515,10 +510,14 @@ class Engine:
             self.leaves.refuse_changes()
         return total, weight
 
+    @property
+    def knows_loss(self) -> bool:
+        """True if steps compute a loss; a black box may compute only its gradient."""
+        return self.loss is not None or self.program.has_own_loss
+
     def mean(self, total: float, weight: float) -> float:
         """Mean loss; NaN if a black box computes no loss, or all weights are 0."""
-        known = self.program.knows_loss(self.loss) and weight > 0
-        return total / weight if known else math.nan
+        return total / weight if self.knows_loss and weight > 0 else math.nan
 
     @contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:

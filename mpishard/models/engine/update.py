@@ -241,9 +241,9 @@ class Round:
         sums = backend.all_reduce(np.array([*own, *(own * own), *wished, *message]))
         if self.wishes is not None:
             self.wishes.exchanged(sums[4:6])
-        total, weight, squared = (float(v) for v in fold(sums[4 + len(wished) :]))
         # (sum)^2 = N (sum of squares) holds only if all summands are equal (Cauchy-Schwarz).
         same = sums[:2] ** 2 == sums[2:4] * backend.world_size
+        total, weight, squared = (float(v) for v in fold(sums[4 + len(wished) :]))
         if not same[0]:
             raise ShardingError(
                 f"the ranks have accumulated different numbers of batches: rank {backend.rank} "
@@ -333,12 +333,12 @@ class UpdatePieces:
     Parameters
     ----------
     published : tuple of Piece
-        Owned pieces of the units that have a gradient. If parameters are whole, the other ranks
-        get them after an update.
+        The pieces whose new values this rank gives to the others after an update: its pieces of
+        the units that have a gradient, or none if every rank updates all parameters itself.
     owned : tuple of Piece
-        The trained parts of these.
+        The trained parts of the rank's pieces.
     updated : tuple of Piece
-        Pieces that this rank's rule updates: ``owned``, or all that is trained if the state is
+        The pieces that this rank's rule updates: ``owned``, or all that is trained if the state is
         replicated.
     counted : tuple of Piece
         Parts of ``owned`` that add to this rank's part of a norm: one of the tensor ranks counts
@@ -365,7 +365,9 @@ class UpdatePieces:
             counted = leaves.count_in(trained(every), owned)
         elif not program.vector.placement.is_whole:
             counted = pieces_within(owned, program.vector.placement.counted_ranges)
-        return cls(own, owned, owned if policy.shards_state else trained(every), counted)
+        if not policy.shards_state:
+            return cls((), owned, trained(every), counted)
+        return cls(own, owned, owned, counted)
 
     def to_write(self, program: Program) -> tuple[Piece, ...]:
         """The ``updated`` ones whose state this rank writes to a checkpoint: of replicas, a part.

@@ -85,8 +85,9 @@ class DividedProgram(Program):
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
         return self._whole.check_pair(x, y, loss)
 
-    def knows_loss(self, loss: ILossFunction | None) -> bool:
-        return self._whole.knows_loss(loss)
+    @property
+    def has_own_loss(self) -> bool:
+        return self._whole.has_own_loss
 
     def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
         return self._whole.measure(loss, prediction, y)

@@ -79,8 +79,9 @@ class OpaqueProgram(WholeProgram):
             raise TypeError(f"a batch needs a length, got {type(x).__name__}")
         return x
 
-    def knows_loss(self, loss: ILossFunction | None) -> bool:
-        return loss is not None or hasattr(self._model, "compute_loss_and_gradients")
+    @property
+    def has_own_loss(self) -> bool:
+        return hasattr(self._model, "compute_loss_and_gradients")
 
     def fill(self, start: int, out: Array) -> None:
         copy_into(out, self._model.get_parameters()[start : start + int(out.size)])
@@ -114,7 +115,7 @@ class OpaqueProgram(WholeProgram):
         if len(x) == 0:
             return 0.0, 0.0, None
         own_loss = loss is None or loss is self.default_loss
-        if own_loss and hasattr(self._model, "compute_loss_and_gradients"):
+        if own_loss and self.has_own_loss:
             found = self._model.compute_loss_and_gradients(x, y)
             if not isinstance(found, tuple | list) or len(found) != 2:
                 raise TypeError(

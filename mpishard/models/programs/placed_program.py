@@ -165,15 +165,16 @@ class PlacedProgram(WholeProgram):
         return x
 
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
-        if not self.knows_loss(loss):
+        if loss is None and not self.has_own_loss:
             raise MissingLossError("the model has no default loss; pass loss_function")
         # A loss of the model's own may need no targets.
         if not (hasattr(y, "__len__") or (y is None and loss is None)):
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
         return super().check_pair(x, y, loss)
 
-    def knows_loss(self, loss: ILossFunction | None) -> bool:
-        return loss is not None or self._model.has_own_loss
+    @property
+    def has_own_loss(self) -> bool:
+        return self._model.has_own_loss
 
     def fill(self, start: int, out: Array) -> None:
         self._model.fill_parameters(start, out)

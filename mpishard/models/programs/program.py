@@ -260,9 +260,10 @@ class Program(ABC):
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
         """Inputs and targets as `Batch` has them; refuses unfit ones. Communicates nothing."""
 
-    def knows_loss(self, loss: ILossFunction | None) -> bool:
-        """True if `forward` can compute the loss; a black box may compute only its gradient."""
-        return loss is not None
+    @property
+    def has_own_loss(self) -> bool:
+        """True if `forward` returns a loss without being given a loss function."""
+        return False
 
     @abstractmethod
     def predict(self, parameters: ParameterStore, x: Array) -> Array:

@@ -8,7 +8,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
 
@@ -64,6 +64,16 @@ _log = logging.getLogger("mpishard")
 Answer = TypeVar("Answer")
 
 
+class _ClosedEngine:
+    """The engine of a closed model: refuses every use, and keeps no memory."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+
+    def __getattr__(self, name: str) -> Any:
+        raise ShardingError(f"this {self._owner} is closed")
+
+
 def _as_dealt(name: str, read: Callable[[int, int], int]) -> Any:
     """A property that `read` takes from a rank's one range; another value than it is refused."""
 
@@ -117,6 +127,7 @@ class ShardedModelBase(IShardedModel):
 
     policy: Policy
     strategy: ClassVar[str]
+    engine: Engine
     _remembered: tuple[weakref.ref[Any], int] | None = None
 
     def __init__(self, wrapped_model: Any, config: ShardingConfiguration) -> None:
@@ -159,7 +170,7 @@ class ShardedModelBase(IShardedModel):
         require_same_on_all_ranks(program, self.strategy, self._config)
         if self._config.replica_size is not None:
             program.replica.train_apart(self._replicas(self._config.replica_size))
-        self._engine: Engine | None = self._build_engine(program)
+        self.engine = self._build_engine(program)
         say_what_is_ignored(self._config, program.device)
         say_what_is_slow(self._config, program)
         if self.gradient_leaves is not None:
@@ -260,13 +271,6 @@ class ShardedModelBase(IShardedModel):
     def data_rank_of(self, rank: int) -> int:
         """The `data_rank` of another rank."""
         return rank
-
-    @property
-    def engine(self) -> Engine:
-        """The one way in which the parameters change."""
-        if self._engine is None:
-            raise ShardingError(f"this {type(self).__name__} is closed")
-        return self._engine
 
     @property
     def memory(self) -> MemoryLedger:
@@ -651,10 +655,10 @@ class ShardedModelBase(IShardedModel):
         model = copy.copy(self)
         program, model._wrapped_model = self.engine.program.copy()
         model._invalidate_cache()
-        engine = model._engine = model._build_engine(program, arena=False)
-        engine.parameters.copy_from(self.engine.parameters)
-        engine.continue_as(self.engine)
-        program.take_over(engine.parameters, f"a {type(self).__name__}")
+        model.engine = model._build_engine(program, arena=False)
+        model.engine.parameters.copy_from(self.engine.parameters)
+        model.engine.continue_as(self.engine)
+        program.take_over(model.engine.parameters, f"a {type(self).__name__}")
         return model
 
     def release(self) -> Any:
@@ -673,10 +677,10 @@ class ShardedModelBase(IShardedModel):
         Gather or save before what you want to keep; the wrapped model stays structure only.
         """
         # A shallow copy shares the parameters, and must not free those of the original.
-        if self._engine is not None and is_owned_by(self._wrapped_model, self):
+        if is_owned_by(self._wrapped_model, self):
             self.engine.abandon()
             give_up_ownership(self._wrapped_model, self)
-        self._engine = None
+        self.engine = cast("Engine", _ClosedEngine(type(self).__name__))
 
     # ---------------------------------------------------------------------------- files and bytes
 

@@ -110,7 +110,7 @@ def refuse_early(
                 # Validation and test data, too, which are first used after hours of training.
                 _check_first(program, loss, data, part)
         compares = data.patience is not None or data.keeps_best
-        if compares and not program.knows_loss(loss):
+        if compares and loss is None and not program.has_own_loss:
             raise ValueError(
                 f"patience and keep_best compare losses, but {type(plain).__name__} computes none: "
                 "give it compute_loss_and_gradients, or a default_loss_function"

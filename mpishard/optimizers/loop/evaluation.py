@@ -106,8 +106,7 @@ def evaluate(
         total, weight = backend.all_reduce(sums[0])
     else:
         total, weight = leaves.total([(float(loss), float(weight)) for loss, weight in sums])
-    known = engine.program.knows_loss(engine.loss)
-    stats = {"loss": float(total / weight) if weight and known else math.nan}
+    stats = {"loss": engine.mean(float(total), float(weight))}
     if statistics is not None:
         stats |= statistics.total(backend)
     result = DatasetResult(x, y, stats)

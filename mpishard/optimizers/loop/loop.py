@@ -167,7 +167,7 @@ class TrainingRun:
     def run(self) -> OptimizationResult:
         """Train; every rank returns the same result. Collective."""
         is_root = self.model.rank == 0
-        if is_root and not self.model.engine.program.knows_loss(self.model.engine.loss):
+        if is_root and not self.model.engine.knows_loss:
             _log.warning(
                 "%s computes no loss, so that all losses of this run are NaN: give it "
                 "compute_loss_and_gradients, or a default_loss_function",

@@ -25,6 +25,7 @@ from mpishard.contracts import (
 )
 from mpishard.errors import CommunicationError, NonFiniteLossError, NoSampleError, ShardingError
 from mpishard.models import ShardedModelBase
+from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import StepReport
 from mpishard.models.wrapper.wrapped import agreed_vector
 from mpishard.optimizers.loop.agreement import refuse_early, require_same_rule
@@ -148,9 +149,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     def _forget_model(self) -> None:
         state, self._state = self._state, None
-        # The model's gradients go back to the store that its strategy chose.
-        if state is not None and state.keeps_gradients:
-            state.engine.lend_gradients(None)  # also of a model that is closed by now
+        # The gradients go back to the store that the model's strategy chose, unless the model is
+        # closed and has none.
+        if state is not None and state.keeps_gradients and isinstance(state.engine, Engine):
+            state.engine.lend_gradients(None)
 
     # -------------------------------------------------------------------------------------- steps
 
@@ -197,7 +199,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         state.last_gradient = None
         report = self._run_step(state, x, y, sample_start)
         if report.gradient_norm is not None:
-            state.last_gradient = report.weight, state.engine.held_gradient
+            state.last_gradient = report.weight, model.engine.held_gradient
         return report
 
     def _run_step(

@@ -73,7 +73,7 @@ def require_model(
         return
     # A line search compares values of one function: the loss must depend on parameters alone.
     engine, name = model.engine, type(rule).__name__
-    if not engine.program.knows_loss(engine.loss):
+    if not engine.knows_loss:
         raise ValueError(
             f"{name} compares losses, but {type(model.wrapped_model).__name__} computes none: give "
             "it compute_loss_and_gradients, or a default_loss_function"

@@ -15,6 +15,7 @@ from mpishard.checkpoint import CheckpointState, Pieces
 from mpishard.checkpoint.format.content import require_form
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models import ShardedModelBase
+from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import StepReport, Update
 from mpishard.optimizers.rules.ranges import (
     OwnedRange,
@@ -49,8 +50,6 @@ class ModelState(CheckpointState):
     ----------
     kind : str
         First part of the kinds of its arrays in a checkpoint, which names the rule.
-    engine : Engine
-        The model's. Calls that may come after ``model.close()`` ask the model, which refuses them.
     pieces : tuple of Piece
         The pieces that this rank updates.
     parts : list of (tuple of Segment, dict of str to Array)
@@ -80,14 +79,19 @@ class ModelState(CheckpointState):
         # Setting options makes a new object, so that a step compares identities only.
         self._options = rule.parameter_options
         self._described = rule.checked_options.description  # the options of `frozen`
-        self.engine = engine = model.engine
+        engine = model.engine
         # Before the vectors are made: frozen parameters get no memory in them.
         if engine.program.frozen != frozen:
             engine.freeze(frozen)
         self.pieces = pieces = self._updated_pieces()
         segments = tuple(segments_of(engine.program.entries, piece) for piece in pieces)
+
+        # Looked up in each call: a reference to the engine would keep the memory of a closed model.
+        def sum_over_owners(rows: Array) -> Array:
+            return model.engine.sum_over_owners(rows)
+
         self._owners: dict[str, Any] = {
-            "sum_over_owners": engine.sum_over_owners,
+            "sum_over_owners": sum_over_owners,
             "parameter_names": [entry.name for entry in model.parameter_entries],
         }
         if model.gradient_leaves is not None:
@@ -98,7 +102,7 @@ class ModelState(CheckpointState):
                 cells.cut(found, piece) for found, piece in zip(segments, pieces, strict=True)
             )
             self._owners = {
-                "sum_over_owners": lambda rows: cells.totals(engine.sum_over_owners(rows)),
+                "sum_over_owners": lambda rows: cells.totals(sum_over_owners(rows)),
                 "parameter_names": cells.names,
             }
         self.vectors: Mapping[str, Array] = {
@@ -108,6 +112,11 @@ class ModelState(CheckpointState):
             (found, {name: vector[piece.in_shard] for name, vector in self.vectors.items()})
             for found, piece in zip(segments, pieces, strict=True)
         ]
+
+    @property
+    def engine(self) -> Engine:
+        """The model's engine, which refuses every use after ``model.close()``."""
+        return self.model.engine
 
     def _updated_pieces(self) -> tuple[Piece, ...]:
         """Return the pieces that this rank updates."""
@@ -193,6 +202,10 @@ class ModelState(CheckpointState):
         """Run a function of the rule on the parameters that this rank updates."""
         assert report.gradient_norm is not None
         rule = self.rule
+        ranges = [
+            OwnedRange(update.parameters, update.gradients, views, segments)
+            for update, (segments, views) in zip(updates, self.parts, strict=True)
+        ]
         context = UpdateContext(
             step=self.steps + 1,
             # A schedule is asked for the number of updates so far, which counts from 0.
@@ -204,10 +217,6 @@ class ModelState(CheckpointState):
             numbers=self.numbers,
             **self._owners,
         )
-        ranges = [
-            OwnedRange(update.parameters, update.gradients, views, segments)
-            for update, (segments, views) in zip(updates, self.parts, strict=True)
-        ]
         function(ranges, context)
 
     def mean_gradient(self) -> Array | None:
