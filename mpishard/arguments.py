@@ -235,8 +235,9 @@ def check_path(name: str, path: Any) -> None:
     TypeError
         For an object that is neither a string nor a path.
     ValueError
-        For a blank string, for one with a NUL character, which no file system takes, and for one
-        that the encoding of file names, which the locale chooses, cannot hold.
+        For a blank string, for one with a NUL character, which no file system takes, for one that
+        the encoding of file names, which the locale chooses, cannot hold, and for one that begins
+        with "~", which shells replace by the home directory, and Python does not.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name} must be a string or a path, got {path!r}")
@@ -244,6 +245,11 @@ def check_path(name: str, path: Any) -> None:
         raise ValueError(f"{name} must not be blank, got {str(path)!r}")
     if "\0" in str(path):
         raise ValueError(f"{name} must not have a NUL character in it, got {str(path)!r}")
+    if str(path).startswith("~"):
+        raise ValueError(
+            f"{name} {str(path)!r} would be a directory of the name {str(path).split('/')[0]!r} "
+            f"here: give os.path.expanduser({str(path)!r}) for the home directory, or ./ before it"
+        )
     try:
         os.fsencode(path)
     except UnicodeEncodeError as error:

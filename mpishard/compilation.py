@@ -10,15 +10,14 @@ import functools
 import importlib
 import importlib.util
 import logging
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
 from mpishard import settings
 
 _log = logging.getLogger("mpishard")
-_NOTICE_SECONDS = 0.3
 
 
 def numba_module() -> ModuleType | None:
@@ -64,23 +63,33 @@ def compile_loop(
     if sums_in_lanes:
         options["fastmath"] = {"reassoc"}
     run: Callable[..., None]
-    # Only the time tells whether numba compiles or has found code in its cache.
-    notice = threading.Timer(_NOTICE_SECONDS, _say_that_it_compiles)
-    notice.daemon = True
-    notice.start()
-    try:
-        run = numba.njit(signature, cache=True, **options)(function)
-    except (OSError, RuntimeError) as error:  # no folder to write to, or it is full
-        _log.info("%s is compiled anew in each process: %s", loop.__name__, error)
-        run = numba.njit(signature, **options)(function)
-    finally:
-        notice.cancel()
+    with _says_that_it_compiles():
+        try:
+            run = numba.njit(signature, cache=True, **options)(function)
+        except (OSError, RuntimeError) as error:  # no folder to write to, or it is full
+            _log.info("%s is compiled anew in each process: %s", loop.__name__, error)
+            run = numba.njit(signature, **options)(function)
     return run
+
+
+@contextmanager
+def _says_that_it_compiles() -> Iterator[None]:
+    """Log why the first step is slow, if numba finds no code in its cache; once in a process."""
+    events = importlib.import_module("numba.core.event")
+
+    class Compiles(events.Listener):  # type: ignore[name-defined, misc]
+        def on_start(self, event: Any) -> None:
+            _say_that_it_compiles()
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    with events.install_listener("numba:compile", Compiles()):
+        yield
 
 
 @functools.cache
 def _say_that_it_compiles() -> None:
-    """Log why the first step is slow; once in a process."""
     _log.info("numba compiles loops, a second or two each; later starts load them")
 
 

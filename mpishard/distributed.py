@@ -486,6 +486,7 @@ def _go_on(
 ) -> tuple[int, T]:
     """Run ``main`` to its end, anew wherever ranks are lost; the rank at last, and its result."""
     while True:
+        backend._begins_again = True
         try:
             result = main(backend, *args)
             if backend.is_initialized:

@@ -447,6 +447,14 @@ def restart_count() -> int:
     return _number("MPISHARD_RESTART") or 0
 
 
+def most_restarts() -> int:
+    """MPISHARD_MAX_RESTARTS: how many times `mpishard run` may start this job again; 0 elsewhere.
+
+    `mpishard run` sets it to its ``--max-restarts``.
+    """
+    return _number("MPISHARD_MAX_RESTARTS") or 0
+
+
 _REMOTE_SHELLS = ("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm_rsh_agent", "OMPI_MCA_plm_rsh_agent")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -196,22 +197,32 @@ def test_objects_are_described_in_one_line() -> None:
 # ---------------------------------------------------------------------------------- long silences
 
 
-@pytest.mark.parametrize(("seconds", "lines"), [(0.2, 1), (0.0, 0)])
-def test_a_first_compilation_says_why_the_step_is_slow(
-    seconds: float, lines: int, monkeypatch: Any, caplog: Any
+def add_one(values: Any) -> None:
+    """A loop for numba."""
+    for index in range(values.size):
+        values[index] += 1
+
+
+def test_a_compilation_says_why_the_step_is_slow_and_slow_loading_does_not(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    pytest.importorskip("llvmlite")
+    numba = pytest.importorskip("numba")
+    caching = importlib.import_module("numba.core.caching")
+    load = caching.FunctionCache.load_overload
 
-    def njit(*_: Any, **__: Any) -> Any:
-        return lambda function: time.sleep(seconds) or function
+    def load_slowly(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        return load(*arguments)
 
-    monkeypatch.setattr(compilation, "_numba", lambda: SimpleNamespace(njit=njit))
-    monkeypatch.setattr(compilation, "_NOTICE_SECONDS", 0.05)
-    compilation._say_that_it_compiles.cache_clear()
-    with caplog.at_level(logging.INFO, "mpishard"):
-        for _ in range(2):
-            compilation.compile_loop(lambda: None, None)
-    assert [r.getMessage()[:21] for r in caplog.records] == ["numba compiles loops,"] * lines
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(caching.FunctionCache, "load_overload", load_slowly)
+    signature = numba.void(numba.float64[::1])
+    for lines in (1, 0):  # compiled, and loaded
+        compilation._say_that_it_compiles.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "mpishard"):
+            compilation.compile_loop(add_one, signature)(np.ones(3))
+        assert [r.getMessage()[:21] for r in caplog.records] == ["numba compiles loops,"] * lines
 
 
 @pytest.mark.spawned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -11,9 +12,11 @@ import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
 from mpishard.arrays import Array, require_plain
-from mpishard.communication import CommunicationBackend
+from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples
+
+_log = logging.getLogger("mpishard")
 
 _BUFFERS = "buffers"  # key of the module's buffers in what is saved
 
@@ -34,7 +37,9 @@ class TorchModel(PlacedVectorModel):
     eval; `predict` and evaluation use eval mode. Random layers (dropout) draw from torch's
     generator: when the model is sharded, each rank but the first gets a seed of its own. Hooks on
     the module, checkpointed segments and tied parameters work; ``.grad`` of the parameters is None
-    after each pass.
+    after each pass. The gradient of a parameter that no rank used is 0, so that weight decay and
+    momentum change it; optimizers of PyTorch leave it out. A warning names such parameters of the
+    first step.
 
     Parameters
     ----------
@@ -79,6 +84,8 @@ class TorchModel(PlacedVectorModel):
 
         self._placed = PlacedModule(module, with_frozen=False)
         self._module, self._entries = module, self._placed.entries
+        # Which parameters this rank has used; None once the first step has ended.
+        self._used: np.ndarray[Any, Any] | None = np.zeros(len(self._entries), np.uint8)
 
     # ---------------------------------------------------------------------------------- structure
 
@@ -160,7 +167,24 @@ class TorchModel(PlacedVectorModel):
         self._placed.deal(world, ranks)
 
     def settle(self, ranks: CommunicationBackend) -> bool:
+        if self._used is not None:
+            used, self._used = ranks.all_reduce(self._used, ReductionOperation.MAX), None
+            if ranks.rank == 0:
+                self._warn_of_unused(used)
         return self._placed.buffers.settle(ranks)
+
+    def _warn_of_unused(self, used: np.ndarray[Any, Any]) -> None:
+        from mpishard.torch.placed import some
+
+        unused = [entry.name for entry, count in zip(self._entries, used, strict=True) if not count]
+        if unused:
+            _log.warning(
+                "no rank used parameter %s of %s in the first step. Unlike PyTorch, a parameter "
+                "without a gradient is updated with a gradient of 0: weight decay and momentum "
+                "still change it. To leave it out, call requires_grad_(False) before the module is "
+                "given to TorchModel, or set parameter_options={%r: {'frozen': True}}",
+                some(unused), self._name, unused[0],
+            )  # fmt: skip
 
     @property
     def computes_together(self) -> bool:
@@ -252,13 +276,22 @@ class TorchModel(PlacedVectorModel):
         try:
             for index, parameter in enumerate(self._placed.parameters):
                 parameter.grad = None
-                hook = functools.partial(_hand_over, receive, index)
+                hook = functools.partial(self._hand_over, receive, index)
                 handles.append(parameter.register_post_accumulate_grad_hook(hook))
             output.backward(torch.from_numpy(loss.backward(saved)).to(output.dtype))
         finally:
             for handle, parameter in zip(handles, self._placed.parameters, strict=False):
                 handle.remove()
                 parameter.grad = None
+
+    def _hand_over(self, receive: Callable[[int, Array], None], index: int, parameter: Any) -> None:
+        """Hook: autograd's gradient of a parameter goes where gradients are gathered."""
+        from mpishard.torch.placed import flat_gradient
+
+        gradient, parameter.grad = parameter.grad, None
+        if self._used is not None:
+            self._used[index] = 1
+        receive(index, flat_gradient(gradient))
 
 
 def _wide(named: Iterable[tuple[str, Any]]) -> list[str]:
@@ -307,14 +340,6 @@ class TorchLoss(ILossFunction):
             return zeros
         (gradient,) = torch.autograd.grad(total, output)
         return gradient.numpy()
-
-
-def _hand_over(receive: Callable[[int, Array], None], index: int, parameter: Any) -> None:
-    """Hook: autograd's gradient of a parameter goes where gradients are gathered."""
-    from mpishard.torch.placed import flat_gradient
-
-    gradient, parameter.grad = parameter.grad, None
-    receive(index, flat_gradient(gradient))
 
 
 def _tensor(array: Array, dtype: np.dtype[Any]) -> Any:

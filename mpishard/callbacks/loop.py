@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpishard import settings
+from mpishard.arguments import as_count, require_type
 from mpishard.callbacks.preemption import Preemption
 from mpishard.callbacks.run import Record, Run, check_callbacks
 from mpishard.communication import CommunicationBackend
@@ -148,8 +149,8 @@ def running(
 
     Raises
     ------
-    TypeError
-        For what is no callback.
+    TypeError, ValueError
+        For what is no callback, no backend, no unit, or no number of steps.
     Preempted
         At the end, if the job was ordered to save and end.
 
@@ -168,6 +169,10 @@ def running(
     >>> ms.run_in_threads(2, main)
     [4, 4]
     """
+    require_type("backend", backend, CommunicationBackend)
+    require_type("unit", unit, str)
+    total_steps = None if total_steps is None else as_count("total_steps", total_steps, 0)
+    step = as_count("step", step, 0)
     run = Run(check_callbacks(callbacks), backend, total_steps=total_steps, unit=unit)
     with ExitStack() as stack:
         run.enter(stack)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from mpishard.arguments import check_path
 from mpishard.callbacks.run import Record, Run
 from mpishard.checkpoint.format.disk import replace_file
 from mpishard.contracts import PathLike
@@ -84,6 +85,7 @@ class JSONLines(_Writer):
     """
 
     def __init__(self, path: PathLike) -> None:
+        check_path("path", path)
         self._path = Path(path)
 
     def _open(self, run: Run, record: Record) -> None:
@@ -111,6 +113,7 @@ class CSVFile(_Writer):
     """
 
     def __init__(self, path: PathLike) -> None:
+        check_path("path", path)
         self._path = Path(path)
 
     def _open(self, run: Run, record: Record) -> None:
@@ -172,6 +175,7 @@ class TensorBoard(_Writer):
                 "TensorBoard needs tensorboardX: pip install 'mpishard[tensorboard]'"
             ) from error
         self._kind = tensorboardX.SummaryWriter
+        check_path("folder", folder)
         self._folder = Path(folder)
 
     def _open(self, run: Run, record: Record) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from mpishard import settings
+from mpishard.arguments import as_count, require_type
 
 if TYPE_CHECKING:
     from mpishard.observe.live_line import LiveLine
@@ -49,6 +50,12 @@ class Progress:
     clock : callable
         Seconds as `time.monotonic` gives them.
 
+    Raises
+    ------
+    TypeError, ValueError
+        For steps that are no integers of 0 or more, a unit that is no text, or an interval that is
+        negative or NaN.
+
     Examples
     --------
     >>> seconds = iter(range(9))
@@ -74,9 +81,11 @@ class Progress:
         stamp: str = "%Y-%m-%d %H:%M:%S  ",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total = math.inf if total_steps is None else total_steps
-        self._start = start
-        self._step = start
+        self._total = math.inf if total_steps is None else as_count("total_steps", total_steps, 0)
+        self._start = self._step = as_count("start", start, 0)
+        require_type("unit", unit, str)
+        if not interval >= 0:
+            raise ValueError(f"interval must be 0 or more seconds, got {interval}")
         self._unit = unit
         self._enabled = enabled
         self._stream = sys.stdout if stream is None else stream

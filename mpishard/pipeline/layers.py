@@ -31,7 +31,8 @@ def balanced_cuts(
 
     By dynamic programming: the best cut of the first n costs into k runs is one of the best cuts
     of fewer costs into k - 1 runs, and a last run. Of equally good last cuts the earliest is
-    taken, so that of equal stages the last are the longer ones.
+    taken, so that of equal stages the last are the longer ones. Time and memory grow as the
+    number of costs times that of runs.
 
     Parameters
     ----------
@@ -52,21 +53,27 @@ def balanced_cuts(
     # Nodes: the beginning, the places of cuts, the end. sums[j] is the cost of all before it.
     nodes = np.concatenate([[0], places, [len(costs)]])
     sums = np.concatenate([[0.0], np.cumsum(costs)])[nodes]
-    runs = np.where(
-        np.arange(len(nodes))[:, None] < np.arange(len(nodes)), sums - sums[:, None], np.inf
-    )
-    # Dynamic programming: best[j] is the smallest possible largest run if the runs end at node j.
-    best = runs[0]  # of one run up to each node
-    choices = []
-    for _ in range(num_cuts):
-        dearest = np.maximum(best[:, None], runs)
-        choices.append(dearest.argmin(axis=0))
-        best = dearest.min(axis=0)
+    # best[k][j] is the smallest possible largest run if k + 1 runs end at node j, which is more
+    # than k. It grows with j, and the sum from node i to node j shrinks as i grows.
+    best = [sums]
+    for num_before in range(1, num_cuts + 1):
+        before, ends = best[-1], np.arange(num_before + 1, len(nodes))
+        # The first last cut whose runs before it are not cheaper than the last run.
+        low, high = np.full_like(ends, num_before), ends.copy()
+        while (low < high).any():
+            middle = (low + high) // 2
+            is_found = before[middle] >= sums[ends] - sums[middle]
+            low, high = np.where(is_found, low, middle + 1), np.where(is_found, middle, high)
+        last_run = np.where(low > num_before, sums[ends] - sums[low - 1], np.inf)
+        best.append(np.concatenate([sums[: num_before + 1], np.minimum(before[low], last_run)]))
     cuts: list[int] = []
-    node = len(nodes) - 1
-    for choice in reversed(choices):
-        node = int(choice[node])
-        cuts.append(int(nodes[node]))
+    end = len(nodes) - 1
+    for num_before in range(num_cuts, 0, -1):
+        largest, total = best[num_before][end], sums[end]
+        end = num_before + bisect.bisect_left(
+            sums[num_before:end], True, key=lambda start: bool(total - start <= largest)
+        )
+        cuts.append(int(nodes[end]))
     return cuts[::-1]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from mpishard.communication import ReductionOperation
 from mpishard.communication.contract.status import called_as
-from mpishard.errors import ShardingError
+from mpishard.errors import CollectiveMismatchError, ShardingError
 from mpishard.models.programs.placed_program import Arrivals
 from mpishard.models.stores.gradient_store import (
     BackwardPass,
@@ -32,6 +34,9 @@ class BackwardPasses:
     `receive` takes each gradient and writes it to the store, which reduces each unit when it and
     all later units are complete. When autograd is through, the rest is reduced, and each part's
     ``grad`` is a view of the store. Gradients add up until a part's ``grad`` is set to None.
+
+    If ``backward()`` raises, the loop can go on when its gradients are cleared, provided that it
+    raised on every rank after the same units.
 
     Parameters
     ----------
@@ -74,6 +79,8 @@ class BackwardPasses:
         self._has_local = False  # gradients that are not reduced yet
         self._is_reduced = False
         self._arrivals: Arrivals | None = None
+        # Only autograd holds the callback that ends a pass: it is gone if the pass has raised.
+        self._ending: Callable[[], Any] = lambda: None
         self._views: dict[int, Any] = {}
         # Gradients that the user has put in place of those in the store: this pass adds to them.
         self._assigned: list[tuple[Part, Any]] = []
@@ -84,6 +91,8 @@ class BackwardPasses:
         """Take the gradient of a parameter, which autograd has."""
         gradient = native_gradient.__get__(parameter)
         native_gradient.__set__(parameter, None)
+        if self._has_raised():
+            self._drop_raised()
         if self._arrivals is None:
             self._begin()
         assert self._arrivals is not None
@@ -92,7 +101,9 @@ class BackwardPasses:
 
     def _begin(self) -> None:
         """Open a backward pass, of which the first gradient is here."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        ending = functools.partial(self._end)
+        self._ending = weakref.ref(ending)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
         self.part_of_step.enter_context(span("backward"))
         gradients = self._gradients
         live = [part.tensor.grad is not None for part in self._parts]
@@ -138,6 +149,39 @@ class BackwardPasses:
             if not isinstance(gradients, ReplicatedGradients):
                 (owned,) = gradients.owned([part.piece])
                 owned[...] = 0
+
+    def _has_raised(self) -> bool:
+        """Whether the last backward pass raised."""
+        return self._arrivals is not None and self._ending() is None
+
+    def _drop_raised(self) -> None:
+        """Drop the pass that raised. Collective, unless it was inside `no_sync`."""
+        assert self._arrivals is not None
+        assigned = [part for part, _ in self._assigned]
+        if any(part.tensor.grad is not None for part in self._parts if part not in assigned):
+            raise ShardingError(
+                "the last backward() raised, and the gradients hold a part of it: call "
+                "optimizer.zero_grad() before the next backward()"
+            )
+        if self._gradients.sends_now:
+            try:
+                self._gradients.settle()
+                # Ranks that reduced other units, or did not raise, call something else here. It is
+                # also the fence after which no rank reads another's gradients.
+                self._backend.barrier()
+            except CollectiveMismatchError as error:
+                error.add_note(
+                    f"The last backward() of rank {self._backend.rank} raised, and not every other "
+                    "rank's did after the same gradients. A loop can only leave a batch out on "
+                    "every rank: let the exception end the job, or agree before backward()"
+                )
+                raise
+        self._gradients.abandon()
+        self._views.clear()
+        self._assigned.clear()
+        self._has_local = self._is_reduced = False
+        self._arrivals = None
+        self.part_of_step.close()
 
     def trained_pieces(self) -> list[Piece]:
         """The pieces of this rank in units of which something is trained."""
@@ -189,9 +233,14 @@ class BackwardPasses:
             In or after a backward pass that has not reduced them, of the module ``name``.
         """
         if self._arrivals is not None:
+            way = "has not ended"
+            if self._has_raised():
+                way = (
+                    "raised; call optimizer.zero_grad(), and go on with the next batch if it "
+                    "raised on every rank"
+                )
             raise ShardingError(
-                f"{purpose} needs a complete backward pass, but the last one of this {name} "
-                "raised, or has not ended"
+                f"{purpose} needs a complete backward pass, but the last one of this {name} {way}"
             )
         if self._has_local and any(part.tensor.grad is not None for part in self._parts):
             raise ShardingError(

@@ -132,8 +132,9 @@ class GatheredUnits:
             each = ", ".join(f"rank {r} {self._names[u]!r}" for r, u in enumerate(units))
             raise ShardingError(
                 f"ranks use different parameters at the same time: {each}. While they are "
-                "gathered, every rank must use the same ones in the same order; strategies "
-                '"ddp", "zero1" and "zero2" let ranks take branches of their own'
+                "gathered, every rank must use the same ones in the same order, also after an "
+                'exception that only some of them caught; strategies "ddp", "zero1" and "zero2" '
+                "let ranks take branches of their own"
             )
         work.wait()
         self._resident[unit], self._coming = full, None

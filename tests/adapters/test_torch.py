@@ -192,6 +192,27 @@ def test_ranks_may_use_different_branches(backend: Any, strategy: str, path: str
         close(model.gather_full_parameters(), flat(module))
 
 
+@by_strategy
+@in_worlds(1, 2, 3)
+def test_parameters_that_no_rank_uses_are_named_once(
+    backend: Any, strategy: str, caplog: Any
+) -> None:
+    """Ranks other than the first use the left branch."""
+    x = np.full((2, 5), 1.0 if backend.rank else -1.0)
+    model = wrap(backend, Branches, strategy)
+    optimizer = optimizer_for(model, "sgd")
+    for _ in range(3):
+        optimizer.step(model, x, np.ones((2, 2)))
+    backend.barrier()
+    said = [r.getMessage() for r in caplog.records if "no rank used" in r.getMessage()]
+    if backend.rank == 0:
+        rest = "and 1 more" if backend.world_size > 1 else "and 3 more"
+        first = "never.weight" if backend.world_size > 1 else "left.weight"
+        (only,) = said
+        assert f"parameter {first!r} {rest} of Branches in the first step" in only
+        assert "weight decay and momentum still change it" in only
+
+
 @pytest.mark.parametrize("defer", [False, True])
 @by_strategy
 @in_worlds(1, 2, 3)

@@ -536,3 +536,29 @@ def test_a_signal_ends_a_loop_of_ones_own_at_a_save():
         loop(backend)
     assert (ended.value.code, ended.value.step) == (75, 13)
     assert spy.steps("on_stop") == [13]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"unit": 5}, TypeError, "unit must be a str, got int"),
+        ({"total_steps": "9"}, TypeError, "total_steps must be an integer, got '9'"),
+        ({"total_steps": -1}, ValueError, "total_steps must be 0 or more, got -1"),
+        ({"step": True}, TypeError, "step must be an integer, got True"),
+        ({"step": -3}, ValueError, "step must be 0 or more, got -3"),
+    ],
+)
+@in_worlds(2)
+def test_a_loop_of_ones_own_is_told_of_wrong_arguments(backend, options, error, message):
+    with pytest.raises(error, match=message), running([], backend, **options):
+        raise AssertionError("the loop has begun")
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [(5, TypeError, "path must be a string"), ("", ValueError, "path must not be blank")],
+)
+@pytest.mark.parametrize("kind", [JSONLines, CSVFile])
+def test_a_writer_needs_the_path_of_a_file(kind, path, error, message):
+    with pytest.raises(error, match=message):
+        kind(path)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mpishard import as_distributed, checkpoint, nn, run_in_threads
-from mpishard.checkpoint import CheckpointReader, write_checkpoint
+from mpishard.checkpoint import CheckpointFolder, CheckpointReader, write_checkpoint
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.saving import save as saving
 from mpishard.errors import CheckpointError
@@ -184,6 +184,33 @@ def test_a_directory_with_other_files_is_not_replaced(tmp_path: Path, fakes: Any
     run_in_threads(2, work)
     assert seed_of(tmp_path / "c", fakes) == 1
     assert (tmp_path / "c" / "metrics.jsonl").exists()
+
+
+def test_the_root_and_a_directory_of_others_are_refused_with_a_place_to_save_to(
+    tmp_path: Path, fakes: Any
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").touch()
+    place = re.escape(str(tmp_path / "mine" / "checkpoint"))
+    with pytest.raises(CheckpointError, match=rf"mine holds notes, which .* such as {place}$"):
+        save(None, fakes, tmp_path / "mine", 1)
+    with pytest.raises(CheckpointError, match=r"^/ holds .* path of its own, such as /checkpoint$"):
+        save(None, fakes, Path("/"), 1)
+    with pytest.raises(FileNotFoundError, match=r"^/ holds no manifest\.json"):
+        CheckpointReader("/")
+
+
+@pytest.mark.parametrize("path", ["~", "~/runs/a", "~someone/a"])
+def test_no_directory_of_the_name_of_the_home_directory_is_made(tmp_path, monkeypatch, path):
+    """Whoever wants to remove it might remove the home directory."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.MLP([2, 2])
+    for member in (model.save_model, model.load_model, CheckpointFolder):
+        with pytest.raises(ValueError, match=rf"expanduser\('{path}'\)"):
+            member(path)
+    assert not names(tmp_path)
+    model.save_model("./~mine")
+    assert names(tmp_path) == ["~mine"]
 
 
 def test_a_file_is_not_replaced(tmp_path: Path, fakes: Any) -> None:

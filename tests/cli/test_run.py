@@ -340,11 +340,12 @@ def test_open_mpi_is_told_what_ranks_on_other_machines_need(script, monkeypatch,
     ((command, environment),) = commands
     names = [after for word, after in pairwise(command) if word == "-x"]
     assert len(names) == len(set(names))
-    ours = {"MPISHARD_JOB_FOLDER", "MPISHARD_RESTART"}
+    ours = {"MPISHARD_JOB_FOLDER", "MPISHARD_RESTART", "MPISHARD_MAX_RESTARTS"}
     assert ours | {"MINE", "MPISHARD_TIMEOUT", "PATH"} < set(names)
     assert "MY_OWN" not in names
     assert environment["MINE"] == "x=y"
     assert environment["MPISHARD_RESTART"] == "0"
+    assert environment["MPISHARD_MAX_RESTARTS"] == "1"
     assert "OMPI_COMM_WORLD_RANK" in command
 
 

@@ -219,6 +219,8 @@ WRAPPED = [
           ("validate_every alone", {"validate_every": 1}, ValueError, "needs x_validation"),
           ("checkpoint_every alone", {"checkpoint_every": 1}, ValueError, "needs checkpoint"),
           ("a blank checkpoint", {"checkpoint": ""}, ValueError, "checkpoint must not be blank"),
+          ("a unit that is a number", {"throughput_unit": 5}, TypeError,
+           "throughput_unit must be a str, got int"),
           ("resume is no path", {"resume": 5}, TypeError, "resume must be a string or a path"))],
     ("A", "step: a plain model", TypeError, r"got MLP; wrap it with mpishard\.as_distributed",
      lambda g: g.optimizer.step(MLP([5, 2]), X, Y)),

@@ -365,6 +365,16 @@ def test_arguments_and_members(backend):
     for call, error, match in (
         (lambda: optimizer.should_sync(-1), ValueError, "iteration must be 0 or more"),
         (lambda: AsyncSGDOptimizer(SGD(), config, delay=-1), ValueError, "delay must be 0 or more"),
+        (
+            lambda: AsyncSGDOptimizer(SGD(), config, delay=10**9),
+            ValueError,
+            "delay must be 0 to 1000 steps, got 1000000000: with delay each rank keeps",
+        ),
+        (
+            lambda: AsyncSGDOptimizer(SGD(), config, 1001),
+            ValueError,
+            "allow_staleness must be 0 to 1000 steps, got 1001",
+        ),
         (lambda: AsyncSGDOptimizer(SGD(), config, delay=1.5), TypeError, "delay must be an integ"),
         (
             lambda: AsyncSGDOptimizer(LBFGS(), config, delay=1),

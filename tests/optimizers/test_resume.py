@@ -312,3 +312,31 @@ def test_where_there_must_be_a_checkpoint_there_is_one(tmp_path):
     ms.run_in_threads(2, train, tmp_path / "run", max_steps=4)
     again, _ = ms.run_in_threads(2, train, tmp_path / "run", resume=True)[0]
     assert len(again.loss_history) == STEPS - 4
+
+
+@pytest.mark.parametrize("resume", [False, "earlier", None])
+def test_restarts_that_would_begin_anew_are_named_before_training(
+    tmp_path, monkeypatch, caplog, resume
+):
+    folder = tmp_path / "run"
+    if resume == "earlier":
+        resume = tmp_path / "earlier"
+        ms.run_in_threads(2, train, resume, max_steps=2)
+    options = {"max_steps": 4, "resume": resume}
+    ms.run_in_threads(2, train, folder, **options)
+    assert "if it fails" not in caplog.text
+    monkeypatch.setenv("MPISHARD_MAX_RESTARTS", "3")
+    ms.run_in_threads(2, train, folder, **options)
+    monkeypatch.delenv("MPISHARD_MAX_RESTARTS")
+    ms.launch(
+        lambda backend: train(backend, folder, **options),
+        backend="memory", world_size=2, on_failure="shrink",
+    )  # fmt: skip
+    said = [r.getMessage() for r in caplog.records if "if it fails" in r.getMessage()]
+    if resume is None:
+        assert not said
+        return
+    by_run, by_shrink = said
+    assert f"resume={resume!r}, and mpishard run --max-restarts 3 starts the job again" in by_run
+    assert "on_failure='shrink' begins main again if it fails" in by_shrink
+    assert str(folder) in by_run

@@ -1,11 +1,13 @@
 """Flat vectors cut into stages: even, or balanced by the best of all cuts."""
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from mpishard.pipeline import LoadBalancedPartitionStrategy, UniformPartitionStrategy
+from mpishard.pipeline.layers import balanced_cuts
 
 
 def is_tiling(stages, total):
@@ -100,3 +102,40 @@ def test_bad_layers():
         make([0, 9]).compute_partition(8, 2)
     with pytest.raises(ValueError, match=r"the cost of a layer of 3 parameters must be .* -1"):
         make([0, 3], lambda n: -1).compute_partition(8, 2)
+
+
+def earliest_cuts(costs, count, allowed):
+    """The cuts of `balanced_cuts` by trying every last cut; and their largest sum."""
+    places = [place for place in allowed if place < len(costs)]
+    if count == 1 or not places:
+        return float(np.cumsum(costs)[-1]), []
+    sums = np.concatenate([[0.0], np.cumsum(costs)])
+    found = []
+    for last in places[max(0, count - 2) :]:
+        largest, cuts = earliest_cuts(costs[:last], count - 1, places)
+        found.append((max(largest, float(sums[-1] - sums[last])), [*cuts, last]))
+    return min(found, key=lambda pair: pair[0])  # the first of equals
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_equally_good_cuts_the_earliest_last_one_is_taken(seed):
+    generator = np.random.default_rng(seed)
+    length = int(generator.integers(2, 8))
+    places = sorted(generator.choice(np.arange(1, length), length // 2, replace=False).tolist())
+    tiny = 10.0 ** generator.integers(-18, 18, length)
+    for costs in (generator.integers(0, 3, length), 0.1 * generator.integers(0, 2, length), tiny):
+        for allowed in (range(1, length), places):
+            for count in range(1, len(allowed) + 2):
+                expected = earliest_cuts(costs, count, allowed)[1]
+                assert balanced_cuts(costs, count, list(allowed)) == expected
+
+
+def test_memory_does_not_grow_as_the_square_of_the_layers():
+    costs = np.random.default_rng(0).random(3000)
+    tracemalloc.start()
+    try:
+        balanced_cuts(costs, 8)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 * costs.nbytes  # and not 3000 times

@@ -31,7 +31,7 @@ _LISTED = 5
 
 def previous_of(path: Path) -> Path:
     """Return the place of the checkpoint that ``path`` replaces, until it is replaced."""
-    return path.with_name(f"{path.name}.previous")
+    return path.parent / f"{path.name}.previous"  # with_name() raises for the root
 
 
 def temporary_of(path: Path) -> Path:
@@ -79,10 +79,11 @@ class Target:
             if directory.is_dir():
                 foreign = foreign_in(directory)
                 if foreign:
+                    is_checkpoint = (directory / MANIFEST).exists()
+                    place = "" if is_checkpoint else f", such as {directory / 'checkpoint'}"
                     raise CheckpointError(
-                        f"{directory} holds {foreign}, which are no part of a checkpoint "
-                        "and would be lost: saving replaces the directory. Save to a path of its "
-                        "own"
+                        f"{directory} holds {foreign}, which would be lost: saving replaces the "
+                        f"whole directory. Save to a path of its own{place}"
                     )
             elif directory.exists():
                 raise CheckpointError(f"{directory} is a file; a checkpoint is a directory")

@@ -42,7 +42,7 @@ from mpishard.errors import MPIUnavailableError
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _RANKS_PER_CORE = 8  # more are a slip of the finger rather than a test
-_OF_ONE_START = ("MPISHARD_JOB_FOLDER", "MPISHARD_RESTART")
+_OF_ONE_START = ("MPISHARD_JOB_FOLDER", "MPISHARD_RESTART", "MPISHARD_MAX_RESTARTS")
 
 
 def python_arguments(words: Sequence[str], is_module: bool = False) -> list[str]:
@@ -213,6 +213,7 @@ class Job:
             )
             variables = _thread_variables(self.launcher, ranks, hosts) | self.user_variables
             variables["MPISHARD_RESTART"] = f"{restart_count}"
+            variables["MPISHARD_MAX_RESTARTS"] = f"{self.limits.most}"
             return supervisor.run({**self.environment, **variables})
 
         told = partial(say, self.name)

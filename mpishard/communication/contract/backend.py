@@ -91,6 +91,7 @@ class CommunicationBackend(ITransport):
     """
 
     _rank_is_process = True  # and not a thread of it
+    _begins_again = False  # whether the program begins again, in a smaller world, if ranks are lost
     _heir: Self | None  # the world after this one, without the ranks that were lost
 
     def __init__(self, rank: int, world_size: int) -> None:

@@ -289,7 +289,7 @@ class Arrivals:
             raise ShardingError(
                 f"parameter {self._entries[index].name!r} got two gradients in one backward pass; "
                 "where it is used by several checkpointed parts, pass use_reentrant=False to "
-                "torch.utils.checkpoint; a loop cannot go on after a backward() that raised"
+                "torch.utils.checkpoint"
             )
         self._missing[unit].remove(index)
         self._waiting[unit].append((index, gradient))

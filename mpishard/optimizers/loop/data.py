@@ -13,6 +13,7 @@ from mpishard.arguments import (
     as_integer,
     check_path,
     require_attribute,
+    require_type,
 )
 from mpishard.callbacks.run import check_callbacks
 from mpishard.contracts import PathLike
@@ -209,6 +210,7 @@ class OptimizationInputData:
         if self.user_state is not None:
             check_user_state(self.user_state)
         check_callbacks(self.callbacks)
+        require_type("throughput_unit", self.throughput_unit, str)
         if self.checkpoint is None:
             self._refuse_without_checkpoint()
         if self.shuffle_block_size is not None and not numbers["shuffle"]:

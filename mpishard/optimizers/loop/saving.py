@@ -102,6 +102,12 @@ def _ignores_own_folder(data: OptimizationInputData) -> bool:
     return CheckpointFolder(data.resume).path != folder_of(data).path
 
 
+_FIRST_ONLY = (
+    "a folder without checkpoints begins anew. Or give resume in the first start only, if "
+    "mpishard.settings.restart_count() == 0"
+)
+
+
 class RunCheckpoints:
     """The saves of one run, one at a time.
 
@@ -130,6 +136,8 @@ class RunCheckpoints:
         self._rank = backend.rank
         self._begins_anew = f"resume={data.resume!r}" if _ignores_own_folder(data) else ""
         if self._begins_anew:
+            if self._rank == 0:
+                self._warn_of_restarts(may_lose_ranks=backend._begins_again)
             allowed_ranks = 0, 0  # no number of ranks would go on from what this run saves
         elif data.local_data:
             allowed_ranks = backend.world_size, backend.world_size
@@ -139,6 +147,18 @@ class RunCheckpoints:
         self._staging = StagingBuffer() if data.checkpoint_async else None
         self._pending: PendingSave | None = None
         self._step = 0  # of the last save
+
+    def _warn_of_restarts(self, *, may_lose_ranks: bool) -> None:
+        """Warn, before training, of restarts that make no use of what this run saves."""
+        causes = ["on_failure='shrink' begins main again"] * may_lose_ranks
+        if restarts := settings.most_restarts():
+            causes.append(f"mpishard run --max-restarts {restarts} starts the job again")
+        if causes:
+            _log.warning(
+                "%s, and %s if it fails: it would not go on from its checkpoints in %s, and write "
+                "over them. Leave resume out; %s",
+                self._begins_anew, " and ".join(causes), self.folder.path, _FIRST_ONLY,
+            )  # fmt: skip
 
     def reserve(
         self, model: ShardedModelBase, optimizer: CheckpointableOptimizer, *, keeps_best: bool

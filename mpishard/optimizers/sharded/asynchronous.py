@@ -29,6 +29,9 @@ from mpishard.optimizers.sharded.strategies import model_of_replicas, require_re
 from mpishard.sharding import Piece, ShardingConfiguration, owned_pieces
 from mpishard.sharding.configuration import by_node
 
+MOST_LATE = 1000
+"""Most steps that a gradient may be late, or a rank behind."""
+
 
 class AsyncSGDOptimizer(ShardedOptimizerBase):
     """Updates with gradients of earlier steps, so that ranks need not wait.
@@ -66,9 +69,10 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
     config : ShardingConfiguration
         Backend and choices.
     allow_staleness : int
-        Steps that a rank may be behind before others wait for it: 0 or more.
+        Steps that a rank may be behind before others wait for it: 0 to 1000. An order to save and
+        end is obeyed after such a number of steps only.
     delay : int
-        Steps that each gradient may travel: 0 or more. One of the two must be 0.
+        Steps that each gradient may travel: 0 to 1000. One of the two must be 0.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}
         Inside each replica; others than "ddp" need replicas of several ranks. "hybrid" takes a
         wrapped `HybridShardedModel`, each of whose replicas is a mesh of its own.
@@ -76,8 +80,8 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
     Raises
     ------
     TypeError, ValueError
-        As `ShardedOptimizerBase`; for a negative number, both above 0, rules that search along a
-        line, another strategy, and one that shards without a ``replica_size``; with
+        As `ShardedOptimizerBase`; for other numbers, both above 0, rules that search along a line,
+        another strategy, and one that shards without a ``replica_size``; with
         ``allow_staleness`` for rules that need a norm of all parameters, and for replicas of
         several ranks.
     """
@@ -94,6 +98,13 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         super().__init__(wrapped_optimizer, config)
         self.allow_staleness = as_count("allow_staleness", allow_staleness, least=0)
         self.delay = as_count("delay", delay, least=0)
+        for name, steps in (("allow_staleness", allow_staleness), ("delay", delay)):
+            if steps > MOST_LATE:
+                raise ValueError(
+                    f"{name} must be 0 to {MOST_LATE} steps, got {steps}: with delay each rank "
+                    "keeps one more gradient for each, and with allow_staleness an order to save "
+                    "and end is obeyed once in as many steps"
+                )
         if allow_staleness and delay:
             raise ValueError(
                 f"allow_staleness={allow_staleness} lets each rank make its own steps, but "
