@@ -9,6 +9,7 @@ import pytest
 import scipy  # loads scipy.optimize in the test that needs it
 
 import mpishard as ms
+from mpishard.adapters import AutogradModel
 from mpishard.errors import NoSampleError, ShardingError
 from mpishard.models import HybridShardedModel
 from mpishard.sharding import ShardingConfiguration
@@ -72,6 +73,34 @@ def test_dropout_goes_by_the_global_sample(backend: Any, problems: Any) -> None:
         np.testing.assert_allclose(found, loss, rtol=0, atol=1e-12)
         np.testing.assert_allclose(full, gradient, rtol=0, atol=1e-12)
     assert model.evaluate(x[own], y[own])[0] != loss
+
+
+class Remembering(AutogradModel):
+    """It remembers the inputs of its last pass; the ranks have those of rank 0."""
+
+    last = np.zeros(5)
+
+    def forward_pass(self, x: Any, y: Any, loss: Any) -> Any:
+        self.last = x.sum(axis=0)
+        return super().forward_pass(x, y, loss)
+
+    def settle(self, ranks: Any) -> bool:
+        self.last = ranks.broadcast(self.last.copy(), root=0)
+        return True
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@in_worlds(1, 2, 3)
+def test_state_beside_parameters_is_that_of_rank_0(
+    backend: Any, problems: Any, strategy: str
+) -> None:
+    """Such as the statistics of normalization, which a pass changes on each rank."""
+    plain = Remembering(lambda w, x, y: ((x @ w - y) ** 2).mean(), np.ones((5, 2)))
+    model = ms.as_distributed(plain, backend, strategy)
+    x, y = problems.batch("function", 1)
+    own = [problems.part(len(x), 1, rank, backend.world_size) for rank in range(backend.world_size)]
+    model.loss_and_gradients(x[own[backend.rank]], y[own[backend.rank]])
+    np.testing.assert_array_equal(model.wrapped_model.last, x[own[0]].sum(axis=0))
 
 
 @in_worlds(1, 2)
