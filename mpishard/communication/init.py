@@ -1,4 +1,4 @@
-"""The backend of this process: chosen, made and set up once."""
+"""The choice, construction and set-up of the backend of this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpishard.errors import CommunicationError
 
 _logger = logging.getLogger("mpishard")
 
-# One process is one rank of one MPI world: this is a fact of the process and not of a thread.
+# A module-level variable, because a process, and not a thread, is one rank of one MPI world.
 _process_backend: CommunicationBackend | None = None
 _blas_threads: int | None = None
 
@@ -40,19 +40,19 @@ def init(
 
     Under MPI the call is collective and prepares the process: an uncaught exception ends
     the job instead of hanging it, and BLAS gets as many threads as this rank has cores, unless
-    the environment says how many. So does XLA, if JAX has made no array before, by ``NPROC``.
+    the environment says how many. XLA gets as many by ``NPROC``, if JAX has made no array before.
 
     Parameters
     ----------
     backend : {"auto", "mpi", "memory"}
-        ``auto`` is MPI where a launcher started this process (mpiexec, mpirun, srun), and one
-        rank in memory elsewhere. Inside `run_in_threads`, ``auto`` and ``memory`` are the
-        thread's own backend.
+        ``auto`` is MPI if a launcher (mpiexec, mpirun, srun) started this process, and one rank
+        in memory otherwise. Inside `run_in_threads`, ``auto`` and ``memory`` are the thread's own
+        backend.
     on_failure : {"abort", "shrink"}
         The fate of the other ranks of an MPI job if one is killed or raises an exception that
-        nobody catches: the job ends; or they raise `PeerError`, and may go on with
-        `CommunicationBackend.shrink`. That is for Open MPI, started by ``mpishard run --on-failure
-        shrink`` or ``mpiexec --with-ft ulfm``. In memory ranks can always go on.
+        nobody catches. With "abort" the job ends. With "shrink" the others raise `PeerError`, and
+        may go on with `CommunicationBackend.shrink`; this needs Open MPI, started by ``mpishard
+        run --on-failure shrink`` or ``mpiexec --with-ft ulfm``. In memory ranks can always go on.
 
     Returns
     -------
@@ -64,19 +64,20 @@ def init(
     MPIUnavailableError
         If MPI is asked for and there is no launcher, no mpi4py, an MPI library of another
         launcher, or a machine on which it cannot start; or if a rank, and not the launcher,
-        started this process. Never a silent world of one. For "shrink", if MPI, as it was
-        started, lets no rank outlive another.
+        started this process. Such a process never becomes a world of one. With "shrink", also if
+        MPI was started so that no rank can outlive another.
     CollectiveMismatchError
-        On every rank, if settings that must be the same differ between ranks: with their values.
+        On every rank, with the values, if settings that must be the same differ between ranks.
     CommunicationError
-        If ``memory`` is asked for under a launcher of several processes, or the process has a
-        backend of the other sort, or one whose ranks end together and "shrink" is asked for.
+        If ``memory`` is asked for under a launcher of several processes; if the process has a
+        backend of the other sort; or if "shrink" is asked for, and the ranks of its backend end
+        together.
     """
     global _process_backend  # noqa: PLW0603
     if backend not in ("auto", "mpi", "memory"):
         raise ValueError(f"backend must be 'auto', 'mpi' or 'memory', got {backend!r}")
     check_on_failure(on_failure)
-    settings.check()  # before MPI starts: a rank that fails alone later is waited for
+    settings.check()  # before MPI starts, because the others would wait for a rank that fails later
     threads = current_backend.get()
     if threads is not None and threads._newest.is_initialized and backend != "mpi":
         return threads._newest
@@ -92,7 +93,7 @@ def init(
         return present
     made: CommunicationBackend
     if isinstance(present, MPICommunicationBackend) and present.was_interrupted:
-        made = present  # the other ranks are in this world
+        made = present  # entered again, because the other ranks are in this world
     elif backend == "mpi" or (backend == "auto" and is_launched()):
         made = _mpi_backend(on_failure)
     else:
@@ -103,7 +104,7 @@ def init(
     if isinstance(made, MPICommunicationBackend):
         _limit_threads(made)
     else:
-        record_if_asked(made)  # under MPI any backend's start does it
+        record_if_asked(made)  # an MPI backend does this itself in `initialize`
     loaded = loaded_kernel() if made.rank == 0 else None
     if loaded is not None and (better := better_kernel(loaded)) is not None:
         _logger.warning(
@@ -116,7 +117,7 @@ def init(
 
 
 def blas_threads() -> int | None:
-    """BLAS threads that `init` gave to this process; None where it left them alone."""
+    """Return the number of BLAS threads that `init` set for this process; None if it set none."""
     return _blas_threads
 
 
@@ -131,19 +132,19 @@ def is_launched() -> bool:
 def _mpi_backend(on_failure: OnFailure) -> MPICommunicationBackend:
     if settings.launcher_variable() is not None:
         return MPICommunicationBackend(on_failure=on_failure)
-    # A launcher that sets no variable we know is seen by what MPI itself says.
+    # A launcher may set no variable that we know. Then a started MPI tells the size of the world.
     if "mpi4py.MPI" not in sys.modules or load_mpi().COMM_WORLD.Get_size() == 1:
         raise not_launched_error()
     return MPICommunicationBackend(load_mpi().COMM_WORLD, on_failure=on_failure)
 
 
 def refuse_worlds_of_one() -> None:
-    """Refuse thread-ranks where a launcher started several processes.
+    """Refuse thread-ranks if a launcher started several processes.
 
     Raises
     ------
     CommunicationError
-        Saying what each process would do alone.
+        Naming the launcher and its number of processes: each would be a world of one rank.
     """
     launched = settings.launched_world_size()
     if launched is not None and launched > 1 and not is_helper():

@@ -1,4 +1,4 @@
-"""The backend of the calling rank, for code that is not handed one."""
+"""The backend of the calling rank, for code that is not passed one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REDUCIBLE = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 class _WithState(type):
-    """The attributes of `CommunicationManager` itself."""
+    """The metaclass of `CommunicationManager`, with the properties of the class itself."""
 
     @property
     def is_initialized(cls) -> bool:
@@ -26,13 +26,13 @@ class _WithState(type):
 
 
 class CommunicationManager(metaclass=_WithState):
-    """Collectives without an object: a facade over the backend that this rank has given.
+    """Collectives without an object: a facade over the backend that this rank has set.
 
-    The backend is kept in a context variable. A process under MPI has one; thread-ranks have one
-    each, and each gives its own; threads that a rank starts have none. ``is_initialized`` says
-    whether there is one. Other members raise `NotInitializedError`, a RuntimeError, before
-    `initialize`, and otherwise what the backend's own raise. Code that can be handed a backend
-    should be: it then works with any.
+    The backend is kept in a context variable. A process under MPI has one. Each thread-rank has its
+    own, and sets it itself. Threads that a rank starts have none. ``is_initialized`` says whether
+    there is one. Before `initialize` other members raise `NotInitializedError`, a RuntimeError;
+    afterwards they raise the errors of the backend. Pass a backend to code that can take one: that
+    code then works with any backend.
 
     Examples
     --------
@@ -47,14 +47,14 @@ class CommunicationManager(metaclass=_WithState):
 
     @staticmethod
     def initialize(backend: CommunicationBackend) -> None:
-        """Use ``backend`` from now on, which is initialised if it is not.
+        """Use ``backend`` from now on; initialise it if it is not initialised.
 
         Raises
         ------
         TypeError
             For anything but a `CommunicationBackend`.
         CommunicationError
-            If this rank has given one already: a RuntimeError.
+            If this rank has set a backend already: a RuntimeError.
         """
         require_type("backend", backend, CommunicationBackend)
         if _given() is not None:
@@ -74,12 +74,12 @@ class CommunicationManager(metaclass=_WithState):
 
     @staticmethod
     def get_rank() -> int:
-        """The rank of this process or thread."""
+        """Return the rank of this process or thread."""
         return _ours().rank
 
     @staticmethod
     def get_world_size() -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return _ours().world_size
 
     @staticmethod
@@ -94,8 +94,8 @@ class CommunicationManager(metaclass=_WithState):
         Raises
         ------
         NotImplementedError
-            For a dtype other than float32 and float64, as the mirrored hierarchy has it; the
-            backend itself takes more.
+            For a dtype other than float32 and float64, as the mirrored interface says. The
+            backend's own method takes more.
         """
         return _ours(reduced=array).all_reduce(array, operation)
 
@@ -103,7 +103,7 @@ class CommunicationManager(metaclass=_WithState):
     def reduce_scatter(
         array: Array, operation: ReductionOperation = ReductionOperation.SUM
     ) -> Array:
-        """The piece of this rank of the combination; see `CommunicationBackend.reduce_scatter`.
+        """Return this rank's piece of the reduced array; see `CommunicationBackend.reduce_scatter`.
 
         Raises
         ------
@@ -114,28 +114,28 @@ class CommunicationManager(metaclass=_WithState):
 
     @staticmethod
     def all_gather(array: Array) -> Array:
-        """All ranks' arrays, end to end in rank order."""
+        """Return all ranks' arrays, end to end in rank order."""
         return _ours().all_gather(array)
 
     @staticmethod
     def broadcast(array: Array | None, root: int = 0) -> Array:
-        """The root's array; ValueError for a root outside the world."""
+        """Return the root's array. Raise ValueError for a root outside the world."""
         return _ours().broadcast(array, root)
 
     @staticmethod
     def scatter(array: Array | None, root: int = 0) -> Array:
-        """The piece of this rank of the root's array; ValueError for a root outside the world."""
+        """Return this rank's piece of the root's array; ValueError if ``root`` is no rank."""
         return _ours().scatter(array, root)
 
 
 def _given() -> CommunicationBackend | None:
-    """The backend of this rank; None if there is none, or its owner has shut it down."""
+    """Return the backend of this rank; None if there is none, or its owner has shut it down."""
     backend = _backend.get()
     return backend if backend is not None and backend.is_initialized else None
 
 
 def _ours(reduced: Array | None = None) -> CommunicationBackend:
-    """The backend of this rank, which is to reduce an array if one is given."""
+    """Return the backend of this rank; check the dtype of the array that it will reduce, if any."""
     backend = _given()
     if backend is None:
         raise NotInitializedError(

@@ -1,4 +1,4 @@
-"""Ranks in a grid: which replica, which pipeline stage, which tensor slice, which data rank."""
+"""Ranks in a grid: the replica, pipeline stage, tensor slice and data rank of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpishard.communication.contract.backend import CommunicationBackend
 Axis = Literal["replica", "pipeline", "tensor", "data"]
 
 AXES: tuple[Axis, ...] = ("pipeline", "tensor", "data")
-"""The axes inside a replica, in the order that coordinates are given in."""
+"""The axes inside a replica, in the order of the coordinates."""
 
 _ALL_AXES: tuple[Axis, ...] = ("replica", *AXES)
 
@@ -64,13 +64,13 @@ class ProcessMesh:
     replica, pipeline, tensor, data : CommunicationBackend
         The ranks that share this rank's other three coordinates, by rising coordinate.
     model : CommunicationBackend
-        The ranks that share this rank's replica and data coordinates, by (pipeline, tensor): they
-        compute one batch together.
+        The ranks that share this rank's replica and data coordinates, by (pipeline, tensor). They
+        compute the same batch together.
     together : CommunicationBackend
         The ranks of this rank's replica, by rank.
     samples : CommunicationBackend
-        The ranks that share this rank's pipeline and tensor coordinates, by (replica, data): the
-        samples of a batch are dealt to them.
+        The ranks that share this rank's pipeline and tensor coordinates, by (replica, data). The
+        samples of a batch are divided among them.
     pipeline_size, tensor_size, data_size : int
         Sizes of these axes.
     replica_count : int
@@ -116,17 +116,19 @@ class ProcessMesh:
         self.replica_rank = self.replica_of(backend.rank)
         backend.initialize()
         self._require_same_on_all_ranks()
-        # A group that is another one already is not split off again: a communicator costs memory.
+        # Groups of the same ranks share one backend, because each communicator costs memory.
         self._groups = {self._key(self.order): backend}
         self.pipeline = self._group("pipeline", "pipeline")
         self.tensor = self._group("tensor", "tensor")
         self.data = self._group("data", "data")
         self.together = self._group("together", *(a for a in self.order if a in AXES))
         if self.data_size == 1 and self.order.index("pipeline") < self.order.index("tensor"):
-            # In replicas of one axis this is that axis's group: its bytes have these few in them.
+            # These are the same ranks in the same order. If only one axis is larger than 1, its
+            # group is used here too, and the few bytes of ``model`` are counted for that axis.
             self.model = self.together
         else:
-            # Also beside a group of the same ranks: bytes are counted by axis, these of none.
+            # Split off even if another group has the same ranks, because bytes are counted by
+            # axis, and these belong to none.
             self.model = self._split("model", ("pipeline", "tensor"))
         lone = next((a for a in AXES if self._size[a] == self.replica_count == 1), "replica")
         self.replica = self._group("replica", lone)
@@ -152,12 +154,15 @@ class ProcessMesh:
         return self.pipeline_size * self.tensor_size
 
     def model_ranks(self, data: int, replica: int = 0) -> list[int]:
-        """The ranks of these coordinates, which compute one batch, by (pipeline, tensor)."""
+        """Return the ranks that compute one batch, those of ``data`` and ``replica``, in order.
+
+        The order is by (pipeline, tensor).
+        """
         places = product(range(self.pipeline_size), range(self.tensor_size))
         return [self.rank_of(pipeline, tensor, data, replica) for pipeline, tensor in places]
 
     def rank_of(self, pipeline: int, tensor: int, data: int, replica: int = 0) -> int:
-        """The rank at these coordinates.
+        """Return the rank at these coordinates.
 
         Raises
         ------
@@ -169,7 +174,7 @@ class ProcessMesh:
         )
 
     def coordinates_of(self, rank: int) -> tuple[int, int, int]:
-        """The coordinates (pipeline, tensor, data) of ``rank``, in its replica: see `replica_of`.
+        """Return the coordinates (pipeline, tensor, data) of ``rank`` inside its replica.
 
         Raises
         ------
@@ -180,7 +185,7 @@ class ProcessMesh:
         return at["pipeline"], at["tensor"], at["data"]
 
     def replica_of(self, rank: int) -> int:
-        """The replica of ``rank``.
+        """Return the replica of ``rank``.
 
         Raises
         ------
@@ -190,7 +195,7 @@ class ProcessMesh:
         return self._place_of(rank)["replica"]
 
     def group_of(self, axis: str, rank: int | None = None) -> tuple[int, ...]:
-        """The ranks along ``axis`` through ``rank`` (this one), by rising coordinate.
+        """Return the ranks along ``axis`` through ``rank`` (default: this one), by coordinate.
 
         Raises
         ------
@@ -203,7 +208,7 @@ class ProcessMesh:
         return tuple(self._rank_at(at | {axis: n}) for n in range(self._size[axis]))
 
     def describe(self) -> str:
-        """The sizes, in words; of the replica axis if there are several."""
+        """Return the sizes in words, with that of the replica axis if there are several."""
         axes = AXES if self.replica_count == 1 else _ALL_AXES
         return " x ".join(f"{self._size[axis]} {axis}" for axis in axes)
 
@@ -244,7 +249,7 @@ class ProcessMesh:
         )
 
     def _key(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Those of ``axes`` along which there are several ranks; the last if there are none."""
+        """Return those of ``axes`` with several ranks, or the last if none has several."""
         if self.world.world_size == 1:
             return ()
         return tuple(axis for axis in axes if self._size[axis] > 1) or (axes[-1],)
@@ -267,7 +272,7 @@ class ProcessMesh:
 
 
 def mesh_order(order: Sequence[str]) -> tuple[str, ...]:
-    """The four axes, slowest first: ``"replica"``, unless it is named.
+    """Return the four axes, slowest first; ``"replica"`` is the slowest unless it is named.
 
     Raises
     ------
@@ -288,14 +293,14 @@ def mesh_order(order: Sequence[str]) -> tuple[str, ...]:
 def mesh_sizes(
     world_size: int, pipeline: int, tensor: int, data: int, replica: int = 1
 ) -> tuple[int, int, int]:
-    """Sizes of a replica's axes, of which ``data`` may be -1: the replica's other ranks.
+    """Return the sizes of a replica's axes; ``data`` -1 stands for the rest of its ranks.
 
     Raises
     ------
     TypeError
         For anything but integers.
     ValueError
-        If they do not make up the world.
+        If they do not multiply to the number of ranks of the world.
     """
     for name, size in {"pipeline": pipeline, "tensor": tensor, "replica": replica}.items():
         as_count(name, size)
@@ -312,7 +317,7 @@ def mesh_sizes(
 
 
 def _part(whole: str, ranks: int, parts: str, count: int) -> int:
-    """Ranks of one of the ``count`` equal parts of ``ranks``; ValueError if there are none."""
+    """Return the ranks in each of ``count`` equal parts of ``ranks``; ValueError for a rest."""
     part, rest = divmod(ranks, count)
     if rest or not part:
         raise ValueError(f"{parts} does not divide {whole} of {ranks} ranks")

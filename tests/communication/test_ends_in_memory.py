@@ -118,7 +118,7 @@ def test_worlds_that_end_in_the_order_they_began_leave_the_hook_before_them_work
     heard = []
     monkeypatch.setattr(threading, "excepthook", heard.append)
     ranks = threads._ThreadRanks(1, 1.0, survives=False)
-    first, second = (threads._other_threads_heard_by(ranks) for _ in range(2))
+    first, second = (threads._failures_of_other_threads(ranks) for _ in range(2))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

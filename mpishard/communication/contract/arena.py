@@ -16,13 +16,13 @@ from mpishard.communication.contract.reduction import Subtree, complete_subtrees
 from mpishard.communication.contract.work import Work
 
 Place = tuple[int, int]
-"""A region of shared memory, by number, and a byte in it."""
+"""The number of a region of shared memory, and the offset of a byte in it."""
 
 PRIVATE: Place = (-1, -1)
 """The place of an array that other ranks cannot read."""
 
 Places = tuple[Place, Place]
-"""The place of a rank's array, and the place of its result."""
+"""The places of a rank's array and of its result."""
 
 NOWHERE: Places = (PRIVATE, PRIVATE)
 """The places of an array and a result that other ranks cannot read."""
@@ -31,9 +31,9 @@ NOWHERE: Places = (PRIVATE, PRIVATE)
 class Arena:
     """A vector for each rank of a node, which all of them read and write in place.
 
-    Made by `CommunicationBackend.allocate_arena`. On one node a rank reads its peers' vectors
-    instead of receiving copies; between nodes only sums and pieces travel. With its own vector
-    alone a rank has no arena, and may use this class all the same: the sums are received.
+    `CommunicationBackend.allocate_arena` makes it. On one node a rank reads its peers' vectors
+    instead of receiving copies; between nodes only sums and pieces travel. A rank without shared
+    memory may use the class with its own vector alone, and then receives the sums.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class Arena:
     reduce_scatter : callable
         `CommunicationBackend.reduce_scatter_async` of the ranks that share.
     barrier : callable
-        Its `barrier_async`.
+        `CommunicationBackend.barrier_async` of the same ranks.
     """
 
     def __init__(
@@ -62,31 +62,34 @@ class Arena:
         """This rank's vector."""
 
     def part(self, start: int, length: int) -> Arena:
-        """The same of ``length`` elements of each vector, from ``start`` on."""
+        """Return an arena of ``length`` elements of each vector, from element ``start`` on."""
         vectors = {rank: v[start : start + length] for rank, v in self._vectors.items()}
         return Arena(vectors, self._rank, self._reduce_scatter, self._barrier)
 
     def of(self, rank: int) -> Array:
-        """The vector of ``rank``, a rank of this node."""
+        """Return the vector of ``rank``, a rank of this node."""
         return self._vectors[rank]
 
     def reduce_into(self, out: Array, part: slice = slice(None)) -> Work:
-        """Sum ``part`` of all ranks' vectors; this rank's piece of the sum goes to ``out``.
+        """Sum ``part`` of all ranks' vectors, and write this rank's piece of the sum to ``out``.
 
-        Collective, and not waited for. ``out`` may be the piece's own place in `mine`.
+        Collective; returns without waiting. ``out`` may be the place of the piece in `mine`.
         """
         return self._reduce_scatter(self.mine[part], out=out)
 
     def fence(self) -> Work:
-        """Complete when every rank has called it; then all see what each rank wrote before."""
+        """Begin a fence, complete when every rank has called it; all earlier writes are seen then.
+
+        Collective; returns without waiting.
+        """
         return self._barrier()
 
 
 class Regions:
     """The shared regions of one backend, with the same numbers on all its ranks.
 
-    A NumPy view knows the array that its memory belongs to, so an array tells by itself which
-    region it lies in. A region lives as long as an array in it does.
+    A NumPy view refers to the array that owns its memory, so the region of an array can be found
+    from the array alone. A region lives as long as an array in it does.
     """
 
     def __init__(self) -> None:
@@ -94,10 +97,10 @@ class Regions:
         self._regions: dict[int, tuple[int, weakref.ref[Any], int]] = {}
         self._memory: dict[int, weakref.ref[Any]] = {}  # by number
         self.count = 0
-        """Regions that there ever were: the same on all ranks, unlike those still alive."""
+        """Number of regions so far. It is the same on all ranks; the number still alive is not."""
 
     def add(self, memory: Array) -> None:
-        """Number a region, of shape (bytes,) and dtype uint8. Every rank adds in one order."""
+        """Add a region, of shape (bytes,) and dtype uint8. All ranks add them in one order."""
         number, owner = self.count, id(memory)
         self.count += 1
         self._regions[owner] = number, weakref.ref(memory), address(memory)
@@ -107,23 +110,23 @@ class Regions:
             self._regions.pop(owner, None)
             self._memory.pop(number, None)
 
-        # At exit nobody looks for a region any more.
+        # At exit no region is looked up any more.
         weakref.finalize(memory, forget).atexit = False
 
     def locate(self, array: Array) -> Place:
-        """Number of the region that contains ``array``, and the array's offset in bytes.
+        """Return the region that contains ``array``, and the array's offset in it in bytes.
 
-        `PRIVATE` if it lies in none.
+        Return `PRIVATE` if ``array`` lies in no region.
         """
         owner = array.base if isinstance(array.base, np.ndarray) else array
         found = self._regions.get(id(owner))
-        # An id is used again when its array is gone: another array may have it now.
+        # Python reuses an id when its object is gone, so another array may have it now.
         if found is None or owner is not found[1]():
             return PRIVATE
         return found[0], address(array) - found[2]
 
     def view(self, place: Place, like: Array) -> Array:
-        """The array of the shape and dtype of ``like`` that begins at ``place``."""
+        """Return the array at ``place``, with the shape and dtype of ``like``."""
         number, offset = place
         memory = self._memory[number]()
         assert memory is not None
@@ -131,13 +134,13 @@ class Regions:
 
 
 def anonymous_memory(nbytes: int) -> Array:
-    """Zeroed memory for the threads of this process, of shape (``nbytes``,) and dtype uint8."""
-    # From whole pages, so that it begins where vector instructions and caches like it.
+    """Return zeroed memory for the threads of this process: shape (``nbytes``,), dtype uint8."""
+    # Mapped pages, and not np.zeros: it must begin on a cache line, aligned for vector loads.
     return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
 
 
 def number_nodes(names: Sequence[Hashable]) -> tuple[int, ...]:
-    """A number for the node of each rank, from names that only ranks of one node share.
+    """Return a number for the node of each rank, from names that only ranks of one node share.
 
     Examples
     --------
@@ -150,7 +153,7 @@ def number_nodes(names: Sequence[Hashable]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The node of each rank, and which ranks exchange data between nodes.
+    """The node of each rank, and the ranks that exchange data between nodes.
 
     Parameters
     ----------
@@ -179,26 +182,25 @@ class Nodes:
         return tuple(self.ranks(self.own))
 
     def ranks(self, node: int) -> list[int]:
-        """The ranks of ``node``, in order."""
+        """Return the ranks of ``node``, in order."""
         return [rank for rank, number in enumerate(self.numbers) if number == node]
 
     def agent(self, other: int, node: int | None = None) -> int:
-        """The rank of ``node``, by default this rank's, that exchanges data with rank ``other``.
+        """Return the rank of ``node`` (default: this rank's) that exchanges data with ``other``.
 
-        On the node of ``other`` that is ``other`` itself. The ranks of other nodes are dealt out
-        evenly, so that the ranks of a node share the work.
+        On the node of ``other`` that is rank ``other`` itself.
         """
         node = self.own if node is None else node
         if self.numbers[other] == node:
             return other
         ranks = self.ranks(node)
         outside = sum(number != node for number in self.numbers[:other])
-        # In turn, so that the traffic with other nodes is spread over the ranks of this one.
+        # In turn, so that the ranks of the node share the traffic with other nodes evenly.
         return ranks[outside % len(ranks)]
 
     @functools.cached_property
     def clients(self) -> list[int]:
-        """The ranks of other nodes that this rank is agent for, in order."""
+        """The ranks of other nodes for which this rank is the agent, in order."""
         return [
             other
             for other, number in enumerate(self.numbers)
@@ -206,11 +208,11 @@ class Nodes:
         ]
 
     def subtrees(self, node: int) -> tuple[Subtree, ...]:
-        """The sums that ``node`` can make of its ranks' contributions: `complete_subtrees`."""
+        """Return the subtrees that ``node`` can sum by itself: see `complete_subtrees`."""
         return complete_subtrees(self.ranks(node), len(self.numbers))
 
     def arrays_are_shared(self, places: Sequence[Places]) -> bool:
-        """Return whether ranks share a node and have their arrays in one region of its memory."""
+        """Return whether some ranks share a node, and each node's arrays lie in one region."""
         if self.count == len(self.numbers):
             return False
         regions: dict[int, int] = {}  # by node
@@ -220,7 +222,7 @@ class Nodes:
         return True
 
     def results_are_shared(self, places: Sequence[Places]) -> bool:
-        """Return whether the results of each node's ranks are one array."""
+        """Return whether the ranks of each node have one shared array as their result."""
         arrays: dict[int, Place] = {}  # by node
         for node, (_, out) in zip(self.numbers, places, strict=True):
             if out == PRIVATE or arrays.setdefault(node, out) != out:

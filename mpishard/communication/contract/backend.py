@@ -1,4 +1,4 @@
-"""The contract of every way in which ranks communicate.
+"""The contract of all backends: the collectives, with their checks.
 
 Concurrency: a rank's backend and the groups split off it belong to one thread at a time; a call
 from a second thread while one is under way is refused. All ranks issue the collectives of one
@@ -70,17 +70,17 @@ class CommunicationBackend(ITransport):
     combine in one tree order (`mpishard.communication.contract.reduction`): the same inputs
     give the same bits on every backend, rank and run.
 
-    Use as a context manager (``with backend:``) on threads of your own: an exception in the body
-    is reported to the other ranks, and leaving the body counts as leaving the world.
+    Use it as a context manager (``with backend:``) on threads of your own. An exception in the body
+    is reported to the other ranks, and the end of the body leaves the world.
 
     Notes
     -----
-    A subclass gives `abort` and the members of `ITransport`. It may give `nodes` and `_break`, and
-    ``_rank_is_process = False`` for threads. For its use there are `_verify`, which compares the
-    ranks' calls; ``_reducer``, which combines contributions in the one tree; ``_sequence``, the
-    number of this rank's last collective; ``_is_root``, false for a world that was split off; and
-    ``group``, the name of this world, the same on its ranks alone. Bytes are counted here, and by
-    no subclass.
+    A subclass implements `abort` and the members of `ITransport`. It may override `nodes` and
+    `_break`, and set ``_rank_is_process = False`` for threads. It can use `_verify`, which compares
+    the ranks' calls; ``_reducer``, which combines contributions in the one tree order;
+    ``_sequence``, the number of this rank's last collective; ``_is_root``, False for a world that
+    was split off; and ``group``, the name of this world, which no other world has. The bytes sent
+    are counted here and not in subclasses.
 
     Parameters
     ----------
@@ -90,22 +90,22 @@ class CommunicationBackend(ITransport):
         Number of ranks.
     """
 
-    _rank_is_process = True  # and not a thread of it
+    _rank_is_process = True  # False if a rank is a thread
     _begins_again = False  # whether the program begins again, in a smaller world, if ranks are lost
-    _heir: Self | None  # the world after this one, without the ranks that were lost
+    _heir: Self | None  # the world that replaces this one after ranks were lost
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._initialized = False
-        self._is_root = True  # and was not split off another world
-        self._ended: CommunicationError | None = None  # why nothing can be called here any more
+        self._is_root = True  # False if it was split off another world
+        self._ended: CommunicationError | None = None  # the error of every later call, if any
         self._heir = None
         self._sequence = 0
         self._world_ranks: tuple[int, ...] | None = None
         self._topology: Nodes | None = None
         self._pending: deque[Work] = deque()
         self._transfers: list[Transfer] = []
-        # By source and tag: the receives that wait for a message, oldest first.
+        # The receives that wait for a message, by source and tag, oldest first.
         self._receives: dict[tuple[int, int], deque[object]] = {}
         self._rounds = 0
         self._reducer = TreeReducer()
@@ -116,18 +116,18 @@ class CommunicationBackend(ITransport):
         self.check_collectives = True
         """Whether every collective compares the ranks' calls before data is mixed.
 
-        Results do not depend on it. False saves the header of `all_reduce` and `reduce_scatter`
-        above 128 bytes, as long as no memory was shared on this backend: one wait for the other
-        ranks. All other collectives keep their header, which carries lengths or the data itself,
+        Results do not depend on it. False saves the header, one wait for the other ranks, of
+        `all_reduce` and `reduce_scatter` above 128 bytes, as long as no memory was shared on this
+        backend. All other collectives keep their header, which carries lengths or the data itself,
         and its checks. Set it alike on all ranks. In memory and in a world of one it saves
         nothing.
         """
         self.label = ""
         """The name of this world in messages; empty for a root world."""
         self.group, self.axis = "world", ""
-        """The name of this world in traces, the same on its ranks alone, and its mesh axis."""
+        """The name of this world in traces, which no other world has, and its mesh axis."""
         self.recorder: Recorder | None = None
-        """The recorder of a trace, until this backend is shut down."""
+        """The recorder of a trace, until this backend is shut down; None if none is recorded."""
 
     # ------------------------------------------------------------------------------ who is where
 
@@ -143,9 +143,9 @@ class CommunicationBackend(ITransport):
 
     @property
     def world_ranks(self) -> tuple[int, ...]:
-        """The number in the root world of each of these ranks; errors and reports give that.
+        """The numbers of this world's ranks in the root world, used in errors and reports.
 
-        In a root world, which was not split off another, 0, 1 and so on.
+        In a root world, which was not split off another, they are 0, 1 and so on.
         """
         return self._world_ranks or tuple(range(self.world_size))
 
@@ -156,7 +156,7 @@ class CommunicationBackend(ITransport):
 
     @property
     def topology(self) -> Nodes:
-        """`nodes`, and who deals with whom."""
+        """`nodes`, and the ranks that exchange data between nodes."""
         if self._topology is None:
             self._topology = Nodes(self.nodes, self.rank)
         return self._topology
@@ -190,14 +190,14 @@ class CommunicationBackend(ITransport):
     def scratch_bytes(self) -> int:
         """Bytes of the buffers that this backend keeps from one collective to the next.
 
-        Memory beside the arrays of its callers, for an account of what a rank needs. A world that
-        was split off has buffers of its own, and counts those alone.
+        The memory of a rank consists of these and of its callers' arrays. A world that was split
+        off has its own buffers, and counts only those.
         """
         return self._reducer.scratch_bytes
 
     @property
     def is_initialized(self) -> bool:
-        """True if collectives may be called."""
+        """Whether collectives may be called."""
         return self._initialized
 
     def initialize(self) -> None:
@@ -213,7 +213,8 @@ class CommunicationBackend(ITransport):
         if not self._initialized:
             settings.check()
             if self._is_root:
-                # Anything under way in an earlier world of this backend belongs to no world now.
+                # A backend that enters a world again starts anew: operations that were under way
+                # belonged to the earlier world, which this rank has left.
                 self._session, self._ended, self._sequence = Session(self.rank), None, 0
                 self._pending.clear()
                 self._transfers.clear()
@@ -227,7 +228,7 @@ class CommunicationBackend(ITransport):
                 self.status.end(RankState.RUNNING)
 
     def shutdown(self) -> None:
-        """Leave the world. Idempotent. Notify peers that still wait for this rank."""
+        """Leave the world, and notify peers that still wait for this rank. Idempotent."""
         if self._initialized:
             stop_recording(self)
             self._on_shutdown()
@@ -237,7 +238,7 @@ class CommunicationBackend(ITransport):
 
     @abstractmethod
     def abort(self, error: BaseException) -> None:
-        """Report to every rank that this one failed, so that none waits for it.
+        """Report to every rank that this rank has failed, so that none waits for it.
 
         In memory the others raise `PeerError`; under MPI the job ends.
         """
@@ -247,7 +248,7 @@ class CommunicationBackend(ITransport):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # sys.exit is a way to leave, not a failure.
+        # sys.exit leaves in good order: it is no failure.
         if error is None or isinstance(error, SystemExit):
             self.shutdown()
         else:
@@ -259,9 +260,9 @@ class CommunicationBackend(ITransport):
             print(*values, flush=True)  # noqa: T201
 
     def progress(self) -> None:
-        """Advance issued operations that nothing waits for, as far as possible. Never block.
+        """Advance all issued operations as far as possible, without blocking.
 
-        Worth calling between pieces of a long computation in which a `Work` should advance.
+        Call it between the pieces of a long computation during which a `Work` should advance.
         """
         if not self._pending and not self._transfers:
             return
@@ -271,7 +272,7 @@ class CommunicationBackend(ITransport):
             self._forget_done()
 
     def describe(self) -> str:
-        """One line that names this backend in messages."""
+        """Return one line that names this backend in messages."""
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
 
     def __repr__(self) -> str:
@@ -325,7 +326,7 @@ class CommunicationBackend(ITransport):
         *,
         out: Array | None = None,
     ) -> Work:
-        """As `all_reduce`, issued and not waited for."""
+        """Issue an `all_reduce` without waiting for it."""
         check_array(array, "all_reduce", is_written=out is None)
         check_reducible(array.dtype, operation)
         if out is None:
@@ -358,8 +359,8 @@ class CommunicationBackend(ITransport):
         strict : bool
             Refuse an n that the world size does not divide.
         out : Array, optional
-            Takes the piece: shape (counts[rank], ...), of the array's dtype; of 16-bit floats it
-            may be float32, in which they are summed, and then nothing is rounded.
+            Takes the piece: shape (counts[rank], ...), of the array's dtype. For 16-bit floats it
+            may be float32, the dtype in which they are summed; the sums are then not rounded.
 
         Returns
         -------
@@ -393,7 +394,7 @@ class CommunicationBackend(ITransport):
         strict: bool = False,
         out: Array | None = None,
     ) -> Work:
-        """As `reduce_scatter`, issued and not waited for."""
+        """Issue a `reduce_scatter` without waiting for it."""
         check_array(array, "reduce_scatter", needs_dim=True)
         check_reducible(array.dtype, operation)
         pieces = piece_sizes(
@@ -416,10 +417,10 @@ class CommunicationBackend(ITransport):
         Parameters
         ----------
         array : Array
-            Shape (n_rank, ...); the rows may differ between ranks, the rest not. It may be the
-            part of ``out`` that it will become.
+            Shape (n_rank, ...). The number of rows may differ between ranks, the other dims may
+            not. The array may be its own part of ``out``.
         out : Array, optional
-            Takes the result; its rows are the sum of all ranks' rows.
+            Takes the result; its number of rows is the sum of all ranks' rows.
 
         Returns
         -------
@@ -429,8 +430,8 @@ class CommunicationBackend(ITransport):
         Raises
         ------
         TypeError, ValueError
-            For an argument that is wrong on this rank alone, and on every rank where the rows of
-            an ``out`` are not the sum of the ranks' rows.
+            For an argument that is wrong on this rank alone; on every rank, if the rows of an
+            ``out`` are not the sum of the ranks' rows.
         CollectiveMismatchError
             If dtype or trailing dims differ between ranks.
 
@@ -444,7 +445,7 @@ class CommunicationBackend(ITransport):
         return self.all_gather_async(array, out=out).wait()
 
     def all_gather_async(self, array: Array, *, out: Array | None = None) -> Work:
-        """As `all_gather`, issued and not waited for."""
+        """Issue an `all_gather` without waiting for it."""
         check_array(array, "all_gather", needs_dim=True)
         if out is not None:
             check_array(out, "all_gather", needs_dim=True)
@@ -463,7 +464,7 @@ class CommunicationBackend(ITransport):
             On the root, any shape. Elsewhere None, or an array of the root's shape and dtype
             that is overwritten and returned.
         root : int
-            The rank whose array it is.
+            The rank that sends its array.
 
         Returns
         -------
@@ -475,7 +476,7 @@ class CommunicationBackend(ITransport):
         TypeError, ValueError
             For an argument that is wrong on this rank alone.
         CollectiveMismatchError
-            If roots differ, or an array passed elsewhere has another shape or dtype.
+            If roots differ, or an array passed on another rank has another shape or dtype.
 
         Examples
         --------
@@ -488,7 +489,7 @@ class CommunicationBackend(ITransport):
         return self.broadcast_async(array, root).wait()
 
     def broadcast_async(self, array: Array | None, root: int = 0) -> Work:
-        """As `broadcast`, issued and not waited for."""
+        """Issue a `broadcast` without waiting for it."""
         check_root(root, self.world_size)
         if array is not None or self.rank == root:
             check_array(array, "broadcast", is_written=self.rank != root)
@@ -513,7 +514,7 @@ class CommunicationBackend(ITransport):
         array : Array or None
             On the root, shape (n, ...). Ignored elsewhere.
         root : int
-            The rank whose array it is.
+            The rank that sends its array.
         counts : sequence of int, optional
             On the root: rows of each rank's piece. Default: ``ShardLayout(n, world_size)``.
         strict : bool
@@ -548,7 +549,7 @@ class CommunicationBackend(ITransport):
         counts: Sequence[int] | None = None,
         strict: bool = False,
     ) -> Work:
-        """As `scatter`, issued and not waited for."""
+        """Issue a `scatter` without waiting for it."""
         check_root(root, self.world_size)
         pieces: tuple[int, ...] | None = None
         sent, sends = None, {"scatter": 0}
@@ -566,9 +567,9 @@ class CommunicationBackend(ITransport):
         Parameters
         ----------
         array : Array
-            Shape (n_rank, ...); the rows may differ between ranks.
+            Shape (n_rank, ...). The number of rows may differ between ranks.
         root : int
-            The rank that gets them.
+            The rank that receives them.
 
         Returns
         -------
@@ -590,7 +591,7 @@ class CommunicationBackend(ITransport):
         return self.gather_async(array, root).wait()
 
     def gather_async(self, array: Array, root: int = 0) -> Work:
-        """As `gather`, issued and not waited for."""
+        """Issue a `gather` without waiting for it."""
         check_root(root, self.world_size)
         check_array(array, "gather", needs_dim=True)
         sends = {"gather": 0 if self.rank == root else array.nbytes}
@@ -608,7 +609,7 @@ class CommunicationBackend(ITransport):
         Returns
         -------
         list of Array
-            What each rank sent here, in rank order; new arrays.
+            New arrays: the part that each rank sent to this rank, in rank order.
 
         Raises
         ------
@@ -631,7 +632,7 @@ class CommunicationBackend(ITransport):
         return received
 
     def all_to_all_async(self, parts: Sequence[Array]) -> Work:
-        """As `all_to_all`, issued and not waited for."""
+        """Issue an `all_to_all` without waiting for it."""
         if len(parts) != self.world_size:
             raise ValueError(
                 f"all_to_all needs one part for each of {self.world_size} ranks, got {len(parts)}"
@@ -652,7 +653,7 @@ class CommunicationBackend(ITransport):
         self.barrier_async().wait()
 
     def barrier_async(self) -> Work:
-        """As `barrier`; done when every rank has called it."""
+        """Issue a `barrier`, which is done when every rank has called it."""
         return self._start(Call.describe(Kind.BARRIER, None), self._steps_barrier)
 
     def split(self, color: int | None, key: int | None = None) -> CommunicationBackend | None:
@@ -696,7 +697,8 @@ class CommunicationBackend(ITransport):
             except MpishardError:
                 raise
             except BaseException as error:
-                # The other ranks make the group, and wait for this one there.
+                # If this rank has entered the collective, the others make the group and wait for
+                # this rank there.
                 if 0 < call.sequence == self._sequence:
                     self._break(call.where, error)
                 raise
@@ -705,12 +707,12 @@ class CommunicationBackend(ITransport):
     def shrink(self) -> Self:
         """Continue without the lost ranks. Called by each remaining rank.
 
-        To be called where a collective has raised `PeerError`, or any time. Ranks that still wait
-        in this world, or in one that was split off it, raise `PeerError` then. A rank that has come
-        to its end, or called `shutdown`, is not in the new world. This backend, its groups and
-        what was made on them refuse from then on; arrays of `allocate_shared` stay as they are,
-        half written where a rank was lost. What is to go on is restored from a checkpoint:
-        `mpishard.launch` does all of it, with ``on_failure="shrink"``.
+        Call it when a collective has raised `PeerError`, or at any time. Ranks that still wait in
+        this world, or in one that was split off it, then raise `PeerError`. A rank that has ended,
+        or has called `shutdown`, is not in the new world. This backend, its groups, and objects
+        that use them refuse every later call. Arrays of `allocate_shared` stay as they are, which
+        may be half written. Restore the state of training from a checkpoint: `mpishard.launch`
+        does all of this with ``on_failure="shrink"``.
 
         Returns
         -------
@@ -722,10 +724,10 @@ class CommunicationBackend(ITransport):
         NotInitializedError
             Before `initialize` and after `shutdown`.
         CommunicationError
-            For a world that was split off, and if a rank's end ends all ranks: under MPI without
-            ``init(on_failure="shrink")``.
+            For a world that was split off; under MPI also without ``init(on_failure="shrink")``,
+            because the end of a rank then ends all ranks.
         CollectiveTimeoutError
-            In memory, if a rank that is left does not come in time.
+            In memory, if a remaining rank does not call it in time.
 
         Examples
         --------
@@ -760,11 +762,11 @@ class CommunicationBackend(ITransport):
     def allocate_shared(self, length: int, dtype: DTypeLike) -> Array | None:
         """Memory that all ranks of this rank's node read and write in place. Collective.
 
-        One array for each node: what one rank writes the others of its node see, after the next
-        collective of both. Collectives know such memory by its address: where the arrays of a
-        node's ranks lie in one allocation, reductions read them in place, and an ``out`` that is
-        the same array on all ranks of a node is written once. It is let go when no array in it
-        is left. Pages belong to the NUMA domain of the rank that first writes them.
+        There is one array for each node. A rank sees the values that another rank of its node has
+        written after the next collective of both. Collectives recognise such memory: if the arrays
+        of a node's ranks lie in one allocation, reductions read them in place, and an ``out`` that
+        is the same array on all ranks of a node is written once. The memory is freed with the last
+        array in it. Pages belong to the NUMA domain of the rank that first writes them.
 
         Parameters
         ----------
@@ -782,7 +784,7 @@ class CommunicationBackend(ITransport):
         Raises
         ------
         ValueError
-            For a length below 1, or a dtype that does not travel.
+            For a length below 1, or a dtype that cannot be sent.
         CollectiveMismatchError
             If length or dtype differ between ranks.
 
@@ -800,7 +802,7 @@ class CommunicationBackend(ITransport):
         """
         if length < 1:
             raise ValueError(f"allocate_shared needs a length of 1 or more, got {length}")
-        # Has the shape and dtype that are compared, and no memory.
+        # The array for the header, with the shape and dtype that ranks compare, needs no memory.
         wanted = np.broadcast_to(np.zeros((), dtype), (length,))
         if wanted.dtype not in DTYPES:
             raise ValueError(
@@ -816,7 +818,7 @@ class CommunicationBackend(ITransport):
         return memory[: wanted.nbytes].view(wanted.dtype)
 
     def allocate_arena(self, length: int, dtype: DTypeLike) -> Arena | None:
-        """A vector for each rank of this rank's node, which all of them read in place. Collective.
+        """Make a vector for each rank of this node, which all of them read in place. Collective.
 
         Parameters
         ----------
@@ -851,8 +853,8 @@ class CommunicationBackend(ITransport):
         """
         line = max(1, _LINE_BYTES // np.dtype(dtype).itemsize)
         stride = -(-length // line) * line
-        # As long on every node as the largest needs, because lengths must agree; memory that no
-        # rank writes takes no pages.
+        # As long on every node as the largest node needs, because all ranks must pass one length.
+        # Memory that no rank writes takes no pages.
         most = max(self.nodes.count(node) for node in self.nodes)
         shared = self.allocate_shared(length if length < 1 else stride * most, dtype)
         if shared is None:
@@ -876,15 +878,15 @@ class CommunicationBackend(ITransport):
             For a rank outside the world or this one, or a negative tag.
         """
         self._check_send(array, destination_rank, tag, "send")
-        steps = ITransport._steps_send(self, array, destination_rank, tag)  # of a copy
+        steps = ITransport._steps_send(self, array, destination_rank, tag)  # which sends a copy
         self._begin(steps, destination_rank, tag, array).wait()
 
     def send_async(self, array: Array, destination_rank: int, tag: int = 0) -> Transfer:
-        """As `send`, without a copy if the transport allows it.
+        """Issue a `send` without waiting for it, and without a copy if the transport allows it.
 
-        ``array`` must not be changed before ``wait`` of what this returns has returned. That may
-        be when the receiver has taken the message: two ranks that each wait for a send to the
-        other before they receive may wait for ever.
+        Do not change ``array`` before ``wait`` of the returned `Transfer` has returned. It may
+        return only when the receiver has taken the message. So two ranks may wait for ever if each
+        waits for its send to the other before it receives.
 
         Raises
         ------
@@ -924,7 +926,7 @@ class CommunicationBackend(ITransport):
         Returns
         -------
         Array
-            The message, in the shape it was sent; a new array.
+            The message in the shape in which it was sent, a new array.
 
         Raises
         ------
@@ -939,16 +941,17 @@ class CommunicationBackend(ITransport):
         try:
             return transfer.wait()
         except BaseException:
-            transfer.cancel()  # nobody holds it, and what comes later is not for it
+            # No caller holds it, so it must not take a later message.
+            transfer.cancel()
             raise
 
     def receive_async(
         self, source_rank: int, count: int, tag: int = 0, *, dtype: DTypeLike
     ) -> Transfer:
-        """As `receive`, issued and not waited for, so that the message may come meanwhile.
+        """Issue a `receive` without waiting for it, so that the message may come meanwhile.
 
-        Receives of one (source, tag) take messages in the order in which they were issued, and
-        in whichever order they are waited for.
+        Receives of one (source, tag) take messages in the order in which they were issued, whatever
+        the order of their waits.
 
         Parameters
         ----------
@@ -960,16 +963,16 @@ class CommunicationBackend(ITransport):
         Returns
         -------
         Transfer
-            ``wait`` gives the message, a new array in the shape it was sent; ``cancel`` gives
-            it up.
+            Its ``wait`` returns the message, a new array in the shape in which it was sent; its
+            ``cancel`` gives the receive up.
 
         Raises
         ------
         ValueError
-            As `receive`, and for a dtype that does not travel.
+            As `receive`, and for a dtype that cannot be sent.
         CommunicationError
-            By ``wait``, if the message has another dtype or number of elements. It then stays
-            queued.
+            By ``wait``, if the message has another dtype or number of elements. The message then
+            stays queued.
         """
         self._check_receive(source_rank, count, tag)
         expected = np.dtype(dtype)
@@ -979,7 +982,7 @@ class CommunicationBackend(ITransport):
         return self._begin(steps, source_rank, tag)
 
     def _take(self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None) -> Steps:
-        """Take the next message that no earlier receive of (source, tag) takes."""
+        """Return the next message after those that earlier receives of (source, tag) take."""
         receives, turn = self._receives, object()
         line = receives.setdefault((source, tag), deque())
         try:
@@ -993,7 +996,7 @@ class CommunicationBackend(ITransport):
                 receives.pop((source, tag), None)
 
     def _begin(self, steps: Steps, peer: int, tag: int, sent: Array | None = None) -> Transfer:
-        """Issue a message: ``sent``, or a receive. Collectives do not wait for it."""
+        """Issue the send of ``sent``, or a receive. Collectives do not wait for it."""
         is_send, in_flight, recorder = sent is not None, None, current_recorder.get()
         if recorder is not None:
             source, destination = (self.rank, peer) if is_send else (peer, self.rank)
@@ -1011,15 +1014,15 @@ class CommunicationBackend(ITransport):
                 in_flight.blocked(in_flight.start)
         except BaseException:
             if not is_send:
-                transfer.cancel()  # as `receive` does: nobody is given it
+                transfer.cancel()  # as in `receive`, because no caller gets it
             raise
         return transfer
 
     def begin_round(self) -> int:
-        """Number, from 0, of a round of messages, which its tags distinguish from other rounds.
+        """Return the number, from 0, of a new round of messages, to be used in their tags.
 
-        Code that runs rounds of messages takes one number for each round, on all ranks alike. If a
-        round fails halfway, its messages are then not taken for those of the next round.
+        Code that exchanges messages in rounds takes one number for each round, on all ranks alike.
+        Messages of a round that failed halfway then differ from those of the next round.
         """
         self._rounds += 1
         return self._rounds - 1
@@ -1041,8 +1044,8 @@ class CommunicationBackend(ITransport):
     def _break(self, where: str, error: BaseException) -> None:
         """End this world because ``error`` interrupted a collective of this rank, at ``where``.
 
-        Every later call on it, and on the worlds split from one another with it, raises. A
-        subclass also tells the other ranks.
+        Every later call raises, on this world and on all worlds of the same root. A subclass also
+        notifies the other ranks.
         """
         if self.world_size > 1 and self._session.broken is None:
             me = self.world_ranks[self.rank]
@@ -1053,9 +1056,9 @@ class CommunicationBackend(ITransport):
             )
 
     def _shrink(self) -> Self:
-        """A new, initialised root world of the ranks that are left. This rank's are then retired.
+        """Return a new, initialised root world of the remaining ranks.
 
-        Here an error: no rank outlives another.
+        The caller then retires this rank's old worlds. Here it raises: no rank outlives another.
         """
         raise CommunicationError(f"{self.describe()} ends when one of its ranks does")
 
@@ -1070,7 +1073,7 @@ class CommunicationBackend(ITransport):
 
     @property
     def _newest(self) -> Self:
-        """The world that this one became as ranks were lost; itself if none was."""
+        """The world that has replaced this one after ranks were lost; itself if none has."""
         newest = self
         while newest._heir is not None:
             newest = newest._heir
@@ -1096,12 +1099,12 @@ class CommunicationBackend(ITransport):
                 self._sequence = sequence
                 return self._issue(call, steps(call, *arguments))
             except BaseException as error:
-                if self._sequence == sequence:  # the other ranks will wait in it for this one
+                if self._sequence == sequence:  # the other ranks wait in it for this one
                     self._break(call.where, error)
                 raise
 
     def _issue(self, call: Call, steps: Steps) -> Work:
-        """Begin a collective, and advance it as far as possible without waiting."""
+        """Begin a collective, and advance it as far as possible without blocking."""
         recorder = current_recorder.get()
         in_flight = None
         if recorder is not None:
@@ -1122,7 +1125,7 @@ class CommunicationBackend(ITransport):
 
     def _verify(self, calls: Sequence[Call]) -> None:
         """Refuse calls that do not match, with the same error on every rank."""
-        # One call belongs to itself; the rows of its ``out`` may still be wrong.
+        # In a world of one only the rows of ``out`` can be wrong.
         if len(calls) == 1 and calls[0].out_rows < 0:
             return
 
@@ -1132,7 +1135,7 @@ class CommunicationBackend(ITransport):
         check_calls(calls, self.world_ranks, self.label, parted)
 
     def _places(self, array: Array, out: Array | None) -> Places:
-        """The places of ``array`` and its result in memory that the node's ranks share."""
+        """Return the places of ``array`` and its result in memory that the node's ranks share."""
         own = self._regions.locate(array)
         if out is None or out is array:
             return own, PRIVATE if out is None else own
@@ -1155,6 +1158,6 @@ class CommunicationBackend(ITransport):
         )
 
     def _name_group(self, purpose: str) -> None:
-        """Let reports say the purpose of this group, which was split off another."""
+        """Give this group, which was split off another, a label with its purpose."""
         steps = [step.partition(".")[0] for step in self.group.split("/")[1:]]
         self.label = group_label(purpose, ".".join(steps), self.world_ranks)

@@ -1,4 +1,4 @@
-"""The backoff of an MPI rank that waits: spin, yield, doze, and look round now and then."""
+"""The backoff of an MPI rank that waits: it spins, yields, dozes, and now and then looks round."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable
 
 READ_EVERY = 0.5
-"""Seconds between two readings of a `RunningClock` by those who wait with it."""
+"""Most seconds between two readings of a `RunningClock` during a wait."""
 
 _SPINS = 300
-"""Polls without a pause: about 0.2 ms, in which most peers come that run at the same time."""
+"""Polls without a pause: about 0.2 ms, in which most peers arrive if they run at the same time."""
 
 _LOOK_SECONDS = 0.05
 _CROWDED_DOZE_AFTER = 0.002
 _DOZE_AFTER = 2.0
 LONG_POLL = 1e-3
-"""Seconds of a poll or a yield that show that other programs run on this core."""
+"""Seconds that a poll or a yield takes only if other programs run on this core."""
 
-_DOZE_SECONDS = 1e-5  # about 0.07 ms: Linux adds a process's timer slack
+_DOZE_SECONDS = 1e-5  # lasts about 0.07 ms, because Linux adds the process's timer slack
 SHARES_CORE_SECONDS = 0.1
 """Seconds for which a rank dozes in each wait, once it has found other programs on its core."""
 
@@ -27,7 +27,7 @@ _SUSPENDED_SECONDS = 2 * READ_EVERY
 
 
 def yield_processor() -> None:
-    """Let another process have this core, if one wants it."""
+    """Offer this core to another process that is ready to run."""
     if hasattr(os, "sched_yield"):
         os.sched_yield()
     else:
@@ -39,12 +39,12 @@ class RunningClock:
 
     A job may be suspended (Ctrl-Z, SIGSTOP, a frozen cgroup) and resumed hours later. No rank was
     late meanwhile, so the time does not count against a time limit. The operating system does not
-    report a suspension. But a process that runs reads this clock about every `READ_EVERY` seconds,
-    so two readings further apart mean that it was suspended in between. Such a gap counts as
-    `READ_EVERY` seconds: a machine so busy that every gap is long still reaches its limits.
+    report a suspension. But a running process reads this clock about every `READ_EVERY` seconds, so
+    two readings much further apart mean that it was suspended in between. Such a gap counts as
+    `READ_EVERY` seconds, so limits are also reached on a machine so busy that every gap is long.
 
-    Any thread may read the clock. Somebody must read it every `READ_EVERY` seconds during a wait:
-    the watchdog does so in an MPI process, and a thread-rank waits in slices of that length.
+    Any thread may read the clock, and one must read it every `READ_EVERY` seconds during a wait.
+    The watchdog does so in an MPI process; a thread-rank waits in slices of that length.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class RunningClock:
         self._suspended = 0.0
 
     def now(self) -> float:
-        """Seconds on this clock; only differences of readings have a meaning."""
+        """Return the seconds on this clock; only differences of readings have a meaning."""
         with self._lock:
             present = self._read()
             gap, self._last = present - self._last, present
@@ -79,17 +79,18 @@ class Backoff:
     """One wait, from its first unsuccessful poll to its end.
 
     Polling without pauses is ruinous if more ranks than cores run, and yielding costs nothing if
-    they do not. If they do, a rank that has waited for long enough to show that the others
-    compute dozes, and leaves them the core. So does a rank of which a yield takes long, because
-    other programs run on its core: the scheduler takes a yield for a process's whole turn, but
-    gives a process that has slept the core back at once.
+    fewer do. With more ranks than cores, a rank dozes once it has waited so long that the others
+    must be computing, and leaves them the core. A rank also dozes if a yield takes long, because
+    other programs run on its core: a yield gives up the process's whole turn, but after a short
+    sleep the scheduler gives the core back at once.
 
     Parameters
     ----------
     crowded : bool
         Whether the node has more ranks than cores.
     look : callable
-        Called about 20 times a second. It may raise. For how long is the watchdog's business.
+        Called about 20 times a second. It may raise, and so end the wait. It need not check the
+        time limit, which the watchdog does.
     dozes : bool
         Whether this rank has lately found other programs on its core.
 
@@ -110,7 +111,7 @@ class Backoff:
         self.dozes = dozes
 
     def pause(self) -> None:
-        """Let a little time pass. Call after each poll that found nothing."""
+        """Pause for a short time. Call it after each poll that found nothing."""
         self._polls += 1
         if self._polls <= _SPINS and not self._crowded:
             return

@@ -1,8 +1,8 @@
-"""A rank's call of a collective, in a form that can be compared before data is mixed; its bytes.
+"""A rank's call of a collective, in a form that ranks compare before data is mixed; its bytes.
 
 The functions below refuse wrong arguments before anything is sent. Each rank checks its own
-arguments alone, and raises alone; differences between ranks are found by
-`mpishard.communication.contract.matching`.
+arguments alone, and raises alone. `mpishard.communication.contract.matching` finds differences
+between ranks.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ DTYPES: tuple[np.dtype[Any], ...] = tuple(
         np.complex128,
     )
 )  # fmt: skip
-"""The dtypes that travel. A header names one by its place here."""
+"""The dtypes that can be sent. A header has the index of the dtype in this tuple."""
 
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _DIMS = settings.MAXIMUM_DIMS
-# Kind, operation, dtype, number of dims, root, hash of counts, rows of out, and the dims. Short:
-# each cache line of a header that another core reads takes a tenth of a microsecond. Behind the
-# sequence number the dims, and data behind them, are aligned.
+# Kind, operation, dtype, number of dims, root, hash of counts, rows of out, and the dims. It is
+# short because each cache line of a header that another core reads takes 0.1 us. It follows the
+# sequence number so that the dims, and the data after them, are aligned to 8 bytes.
 _DESCRIPTION = "bbbbiiq4x"
 _DESCRIPTIONS = [struct.Struct(f"={_DESCRIPTION}{n}q{8 * (_DIMS - n)}x") for n in range(_DIMS + 1)]
 _FIELDS = struct.Struct(f"=q{_DESCRIPTION}{_DIMS}q")
-_OF_PATHS = "surrogateescape"  # bytes of a script's path that the locale cannot decode
+_OF_PATHS = "surrogateescape"  # keeps the bytes of a script's path that the locale cannot decode
 HEADER_BYTES = _FIELDS.size
 """Number of bytes that describe a call on the wire."""
 
@@ -94,19 +94,19 @@ class Call:
     method: str = ""
     """The function of this package that the user called, such as ``FSDPModel.predict``."""
     group: str = ""
-    """The label of the world that it was called on; empty for a root world."""
+    """The label of the world on which it was called; empty for a root world."""
     number: int = field(default=0, compare=False)
     """Its number among all collectives of its rank, from 1; 0 if none was given."""
     time: float = field(default=0.0, compare=False)
-    """When it was written to the rank's status page, in seconds since the epoch."""
+    """Time at which it was written to the rank's status page, in seconds since the epoch."""
     description: bytes = field(default=b"", compare=False, repr=False)
-    """All that is compared between ranks, but for the sequence number, as bytes."""
+    """The fields that ranks compare, except the sequence number, as bytes."""
     size: int = field(default=0, compare=False, repr=False)
     """Number of elements of the array that was passed."""
     nbytes: int = field(default=0, compare=False, repr=False)
-    """Its bytes."""
+    """Number of bytes of that array."""
     sends: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """Bytes that this rank sends to others for it, by the name in `Traffic`."""
+    """Bytes that this rank sends to others for the call, by the name in `Traffic`."""
 
     @classmethod
     def describe(
@@ -121,7 +121,7 @@ class Call:
         sends: Mapping[str, int] = {},
         sequence: int = 0,
     ) -> Call:
-        """The call of ``kind`` with ``array``, which has no number and no world yet."""
+        """Return the call of ``kind`` with ``array``, without its number and world."""
         dtype, shape, size, nbytes, code, dims, ndim = None, None, 0, 0, -1, (), -1
         if array is not None:
             dtype, size, nbytes = array.dtype, array.size, array.nbytes
@@ -144,7 +144,7 @@ class Call:
 
     @property
     def place(self) -> str:
-        """`site`, and the function of this package that was called there, if one was."""
+        """`site`, and the function of this package that was called there, if any."""
         return f"{self.site} in {self.method}" if self.method else self.site
 
     @property
@@ -154,7 +154,7 @@ class Call:
 
     @property
     def full_text(self) -> str:
-        """`text`, behind the number of the call on its world."""
+        """`text`, after the number of the call on its world."""
         return f"collective {self.sequence}, {self},{of_group(self.group)} at {self.place}"
 
     @property
@@ -165,7 +165,7 @@ class Call:
 
     @property
     def where(self) -> str:
-        """The end of the sentence "rank 1 waits .." about a rank that waits in it."""
+        """The place of a rank that waits in the call, to stand after "rank 1 waits"."""
         return f"in {self.name} called at {self.place}"
 
     @property
@@ -184,14 +184,14 @@ class Call:
         return f"{self.kind.label}({', '.join(words)})"
 
     def to_bytes(self) -> bytes:
-        """The call and the line that made it, for a backend that sends them as one message."""
+        """Return the call and its line as bytes, for a backend that sends them in one message."""
         place = f"{self.line}\n{self.method}\n{self.filename}"
         header = self.sequence.to_bytes(8, sys.byteorder) + self.description
         return header + place.encode(errors=_OF_PATHS)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Call:
-        """The call that `to_bytes` wrote."""
+        """Return the call that `to_bytes` wrote."""
         call = cls.decode(data)
         place = data[HEADER_BYTES:].decode(errors=_OF_PATHS)
         line, call.method, call.filename = place.split("\n", 2)
@@ -200,7 +200,7 @@ class Call:
 
     @classmethod
     def decode(cls, data: bytes) -> Call:
-        """The call of a sequence number and a description, the first `HEADER_BYTES` bytes."""
+        """Return the call from the first `HEADER_BYTES` bytes: sequence number, description."""
         sequence, kind, operation, dtype, ndim, root, counts_hash, out_rows, *dims = (
             _FIELDS.unpack_from(data)
         )
@@ -217,10 +217,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class MessageWait:
-    """A message that a rank waits for, or waits for another rank to take.
+    """The wait of a rank for a message, or for another rank to take one.
 
-    ``peer`` is the other rank, by its number in the root world; ``group`` is the label of the
-    world that the message belongs to.
+    ``peer`` is the other rank, by its number in the root world. ``group`` is the label of the world
+    of the message.
     """
 
     peer: int
@@ -228,45 +228,45 @@ class MessageWait:
     is_send: bool
     group: str
     sends: ClassVar[Mapping[str, int]] = {}
-    """No bytes, unlike `Call.sends`: those of a message are counted when it is sent."""
+    """Empty, unlike `Call.sends`: the bytes of a message are counted when it is sent."""
 
     @property
     def name(self) -> str:
-        """As `Call.name`."""
+        """The message and its world, for errors: see `Call.name`."""
         way = "send to" if self.is_send else "receive from"
         inside = f" in {self.group}," if self.group else ""
         return f"{way} rank {self.peer}, tag {self.tag},{inside}"
 
     @property
     def where(self) -> str:
-        """As `Call.where`."""
+        """The place of a rank that waits for it: see `Call.where`."""
         message = f"a message with tag {self.tag}"
         receive, send = f"{message} from rank {self.peer}", f"rank {self.peer} to take {message}"
         return f"for {send if self.is_send else receive}" + (f" in {self.group}" * bool(self.group))
 
 
 def of_group(label: str) -> str:
-    """Behind a collective's name: of which group it is. The root world has no label."""
+    """Return the group of a collective, to stand after its name; empty for a root world."""
     return f" of {label}" if label else ""
 
 
 def place_after(last: Call | None, word: str = "after") -> str:
-    """The place of a rank that is in no collective, of which ``last`` is the newest."""
+    """Return the place of a rank that is in no collective: ``word`` its ``last`` one."""
     return "before any collective" if last is None else f"{word} {last.full_text}"
 
 
 class Traffic:
     """Counts of the bytes that one rank sent to others, by collective.
 
-    A collective is counted by its definition, whatever messages it is made of, so that figures
-    compare between backends; each call once, when it is done (`Call.sends`). An all_reduce counts
-    as a reduce_scatter and an all_gather. A piece that a rank keeps for
-    itself is not counted, nor are headers. A broadcast is counted on the root: (world size - 1)
-    times the array.
+    A collective is counted by its definition, whatever messages a backend sends for it, so that
+    backends can be compared. Each call is counted once, when it is done (`Call.sends`). An
+    all_reduce counts as a reduce_scatter and an all_gather. Headers, and the piece that a rank
+    keeps for itself, are not counted. A broadcast counts on the root: (world size - 1) times the
+    bytes of the array.
     """
 
     def __init__(self) -> None:
-        # Each call adds to these, and a Counter takes four times as long.
+        # Each call adds to these, which takes a Counter four times as long.
         self.bytes_sent: defaultdict[str, int] = defaultdict(int)
         self.bytes_read: defaultdict[str, int] = defaultdict(int)
         self.calls: defaultdict[str, int] = defaultdict(int)
@@ -277,13 +277,13 @@ class Traffic:
         return sum(self.bytes_sent.values())
 
     def reset(self) -> None:
-        """Start counting from zero."""
+        """Set all counts to zero."""
         self.bytes_sent.clear()
         self.bytes_read.clear()
         self.calls.clear()
 
     def add(self, sends: Mapping[str, int]) -> None:
-        """Add one call of each kind of ``sends``, with the bytes that it sent to other ranks."""
+        """Add one call of each kind in ``sends``, with the bytes that it sent to other ranks."""
         for kind, nbytes in sends.items():
             self.calls[kind] += 1
             self.bytes_sent[kind] += nbytes
@@ -295,9 +295,10 @@ class Traffic:
     def share_reduce(
         self, call: Call, nodes: Any, sizes: Sequence[int], dtype: np.dtype[Any]
     ) -> None:
-        """Note that ``call`` reduces to pieces of ``sizes`` arrays that each node's ranks share.
+        """Count ``call`` as a reduction of arrays that each node's ranks share.
 
-        ``nodes`` is `CommunicationBackend.topology`.
+        ``sizes`` are the elements of the ranks' pieces. ``nodes`` is
+        `CommunicationBackend.topology`.
         """
         sent = 0
         if nodes.clients:
@@ -311,14 +312,14 @@ class Traffic:
     def share_gather(
         self, call: Call, nodes: Any, sizes: Sequence[int], dtype: np.dtype[Any]
     ) -> None:
-        """Note that ``call`` gathers pieces of ``sizes`` once on each of ``nodes``."""
+        """Count ``call`` as a gather of pieces of ``sizes`` elements, once to each of ``nodes``."""
         sent = sizes[nodes.rank] * (nodes.count - 1) * dtype.itemsize
         call.sends = {**call.sends, "all_gather": sent}
 
 
-@functools.lru_cache(maxsize=4096)  # a training step asks for the same sizes again and again
+@functools.lru_cache(maxsize=4096)  # each training step uses the same sizes
 def sent_by_all_reduce(size: int, itemsize: int, world_size: int, rank: int) -> Mapping[str, int]:
-    """Bytes that ``rank`` sends for an all_reduce of ``size`` elements, for `Traffic`."""
+    """Return the bytes that ``rank`` sends for an all_reduce of ``size`` elements."""
     own = even_sizes(size, world_size)[rank]
     gathered = own * itemsize * (world_size - 1)
     return {"reduce_scatter": (size - own) * itemsize, "all_gather": gathered}
@@ -327,17 +328,16 @@ def sent_by_all_reduce(size: int, itemsize: int, world_size: int, rank: int) -> 
 def check_array(
     array: Any, name: str, *, needs_dim: bool = False, is_written: bool = False
 ) -> None:
-    """Refuse an array that cannot be sent, or with ``needs_dim`` not be cut along dim 0.
+    """Refuse an array that cannot be sent or, with ``needs_dim``, cannot be cut along dim 0.
 
-    With ``is_written`` also refuse an array that no result can be written into.
+    With ``is_written`` also refuse a read-only array, into which no result can be written.
 
     Raises
     ------
     TypeError
         For an argument that is no array.
     ValueError
-        For an array of another dtype, of too many dims, with gaps between its elements, or
-        read-only.
+        For an array of another dtype, of too many dims, not C-contiguous, or read-only.
     """
     if array is None:
         raise TypeError(f"{name} needs an array, got None")
@@ -367,7 +367,7 @@ def check_array(
 
 
 def check_out(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> None:
-    """Refuse an ``out`` that cannot take a result of that shape and dtype: as `check_array`."""
+    """Refuse an ``out`` for a result of this ``shape`` and ``dtype``; errors as `check_array`."""
     check_array(out, name, is_written=True)
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(
@@ -377,13 +377,13 @@ def check_out(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any], name: st
 
 
 def check_root(root: int, world_size: int) -> None:
-    """Refuse a root that is no rank: TypeError, or ValueError for another number."""
+    """Refuse a root that is no rank: TypeError if it is no integer, otherwise ValueError."""
     if not 0 <= as_integer("root", root) < world_size:
         raise ValueError(f"root {root} is outside [0, {world_size})")
 
 
 def check_peer(rank: int, tag: int, own_rank: int, world_size: int) -> None:
-    """Refuse a partner that is no other rank, and a tag that is none; errors as `check_root`."""
+    """Refuse a peer that is not another rank, and a wrong tag; errors as `check_root`."""
     if not 0 <= as_integer("rank", rank) < world_size:
         raise ValueError(f"rank {rank} is outside [0, {world_size})")
     if rank == own_rank:
@@ -395,12 +395,13 @@ def check_peer(rank: int, tag: int, own_rank: int, world_size: int) -> None:
 def piece_sizes(
     rows: int, counts: Sequence[int] | None, world_size: int, name: str, *, strict: bool
 ) -> tuple[int, ...]:
-    """Rows of each rank's piece: ``counts``, or a `ShardLayout`'s if that is None.
+    """Return the rows of each rank's piece: ``counts``, or those of `ShardLayout` without them.
 
     Raises
     ------
     ValueError
-        If ``counts`` are not one for each rank, or do not add up; for a remainder if ``strict``.
+        If ``counts`` has not one count for each rank, or they do not add up to ``rows``; if
+        ``strict``, also for a remainder.
     """
     if strict and rows % world_size:
         raise ValueError(
@@ -426,14 +427,14 @@ def refuse_other_message(
     source: int,
     tag: int,
 ) -> None:
-    """Refuse a message that is not the one expected.
+    """Refuse a message of another size or dtype than expected.
 
-    ``source`` is what the error calls the sender: its number in the root world.
+    ``source`` is the sender by its number in the root world, for the error.
 
     Raises
     ------
     CommunicationError
-        Naming both.
+        Naming the received and the expected size, and the dtypes if one is expected.
     """
     if size != expected_size or expected_dtype not in (None, dtype):
         of, expected_of = "", ""

@@ -19,9 +19,9 @@ _FEW_IN_STEPS = 5
 _LABEL = re.compile(r"[^()]+\(ranks? ([0-9, by-]+)\)")
 
 ONE_EACH = 8
-"""In larger worlds, ranks that do the same share a line or an entry of a table."""
+"""Number of ranks above which ranks that do the same share a line or an entry of a table."""
 MOST_LINES = 40
-"""Most lines of a table of all ranks."""
+"""Largest number of lines in a table of all ranks."""
 
 
 def check_calls(
@@ -41,7 +41,7 @@ def check_calls(
     group : str
         The label of this world in messages; empty for a root world.
     parting : callable
-        Says where the ranks went different ways, up to the collective of this number, if known.
+        Takes a collective's number; says where, up to it, the ranks went different ways, if known.
 
     Raises
     ------
@@ -54,8 +54,8 @@ def check_calls(
     numbers = range(len(calls)) if ranks is None else ranks
     first = calls[0]
     same = first.sequence, first.description
-    # The usual case: a description has every argument that must be alike, so that nothing else
-    # needs to be compared but the rows of an ``out``.
+    # The usual case. A description has every argument that must be alike, so only the rows of an
+    # ``out`` remain to be compared.
     are_same = all((c.sequence, c.description) == same for c in calls)
     if are_same and first.out_rows < 0:
         return
@@ -71,7 +71,7 @@ def check_calls(
             f"{more}:\n{_listed(by_rank)}"
         )
     if first.kind is Kind.ALL_GATHER:
-        # Ranks may send different numbers of rows, so that none could check its `out` alone.
+        # Ranks may send different numbers of rows, so no rank could check its ``out`` alone.
         rows = [call.shape[0] for call in calls if call.shape]
         for rank, call in by_rank.items():
             if call.out_rows not in (-1, sum(rows)):
@@ -82,26 +82,26 @@ def check_calls(
 
 
 def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = None) -> str:
-    """The functions of this package that ranks called for the same collective, if they differ.
+    """Name the functions of this package that ranks called for one collective, if they differ.
 
     Parameters
     ----------
     calls : mapping of int to Call
         By world rank.
     seen : Counter of str, optional
-        How often each function was called before: of two that equally many ranks called, the
-        rarer one is the odd one.
+        How often each function was called before. If equally many ranks called two functions, the
+        rarer one is named as the odd one.
 
     Returns
     -------
     str
-        A sentence without its end, or nothing. What fewest ranks called comes first.
+        A sentence without its end, or nothing. The function that fewest ranks called comes first.
     """
     by_method = grouped(calls, lambda rank: calls[rank].method)
     if len(by_method) < 2:
         return ""
     before = seen or Counter()
-    # A rank that called the collective itself has no method, and comes last.
+    # The method is empty for a rank that called the collective itself, which comes last.
     methods = sorted(by_method, key=lambda m: (not m, len(by_method[m]), before[m]))
     called = []
     for method in methods:
@@ -112,10 +112,10 @@ def differing_methods(calls: Mapping[int, Call], seen: Counter[str] | None = Non
 
 
 def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) -> str:
-    """The first collective that ranks of ``group`` called in different functions; may be empty.
+    """Name the first collective that ranks of ``group`` called in different functions, if any.
 
-    Collectives of one kind and shape match whatever their purpose: ranks that have parted may go on
-    for a while before a mismatch is found.
+    Collectives of one kind and shape match whatever their purpose. So ranks that have parted may go
+    on for a while before a mismatch is found.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
     group : str
         The world's name.
     upto : int, optional
-        Look only at collectives of numbers up to this one.
+        Look only at collectives up to this number.
     """
     histories = {
         record.rank: calls
@@ -144,7 +144,7 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
 
 
 def differing_calls(calls: Mapping[int, Call]) -> str:
-    """Ranks whose call differs from the majority's; empty if there are none, or no majority."""
+    """Name the ranks whose call differs from the majority's; empty if there is no such rank."""
     what, values = _difference(list(calls.values()))
     if not what:
         return ""
@@ -156,13 +156,13 @@ def differing_calls(calls: Mapping[int, Call]) -> str:
     given = ", ".join(dict.fromkeys(odd.values()))
     rest = [rank for rank in calls if rank not in odd]
     is_odd = "is the odd one out" if len(odd) == 1 else "are the odd ones out"
-    if what == "counts":  # of which only a number is known
+    if what == "counts":  # only their hash is known
         return f"{who(list(odd))} {is_odd}"
     return f"{who(list(odd))} {is_odd}: {given}, where {who(rest)} gave {most}"
 
 
 def _listed(calls: Mapping[int, Call]) -> str:
-    """A line for each rank; for many, one for those that do the same."""
+    """Return a line for each rank, or in large worlds one for all ranks that do the same."""
 
     def text(rank: int) -> str:
         call = calls[rank]
@@ -176,7 +176,10 @@ def _listed(calls: Mapping[int, Call]) -> str:
 
 
 def _difference(calls: Sequence[Call]) -> tuple[str, list[str]]:
-    """The first thing that differs and must not, or an empty string; and what each rank has."""
+    """Return the first property that must not differ and does, and its value on each rank.
+
+    Without a difference the property is an empty string.
+    """
     kind, sequence = calls[0].kind, calls[0].sequence
     # First, because arguments of different collectives have nothing to do with each other.
     if any(c.kind is not kind or c.sequence != sequence for c in calls):
@@ -185,13 +188,13 @@ def _difference(calls: Sequence[Call]) -> tuple[str, list[str]]:
     if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALLOCATE_SHARED):
         alike["shape"] = [c.shape for c in calls]
         alike["counts"] = [c.counts_hash for c in calls]
-    if kind not in (Kind.BROADCAST, Kind.SCATTER):  # where a rank may give no array
+    if kind not in (Kind.BROADCAST, Kind.SCATTER):  # in these a rank may pass no array
         alike["dtype"] = [c.dtype for c in calls]
     if kind in (Kind.ALL_GATHER, Kind.GATHER):
         alike["trailing dims"] = [(c.shape or ())[1:] for c in calls]
     alike["root"] = [c.root for c in calls]
     if kind is Kind.BROADCAST:
-        # Ranks that give no array receive one of the shape that is sent.
+        # Ranks that pass no array receive a new one of the shape that is sent.
         sent = calls[calls[0].root]
         arrays = [(sent if c.shape is None else c).array_text for c in calls]
         alike["shape or dtype of the arrays that receive"] = arrays
@@ -202,7 +205,7 @@ def _difference(calls: Sequence[Call]) -> tuple[str, list[str]]:
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """The items by their key, in their order."""
+    """Return the items by their key, in their order."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -210,7 +213,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Numbers in rising order, runs as ranges.
+    """Return the numbers in rising order, with runs as ranges.
 
     Examples
     --------
@@ -235,19 +238,20 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def who(ranks: Sequence[int]) -> str:
-    """The subject of a sentence: ``rank 1``, or ``ranks 0-3, 8``."""
+    """Return the ranks as the subject of a sentence: ``rank 1``, or ``ranks 0-3, 8``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
 
 
 def group_label(name: str, path: str, world_ranks: Sequence[int]) -> str:
-    """The label of a group that was split off: the same on its ranks, and no other group's.
+    """Return the label of a group that was split off: the same on its ranks, and unique.
 
     Parameters
     ----------
     name : str
-        What it is for, such as an axis of a mesh; may be empty.
+        The purpose of the group, such as an axis of a mesh; may be empty.
     path : str
-        Which collective of the root world split it off, and which of that group's, and so on.
+        The number of the collective that split it off the root world; for a group of a group the
+        numbers of both, and so on.
     world_ranks : sequence of int
         Its ranks, by their numbers in the root world.
 
@@ -264,7 +268,7 @@ def group_label(name: str, path: str, world_ranks: Sequence[int]) -> str:
 
 
 def group_members(label: str) -> list[int] | None:
-    """The ranks that `group_label` names; None where it names too many to list them.
+    """Return the ranks that `group_label` names; None if they were too many to be listed.
 
     Examples
     --------
@@ -283,7 +287,10 @@ def group_members(label: str) -> list[int] | None:
 
 
 def members_of(group: str, records: Sequence[RankRecord]) -> list[RankRecord]:
-    """The ranks of the world with the label ``group``; those seen in it if the label is short."""
+    """Return the ranks of the world with the label ``group``.
+
+    If the label does not list its ranks, these are the ranks whose last calls were made there.
+    """
     if not group:
         return list(records)
     members = group_members(group)

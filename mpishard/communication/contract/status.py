@@ -1,11 +1,11 @@
 """The flight recorder: one memory-mapped status page per rank and root world.
 
-A page holds the identity of the rank (process, host), its state, the collective or message that it
-waits for, and its last `settings.CALL_LOG_LENGTH` collectives with the lines that called them.
+A page holds the identity of the rank (process, host), its state, the collective or message for
+which it waits, and its last `settings.CALL_LOG_LENGTH` collectives with the lines that called them.
 `RankRecord` is its content at one moment. `StatusPage` writes the page of this rank. `StatusReader`
-reads the pages of all ranks that can be read from here, without their help: a rank may compute,
-sleep or be stuck. The pages belong to the system and stay readable after SIGKILL, for the ranks of
-the node and for `mpishard run`.
+reads the pages of all ranks that can be read from here. It needs no help of these ranks, which may
+compute, sleep or be stuck. The kernel keeps the pages, so the ranks of the node and `mpishard run`
+can read them after SIGKILL.
 
 A writer stores the number of a row last. A reader takes a row only if its number is the expected
 one both before and after the row was copied.
@@ -62,8 +62,8 @@ _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os
 _PLACES_KEPT = 1024
 PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 """The folder of this package, with a separator at its end."""
-# Frames of the package's context managers, and of a framework that calls it back, are not the
-# user's either.
+# The user's line is not in files with these paths: contextlib, because of this package's context
+# managers, and frameworks that call this package back.
 _not_of_users: tuple[str, ...] = (contextlib.contextmanager.__code__.co_filename,)
 _called_as: dict[CodeType, str] = {}
 
@@ -74,7 +74,7 @@ _logger = logging.getLogger("mpishard")
 
 
 class RankState(IntEnum):
-    """The state of a rank, as it wrote it down last."""
+    """The state of a rank that it has written to its page."""
 
     STARTED = 0
     """In ``init``: the world is not complete yet."""
@@ -82,9 +82,9 @@ class RankState(IntEnum):
     LEFT = 2
     """It left every world in good order."""
     REPORTED = 3
-    """It said on stderr why the job ends."""
+    """It has reported on stderr why the job ends."""
     LEAVING = 4
-    """It calls no more collectives, and waits until the others have left or were told."""
+    """It calls no more collectives, and waits until the others have left or were notified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class RankRecord:
     calls : tuple of Call
         Its last collectives in all its worlds, newest last.
     waits : Call or MessageWait, optional
-        The collective or message that it waits for; None if it waits for nothing, or for a
+        The collective or message for which it waits; None if it waits for nothing, or for a
         collective that its log does not hold any more.
     waited : float
         Seconds since it began to wait; 0 if it does not wait.
@@ -118,13 +118,13 @@ class RankRecord:
     count : int
         Number of collectives that it has called, in all its worlds.
     code : int
-        The exit code of the job that the rank reported with.
+        The exit code of the job in the rank's report; 0 if the rank does not know it.
     is_saving : bool
-        Whether it saves, and ends, when it is told to.
+        Whether it saves a checkpoint, and ends, on a preemption notice.
     shared_memory : tuple of str
         Files in shared memory that it had mapped.
     resumable_by : tuple of int
-        The fewest and the most ranks that can go on from what it saves; (0, 0) if not known.
+        The fewest and the most ranks that can resume from its checkpoint; (0, 0) if not known.
     """
 
     rank: int
@@ -157,18 +157,18 @@ class RankRecord:
         return self.state in (RankState.LEFT, RankState.LEAVING)
 
     def calls_of(self, group: str) -> list[Call]:
-        """Its last collectives in the world with the label ``group``."""
+        """Return its last collectives in the world with the label ``group``."""
         return [call for call in self.calls if call.group == group]
 
     def last_of(self, group: str) -> int:
-        """The number, on its world, of its last collective there; 0 if none is known."""
+        """Return the number of its last collective in the world ``group``; 0 if none is known."""
         return max((call.sequence for call in self.calls_of(group)), default=0)
 
 
 class StatusPage:
     """The status page of one rank in one root world, and in the groups split off it.
 
-    Only its rank writes it. The page is in memory of this process until `publish`.
+    Only its rank writes it. The page is in private memory of this process until `publish`.
 
     Parameters
     ----------
@@ -185,13 +185,14 @@ class StatusPage:
     ) -> None:
         self.rank = rank
         launched, pid = rank if launched_rank is None else launched_rank, os.getpid()
-        # A process may enter several root worlds, and start others that inherit its folder.
+        # The name has the process id and a number, because a process may enter several root worlds,
+        # and may start processes that inherit the job's folder.
         self.name = f"rank-{launched}-{pid}-{world_number}.calls"
-        """The name of its file, wherever it is published."""
+        """The name of its file, or of its memory without a file."""
         self.count = 0
         """Number of collectives so far, in all worlds."""
         self.awaited: Call | MessageWait | None = None
-        """The collective or message that the rank waits for now."""
+        """The collective or message for which the rank waits now."""
         self._memory = mmap.mmap(-1, PAGE_BYTES)
         self._places: dict[object, tuple[object, str, int, str, bytes]] = {}
         self._calls_read: tuple[Call, ...] = ()
@@ -206,27 +207,28 @@ class StatusPage:
         Parameters
         ----------
         folder : Path, optional
-            The folder for a file that outlives the process. Without it the page is in memory
-            without a name, which the system frees when the last process has let go of it.
+            The folder for a file that outlives the process. Without it the page is in anonymous
+            memory, which the system frees when the last process has closed it.
 
         Raises
         ------
         OSError
-            If the memory or the file cannot be had.
+            If the memory or the file cannot be created.
         """
         if folder is None:
             handle = os.memfd_create(self.name)
             path = Path(f"/proc/{os.getpid()}/fd/{handle}")
         else:
             path = folder / self.name
-            # A file there is of an earlier process of this number, or the trap of another user.
+            # A file of this name is that of an earlier process with the same id, or was put there
+            # by another user, whose file or link must not be written to.
             path.unlink(missing_ok=True)
             handle = os.open(path, _CREATE, 0o600)
         weakref.finalize(self, os.close, handle)
-        # A full file system must fail here, and not by SIGBUS later.
+        # Allocated now, so that a full file system fails here and not later by SIGBUS.
         os.posix_fallocate(handle, 0, PAGE_BYTES)
         memory = mmap.mmap(handle, PAGE_BYTES)
-        # The magic comes last: it makes the file a page.
+        # The magic is written last, because readers take a file with it for a complete page.
         memory[8:] = self._memory[8:]
         memory[:8] = self._memory[:8]
         self._memory = memory
@@ -235,7 +237,7 @@ class StatusPage:
         return path
 
     def record(self, call: Call, frame: FrameType | None) -> None:
-        """Number ``call``, and write it down with the nearest frame of the user's code.
+        """Number ``call``, and record it with the nearest frame of the user's code.
 
         Parameters
         ----------
@@ -256,7 +258,8 @@ class StatusPage:
         if frame is None:
             place = encode_place(call)
         else:
-            # Counting lines is slow. The codes are kept, so that no other code gets their ids.
+            # To compute a line number is slow, so places are cached. The cache holds the code
+            # objects, so that no other code gets their ids.
             code = frame.f_code
             inner = None if called is None else called.f_code
             key = id(code), frame.f_lasti, id(inner), call.group
@@ -272,14 +275,14 @@ class StatusPage:
                 _, call.filename, call.line, call.method, place = known
         start = _FIRST_ROW + self.count % _ROWS * _ROW.size
         self.count = call.number = number = self.count + 1
-        # The row before the count: a reader takes as many rows as the count says.
+        # The row is written before the count, because a reader takes ``count`` rows.
         _ROW.pack_into(
             self._memory, start, call.sequence, call.description, time.time(), place, number
         )
         _NUMBER.pack_into(self._memory, _COUNT, number)
 
     def wait(self, awaited: Call | MessageWait) -> None:
-        """Write down what the rank waits for from now on. A short wait need not be recorded."""
+        """Record the call or message for which the rank waits. Short waits need no record."""
         self.awaited = awaited
         if isinstance(awaited, MessageWait):
             group = _tail(awaited.group, GROUP_BYTES)
@@ -289,36 +292,36 @@ class StatusPage:
         _WAIT.pack_into(self._memory, _WAIT_AT, time.time(), *what)
 
     def go_on(self) -> None:
-        """Write down that the wait is over."""
+        """Record that the wait is over."""
         self.awaited = None
         _NUMBER.pack_into(self._memory, _WAITS, 0)
 
     def end(self, state: RankState, code: int = 0) -> None:
-        """Write down the new state of the rank.
+        """Record the new state of the rank.
 
-        ``code`` is the exit code of the job, if ``state`` is ``REPORTED``; 0 if the rank reported
-        that another process is gone, whose code it does not know.
+        ``code`` is the exit code of the job, if ``state`` is ``REPORTED``. It is 0 if the rank
+        reported that another process is gone, whose code it does not know.
         """
         _NUMBER.pack_into(self._memory, _CODE, code)
         _NUMBER.pack_into(self._memory, _STATE, state)
 
     def note_saving(self, saves: bool, ranks: tuple[int, int] = (0, 0)) -> None:
-        """Write down whether the rank saves, and ends, when it is told to.
+        """Record whether the rank saves a checkpoint, and ends, on a preemption notice.
 
-        ``ranks`` are the fewest and the most ranks that can go on from what it saves; (0, 0) if
-        that is not known.
+        ``ranks`` are the fewest and the most ranks that can resume from that checkpoint; (0, 0) if
+        they are not known.
         """
         _SAVES.pack_into(self._memory, _SAVES_AT, saves, *ranks)
 
     def note_shared_memory(self, paths: Sequence[str]) -> None:
-        """Write down which files in shared memory the job must remove after the rank."""
+        """Record the files in shared memory that the job must remove after the rank."""
         lines = "".join(f"{path}\n" for path in paths).encode()[:_MEMORY_BYTES]
-        lines = lines[: lines.rfind(b"\n") + 1]  # whole ones
+        lines = lines[: lines.rfind(b"\n") + 1]  # without a path that was cut short
         self._memory[_MEMORY_AT:_FIRST_ROW] = lines.ljust(_MEMORY_BYTES, b"\0")
 
     def read(self) -> RankRecord:
-        """The content of the page. Ranks that are threads read each other's."""
-        # A suite that refuses hundreds of calls reads every page for each of them.
+        """Return the content of the page. Thread-ranks also call it on each other's pages."""
+        # Calls that were read before are kept: a test suite may read every page hundreds of times.
         self._calls_read = calls = _calls(self._memory, self._calls_read)
         return _read(self._memory, calls)
 
@@ -326,16 +329,16 @@ class StatusPage:
 class StatusReader:
     """The pages of one root world's ranks, as far as they can be read from this rank's node.
 
-    The page of this rank is in the job's folder, if `mpishard run` made one: it reads the pages
-    when the job has ended, and removes them. Otherwise, and in a world of one, the page is in
-    memory without a name, so that nothing stays behind however the job ends. If neither can be had
-    the job goes on, and this page can be read by this rank only.
+    The page of this rank is in the job's folder, if `mpishard run` made one. `mpishard run` reads
+    the pages when the job has ended, and removes them. Otherwise, and in a world of one, the page
+    is in anonymous memory, so that nothing stays behind however the job ends. If neither can be
+    created the job goes on, and only this rank can read its page.
 
     Parameters
     ----------
     rank, world_size : int
-        This rank of the root world, and its size. Nothing is communicated: in a job's folder other
-        ranks can read the page from here on, in ``init``.
+        This rank of the root world, and its size. Nothing is communicated. Other ranks can read a
+        page in the job's folder from now on, so also in ``init``.
     launched_ranks : sequence of int, optional
         The number of each rank's process among those of the launcher; default: its rank.
     """
@@ -346,17 +349,17 @@ class StatusReader:
         self._launched = list(launched_ranks or range(world_size))
         self.page = StatusPage(rank, world_size, self._launched[rank], next(_world_numbers))
         """The page of this rank."""
-        self._paths: Sequence[Path | str] = ()  # of all ranks, once they were exchanged
+        self._paths: Sequence[Path | str] = ()  # of all ranks, after `share`
         self._pages: dict[int, mmap.mmap] = {}  # of the node's other ranks
         self._calls_read: dict[int, tuple[Call, ...]] = {}
-        # The node's other ranks whose process can be seen, from the one after this on.
+        # The node's other ranks whose process can be seen, beginning after this rank.
         self._ring: list[int] = []
         self._ring_turn = 0
         folder = settings.job_folder()
-        # A node that the job's folder is not on has none.
+        # The job's folder may not exist on this node.
         has_folder = folder is not None and folder.is_dir() and world_size > 1
         self._folder = folder if has_folder else None
-        self._path: Path | str  # of the page; or why there is none
+        self._path: Path | str  # the path of the page, or the reason why it has none
         try:
             self._path = self.page.publish(self._folder)
         except (OSError, AttributeError) as error:  # no memfd_create on this system
@@ -381,14 +384,14 @@ class StatusReader:
             )  # fmt: skip
         here = {r: path for r in ranks if isinstance(path := self._paths[r], Path)}
         for rank in here.keys() - {self.page.rank}:
-            # In containers with process numbers of their own a page may be out of reach.
+            # A container may have process ids of its own: /proc/PID is then another process.
             with contextlib.suppress(OSError, ValueError):
                 self._pages[rank] = _open(here[rank], rank)
         seen = [rank for rank, page in self._pages.items() if _read(page, ()).is_alive]
         self._ring = sorted(seen, key=lambda rank: (rank < self.page.rank, rank))
 
     def records(self) -> list[RankRecord]:
-        """One record of each rank of the root world, in rank order."""
+        """Return one record of each rank of the root world, in rank order."""
         found: dict[int, RankRecord] = {}
         size = len(self._launched)
         if not self._paths:
@@ -396,8 +399,9 @@ class StatusReader:
                 if record.rank in self._launched:
                     rank = self._launched.index(record.rank)
                     found[rank] = replace(record, rank=rank)
-            # A process enters a world of the same processes; of several such worlds the last one is
-            # meant, and one that is complete is not this one.
+            # The paths are not exchanged yet, so pages are found by world size and process. Records
+            # are sorted by world: the newest replaces earlier ones. A page in another state is
+            # that of a complete world, which is not the one that this rank waits for.
             states = RankState.STARTED, RankState.REPORTED
             pages = () if self._folder is None else records_in(self._folder)
             for record in pages:
@@ -413,15 +417,15 @@ class StatusReader:
                 elif isinstance(path, Path) and path.parent == self._folder:
                     found[rank] = _read(_open(path, rank))
         found[self.page.rank] = self.page.read()
-        # A page that is not in the job's folder yet is that of a rank that has not come to init.
+        # A rank without a page in the job's folder has not come to init.
         is_known = self._folder is not None and not self._paths
         return [found.get(r) or RankRecord(r, is_known=is_known) for r in range(size)]
 
     def dead_rank(self) -> int | None:
-        """A rank of this node whose process is gone though it has not left; None if none is seen.
+        """Return a rank of this node whose process is gone though it has not left, or None.
 
         Each rank watches the next one of its node, in a ring, and skips those that have left. A
-        rank that is stopped watches nobody, so each rank looks at one more, another one each time.
+        stopped rank watches none, so each rank also checks one more rank, another one each time.
         """
         left = RankState.LEFT
         watched = [rank for rank in self._ring if _number(self._pages[rank], _STATE) != left]
@@ -430,11 +434,11 @@ class StatusReader:
         return next((rank for rank in two if not _read(self._pages[rank], ()).is_alive), None)
 
     def claim_report(self, code: int) -> bool:
-        """Whether no rank has reported the end of the job yet; this one then has, with ``code``.
+        """Return whether no rank has reported the end of the job yet; then record that this has.
 
-        Asked of all ranks whose pages are in the job's folder, in any root world: they end
-        together. Without a job's folder, of the ranks of this world on the node. Two ranks that
-        ask within the same millisecond may both be told so.
+        ``code`` is the exit code. With a job's folder the pages of all its root worlds count,
+        because these end together; without one the pages of this world on the node. Two ranks that
+        call it within the same millisecond may both get True.
         """
         records = [self.page.read(), *(_read(page, ()) for page in self._pages.values())]
         if self._folder is not None:
@@ -449,14 +453,14 @@ class StatusReader:
 
 
 def records_in(folder: Path, *, with_calls: bool = True) -> list[RankRecord]:
-    """The pages of a job in ``folder``: see `records_at`."""
+    """Return the records of the pages of a job in ``folder``: see `records_at`."""
     return records_at(folder.glob("rank-*.calls"), with_calls=with_calls)
 
 
 def records_at(paths: Iterable[Path], *, with_calls: bool = True) -> list[RankRecord]:
-    """The pages of a job, without those that cannot be read.
+    """Return the records of the pages of a job, without those that cannot be read.
 
-    They are sorted by the launcher's number of their process, and then by the order in which the
+    They are sorted by the launcher's number of the process, and then by the order in which the
     process entered its worlds.
     """
     records = []
@@ -467,19 +471,19 @@ def records_at(paths: Iterable[Path], *, with_calls: bool = True) -> list[RankRe
 
 
 def pages_beside(file: Path) -> list[Path]:
-    """Return the pages, here, of a job of which a process has ``file`` open.
+    """Return the pages, on this machine, of the jobs that have a process with ``file`` open.
 
-    For ranks that a plain ``mpiexec`` started, whose pages are in no folder. The processes of a
-    job on one machine have the same parent.
+    This finds the ranks that a plain ``mpiexec`` started, whose pages are in no folder. The
+    processes of a job on one machine have the same parent.
     """
     name = str(file.resolve())
     pages: dict[str, list[Path]] = {}  # by the parent
     parents = set()
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # another user's, or it has ended
+        with contextlib.suppress(OSError):  # the process is another user's, or has ended
             parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
             for path in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):  # it was closed meanwhile
+                with contextlib.suppress(OSError):  # the file was closed meanwhile
                     link = str(path.readlink())
                     if _PAGE_LINK.match(link):
                         pages.setdefault(parent, []).append(path)
@@ -492,10 +496,10 @@ _PAGE_LINK = re.compile(r"/memfd:rank-\d+-\d+-\d+\.calls ")
 
 
 def own_page() -> StatusPage | None:
-    """The newest page of this process in the job's folder; made if there is none yet.
+    """Return the newest page of this process in the job's folder; make one if there is none.
 
-    None if `mpishard run` did not start this process on this machine. A page that is made here is
-    of no world: its state is ``LEFT``, as no rank waits for this one.
+    Return None if `mpishard run` did not start this process on this machine. A page that is made
+    here belongs to no world. Its state is ``LEFT``, because no rank waits for this one.
     """
     folder = settings.job_folder()
     if not _own and folder is not None:
@@ -507,15 +511,15 @@ def own_page() -> StatusPage | None:
 
 
 _own: list[StatusPage] = []
-# A process that a rank forked is no rank.
+# A process that a rank forked is no rank, and has no page.
 os.register_at_fork(after_in_child=_own.clear)
 
 
 def stopped_siblings() -> list[RankRecord]:
-    """The stopped processes among those that this process's launcher started here.
+    """Return records of the stopped processes that this process's launcher started here.
 
-    For ranks in ``init``, which cannot read each other's pages yet. ``rank`` is the number of the
-    process among those of the launcher, and ``is_known`` is False.
+    Ranks in ``init`` need it, because they cannot read each other's pages yet. ``rank`` is the
+    number of the process among those of the launcher, and ``is_known`` is False.
     """
     # Under `mpishard run` the parent is this rank's agent, and each agent has noted its rank:
     # "RANK started AGENT PROCESS".
@@ -537,7 +541,7 @@ def stopped_siblings() -> list[RankRecord]:
 
 
 def _open(path: Path, rank: int | None = None) -> mmap.mmap:
-    # Only what has the size of a page is opened: opening the pipe of another process may block.
+    # Only a file of the size of a page is opened: to open another process's pipe may block.
     if path.stat().st_size == PAGE_BYTES:
         with path.open("rb") as file:
             page = mmap.mmap(file.fileno(), PAGE_BYTES, prot=mmap.PROT_READ)
@@ -548,7 +552,7 @@ def _open(path: Path, rank: int | None = None) -> mmap.mmap:
 
 
 def _read(page: mmap.mmap, calls: tuple[Call, ...] | None = None) -> RankRecord:
-    """The content of ``page``; the last collectives are read unless they are given."""
+    """Return the content of ``page``; the last collectives are read unless they are given."""
     _, _, rank, world_size, launched, world_number, pid, start, host = _IDENTITY.unpack_from(page)
     since, number, peer, tag, is_send, group = _WAIT.unpack_from(page, _WAIT_AT)
     calls = _calls(page) if calls is None else calls
@@ -570,9 +574,9 @@ def _read(page: mmap.mmap, calls: tuple[Call, ...] | None = None) -> RankRecord:
 
 
 def _calls(page: mmap.mmap, known: Sequence[Call] = ()) -> tuple[Call, ...]:
-    """The last collectives, newest last, without those that are just being overwritten.
+    """Return the last collectives, newest last, without those that are just being overwritten.
 
-    ``known`` were read before, and are not read again.
+    Those in ``known`` were read before, and are not read again.
     """
     count = _number(page, _COUNT)
     kept = [call for call in known if call.number > count - _ROWS]
@@ -585,7 +589,7 @@ def _call_at(page: mmap.mmap, index: int) -> Call | None:
     start = _FIRST_ROW + index % _ROWS * _ROW.size
     row = page[start : start + _ROW.size]
     _, _, seconds, place, number = _ROW.unpack(row)
-    # The number stands last in a row, and is looked at twice: the owner may be writing it.
+    # The number, last in a row, is read again after the row: the owner may be overwriting it.
     if not number == index + 1 == _number(page, start + _ROW.size - _NUMBER.size):
         return None
     call = Call.decode(row)
@@ -600,19 +604,20 @@ def _number(page: mmap.mmap, at: int) -> int:
 
 
 def encode_place(call: Call) -> bytes:
-    """The world and the line where ``call`` was made, in `PLACE_BYTES` bytes."""
+    """Return the world and the line of ``call`` in `PLACE_BYTES` bytes."""
     group, method = _tail(call.group, GROUP_BYTES), _tail(call.method, 48)
     return _PLACE.pack(group, method, call.line, _tail(call.filename, 168))
 
 
 def decode_place(place: bytes, call: Call) -> None:
-    """Give ``call`` what `encode_place` wrote."""
+    """Set the world and the line of ``call`` from the bytes of `encode_place`."""
     group, method, call.line, filename = _PLACE.unpack(place)
     call.group, call.method, call.filename = _text(group), _text(method), _text(filename)
 
 
 def _tail(text: str, size: int) -> bytes:
-    # The end of a path says more than its beginning. Half a character is no character.
+    # The end is kept, because that of a path says more than its beginning. A cut may leave a part
+    # of a character, which is dropped.
     data = text.encode(errors="replace")[-size:]
     return data.decode(errors="ignore").encode()
 
@@ -622,7 +627,7 @@ def _text(data: bytes) -> str:
 
 
 def _process(pid: int) -> tuple[bytes, int]:
-    """State letter of a process, and its start in clock ticks since boot; -1 if it is gone."""
+    """Return a process's state letter and start in clock ticks since boot; -1 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -631,7 +636,7 @@ def _process(pid: int) -> tuple[bytes, int]:
 
 
 def look_behind(framework: str) -> None:
-    """Report the user's line, and not the framework's, for calls that the framework passes on.
+    """Report the user's line, and not the framework's, for calls that a framework makes.
 
     Parameters
     ----------
@@ -644,7 +649,7 @@ def look_behind(framework: str) -> None:
 
 
 def called_as(name: str) -> Callable[[_Function], _Function]:
-    """Decorate a function that a framework calls back: ``name`` is the user's word for it."""
+    """Return a decorator for a function that a framework calls back; reports call it ``name``."""
 
     def note(function: _Function) -> _Function:
         _called_as[function.__code__] = name
@@ -654,9 +659,9 @@ def called_as(name: str) -> Callable[[_Function], _Function]:
 
 
 def _method(frame: FrameType) -> str:
-    """The user's name for the function of ``frame``; empty for the collectives themselves.
+    """Return the user's name for the function of ``frame``; empty for a collective itself.
 
-    For a method, the class is that of the object, not the base class that defines the method.
+    The class of a method is that of the object, and not the base class that defines the method.
     """
     code = frame.f_code
     if code in _called_as:
@@ -665,7 +670,7 @@ def _method(frame: FrameType) -> str:
     owner = frame.f_locals.get("self") if "self" in code.co_varnames else None
     module = str(frame.f_globals.get("__name__", "")).split(".")
     if isinstance(getattr(owner, "status", None), StatusPage) or "testing" in module[:2]:
-        return ""  # a backend; a test suite, which calls collectives as users do
+        return ""  # of a backend, or of a test suite, which calls collectives as users do
     if owner is not None and "." in name:
         kind, method = type(owner).__name__, name.rpartition(".")[2]
         return kind if method == "__init__" else f"{kind}.{method}"

@@ -1,9 +1,9 @@
-"""A collective or a message under way: a generator that yields what it waits for, and its handle.
+"""A collective or a message under way: the generator of its steps, and its handle.
 
-A collective is a generator: it yields whenever it needs the other ranks, and returns its result.
-The blocking call drives it at once, its ``_async`` twin hands it out as a `Work`; each backend has
-one implementation of each collective, whether it blocks or not. `ITransport` has the generators and
-the other members that a backend adds to `CommunicationBackend`.
+A collective is a generator that yields a `Waitable` whenever it needs other ranks, and returns its
+result. The blocking call drives it to its end; the ``_async`` twin returns it as a `Work`. So each
+backend has one implementation of each collective, whether it blocks or not. `ITransport` has the
+generators and the other members that a backend adds to `CommunicationBackend`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpishard.errors import CommunicationError, MpishardError
 
 
 class Waitable(ABC):
-    """Something a collective waits for: peers that have not arrived, a message under way."""
+    """An event for which a collective waits: the arrival of peers, the end of a message."""
 
     @abstractmethod
     def test(self) -> bool:
@@ -32,7 +32,7 @@ class Waitable(ABC):
 
 
 class Condition(Waitable):
-    """A question that is asked until the answer is yes."""
+    """An event that has happened when a function returns True."""
 
     __slots__ = ("_happened",)
 
@@ -44,13 +44,13 @@ class Condition(Waitable):
 
 
 Steps = Generator[Waitable, None, Any]
-"""A collective under way: yields what it waits for, returns its result."""
+"""A collective under way: yields the events for which it waits, and returns its result."""
 
 
 class Session:
-    """The part of a rank that its root world and the groups split off it have in common.
+    """The state that a rank's root world and the groups split off it have in common.
 
-    Used as a context manager by the thread that communicates; a second thread is refused.
+    The thread that communicates uses it as a context manager, which refuses a second thread.
 
     Parameters
     ----------
@@ -60,17 +60,17 @@ class Session:
 
     def __init__(self, rank: int) -> None:
         self.status: StatusPage | None = None
-        """The rank's own page of the flight recorder; there from `initialize` on."""
+        """The rank's own page of the flight recorder; set by `initialize`."""
         self.broken: CommunicationError | None = None
-        """The error of every call after one that was cut off; None while all is well."""
+        """The error of every call after one that was cut off; None if none was."""
         self._rank = rank
-        self._lock = threading.RLock()  # held by the thread that communicates just now
-        self._thread = 0  # the identity of the thread that communicated last
+        self._lock = threading.RLock()  # held by the thread that communicates now
+        self._thread = 0  # the identity of the thread that communicated last, for the error
         self._worlds: list[weakref.ref[Any]] = []
 
     def __enter__(self) -> Self:
-        # Without waiting: two threads of a rank would issue collectives in an order that other
-        # ranks cannot know.
+        # A second thread is refused and does not wait, because two threads of a rank would issue
+        # collectives in an order that differs between ranks.
         if not self._lock.acquire(False):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise CommunicationError(
@@ -91,13 +91,13 @@ class Session:
         self._worlds.append(weakref.ref(world))
 
     def worlds(self) -> list[Any]:
-        """The worlds of the rank that are still referenced."""
+        """Return the worlds of the rank that are still referenced."""
         return [world for known in self._worlds if (world := known()) is not None]
 
     def under_way(self) -> list[Work]:
-        """The collectives and messages under way, in all worlds."""
+        """Return the collectives and messages under way, in all worlds."""
         works: list[Work] = []
-        for known in self._worlds:  # each wait asks: quicker than a comprehension of `worlds`
+        for known in self._worlds:  # called in each wait: faster than a comprehension of `worlds`
             world = known()
             if world is not None:
                 works += world._pending
@@ -105,7 +105,7 @@ class Session:
         return works
 
     def progress(self) -> None:
-        """Advance all operations under way: other ranks may wait for them in any world."""
+        """Advance all operations under way, because other ranks may wait for them in any world."""
         for world in self.worlds():
             world.progress()
 
@@ -113,8 +113,8 @@ class Session:
 class Work:
     """A collective or a message that was issued and may not be complete.
 
-    `wait` returns the result, and may be called once or often. Arrays that were passed in must
-    not be changed, and ``out`` not be read, before it returns.
+    `wait` returns the result, and may be called more than once. Before it returns, do not change
+    the arrays that were passed in, and do not read ``out``.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Work:
         self.waitable: Waitable | None = None
         """The event that it waits for now; None when it is complete."""
         self.done = False
-        """Whether `wait` would return at once. Does not drive it."""
+        """Whether `wait` would return at once. To read this does not advance the operation."""
         self._result: Any = None
         self._error: BaseException | None = None
         self._in_flight = in_flight  # None unless a trace is recorded
@@ -138,7 +138,7 @@ class Work:
 
     @property
     def where(self) -> str:
-        """The end of the sentence "rank 1 waits .." about a rank that waits for it."""
+        """The place of a rank that waits for it, to stand after "rank 1 waits"."""
         return self.awaited.where
 
     def advance(self) -> bool:
@@ -157,7 +157,7 @@ class Work:
             except Exception as error:  # noqa: BLE001 - wait() raises it
                 self._end(self._driver._explain(error, self.where))
             except BaseException as error:
-                # Ctrl-C strikes whichever collective is advanced just then: it ends the wait.
+                # Such as Ctrl-C, which may strike while a wait advances another collective.
                 self._end(error)
                 raise
         return True
@@ -189,7 +189,7 @@ class Work:
         return self._result
 
     def fail(self, error: BaseException) -> None:
-        """Stop for ever: `wait` raises ``error``."""
+        """End the operation without a result, so that `wait` raises ``error``."""
         self.done, self._error, self.waitable = True, error, None
 
     def _end(self, error: BaseException) -> None:
@@ -200,8 +200,8 @@ class Work:
             self._interrupted(error)
 
     def _interrupted(self, error: BaseException) -> None:
-        """Record that ``error`` interrupted it: not an error that every rank raises."""
-        # The others went on with it, or wait in it: this rank is out of step from here on.
+        """Break the world after ``error``, which only this rank raises."""
+        # The others have gone on, or wait in the collective: this rank is out of step.
         self._driver._break(self.where, error)
 
 
@@ -211,21 +211,22 @@ class Transfer(Work):
     awaited: MessageWait
 
     def _end(self, error: BaseException) -> None:
-        self._steps.close()  # else a receive that failed in `Waitable.test` would stay in line
+        # Closed, because a receive that failed in `Waitable.test` would else block later ones.
+        self._steps.close()
         super()._end(error)
 
     def _interrupted(self, error: BaseException) -> None:
-        """No rank is out of step: collectives do not wait for a message."""
+        """Do nothing: collectives do not wait for messages, so no rank is out of step."""
 
     def cancel(self) -> None:
-        """Give up a receive: the message, come or not, is the next receive's. Idempotent.
+        """Give up a receive; the next receive takes the message. Idempotent.
 
-        `wait` then raises `CommunicationError`. Nothing happens if it is complete.
+        `wait` then raises `CommunicationError`. A receive that is complete stays complete.
 
         Raises
         ------
         ValueError
-            For a send, which nobody can take back.
+            For a send, which cannot be taken back.
         """
         if self.awaited.is_send:
             raise ValueError(f"{self.awaited.name} is a send, which cannot be taken back")
@@ -240,9 +241,9 @@ class ITransport(ABC):
 
     A ``_steps_`` generator yields a `Waitable` whenever it has to wait for other ranks, and returns
     the collective's result, which shares no memory with other ranks' arrays. Its arguments have
-    been checked on this rank alone: before it uses data of other ranks it hands all ranks' calls,
-    in rank order, to `CommunicationBackend._verify`. It runs for a world of one, too. After it has
-    returned the caller may change ``array``.
+    been checked on this rank alone. So before it uses data of other ranks it passes all ranks'
+    calls, in rank order, to `CommunicationBackend._verify`. It also runs in a world of one. After
+    it has returned, the caller may change ``array``.
     """
 
     traffic: Traffic
@@ -277,7 +278,7 @@ class ITransport(ABC):
         """
 
     def _explain(self, error: Exception, where: str) -> Exception:
-        """The exception that a rank raises for ``error`` while it waits ``where``; here, itself."""
+        """Return the exception to raise for ``error`` in a wait at ``where``; here ``error``."""
         return error
 
     @abstractmethod
@@ -291,7 +292,7 @@ class ITransport(ABC):
         """Refuse a collective before it is recorded, if nothing can be called any more."""
 
     def _records(self) -> Sequence[RankRecord]:
-        """One record of each rank of the root world; by default none: ranks cannot read them."""
+        """Return a record of each rank of the root world; here none, as if none could be read."""
         return ()
 
     # ------------------------------------------------------------------------------- collectives
@@ -304,57 +305,57 @@ class ITransport(ABC):
     def _steps_reduce_scatter(
         self, call: Call, array: Array, counts: tuple[int, ...], out: Array
     ) -> Steps:
-        """Combine into ``out`` this rank's ``counts[rank]`` rows; return ``out``.
+        """Combine this rank's ``counts[rank]`` rows of all arrays into ``out``; return ``out``.
 
-        ``out`` may lie in ``array``, whose other rows stay as they are; of 16-bit floats it may be
-        float32.
+        ``out`` may lie in ``array``, whose other rows stay as they are. It may be float32 if
+        ``array`` has 16-bit floats.
         """
 
     @abstractmethod
     def _steps_all_gather(self, call: Call, array: Array, out: Array | None) -> Steps:
-        """Rows of all ranks, in ``out`` (``array`` may be any part of it) or a new array."""
+        """Return the rows of all ranks in ``out``, or a new array; ``array`` may lie in ``out``."""
 
     @abstractmethod
     def _steps_broadcast(self, call: Call, array: Array | None, root: int) -> Steps:
-        """The root's array: itself there, elsewhere in ``array`` or a new one."""
+        """Return the root's array: itself on the root, in ``array`` or a new one elsewhere."""
 
     @abstractmethod
     def _steps_scatter(
         self, call: Call, array: Array | None, counts: tuple[int, ...] | None, root: int
     ) -> Steps:
-        """A new array of this rank's rows; ``counts`` is None on all ranks but the root."""
+        """Return a new array of this rank's rows; only the root has ``array`` and ``counts``."""
 
     @abstractmethod
     def _steps_gather(self, call: Call, array: Array, root: int) -> Steps:
-        """All ranks' rows, a new array, on the root; None elsewhere."""
+        """Return a new array of all ranks' rows on the root, None elsewhere."""
 
     @abstractmethod
     def _steps_all_to_all(self, call: Call, parts: Sequence[Array]) -> Steps:
-        """List of new arrays, one from each rank; the shapes are not known in advance."""
+        """Return a list of new arrays, one from each rank; no receiver knows their shapes."""
 
     @abstractmethod
     def _steps_barrier(self, call: Call) -> Steps:
-        """End when every rank has called it."""
+        """Return when every rank has called it."""
 
     @abstractmethod
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
-        """A backend for the ranks of this color, by (key, rank), not initialised; or None.
+        """Return a backend, not initialised, for the ranks of this color by (key, rank); or None.
 
-        Its ``_world_ranks`` may be set here, to what `world_ranks` will be; otherwise the new
-        group exchanges them, by one all_gather.
+        ``_world_ranks`` of the backend may be set here to its `world_ranks`. Otherwise the new
+        group exchanges them by one all_gather.
         """
 
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
-        """Zeroed bytes that this rank's node shares; or None, as here: no node shares any."""
+        """Return zeroed bytes that this rank's node shares; here None, as if no node shared any."""
         yield from self._steps_barrier(call)
         return None
 
     @abstractmethod
     def _send(self, array: Array, destination: int, tag: int) -> None:
-        """Send a copy; do not wait, not even if the receiver has left."""
+        """Send a copy without waiting, even if the receiver has left."""
 
     def _steps_send(self, array: Array, destination: int, tag: int) -> Steps:
-        """Send ``array``, which stays as it is until this ends; here, a copy of it."""
+        """Send ``array``, which is not changed before this ends; here, send a copy."""
         self._send(array, destination, tag)
         yield from ()
 
@@ -362,9 +363,9 @@ class ITransport(ABC):
     def _steps_receive(
         self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None
     ) -> Steps:
-        """Take the next message of (source, tag); a new array.
+        """Return the next message of (source, tag) as a new array.
 
-        There is one of these at a time for each (source, tag), in the order in which receives were
-        issued. ``dtype`` is None if the caller takes any. A message that `refuse_other_message`
-        refuses stays for the next receive. So does one that has come if the generator is closed.
+        Only one such generator runs at a time for each (source, tag), in the order in which
+        receives were issued. ``dtype`` is None if the caller takes any. A message stays for the
+        next receive if `refuse_other_message` refuses it, or if the generator is closed.
         """

@@ -35,15 +35,15 @@ _CALLS = 3
 """Number of collectives that the report of a failure shows."""
 _CALLS_DESCRIBED = 10
 STDERR = 2
-"""The descriptor of stderr, whatever the script has put into its place."""
+"""The descriptor of stderr, also if the script has replaced ``sys.stderr``."""
 _BROKEN = (OSError, ValueError, AttributeError)
-"""The errors of a stream that is broken, closed, or an object of the user with few methods."""
+"""The errors of a stream that is broken, closed, or a user's object with few methods."""
 
 finalizing = threading.Event()
-"""Set when this process has called MPI_Finalize: MPI_Abort must not be called any more."""
+"""Set when this process calls MPI_Finalize, after which MPI_Abort must not be called."""
 
 _one_thread = threading.Lock()
-"""Taken by the thread that ends this process, and never given back."""
+"""Acquired by the thread that ends this process, and never released."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class TimeLimit:
     variable : str
         The setting.
     seconds : callable
-        Its value; 0 is for ever.
+        Returns its value; 0 means no limit.
     is_at_end : bool
-        Whether the rank has done its work, and waits for the others to end.
+        Whether the rank has finished its work and waits for the others to end.
     """
 
     variable: str
@@ -65,10 +65,13 @@ class TimeLimit:
     is_at_end: bool = False
 
     def text(self, name: str, waited: float, where: str, then: str) -> str:
-        """Say that the rank ``name`` has ``waited`` seconds ``where``, and what comes ``then``."""
+        """Return the report that rank ``name`` has ``waited`` seconds at ``where``.
+
+        ``then`` goes on after "the job ends", such as " after 300 s".
+        """
         finished = "finished, and has " if self.is_at_end else ""
         stop = " The job ends" if where.endswith(".") else "; the job ends"
-        seconds = int(waited + 1e-3)  # whole ones that have passed: 1.6 s are no 2 s
+        seconds = int(waited + 1e-3)  # whole seconds that have passed, so that 1.6 s counts as 1
         text = f"mpishard: {name} has {finished}waited {seconds} s {where}"
         return text + (f"{stop}{then} ({self.variable})" if self.seconds() else "")
 
@@ -78,7 +81,7 @@ EXIT_LIMIT = TimeLimit("MPISHARD_EXIT_TIMEOUT", settings.exit_timeout, is_at_end
 
 
 class Ending:
-    """The way in which one process of a job ends the whole job.
+    """The end of the whole job by one of its processes, and the reports on it.
 
     Parameters
     ----------
@@ -89,7 +92,7 @@ class Ending:
     statuses : StatusReader, optional
         The status pages of the ranks, if this process is in a world of several.
     close : callable, optional
-        Writes out the trace of this process, which ends with the report that it is given.
+        Writes out the trace of this process, with the given report as the reason of its end.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Ending:
         self.leaves_alone = False
         """Whether an exception ends this process alone, without the others."""
         self.overlooked: Callable[[int], bool] = lambda dead: True
-        """Whether nobody else tells the ranks that one is dead, so that this process must."""
+        """Whether MPI does not report a dead rank to the others, so that this process must."""
         self._close = close
 
     @property
@@ -114,13 +117,13 @@ class Ending:
         return f"{'a rank' if self.rank is None else f'rank {self.rank}'} of {self.world_size}"
 
     def records(self) -> list[RankRecord]:
-        """One record of each rank; empty if nothing is known."""
+        """Return one record of each rank; an empty list if nothing is known."""
         return [] if self.statuses is None else self.statuses.records()
 
     # --------------------------------------------------------------------------- reasons to end
 
     def fail(self, error: BaseException, where: str) -> NoReturn:
-        """End the job because ``error`` was raised on this rank and nobody caught it."""
+        """End the job because of ``error``, which this rank did not catch."""
         if isinstance(error, KeyboardInterrupt):
             self.interrupt(where)
         alone = self.leaves_alone
@@ -142,8 +145,8 @@ class Ending:
     def terminate(self, where: str) -> NoReturn:
         """End the job because this rank was sent SIGTERM.
 
-        A launcher that ends a job of which another rank has failed sends it, too, and SIGKILL soon
-        after. That rank has said why.
+        A launcher also sends SIGTERM, and soon after SIGKILL, if another rank has failed. That rank
+        has reported the reason, so this one waits first.
         """
         time.sleep(_LAUNCHER_SECONDS)
         text = f"mpishard: {self.name} was sent SIGTERM {where}; the job ends"
@@ -158,9 +161,9 @@ class Ending:
         self.end(text, settings.EXIT_FAILURE, is_own=False)
 
     def report_lost_launcher(self, parent: int, where: str) -> NoReturn:
-        """End the job because the process ``parent`` of the launcher, which started this, is gone.
+        """End the job because the launcher's process ``parent``, which started this one, is gone.
 
-        Nobody would receive this rank's output or exit code.
+        No process would receive this rank's output or exit code.
         """
         text = (
             f"mpishard: process {parent} of the launcher, which started {self.name}, is gone, seen "
@@ -169,11 +172,11 @@ class Ending:
         self.end(text, settings.EXIT_FAILURE, is_own=False)
 
     def warn(self, waited: float, where: str, limit: TimeLimit) -> None:
-        """Warn of a long wait; the rank that has waited for longest also says why."""
+        """Warn of a long wait; the rank that has waited longest also reports the reason."""
         records, stall = self.records(), ""
         if limit.is_at_end:
             if any(r.has_left and r.rank < (self.rank or 0) for r in records):
-                return  # of the ranks that wait at their end, the first speaks for all
+                return  # the first of the ranks that wait at their end reports for all
         elif not records or longest_waiting(records) == self.rank:
             stall = self.describe_stall()
         say(limit.text(self.name, waited, where, f" after {limit.seconds():g} s") + stall)
@@ -186,27 +189,28 @@ class Ending:
     # ----------------------------------------------------------------------- what the ranks do
 
     def dead_rank(self) -> int | None:
-        """A rank of this node whose process is gone without having left; None if none is known."""
+        """Return a rank of this node whose process is gone though it has not left, or None."""
         dead = None if self.statuses is None else self.statuses.dead_rank()
         return None if dead is None or not self.overlooked(dead) else dead
 
     def describe(self) -> str:
-        """The last collectives of this rank and its present wait; several lines, or nothing."""
+        """Return lines on the last collectives of this rank and its present wait; may be empty."""
         if self.statuses is None:
             return ""
         return rank_table([self.statuses.page.read()], time.time(), calls=_CALLS_DESCRIBED)
 
     def describe_stall(self) -> str:
-        """Why the ranks wait, as far as is known: lines that go on a report; or nothing."""
+        """Return lines for a report that say why the ranks wait; empty if nothing is known."""
         records = self.records() or stopped_siblings()
         return f"\n{describe_stall(records)}" if records else ""
 
     # ---------------------------------------------------------------------------------- the end
 
     def claim_report(self, code: int) -> bool:
-        """Whether this process is the first to report the end of the job, with exit code ``code``.
+        """Return whether this process is the first to report the end of the job.
 
-        0 stands for the unknown code of another process, which is gone.
+        ``code`` is the exit code, which is recorded; 0 stands for the unknown code of another
+        process, which is gone.
         """
         is_first = _claim_node() and (self.statuses is None or self.statuses.claim_report(code))
         if self.leaves_alone and self.statuses is not None:
@@ -225,12 +229,13 @@ class Ending:
         code : int
             The exit code of the job.
         is_own : bool
-            Whether this process is the cause. If another went, ``code`` says nothing of that one.
+            Whether this process is the cause. If not, ``code`` is not the exit code of the cause.
         is_alone : bool
-            End this process only, by SIGKILL: MPI tells the others of that alone. The job ends with
-            it if no other rank is left that could go on.
+            End this process only, by SIGKILL, because MPI reports only such an end to the others.
+            The job ends with it if no other rank is left that could go on.
         """
-        if not _one_thread.acquire(blocking=False):  # another thread ends this process
+        # Another thread already ends this process: let it, but not for ever.
+        if not _one_thread.acquire(blocking=False):
             time.sleep(2 * _DEADLINE_SECONDS)
             os._exit(code)
         try:
@@ -251,18 +256,18 @@ class Ending:
         flush_output()
         try:
             self._close(report)
-        except Exception as error:  # noqa: BLE001 - the end goes on, and says so
+        except Exception as error:  # noqa: BLE001 - reported, and the end goes on
             report += f"\n(what was recorded could not be written: {error})"
         if self.claim_report(code if is_own else 0) or is_said:
             say(report)
-            # An aborted job's output is lost where the launcher has not read it yet.
+            # An abort discards the output that the launcher has not read yet.
             time.sleep(_OUTPUT_SECONDS)
         else:
-            # The rank that reports ends this one too.
+            # The rank that reports ends this one, too, and needs time to write its report.
             time.sleep(_REPORT_GRACE_SECONDS)
 
     def _is_last(self) -> bool:
-        """Whether no other rank is left that could go on without this one."""
+        """Return whether no other rank is left that could go on without this one."""
         over = RankState.REPORTED, RankState.LEFT
         others = (record for record in self.records() if record.rank != self.rank)
         return all(not other.is_alive or other.state in over for other in others)
@@ -272,11 +277,12 @@ _kept: list[socket.socket] = []
 
 
 def _claim_node() -> bool:
-    """Whether this process is the first of its job's on this node that claims to report its end."""
+    """Return whether this process is the first of the job on this node that claims the report."""
     if not sys.platform.startswith("linux"):
         return True
-    # A name that the kernel gives to one process, and takes back when that ends. Under
-    # `mpishard run` each rank has a parent of its own, and all have the job's folder.
+    # The claim is an abstract socket name, which the kernel gives to one process and frees when
+    # that ends. It is made of the parent, the launcher, which all ranks share. Under `mpishard run`
+    # each rank has a parent of its own, but all have the job's folder.
     folder = settings.job_folder()
     job = os.getppid() if folder is None else zlib.crc32(bytes(folder))
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -290,7 +296,7 @@ def _claim_node() -> bool:
 
 
 def flush_output() -> None:
-    """Write out what was printed: an aborted process does not. A broken stream is left as it is."""
+    """Flush stdout and stderr, which an abort does not. Ignore a broken stream."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(*_BROKEN):
             stream.flush()
@@ -302,25 +308,25 @@ def say(text: str) -> None:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
     except _BROKEN:
-        with suppress(OSError):  # closed: nobody wants to know
+        with suppress(OSError):  # stderr itself is closed
             os.write(STDERR, f"{text}\n".encode(errors="replace"))
 
 
 def launched_ending() -> Ending:
-    """The end of the job of a process that has no world yet."""
+    """Return the `Ending` of a process that has no world yet."""
     return Ending(settings.launched_rank(), settings.launched_world_size() or 1)
 
 
 def _set_deadline(code: int) -> None:
     """End this process soon, even if the orderly way blocks.
 
-    A write to a pipe that nobody reads, or MPI itself, may block for ever. If it blocks with
-    Python's lock held, a thread of C ends the process, and its exit code is 1.
+    A write to a full pipe that nobody reads, or MPI itself, may block for ever. If it blocks while
+    it holds Python's lock, faulthandler's C thread ends the process, with exit code 1.
     """
     deadline = threading.Timer(_DEADLINE_SECONDS, os._exit, (code,))
     deadline.daemon = True
     null = os.open(os.devnull, os.O_WRONLY)
-    # Python starts no thread while it ends, and none if the user may have no more of them.
+    # Python raises RuntimeError while it ends, and if the user may not have another thread.
     with suppress(RuntimeError):
         faulthandler.dump_traceback_later(_DEADLINE_SECONDS + 0.5, exit=True, file=null)
     with suppress(RuntimeError):
@@ -329,7 +335,7 @@ def _set_deadline(code: int) -> None:
 
 def _ignore_further_interrupts() -> None:
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cut the report
 
 
 def _abort(code: int) -> None:
@@ -338,17 +344,17 @@ def _abort(code: int) -> None:
     if mpi and mpi.Is_initialized() and not (finalizing.is_set() or mpi.Is_finalized()):
         mpi.COMM_WORLD.Abort(code)
         return
-    # Open MPI's launcher ends a job of which a process ends with a code. Hydra waits for the others
-    # unless it is told, in the words of PMI-1 that MPI_Abort uses, too.
+    # Open MPI's launcher ends the job if a process exits with a code other than 0. Hydra waits for
+    # the other processes unless it is sent PMI-1's abort command, as MPI_Abort does.
     if launcher_socket():
         os.write(settings.pmi_descriptor() or 0, f"cmd=abort exitcode={code}\n".encode())
         time.sleep(_DEADLINE_SECONDS)
 
 
 def launcher_socket() -> int:
-    """The kernel's number of the connection to Hydra; 0 if this process has none.
+    """Return the inode number of the connection to Hydra; 0 if this process has none.
 
-    A process that a rank started may have the variable without the connection.
+    A process that a rank started may inherit the variable without the connection.
     """
     descriptor = settings.pmi_descriptor()
     with suppress(OSError):

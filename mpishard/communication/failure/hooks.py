@@ -1,18 +1,17 @@
 """The end of each process of an MPI job, so that no rank waits for it for ever.
 
-An exception that nobody catches, on the main thread or another, ends the job: from ``import
-mpishard`` on, if a launcher started several processes, because the others may wait inside
-``init`` for one that never comes. Every other end (the last line, ``sys.exit``) leaves the worlds
-in good order, and the process keeps its own exit code; the end itself has a time limit,
-``MPISHARD_EXIT_TIMEOUT``. A process that ends so before it called ``init`` is not missed by
-mpishard: the script may never have meant to call it. Ranks that did call it give up after
-``MPISHARD_TIMEOUT``.
+An uncaught exception, on the main thread or another, ends the job. If a launcher started several
+processes this holds from ``import mpishard`` on, because the others may wait inside ``init`` for
+one that never comes. Every other end (the last line, ``sys.exit``) leaves the worlds in good order,
+and the process keeps its own exit code. The end itself has a time limit, ``MPISHARD_EXIT_TIMEOUT``.
+mpishard does not report a process that ends so before it called ``init``, because the script may
+not mean to call it. Ranks that did call it give up after ``MPISHARD_TIMEOUT``.
 
 Nothing is installed in a world of one. Hooks that others installed before (pytest, IPython) stay.
 
 A rank's children (a worker of multiprocessing, a script that plots) inherit the launcher's
-variables, and would be taken for the rank: their exception would end the job. So the first process
-that imports mpishard leaves its process id in the environment.
+variables. They could be taken for the rank, and their exception would end the job. So the first
+process that imports mpishard writes its process id to the environment.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ _LATER_SECONDS = 2.0
 
 _live: list[CommunicationBackend] = []
 _hooked: set[str] = set()
-# A process that a rank forked is no rank: when it ends, no world is left.
+# A process that a rank forked is no rank, so it leaves no world when it ends.
 os.register_at_fork(after_in_child=_live.clear)
 
 
 def install_before_init() -> None:
-    """Let an exception end the job if a launcher started several processes, this among them."""
+    """Let an uncaught exception end the job if a launcher started several processes."""
     claim_rank()
     if (settings.launched_world_size() or 1) > 1 and not is_helper():
         _hook_exceptions()
@@ -84,7 +83,7 @@ def _hook_exceptions() -> None:
     def uncaught(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # At a prompt an exception ends nothing.
+        # An exception at an interactive prompt does not end the process.
         if not hasattr(sys, "ps1"):
             _end(error, process)
         previous(kind, error, trace)
@@ -95,15 +94,15 @@ def _hook_exceptions() -> None:
         threading.__excepthook__(args)
 
     sys.excepthook = uncaught
-    # Python keeps its own hook under this name; another one is pytest's, or the user's choice.
+    # Replaced only if it is Python's own hook, and not that of pytest or of the user.
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = uncaught_in_thread
 
 
 def _end(error: BaseException, process: int) -> None:
-    """End the job if others may wait for this process: in a world, or for the first of all."""
+    """End the job if others may wait for this process: in a world, or in the first ``init``."""
     if os.getpid() != process:
-        return  # forked by a rank, and none itself
+        return  # a rank forked this process, which is no rank itself
     if _live:
         _live[0].abort(error)
     elif "a world" not in _hooked:
@@ -113,29 +112,32 @@ def _end(error: BaseException, process: int) -> None:
 def _leave_all() -> None:
     """Leave every world, and limit the time that the process then takes to end."""
     ending = launched_ending()
-    with suppress(RuntimeError):  # Python starts no thread any more
-        watchdog.guard(ending)  # which outlives the worlds
+    with suppress(RuntimeError):  # Python starts no thread while it ends
+        watchdog.guard(ending)  # keeps the watchdog running when the worlds have been left
     for backend in tuple(_live):
         try:
             backend.shutdown()
         except KeyboardInterrupt as error:
             backend.abort(error)
     last = watchdog.last or ending
-    if last.statuses is not None:  # a wait that no other reader of a rank that left looks at
+    if last.statuses is not None:
+        # Marks on the page that this rank has come here, for `_where_it_ends` of other ranks.
+        # Every other reader ignores the wait of a rank that has left.
         last.statuses.page.wait(MessageWait(last.rank or 0, 0, is_send=False, group=""))
-    # As long as the process runs.
+    # This wait has no end: it lasts as long as the process.
     watchdog.wait(lambda: _where_it_ends(last), ending, limit=EXIT_LIMIT).__enter__()
     limit = EXIT_LIMIT.seconds()
     if limit:
-        # The watchdog ends with Python's threads. A thread of C then says where Python is stuck;
-        # and where mpi4py was imported first, MPI_Finalize comes after Python's own end.
+        # The watchdog ends with Python's threads. After that faulthandler's C thread prints where
+        # Python is stuck. If mpi4py was imported first, MPI_Finalize comes even later, after
+        # Python's own end, and only a timer of the system can end the process.
         faulthandler.dump_traceback_later(limit + _LATER_SECONDS, exit=True, file=STDERR)
         if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
             signal.setitimer(signal.ITIMER_REAL, limit + 2 * _LATER_SECONDS)
 
 
 def _where_it_ends(job: Ending) -> str:
-    """The place at which this process is held up at its end, behind "has waited .. s"."""
+    """Return the place at which this process is stuck at its end, to stand after "waited .. s"."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if any(caller.f_code.co_name == "finalize_mpi" for caller, _ in walk_stack(frame)):
         records = [r for r in job.records() if r.is_known and r.is_alive and not r.waited]
@@ -150,17 +152,17 @@ def _where_it_ends(job: Ending) -> str:
 
 
 def claim_rank() -> None:
-    """Let this process be the rank, if a launcher started several and no rank started it."""
+    """Make this process the rank, if a launcher started several and no rank started this one."""
     if (settings.launched_world_size() or 1) > 1 and not is_helper():
         words = (os.getpid(), launcher_socket(), *settings.launch_identity())
         settings.write_rank_process(" ".join(map(str, words)))
 
 
 def is_helper() -> bool:
-    """Whether a rank started this process, or forked it.
+    """Return whether a rank started this process, or forked it.
 
-    A rank may start a job of its own: what that job's launcher starts are ranks, and have another
-    identity or another connection.
+    A rank may start a job of its own. The processes of that job are ranks: their launcher gives
+    them another identity or another connection.
     """
     words = settings.rank_process().split(" ")
     if len(words) < 2 or words[0] == str(os.getpid()):
@@ -170,7 +172,7 @@ def is_helper() -> bool:
 
 
 def helper_error() -> MPIUnavailableError:
-    """The error for MPI asked for in a process that a rank started."""
+    """Return the error for a process that asks for MPI though a rank started it."""
     return MPIUnavailableError(
         f"this is a helper process of rank {settings.launched_rank()}: that rank's process "
         f"({settings.rank_process().partition(' ')[0]}) started it, and no launcher did, so that "

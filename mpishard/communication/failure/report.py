@@ -1,4 +1,4 @@
-"""The report of a rank on an exception that nobody caught, with a short traceback."""
+"""The report of a rank on an uncaught exception, with a short traceback."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_ALL_RANKS: tuple[tuple[type[MpishardError], str], ...] = (
     (NonFiniteLossError, "the loss or its gradient is not finite"),
     (NoSampleError, "no rank has a sample that counts"),
 )
-"""Errors that every rank raises: the one that is first to say so need not have caused them."""
+"""Errors that every rank raises: the rank that reports first need not have caused them."""
 
 
 _LONGEST = 100_000
@@ -44,7 +44,7 @@ def check_on_failure(on_failure: str) -> None:
 
 
 def failure_report(error: BaseException, name: str, where: str, then: str = "the job ends") -> str:
-    """The reason why the job ends, by the rank that reports it.
+    """Return the report of a rank on the exception that ends the job.
 
     Parameters
     ----------
@@ -53,16 +53,16 @@ def failure_report(error: BaseException, name: str, where: str, then: str = "the
     name : str
         The name of this rank in reports, such as ``rank 0 of 4``.
     where : str
-        The place where it was raised, as ``in or after collective 3, ..``.
+        The place of the error, such as ``in or after collective 3, ..``.
     then : str
         The consequence.
 
     Returns
     -------
     str
-        A line of whose failure it is, the error, and the traceback.
+        A line that names the rank that failed, the error, and the traceback.
     """
-    # What mpishard says may be long, and need not be said a second time below its traceback.
+    # A message of mpishard may be long, so the traceback does not end with it a second time.
     trace = _cut(short_traceback(error, is_told=isinstance(error, MpishardError)))
     return (
         f"mpishard: {_subject(error, name)} {where}; {then}\n"
@@ -74,12 +74,12 @@ def failure_report(error: BaseException, name: str, where: str, then: str = "the
 def _text(error: BaseException) -> str:
     try:
         return _cut(str(error))
-    except Exception as another:  # noqa: BLE001 - a user's own, and the job is to end
+    except Exception as another:  # noqa: BLE001 - a user's __str__ must not stop the end of the job
         return f"(its text cannot be shown: {type(another).__name__})"
 
 
 def _cut(text: str) -> str:
-    """``text``, without its middle if it is so long that launchers take seconds to pass it on."""
+    """Return ``text`` without its middle if it is so long that a launcher passes it on slowly."""
     left_out = len(text) - _LONGEST
     if left_out <= 0:
         return text
@@ -104,10 +104,10 @@ _LEFT_OUT = re.compile(r'  File "<left out>", line (\d+), in \n')
 
 
 def short_traceback(error: BaseException, *, is_told: bool = False) -> str:
-    """The traceback of ``error`` and of what caused it, without the frames inside mpishard.
+    """Return the traceback of ``error`` and its causes, without the frames inside mpishard.
 
-    The last frame stays, wherever it is. ``MPISHARD_LOG=debug`` keeps all. If the message of
-    ``error`` ``is_told`` above, ``(as above)`` stands in its place; its notes are kept.
+    The last frame stays, wherever it is. ``MPISHARD_LOG=debug`` keeps all frames. If ``is_told``,
+    the message stands above the traceback, which has ``(as above)`` in its place, and its notes.
     """
     shown = traceback.TracebackException.from_exception(error)
     if not settings.is_debugging():
@@ -123,12 +123,12 @@ def short_traceback(error: BaseException, *, is_told: bool = False) -> str:
 
 
 def _is_internal(filename: str) -> bool:
-    """Whether a file is this package's own; its test suites call it as users do."""
+    """Return whether a file is this package's own. Its test suites count as users' files."""
     return filename.startswith(PACKAGE) and not filename.startswith(_TESTING)
 
 
 def user_place(frame: FrameType | None) -> str:
-    """The line of the user's code that ``frame`` is at, or was called from; may be empty."""
+    """Return the line of the user's code that ``frame`` is at or was called from; may be empty."""
     while frame is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
@@ -137,14 +137,14 @@ def user_place(frame: FrameType | None) -> str:
 
 
 def drop_internal_frames(error: BaseException) -> None:
-    """Take the frames inside mpishard from the traceback of ``error`` and of what caused it.
+    """Remove the frames inside mpishard from the tracebacks of ``error`` and its causes.
 
-    The last frame stays, wherever it is. ``MPISHARD_LOG=debug`` keeps all.
+    The last frame stays, wherever it is. ``MPISHARD_LOG=debug`` keeps all frames.
     """
     if settings.is_debugging():
         return
     chain = [error]
-    for member in chain:  # grows meanwhile
+    for member in chain:  # the chain grows in this loop
         entries, entry = [], member.__traceback__
         while entry is not None:
             if entry.tb_next is None or not _is_internal(entry.tb_frame.f_code.co_filename):
@@ -158,7 +158,7 @@ def drop_internal_frames(error: BaseException) -> None:
 
 
 def _shorten(shown: traceback.TracebackException) -> None:
-    """Put the number of the frames inside mpishard in their place."""
+    """Replace the frames inside mpishard by their number."""
     stack = []
     for is_left_out, group in groupby(shown.stack[:-1], lambda frame: _is_internal(frame.filename)):
         frames = list(group)

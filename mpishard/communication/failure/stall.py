@@ -1,9 +1,9 @@
 """Explain why ranks wait: find the odd one out, and report its activity.
 
-All functions take records of ranks and communicate nothing. A rank that waits waits *for* ranks:
-those of its group that have not called the same collective, or the other end of a message.
-Following these from rank to rank leads to a rank that waits for nobody, which is the odd one out,
-or into a circle. A rank whose process is stopped is always the odd one out.
+All functions take records of ranks and communicate nothing. A waiting rank waits for other ranks:
+those of its group that have not called the same collective, or the other end of a message. To
+follow these waits from rank to rank leads to a rank that waits for nobody, which is the odd one
+out, or into a circle. A rank whose process is stopped is always an odd one out.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mpishard.communication.contract.status import RankRecord, RankState
 
 _SENTENCES = 3
 _AGO = "{ago}"
-"""Stands for a time that differs between ranks that otherwise do the same."""
+"""A placeholder for a time, which may differ between ranks that otherwise do the same."""
 
 
 def describe_stall(records: Sequence[RankRecord]) -> str:
-    """Why a job does not go on: who waits for whom, and a table of all ranks.
+    """Explain why a job does not go on: which ranks wait for which, and a table of all ranks.
 
     Parameters
     ----------
@@ -45,9 +45,9 @@ def describe_stall(records: Sequence[RankRecord]) -> str:
 
 
 def longest_waiting(records: Sequence[RankRecord]) -> int | None:
-    """The rank that may report for all: the one that has waited longest; None if none waits.
+    """Return the rank that reports for all, which has waited longest; None if no rank waits.
 
-    A rank that is stopped or gone cannot report. In ``init``, the first rank reports, if the state
+    A rank that is stopped or gone cannot report. In ``init`` the first rank reports, if the state
     of all ranks is known or one is stopped.
     """
     able = [r for r in records if r.is_alive and not r.is_stopped]
@@ -59,6 +59,8 @@ def longest_waiting(records: Sequence[RankRecord]) -> int | None:
 
 def verdict(records: Sequence[RankRecord], now: float) -> str:
     """Name the odd ones out, and say what they do instead, in a few sentences.
+
+    If there is no odd one out, name the circle, or say that all ranks have called.
 
     Parameters
     ----------
@@ -121,7 +123,7 @@ def _is_waiting(record: RankRecord) -> bool:
 
 
 def _waits_for_each(records: Sequence[RankRecord]) -> dict[int, list[int]]:
-    """The ranks that each waiting rank waits for."""
+    """Return the ranks that each waiting rank waits for, by rank."""
     return {r.rank: _waits_for(r, records) for r in records if _is_waiting(r)}
 
 
@@ -134,12 +136,13 @@ def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
     late = [r.rank for r in others if r.last_of(wait.group) < wait.sequence]
     if late:
         return late
-    # They have called it, and its data need them to go on with it: by waiting, or progress().
+    # All have called it, but data move only while ranks wait, or call progress(): so this rank
+    # waits for those that do neither.
     return [r.rank for r in others if r.waits is None and not r.waited and not r.has_left]
 
 
 def _waits(waiting: Sequence[RankRecord]) -> list[str]:
-    """Sentences on the ranks that wait, the most frequent wait first."""
+    """Return sentences on the waiting ranks, the most frequent wait first."""
     groups = sorted(matching.grouped(waiting, _wait_text).items(), key=lambda item: -len(item[1]))
     return [
         f"{_who(same)} wait{'' if len(same) > 1 else 's'} {text}, "
@@ -153,7 +156,7 @@ def _who(records: Sequence[RankRecord]) -> str:
 
 
 def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -> list[str]:
-    """Sentences on the odd ones out, and advice."""
+    """Return sentences on the odd ones out, and advice."""
     waits = [r.waits for r in waiting if isinstance(r.waits, Call)]
     groups = matching.grouped(odd, lambda record: _instead(record, waits))
     sentences = [f"{_said(same, text, now)}." for text, same in groups.items()][:_SENTENCES]
@@ -161,7 +164,10 @@ def _odd(odd: Sequence[RankRecord], waiting: Sequence[RankRecord], now: float) -
 
 
 def _instead(record: RankRecord, waits: Sequence[Call]) -> str:
-    """The activity of one odd rank, behind its name: the same text for ranks that do the same."""
+    """Return the activity of an odd rank, to stand after its name.
+
+    The text is the same for ranks that do the same.
+    """
     behind = max((w.sequence - record.last_of(w.group) for w in waits), default=0)
     note = f", {behind} collectives behind" if behind > 1 else ""
     note += " (called, but not waited for, there)" if waits and behind <= 0 else ""
@@ -172,7 +178,7 @@ def _instead(record: RankRecord, waits: Sequence[Call]) -> str:
 
 
 def _advice(odd: Sequence[RankRecord], waits: Sequence[Call], waiting: Sequence[RankRecord]) -> str:
-    """The function that every rank must call, if the ranks called one of this package."""
+    """Return advice on the function of this package that every rank must call; may be empty."""
     if any(map(_is_stopped, odd)):
         return ""
     records = sorted([*odd, *waiting], key=lambda record: record.rank)
@@ -189,7 +195,7 @@ def _advice(odd: Sequence[RankRecord], waits: Sequence[Call], waiting: Sequence[
 
 
 def _circle_text(waits_for: dict[int, list[int]], records: Sequence[RankRecord]) -> list[str]:
-    """Sentences on ranks of which each waits for the next, and the last for the first, if any."""
+    """Return sentences on a circle of ranks, each of which waits for the next; may be empty."""
     try:
         TopologicalSorter(waits_for).prepare()
     except CycleError as error:
@@ -225,7 +231,7 @@ def _circle_text(waits_for: dict[int, list[int]], records: Sequence[RankRecord])
 
 
 def _all_called(waiting: Sequence[RankRecord], records: Sequence[RankRecord]) -> list[str]:
-    """No rank is missing: the calls do not match, or the transport of the data is stuck."""
+    """Return sentences on a wait with no rank missing: calls that differ, or stuck data."""
     sentences = _waits(waiting)
     for wait in (r.waits for r in waiting if isinstance(r.waits, Call)):
         calls = {
@@ -269,7 +275,7 @@ def describe_departure(
         f"rank {rank} left after collective {last}{of_group(awaited.group)}, while rank "
         f"{waiting} waits {awaited.where}. "
     )
-    # The rank that waits may not have written it down yet.
+    # The waiting rank may not have written its wait to its page yet.
     seen = [replace(r, waits=awaited) if r.rank == waiting else r for r in records]
     circle = _circle_text(_waits_for_each(seen), seen)
     if circle:
@@ -289,7 +295,7 @@ def describe_departure(
 
 
 def rank_table(records: Sequence[RankRecord], now: float, *, calls: int = 3) -> str:
-    """The activity of each rank, and its last collectives below, newest last.
+    """Return the activity of each rank, and its last collectives below, newest last.
 
     Parameters
     ----------
@@ -323,27 +329,27 @@ def rank_table(records: Sequence[RankRecord], now: float, *, calls: int = 3) -> 
 
 
 def _last_calls(record: RankRecord, count: int) -> tuple[str, ...]:
-    # The line above them has the collective that the rank waits in.
+    # Without the collective that the rank waits in, which the line above has.
     awaited = record.waits if record.is_alive and not record.has_left else None
     calls = [c for c in record.calls[-count:] if c != awaited]
     return tuple(f"    {c.sequence}: {c.text}" for c in calls)
 
 
 def _said(same: Sequence[RankRecord], text: str, now: float) -> str:
-    """The names of ranks that do the ``same``, and that; `_AGO` stands for their seconds."""
+    """Return the names of the ranks, and their activity ``text`` with the seconds for `_AGO`."""
     last = ((r.waited, r.last.time if r.last else now) for r in same)
     seconds = _seconds_text(waited or max(0.0, now - time) for waited, time in last)
     return f"{_who(same)}{text.replace(_AGO, seconds)}"
 
 
 def _seconds_text(seconds: Iterable[float]) -> str:
-    """A time, or the range of several: ``31 s``, ``28 to 31 s``."""
+    """Return a time, or the range of several: ``31 s``, ``28 to 31 s``."""
     texts = [f"{s:.1f}" if s < 10 else f"{s:.0f}" for s in sorted(seconds)]
     return f"{texts[0]} s" if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]} s"
 
 
 def _wait_text(record: RankRecord) -> str:
-    """The collective or message that a rank waits for, behind "waits"."""
+    """Return the collective or message that a rank waits for, to stand after "waits"."""
     wait = record.waits
     if wait is None:
         return "in a collective that its log does not hold any more"
@@ -351,7 +357,7 @@ def _wait_text(record: RankRecord) -> str:
 
 
 def _stopped_text(record: RankRecord) -> str:
-    """The place where the process of a rank is stopped."""
+    """Return the place where the process of a rank is stopped."""
     if record.state is None:
         where = "before or in init"
     elif record.state is RankState.STARTED:
@@ -367,7 +373,7 @@ def _stopped_text(record: RankRecord) -> str:
 
 
 def _doing(record: RankRecord, note: str = "") -> str:
-    """The activity of a rank, with `_AGO` in place of the seconds.
+    """Return the activity of a rank, with `_AGO` in place of the seconds.
 
     A ``note`` on a rank that is in no collective stands behind its last one.
     """
@@ -394,5 +400,5 @@ def _doing(record: RankRecord, note: str = "") -> str:
 
 
 def _is_stopped(record: RankRecord) -> bool:
-    """Whether the process is stopped, and others may need it."""
+    """Return whether the process is stopped, and others may need it."""
     return record.is_stopped and record.state is not RankState.LEFT

@@ -1,21 +1,21 @@
 """The watchdog thread of an MPI process: time limits of waits, dead ranks, and signals.
 
-A rank that waits for others polls, and learns there that they failed or left. It cannot check the
+A rank that waits for others polls, and learns by this that they failed or left. It cannot check the
 time while it is stuck inside MPI: in ``init`` while ranks are missing, in a split, in a call of
-the user's own. The thread can, and it alone does so, for all waits: it warns after
-``MPISHARD_WARN_AFTER`` and ends the job after the wait's `TimeLimit`. It also looks for ranks of
-the node, and the launcher, whose process is gone.
+the user's own. Therefore the thread alone checks the time, for all waits. It warns after
+``MPISHARD_WARN_AFTER`` and ends the job after the wait's `TimeLimit`. It also detects that the
+process of another rank of the node, or of the launcher, is gone.
 
-It receives signals, even while the main thread is stuck in C. Python runs a signal handler on the
-main thread, between two of its steps. A main thread inside MPI, or inside a long NumPy call, makes
-none. But each signal with a handler is also written as a byte into a pipe
+The thread receives signals even while the main thread is stuck in C. Python runs a signal handler
+on the main thread, between two of its steps. A main thread inside MPI, or inside a long NumPy call,
+makes no steps. But Python also writes each signal with a handler as a byte into a pipe
 (`signal.set_wakeup_fd`), and this thread reads it.
 
-SIGUSR1 is a preemption notice. A rank receives it from ``import mpishard`` on: before the first
-step it builds a model, reads data and loads a checkpoint, and the notice is not repeated. Before
-that the rank has no handler: `mpishard run` starts ranks with the signal blocked, so that a notice
-which comes early waits until the import. Started otherwise, the process ends by it. MPICH has a
-handler of its own from MPI_Init on, which calls the one that it finds.
+SIGUSR1 is a preemption notice. A rank receives it from ``import mpishard`` on, because it is not
+repeated, and the rank may still build a model, read data or load a checkpoint. Before the import
+the rank has no handler. `mpishard run` starts ranks with the signal blocked, so an early notice
+waits until the import; if ranks are started otherwise, it ends the process. From MPI_Init on MPICH
+has a handler of its own, which calls the handler that it found.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _STUCK_SECONDS = 2.0
 
 
 def is_free(number: signal.Signals) -> bool:
-    """Whether nobody but this package has a handler for a signal."""
+    """Return whether only this package, or nobody, has a handler for a signal."""
     present = signal.getsignal(number)
     if present is signal.SIG_DFL:
         return True
@@ -55,7 +55,7 @@ def is_free(number: signal.Signals) -> bool:
 
 
 class PreemptionNotice:
-    """SIGUSR1: kept from the moment it arrives until a training loop obeys it."""
+    """The notice by SIGUSR1, kept from its arrival until a training loop obeys it."""
 
     def __init__(self) -> None:
         self.is_given = False
@@ -74,12 +74,12 @@ class PreemptionNotice:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))
 
     def obey(self) -> None:
-        """Note that the ranks save and end."""
+        """Record that a training loop has obeyed: the ranks save and end."""
         self.is_given = False
         self._was_obeyed = True
 
     def report_if_ignored(self) -> None:
-        """Tell the user, at the end of the process, of a notice that no training loop obeyed."""
+        """Report, at the end of the process, a notice that no training loop obeyed."""
         if not self.is_given or self._was_obeyed or os.getpid() != self._process:
             return
         folder = settings.job_folder()
@@ -87,8 +87,8 @@ class PreemptionNotice:
             if folder is not None and folder.is_dir():
                 (folder / "unheeded").touch(exist_ok=False)
         except FileExistsError:
-            return  # another rank of the job has told the user
-        except OSError:  # a full disk
+            return  # another rank of the job has reported it
+        except OSError:  # such as a full disk: then several ranks may report it
             pass
         say(
             f"mpishard: {launched_ending().name} was preempted by SIGUSR1, and nothing obeyed "
@@ -96,7 +96,8 @@ class PreemptionNotice:
         )
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a fork of the rank, such as a data loader, is no rank
+        # A process that the rank forked, such as a data loader, is no rank: the signal ends it.
+        if os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -108,9 +109,9 @@ preemption_notice = PreemptionNotice()
 
 
 class SignalPipe:
-    """The pipe on which one thread waits for signals, with a timeout, or until it is woken.
+    """The pipe on which one thread waits for signals, for a time or until it is woken.
 
-    Handlers and wakeup descriptors of others stay: those of asyncio, Jupyter or the user.
+    Handlers and wakeup descriptors of asyncio, Jupyter or the user are left as they are.
     """
 
     def __init__(self) -> None:
@@ -120,14 +121,14 @@ class SignalPipe:
         self._installed: list[signal.Signals] = []
         self._is_wakeup = False
         self._is_watched = False
-        # A process that this one forks is no rank: multiprocessing ends its own by SIGTERM.
+        # A forked process is no rank, and multiprocessing must be able to end it by SIGTERM.
         os.register_at_fork(after_in_child=self.restore)
 
     def install(self) -> None:
-        """Receive SIGTERM and SIGQUIT, unless others do, and Ctrl-C. Main thread only.
+        """Receive Ctrl-C, and SIGTERM and SIGQUIT if they have no handler. Main thread only.
 
-        SIGQUIT also makes Python's faulthandler print the stacks of all threads, at once, whatever
-        they do.
+        On SIGQUIT Python's faulthandler also prints the stacks of all threads at once, even of
+        threads that are stuck.
         """
         self._is_watched = True
         if self._installed or threading.current_thread() is not threading.main_thread():
@@ -141,9 +142,10 @@ class SignalPipe:
         self._is_wakeup = _exchange_wakeup(self._write, -1)
 
     def restore(self) -> None:
-        """Restore the handlers that were there before. Idempotent.
+        """Restore the earlier handlers. Idempotent.
 
-        Only the main thread can; elsewhere the handlers stay, and act as those before them did.
+        Only the main thread can do so. On another thread the handlers stay, and act as the earlier
+        ones did.
         """
         self._is_watched = False
         if threading.current_thread() is not threading.main_thread():
@@ -159,10 +161,10 @@ class SignalPipe:
             _exchange_wakeup(-1, self._write)
 
     def wait(self, seconds: float) -> set[int]:
-        """The signals that have come and are nobody else's, after at most ``seconds``."""
+        """Return the signals of this package that have arrived, after at most ``seconds``."""
         if not select.select([self._read], [], [], seconds)[0]:
             return set()
-        # Python writes a byte for every handler's signal, a user's flag for a checkpoint included.
+        # Python writes a byte for each signal with a handler, also for those of the user's.
         return {number for number in os.read(self._read, 4096) if number and self._is_ours(number)}
 
     def _is_ours(self, number: int) -> bool:
@@ -170,7 +172,7 @@ class SignalPipe:
         return signal.getsignal(number) == ours
 
     def wake(self) -> None:
-        """Let `wait` return."""
+        """Make `wait` return."""
         os.write(self._write, b"\0")
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -179,7 +181,7 @@ class SignalPipe:
             os.kill(os.getpid(), number)
             return
         if not _exchange_wakeup(self._write, self._write):
-            # Somebody else set a descriptor since, and alone has the byte.
+            # Another library has set its own descriptor since, and alone received the byte.
             os.write(self._write, bytes([number]))
 
 
@@ -200,13 +202,13 @@ class Wait:
     watchdog : Watchdog
         The thread that checks its time.
     where : callable
-        Returns the place, as ``in collective 3, ..``. Called by another thread.
+        Returns the place, such as ``in collective 3, ..``. Called by the watchdog's thread.
     ending : Ending
-        How the job ends if it lasts too long.
+        Ends the job if the wait is too long.
     slack : float
-        Seconds that it may take although no rank is late.
+        Seconds, beyond the limits, that the wait may take although no rank is late.
     limit : TimeLimit
-        How long it may last.
+        The longest time that it may take.
     """
 
     watchdog: Watchdog
@@ -227,16 +229,16 @@ class Wait:
 
 
 class Watchdog:
-    """The thread, from `start` to `stop`, and what it watches."""
+    """The thread, from `start` to the last `release`, and the waits and jobs that it watches."""
 
     def __init__(self, clock: RunningClock | None = None) -> None:
         self.clock = clock or RunningClock()
-        """The clock of all waits: a job that was suspended is not ended when it goes on."""
+        """The clock of all waits, which does not count the time in which the job is suspended."""
         self.waits: list[Wait] = []
         """The present waits of this rank: one, unless several of its threads communicate."""
         self._jobs: list[Ending] = []
         self.last: Ending | None = None
-        """The job that was released last: its records are there until the process ends."""
+        """The job that was released last; its records can be read until the process ends."""
         self._signals = SignalPipe()
         self._thread: threading.Thread | None = None
         self._stopped = False
@@ -261,7 +263,7 @@ class Watchdog:
         self.start()
 
     def release(self, job: Ending) -> None:
-        """Leave ``job`` alone; the thread ends with the last. Idempotent."""
+        """Stop watching ``job``; the thread ends with the last job. Idempotent."""
         if job in self._jobs:
             self.last = job
             self._jobs.remove(job)
@@ -280,7 +282,7 @@ class Watchdog:
         slack: float = 0.0,
         limit: TimeLimit = COLLECTIVE_LIMIT,
     ) -> Wait:
-        """A context in which this rank waits ``where``."""
+        """Return a context in which this rank waits at ``where`` for others."""
         return Wait(self, where, ending or launched_ending(), slack, limit)
 
     def _forget(self) -> None:
@@ -298,11 +300,11 @@ class Watchdog:
                 self.look(self.clock.now())
 
     def pause(self, now: float) -> float:
-        """Seconds from ``now`` until there may be something to say."""
+        """Return the seconds from ``now`` until a warning or a time limit may be due."""
         left = [READ_EVERY]
         for wait in tuple(self.waits):
             limits = (0.0 if wait.is_warned else settings.mpi_warning(), wait.limit.seconds())
-            # A time that has passed since the last look is due now, and not with the next.
+            # A limit that has passed since the last look is due at once, not one period later.
             left += [max(0.0, wait.since + wait.slack + limit - now) for limit in limits if limit]
         return min(left)
 
@@ -311,7 +313,8 @@ class Watchdog:
         if self._interrupted is not None and now - self._interrupted[0] > _STUCK_SECONDS:
             (_, step), self._interrupted = self._interrupted, None
             if step == _main_thread_step():
-                # Ctrl-C is an exception between two steps of the main thread, and it makes none.
+                # Python raises KeyboardInterrupt between two steps of the main thread, which has
+                # made none since the signal: it is stuck in C.
                 self._ending().interrupt(self._doing())
         if self._parent and self._jobs and os.getppid() != self._parent:
             self._ending().report_lost_launcher(self._parent, self._doing())
@@ -329,7 +332,7 @@ class Watchdog:
                 wait.ending.warn(waited, wait.where(), wait.limit)
 
     def receive(self, number: int, now: float) -> None:
-        """Obey the signal ``number``."""
+        """Act on the signal ``number``."""
         if number == signal.SIGTERM:
             self._ending().terminate(self._doing())
         elif number == signal.SIGQUIT:
@@ -341,13 +344,13 @@ class Watchdog:
         return self._jobs[0] if self._jobs else launched_ending()
 
     def _doing(self) -> str:
-        """The present work of this rank, for a sentence that begins "while it"."""
+        """Return the present work of this rank as a clause that begins with "while it"."""
         if self.waits:
             return f"while it waited {self.waits[-1].where()}"
         return "while it computed, or was in a call that is not mpishard's"
 
     def _describe(self, now: float) -> None:
-        """Print what this rank does, as one piece."""
+        """Print the activity of this rank in one piece."""
         lines = [f"mpishard: {self._ending().name} was sent SIGQUIT, and goes on"]
         waits = [f"  waits {w.where()}, for {now - w.since:.1f} s" for w in self.waits]
         lines += waits or ["  waits for no other rank"]
@@ -362,6 +365,6 @@ watchdog = Watchdog()
 
 
 def _main_thread_step() -> object:
-    """The step that the main thread is in; equal values mean that it has made none."""
+    """Return the present step of the main thread; it has made none if the value stays the same."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return None if frame is None else (id(frame), frame.f_lasti)

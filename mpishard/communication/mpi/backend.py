@@ -1,7 +1,7 @@
-"""Processes as ranks, over MPI: the life of a world, waiting, messages, groups.
+"""The backend of processes, over MPI: the life of a world, waiting, messages, groups.
 
-The backend is made of parts: a `Job` (this process, and how it ends), a `Group` (communicators,
-headers, channels), `Collectives` on it, the same for GPU arrays, and the user's `Messages`.
+The backend is made of parts: a `Job` (this process and its end), a `Group` (communicators, headers,
+channels, and the user's messages), its `Collectives`, and a `Staging` for GPU arrays.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mpishard.communication.tracing.recorder import record_if_asked, stop_record
 from mpishard.errors import CommunicationError, PeerError
 
 _QUICK_ROUNDS, _QUICK_POLLS = 8, 8
-"""Rounds of polls before a rank prepares for a longer wait: most short messages come by then."""
+"""Rounds, and polls in each, before a longer wait begins: most short messages come by then."""
 
 _STIR_EVERY = 8
 _IN_SHRINK = "in shrink() for the other ranks that are left"
@@ -55,11 +55,11 @@ _worlds: weakref.WeakSet[MPICommunicationBackend] = weakref.WeakSet()
 """The worlds of this process, and those split from them."""
 
 _cut_off: list[object] = []
-"""Tracebacks of exceptions that cut a collective off: MPI may use the arrays of their frames."""
+"""Tracebacks of exceptions that cut off a collective, kept for the arrays that MPI may use."""
 
 
 def _through(collective: Callable[..., Steps]) -> Callable[..., Steps]:
-    """Steps of ``collective``, whose first argument is one array or several, on host or GPU."""
+    """Return the ``_steps_`` method of ``collective``, which takes arrays on the host or a GPU."""
 
     def steps(self: MPICommunicationBackend, call: Call, given: Any, *arguments: Any) -> Steps:
         if type(given) is np.ndarray or given is None:
@@ -77,27 +77,27 @@ def _through(collective: Callable[..., Steps]) -> Callable[..., Steps]:
 class MPICommunicationBackend(CommunicationBackend):
     """One process as one rank of an MPI world.
 
-    The world is a duplicate of the communicator given, so that its messages never meet the
-    user's. `initialize` and `shutdown` are called by every rank. `shutdown` waits until the
-    others shut down too; those that still wait for this rank raise `PeerError`. An exception that
-    nobody catches ends the job, with a report that names the rank; so does a rank that waits
-    longer than `settings.mpi_timeout`.
+    The world is a duplicate of the communicator given, so that its messages are never mixed with
+    the user's. Every rank calls `initialize` and `shutdown`. `shutdown` waits until the others shut
+    down too; those that still wait for this rank raise `PeerError`. An uncaught exception ends the
+    job, with a report that names the rank, and so does a wait longer than `settings.mpi_timeout`.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm, optional
         Default: ``COMM_WORLD``.
     on_failure : {"abort", "shrink"}
-        What becomes of the other ranks if one is gone: they end with it, or raise `PeerError`
-        and may go on, with `shrink`. That needs Open MPI with its fault tolerance, as ``mpishard
-        run --on-failure shrink`` starts it, and takes MPI's error handlers: errors of MPI are
-        returned on ``comm`` and those made of it, and MPI is not finalized.
+        The fate of the other ranks if one is gone. With "abort" they end with it. With "shrink"
+        they raise `PeerError`, and may go on with `shrink`. This needs Open MPI with its fault
+        tolerance, as ``mpishard run --on-failure shrink`` starts it. It also sets MPI's error
+        handlers to return errors, on ``comm`` and communicators made of it, and does not finalize
+        MPI.
 
     Raises
     ------
     MPIUnavailableError
-        If mpi4py is missing, a rank started this process, or, for the default, no launcher
-        did or the launcher belongs to another MPI library; for "shrink" if ranks cannot
+        If mpi4py is missing or a rank started this process; for the default ``comm`` also if no
+        launcher started it, or the launcher of another MPI library; for "shrink" if ranks cannot
         outlive each other.
     """
 
@@ -133,7 +133,7 @@ class MPICommunicationBackend(CommunicationBackend):
 
     @property
     def cores_per_rank(self) -> float:
-        """The share of the cores that this rank has; below 1 if ranks share them."""
+        """Number of cores for this rank; below 1 if ranks share cores."""
         return self._joined()[0].cores_per_rank
 
     @property
@@ -192,7 +192,7 @@ class MPICommunicationBackend(CommunicationBackend):
 
     @property
     def was_interrupted(self) -> bool:
-        """True if an exception interrupted `initialize` after this rank had entered the world."""
+        """Whether an exception interrupted `initialize` after this rank had entered the world."""
         return not (self._initialized or self._group is None or self._group.is_leaving)
 
     def _on_shutdown(self) -> None:
@@ -208,8 +208,8 @@ class MPICommunicationBackend(CommunicationBackend):
     def abort(self, error: BaseException) -> None:
         """End the job, with a report of ``error`` that names this rank, and exit code 1.
 
-        Ctrl-C ends it with 130. Does not return, except in a world of one: there nobody waits,
-        and the exception can go its way. So it can in a process that a rank forked, which is none.
+        Ctrl-C ends it with 130. It returns only in a world of one, where nobody waits, and in a
+        process that a rank forked, which is no rank. The exception then ends the process alone.
         """
         if self._is_forked:
             return
@@ -218,7 +218,7 @@ class MPICommunicationBackend(CommunicationBackend):
             job.ending.fail(error, place_after(self.status.read().last, "in or after"))
 
     def _disown(self) -> None:
-        """Stop being this process's: it was forked by the rank."""
+        """Refuse every use in this process, which was forked by the rank."""
         self._initialized, self._is_forked = False, True
         if self.recorder is not None:
             self.recorder.disown()
@@ -249,11 +249,13 @@ class MPICommunicationBackend(CommunicationBackend):
 
     def _break(self, where: str, error: BaseException) -> None:
         super()._break(where, error)
-        # A request that was just posted may be known to nobody, and its arrays held by nothing.
+        # The exception may strike between the post of a request and the assignment of its result.
+        # Then only the frames of the traceback hold the arrays that MPI uses.
         _cut_off.append(error.__traceback__)
 
     def _tell_of_break(self) -> None:
-        # Not before: an exception that nobody catches ends the job with its own words and code.
+        # Sent only at the next call, which shows that the script caught the exception: an uncaught
+        # one ends the job with its own report and exit code.
         if self._job is not None and not isinstance(self._session.broken, PeerError):
             self._job.send_notices()
 
@@ -264,7 +266,7 @@ class MPICommunicationBackend(CommunicationBackend):
         if job is None or not self._initialized:
             raise self._not_ready_error()
         try:
-            # Nothing is issued while this rank waits: what is alone now stays so.
+            # Nothing is issued while this rank waits, so a single operation stays the only one.
             session = self._session
             advance = work.advance if len(session.under_way()) == 1 else session.progress
             polled, is_slow = 0.0, False
@@ -274,7 +276,7 @@ class MPICommunicationBackend(CommunicationBackend):
                     if work.done:
                         self._forget_done()
                         return
-                # Open MPI may yield in each poll, which takes long on a busy machine.
+                # Open MPI may yield in each poll. If that takes long, other programs use this core.
                 now = time.monotonic()
                 polled, took = now, now - (polled or now)
                 is_slow = took > _QUICK_POLLS * LONG_POLL
@@ -289,7 +291,7 @@ class MPICommunicationBackend(CommunicationBackend):
                     while not work.done:
                         backoff.pause()
                         advance()
-                        # A ring is read without MPI, which is asked to go on with its requests.
+                        # A wait at a ring makes no call of MPI, whose requests must progress too.
                         polls += 1
                         if polls % _STIR_EVERY == 0:
                             job.stir()
@@ -311,7 +313,8 @@ class MPICommunicationBackend(CommunicationBackend):
         group.mail.reap()
         departures = group.departures()
         if departures:
-            self.progress()  # a message that a rank sent before it left has come before its notice
+            # A message that a rank sent before it left has arrived before its notice.
+            self.progress()
         for rank, last in departures.items():
             if last == CUT_OFF:
                 self._session.broken = PeerError(
@@ -333,7 +336,7 @@ class MPICommunicationBackend(CommunicationBackend):
         awaited = work.awaited
         if isinstance(awaited, Call):
             return last < awaited.sequence
-        # Of a message whose head has come the data are under way, if they are not here.
+        # If the head of a message has come, its data are under way, and the rank is not needed.
         is_coming = not awaited.is_send and any(
             isinstance(other.waitable, Message)
             for other in self._transfers
@@ -369,7 +372,7 @@ class MPICommunicationBackend(CommunicationBackend):
     _steps_all_to_all = _through(Collectives.all_to_all)
 
     def _steps_barrier(self, call: Call) -> Steps:
-        yield from self._collectives.open(call)  # the headers say that every rank has called it
+        yield from self._collectives.open(call)  # complete when every rank has sent its header
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         job, group = self._joined()
@@ -379,9 +382,10 @@ class MPICommunicationBackend(CommunicationBackend):
         members = sorted((k, r) for r, (c, k) in enumerate(wishes) if c == color)
         mine = self._mpi.UNDEFINED if color is None else colors.index(color)
         place = 0 if color is None else members.index((key, self._rank))
-        # MPI_Comm_split blocks: collectives issued before must not need this rank any more, and no
-        # rank may be missing that an exception has cut off in its wait for the headers. A rank
-        # that has come to the second fence calls it, whatever strikes: others may be in it then.
+        # MPI_Comm_split blocks. So earlier collectives must not need this rank any more, and the
+        # first fence makes sure that no rank was cut off by an exception while it waited for the
+        # headers. A rank that has reached the second fence calls MPI_Comm_split whatever exception
+        # strikes, because others may be in it then.
         yield Condition(lambda: self._pending[0].awaited is call)
         with job.making_group():
             job.tidy()
@@ -402,7 +406,7 @@ class MPICommunicationBackend(CommunicationBackend):
         return child
 
     def _split_together(self, work: Work, color: int, place: int) -> Any:
-        """MPI_Comm_split, when every rank has come to it; a rank that was cut off never does."""
+        """Call MPI_Comm_split when every rank has come to it, which a cut-off rank never does."""
         job, group = self._joined()
         fence = group.exchange.fence()
         backoff = Backoff(job.crowded, lambda: self._look_round(work))
@@ -413,7 +417,7 @@ class MPICommunicationBackend(CommunicationBackend):
     def _steps_allocate_shared(self, call: Call, nbytes: int) -> Steps:
         _, group = self._joined()
         yield from self._collectives.open(call)
-        # Requests on the communicator of data: all that was issued before is through then.
+        # The requests use the communicator of data, so earlier collectives must have ended.
         yield from self._collectives.turn(call)
         steps = share_memory(self._mpi, group.data, group.in_flight, self.peers[0], nbytes)
         return (yield from steps)
@@ -459,7 +463,8 @@ class MPICommunicationBackend(CommunicationBackend):
         def build(comm: Any) -> None:
             world = type(self)(comm, on_failure="shrink")
             made.append(world)
-            world._may_record = False  # ranks have other numbers now, and traces of the old ones
+            # Ranks have other numbers now, and would replace the traces of the old world.
+            world._may_record = False
             world.initialize()
 
         def undo() -> None:
@@ -480,7 +485,7 @@ class MPICommunicationBackend(CommunicationBackend):
 
 
 def _disown_all() -> None:
-    """Let a process that a rank has just forked touch nothing of the rank's."""
+    """Take all worlds from a process that a rank has just forked, which is no rank."""
     for backend in tuple(_worlds):
         backend._disown()
     _worlds.clear()

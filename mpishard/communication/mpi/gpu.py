@@ -1,10 +1,10 @@
 """Collectives on GPU arrays under MPI: through pinned host buffers.
 
-Most MPI libraries, those of the wheels among them, cannot read GPU memory. Arrays that lie there
-are copied to host buffers, which travel, and back; the buffers are page-locked, so that the GPU
-copies at full speed, and kept for the next collective. If the library is built for CUDA and
-``MPISHARD_CUDA_AWARE=1`` says so, reductions, all_gather and broadcast of more than a few bytes
-hand it device pointers instead.
+Most MPI libraries, those of the wheels among them, cannot read GPU memory. So GPU arrays are copied
+to host buffers, which MPI sends and receives, and the results are copied back. The buffers are
+page-locked, so that the GPU copies at full speed, and are kept for the next collective. If the
+library is built for CUDA and ``MPISHARD_CUDA_AWARE=1`` is set, MPI gets device pointers instead for
+reductions, all_gather and broadcast of more than 128 bytes.
 
 No GPU has run this yet: it was tested with a stand-in for CuPy.
 """
@@ -33,17 +33,17 @@ _BY_POINTER = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER, Kind.BROAD
 def needs_staging(call: Call, array: Array) -> bool:
     """Return whether the GPU array ``array`` is copied to the host for the collective ``call``.
 
-    Ranks may differ in it: the bytes that travel are alike.
+    The answer may differ between ranks, because the same bytes travel in both cases.
     """
     is_large = array.nbytes > INLINE_BYTES
     if call.kind not in _BY_POINTER or not is_large or not settings.cuda_aware():
         return True
-    synchronize(array)  # the library knows nothing of streams
+    synchronize(array)  # MPI does not wait for the work of CUDA streams
     return False
 
 
 class Staging:
-    """The pinned buffers of one backend, in which collectives on GPU arrays take place.
+    """The pinned host buffers of one backend, on which collectives on GPU arrays run.
 
     Parameters
     ----------
@@ -67,12 +67,12 @@ class Staging:
         return self._pinned.nbytes
 
     def run(self, steps: Callable[..., Steps], call: Call, given: Any, *arguments: Any) -> Steps:
-        """The collective ``steps`` of ``call`` on host copies of ``given``, an array or several.
+        """Run the collective ``steps`` of ``call`` on host copies of ``given``, one array or more.
 
-        Of ``arguments`` the arrays take the result, and are not read.
+        Arrays among ``arguments`` take the result, so their values are not copied to the host.
         """
         buffers: list[Bytes] = []
-        staged: list[tuple[Array, Array]] = []  # each array on a GPU, and its buffer
+        staged: list[tuple[Array, Array]] = []  # GPU arrays, each with its host buffer
 
         def host_of(array: Any, *, is_read: bool = False) -> Any:
             if not hasattr(array, "dtype") or not is_device_array(array):
@@ -91,7 +91,7 @@ class Staging:
             for array, host in staged:
                 if host is result:
                     copy_into(array, host)
-                    synchronize(array)  # the GPU reads the buffer until then
+                    synchronize(array)  # the buffer is used again: the GPU must have read it
                     return array
             return None if result is None else Device("cuda").put(result)
 
@@ -100,7 +100,7 @@ class Staging:
         outs = [host_of(argument) for argument in arguments]
         result = yield from steps(call, hosts[0] if is_one else hosts, *outs)
         result = [*map(brought_back, result)] if isinstance(result, list) else brought_back(result)
-        # Buffers are given back if the collective succeeds: after an error MPI may still use them.
+        # Not in a finally clause: after an error MPI may still use the buffers.
         for buffer in buffers:
             self._pinned.give(buffer)
         return result

@@ -1,8 +1,8 @@
-"""The communicators of one MPI world or group, and how its ranks leave it.
+"""The communicators of one MPI world or group, and the exit of its ranks.
 
-A rank that leaves sends a *notice* to each other rank: the number of its last collective. A rank
-that waits for it there, or in a receive, looks for notices; a rank that leaves waits for those of
-all others. A rank that was cut off in a collective says so in its notice.
+A rank that leaves sends a *notice* with the number of its last collective to each other rank. Ranks
+look for notices while they wait. A rank that leaves waits for the notices of all others. The notice
+of a rank that was cut off in a collective says so.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ _abandoned: list[Group] = []
 """Groups whose arrays MPI may still read and write."""
 
 CUT_OFF = -1
-"""In a notice, instead of a last collective: the rank was cut off in one, and the world ends."""
+"""The value in a notice of a rank that was cut off in a collective, which ends the world."""
 
-_NOTICE_TAG = 2 * settings.MAXIMUM_TAG + 2  # 2 * MAXIMUM_TAG + 1 is the last of messages' data
+_NOTICE_TAG = 2 * settings.MAXIMUM_TAG + 2  # behind the tags of messages and of their data
 
 
 def share_group_memory(mpi: Any, comm: Any, in_flight: set[Pending], nodes: Sequence[int]) -> Steps:
-    """The memory of a group for headers and data; None if its ranks share none. Collective.
+    """Return the memory of a group for headers and data; None if it shares none. Collective.
 
-    ``nodes`` holds the node of each rank of ``comm``; the rest is as in `share_memory`.
+    ``nodes`` has the node of each rank of ``comm``. The other parameters are those of
+    `share_memory`.
     """
     ranks = len(nodes)
     if ranks == 1 or len(set(nodes)) > 1 or not RingExchange.is_possible():
@@ -57,9 +58,10 @@ def share_group_memory(mpi: Any, comm: Any, in_flight: set[Pending], nodes: Sequ
 class Group:
     """The communicators and channels of the ranks of one world.
 
-    MPI asks that all ranks post the collectives of one communicator in one order. Data can only be
-    posted when the headers have come, and that time differs from rank to rank. So data have a
-    communicator of their own, and each collective takes a `turn` there, in the order of issue.
+    MPI requires that all ranks post the collectives of one communicator in one order. A rank posts
+    data when the headers have come, and that time differs between ranks. So data have a
+    communicator of their own, where collectives take turns in the order of issue
+    (`Collectives.turn`).
 
     Parameters
     ----------
@@ -67,11 +69,11 @@ class Group:
         ``mpi4py.MPI``.
     comm, data : mpi4py.MPI.Intracomm
         Communicators that belong to this group alone. ``comm`` carries messages, and headers if
-        the ranks share no memory; ``data`` the data of collectives.
+        the ranks share no memory. ``data`` carries the data of collectives.
     reducer : TreeReducer
         Combines contributions.
     memory : Array or None
-        What `share_group_memory` returned.
+        The memory from `share_group_memory`.
     """
 
     def __init__(
@@ -98,11 +100,12 @@ class Group:
             self.channel = RowChannel(memory[:end], *place, reducer, self.exchange.fence)
         self.sequence = 0
         self.is_leaving = False
-        """Whether this rank has left, or waits for the others to."""
+        """Whether this rank has left, or waits until the others leave."""
         self.is_cut_off = False
-        """Whether a rank was cut off in a collective, as all are told: it answers no more."""
-        self._notified = 0  # ranks, the first ones
-        # Of each rank that sent a notice, its last collective and its messages to this rank.
+        """Whether a rank was cut off in a collective, according to its notice."""
+        self._notified = 0  # number of ranks that were sent a notice, in order from rank 0
+        # The last collective of each rank that sent a notice, and its number of messages to this
+        # rank.
         self._notices: dict[int, tuple[int, int]] = {}
 
     @property
@@ -112,25 +115,25 @@ class Group:
         return self.messages.scratch_bytes + shared
 
     def keep(self, request: Any, *arrays: object) -> Pending:
-        """A request under way, which reads and writes ``arrays``."""
+        """Return a request under way, which keeps the ``arrays`` that it reads and writes."""
         return Pending([request], self.in_flight, *arrays)
 
     # ----------------------------------------------------------------------------------- leaving
 
     def leave(self) -> None:
-        """Notify the others that this rank has left. Do not wait. Idempotent."""
+        """Notify the others that this rank has left, without waiting. Idempotent."""
         self.is_leaving = True
         self.send_notices(self.sequence)
 
     def has_left(self) -> bool:
-        """Return whether this rank and every other rank have left. Never block."""
+        """Return whether all ranks have left, or one was cut off. Never block."""
         if not self.is_leaving:
             return False
         return len(self.departures()) == self.world_size - 1 or self.is_cut_off
 
     def send_notices(self, last: int) -> None:
-        """Send the others the number of this rank's ``last`` collective, or `CUT_OFF`. Once."""
-        # An exception may strike here, too; then the next call goes on from there.
+        """Send the others, once, the number of this rank's ``last`` collective, or `CUT_OFF`."""
+        # If an exception interrupts this loop, the next call goes on with the remaining ranks.
         for rank in range(self._notified, self.world_size):
             if rank != self.rank:
                 notice = np.array([last, self.mail.sent[rank]], np.int64)
@@ -139,7 +142,7 @@ class Group:
             self._notified = rank + 1
 
     def departures(self) -> dict[int, int]:
-        """The ranks that sent a notice, each with its last collective, or `CUT_OFF`."""
+        """Return the last collective, or `CUT_OFF`, of each rank that sent a notice, by rank."""
         status = self.mpi.Status()
         while self.comm.Iprobe(self.mpi.ANY_SOURCE, _NOTICE_TAG, status):
             notice = np.empty(2, np.int64)
@@ -151,15 +154,15 @@ class Group:
         return {rank: last for rank, (last, _) in self._notices.items()}
 
     def stir(self) -> None:
-        """Let MPI progress the requests under way: waiting at a ring does not call it."""
+        """Let MPI progress the requests under way. A wait at a ring makes no call of MPI."""
         if self.in_flight:
             self.comm.Iprobe(self.mpi.ANY_SOURCE, _NOTICE_TAG)
 
     def free(self) -> bool:
-        """Give the communicators back to MPI; False if something is still under way.
+        """Free the communicators; return False if something is still under way.
 
-        Those of a group that not all ranks left after the same collective stay: they may still be
-        in use elsewhere.
+        If the ranks did not all leave after the same collective, the communicators are not freed:
+        other ranks may still use them.
         """
         if not self.is_drained():
             return False
@@ -173,15 +176,15 @@ class Group:
         return True
 
     def keeps_arrays(self) -> bool:
-        """True if a rank was cut off; then arrays that MPI may still use must be kept."""
+        """Return whether a rank was cut off; if so, keep the arrays that MPI may still use."""
         if self.is_cut_off and self.in_flight:
             _abandoned.append(self)
         return self.is_cut_off
 
     def abandon(self) -> None:
-        """Revoke communicators that have lost a rank. Ranks that wait there are notified.
+        """Revoke communicators that have lost a rank, which ends the waits of other ranks there.
 
-        They are freed when MPI lets go of all that was under way.
+        They are freed if all requests end in time. Otherwise the group is kept for ever.
         """
         for comm in (self.data, self.comm):
             comm.Revoke()
@@ -190,7 +193,7 @@ class Group:
             for request in tuple(self.in_flight):
                 try:
                     request.test()
-                except self.mpi.Exception as error:  # to be tested until nothing is under way
+                except self.mpi.Exception as error:  # the other requests must still be tested
                     if not is_loss(self.mpi, error):
                         raise
             yield_processor()
@@ -206,17 +209,18 @@ class Group:
         return self.is_leaving and lasts == [self.sequence] * (self.world_size - 1)
 
     def is_drained(self) -> bool:
-        """Return whether all messages to this rank have arrived; receive the rest. Never block.
+        """Receive the remaining messages to this rank; return whether all have arrived.
 
-        A message that is not received when a communicator is freed meets the next one that MPI
-        gives the same identity: a rank of another world would be given a message of this one.
-        True if the ranks did not leave in good order: that communicator stays.
+        MPI may give a later communicator the identity of a freed one, and would deliver a message
+        that was not received to a rank of another world. If the ranks did not leave in good order
+        the result is True, because the communicator is not freed. It never blocks.
         """
         if not self._is_in_good_order():
             return True
         status, byte = self.mpi.Status(), self.mpi.BYTE
         while message := self.comm.Improbe(self.mpi.ANY_SOURCE, self.mpi.ANY_TAG, status):
-            buffer = np.empty(status.Get_elements(byte), np.uint8)  # where a count may overflow
+            # Get_elements, because a count of a long message may overflow a C int.
+            buffer = np.empty(status.Get_elements(byte), np.uint8)
             request = post_bytes(self.mpi, message.Irecv, buffer)
             Message([request], self.in_flight, buffer)
             self.mail.taken[status.Get_source()] += 1

@@ -1,4 +1,4 @@
-"""The job of one MPI process: the state that its worlds share, and its end, in order or not."""
+"""The job of one MPI process: the state that its worlds share, and its end."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from mpishard.communication.mpi.ulfm import Ulfm, is_loss
 from mpishard.errors import CollectiveMismatchError, CommunicationError, PeerError
 from mpishard.layout import ShardLayout
 
-_SPIN_SECONDS = 2e-3  # ranks mostly leave together
+_SPIN_SECONDS = 2e-3  # without a sleep, because ranks mostly leave together
 _DOZE_SECONDS = 1e-3
-_FINISH_SECONDS = 1.0  # for collectives that nobody waits for: their data may be under way
+_FINISH_SECONDS = 1.0  # for the data, under way, of collectives without a wait
 
 IN_INIT = "in init() for the other ranks to call it"
 
 
 class Job:
-    """One root world of this process, with every world that was split from it.
+    """One root world of this process, with every world that was split off it.
 
     Parameters
     ----------
@@ -53,15 +53,15 @@ class Job:
         self.world_size: int = comm.Get_size()
         self.mpi = mpi
         self.session = Session(self.rank)
-        """This rank's worlds, and the error of a broken one."""
+        """The state that this rank's worlds share, and the error of a broken one."""
         self.statuses = StatusReader(self.rank, self.world_size, _launched_ranks(mpi, comm))
         self.ending = Ending(self.rank, self.world_size, self.statuses, self._finish_traces)
         self._groups: dict[Group, weakref.ref[CommunicationBackend]] = {}
         self.ulfm: Ulfm | None = None
-        """The part that lets this rank outlive others; None if it ends with them."""
+        """The lost ranks, which this rank outlives; None if it ends with them."""
 
     def guard(self) -> None:
-        """Be watched over, until `leave`. Idempotent."""
+        """Let the watchdog guard this job until `leave`. Idempotent."""
         self.statuses.page.end(RankState.STARTED)
         if self.world_size > 1:
             watchdog.guard(self.ending)
@@ -79,7 +79,7 @@ class Job:
         ranks = node.allgather(self.rank)
         pretended = ShardLayout(len(ranks), settings.virtual_nodes())
         mine = {**settings.alike(), "on_failure": "shrink" if survives else "abort"}
-        # One exchange: where each rank runs, and the settings that must be alike.
+        # One exchange for the node of each rank and for the settings that must be alike.
         rows = comm.allgather((ranks[0], pretended.owner(node.Get_rank()), mine))
         _require_alike([row[2] for row in rows])
         self.nodes = number_nodes([row[:2] for row in rows])
@@ -88,16 +88,16 @@ class Job:
         usable = os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1)
         cores = node.allgather(set(usable))
         self.cores_per_rank = _cores_per_rank(usable, cores)
-        """This rank's part of the cores that it may run on."""
+        """Number of cores for this rank: its share of those on which it may run."""
         self.crowded = self.cores_per_rank < 1
         self.shares_core_until = 0.0
-        """Until when, by `time.monotonic`, waits take it that other programs use this core."""
+        """Time, of `time.monotonic`, until which waits assume other programs on this core."""
         self.statuses.share(comm.allgather, ranks)
         node.Free()
         if survives and self.world_size > 1:
             self.ulfm = ulfm = Ulfm(mpi, comm)
             self.ending.leaves_alone = True
-            # MPI tells the others of a dead rank, and they go on; but not of every end.
+            # MPI reports a dead rank to the others, which go on; but it overlooks some.
             self.ending.overlooked = lambda dead: ulfm.overlooks(
                 dead, is_waiting=bool(watchdog.waits)
             )
@@ -106,12 +106,12 @@ class Job:
 
     @contextmanager
     def making_group(self) -> Iterator[None]:
-        """A context in which MPI makes communicators of a group, of which it has not many.
+        """Context in which MPI makes communicators of a group, whose number it limits.
 
         Raises
         ------
         CommunicationError
-            With the number of groups that there are, if MPI makes no more.
+            With the number of this rank's groups, if MPI makes no more.
         """
         try:
             yield
@@ -127,7 +127,7 @@ class Job:
             ) from error
 
     def join(self, group: Group, backend: CommunicationBackend) -> None:
-        """Take a world into the account of this job."""
+        """Add a world to this job."""
         self._groups[group] = weakref.ref(backend)
 
     def tidy(self) -> None:
@@ -148,16 +148,20 @@ class Job:
     def leave(self) -> None:
         """Leave every world, and wait until the others have left or were notified.
 
-        Another rank may have work of its own to finish: this rank says once whom it waits for,
-        after ``MPISHARD_WARN_AFTER``, and ends the job after ``MPISHARD_EXIT_TIMEOUT``. Meanwhile
-        collectives of the others that this rank takes part in go on. If ranks outlive each other
-        and one is gone, those that go on do so without this one.
+        Another rank may have work of its own to finish. This rank names the ranks that it waits for
+        once, after ``MPISHARD_WARN_AFTER``, and ends the job after ``MPISHARD_EXIT_TIMEOUT``.
+        Collectives that this rank has issued go on meanwhile. If ranks outlive each other and one
+        is gone, this rank takes part in the `shrink` of the others, and is not in their new world.
         """
         self.statuses.page.end(RankState.LEAVING)
         try:
             if self.ulfm is not None and self.ulfm.error is not None:
                 raise self.ulfm.error
-            with watchdog.wait(self._late_ranks, self.ending, limit=EXIT_LIMIT):
+            with watchdog.wait(
+                lambda: unfinished(self.ending.records(), time.time()),
+                self.ending,
+                limit=EXIT_LIMIT,
+            ):
                 self._leave_in_good_order()
         except (self.mpi.Exception, PeerError) as error:
             if self.ulfm is None or not (isinstance(error, PeerError) or is_loss(self.mpi, error)):
@@ -175,7 +179,7 @@ class Job:
         while sum(not group.has_left() for group in groups):
             self.session.progress()
             self.stir()
-            # By time: on a busy machine a hundred yields take seconds.
+            # Limited by time and not by count: on a busy machine a hundred yields take seconds.
             if time.monotonic() - start < _SPIN_SECONDS:
                 yield_processor()
                 continue
@@ -184,7 +188,7 @@ class Job:
             if any(group.is_cut_off for group in groups):
                 break
         if sum(group.keeps_arrays() for group in groups):
-            return  # a rank was cut off, and answers nothing any more
+            return  # a rank was cut off, and sends nothing any more
         for _, calls, last in self._pending_calls():
             for call in [call for call, _ in calls if call.sequence > last][:1]:
                 say(
@@ -192,8 +196,8 @@ class Job:
                     "other ranks left without it, and nobody waited for its result"
                 )
         deadline = time.monotonic() + _FINISH_SECONDS
-        # A message of a collective that all ranks have begun, and that comes when its communicator
-        # is freed, would meet the next one that MPI gives the same identity.
+        # Collectives that all ranks have begun must end before their communicator is freed: MPI may
+        # give a later communicator its identity, and would deliver a late message there.
         while (
             unfinished := [
                 group
@@ -212,9 +216,9 @@ class Job:
                 group.free()
 
     def _pending_calls(self) -> Iterator[tuple[Group, list[tuple[Call, bool]], int]]:
-        """Each world, its calls with no `wait` yet and if they are done, and the last of all ranks.
+        """Yield for each world its pending calls, and the last call in which all ranks took part.
 
-        Ranks that left took no part in the calls after the last that all of them began.
+        A pending call, which nobody waited for, comes with a flag that says whether it is done.
         """
         for group, reference in self._groups.items():
             works = getattr(reference(), "_pending", ())
@@ -230,9 +234,9 @@ class Job:
             raise loss
 
     def explain(self, error: Exception, where: str) -> Exception:
-        """The error of a rank to which MPI has raised ``error`` while it waits ``where``."""
+        """Return the error for ``error``, which MPI raised while this rank waits ``where``."""
         if self.ulfm is None:
-            # Open MPI may raise because a rank is gone: this one has not failed.
+            # Open MPI may raise because a rank is gone. Then report that rank, and not this one.
             for record in self.ending.records():
                 if not (record.is_alive or record.has_left):
                     self.ending.report_dead_rank(record.rank, f"while it waited {where}")
@@ -262,12 +266,8 @@ class Job:
         self.statuses.page.end(RankState.LEFT)
         watchdog.release(self.ending)
 
-    def _late_ranks(self) -> str:
-        """The ranks that have not left, behind "has waited .. s"."""
-        return unfinished(self.ending.records(), time.time())
-
     def wait(self, where: Callable[[], str]) -> Wait:
-        """Context in which this rank waits at ``where`` for others, with a time limit."""
+        """Return a context in which this rank waits at ``where`` for others, with a time limit."""
         return watchdog.wait(where, self.ending)
 
     def _finish_traces(self, report: str) -> None:
@@ -277,12 +277,12 @@ class Job:
 
 
 def _require_alike(rows: Sequence[Mapping[str, str]]) -> None:
-    """Refuse settings that differ between the ranks of which these are.
+    """Refuse settings that differ between ranks; ``rows`` has those of each rank.
 
     Raises
     ------
     CollectiveMismatchError
-        On every rank, with the names of those that differ, and their values by rank.
+        On every rank, with the names of the settings that differ, and their values by rank.
     """
     differing = []
     for name in rows[0]:
@@ -299,7 +299,7 @@ def _require_alike(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
-    """The number in ``COMM_WORLD`` of each rank of ``comm``. Communicates nothing."""
+    """Return the number in ``COMM_WORLD`` of each rank of ``comm``, without communication."""
     ours, all_of_launcher = comm.Get_group(), mpi.COMM_WORLD.Get_group()
     ranks: list[int] = mpi.Group.Translate_ranks(ours, None, all_of_launcher)
     ours.Free()
@@ -308,15 +308,15 @@ def _launched_ranks(mpi: Any, comm: Any) -> list[int]:
 
 
 def _cores_per_rank(mine: Iterable[int], all_ranks: Sequence[Collection[int]]) -> float:
-    """Each core counts by the share of it that this rank has."""
+    """Return the sum of this rank's shares of its cores, each divided by the ranks that use it."""
     return sum(1 / sum(core in cores for cores in all_ranks) for core in mine)
 
 
 # --------------------------------------------------------------- shared memory of the MPI library
 
-# What MPICH, Open MPI, Intel MPI, MVAPICH and the libraries below them call their files. Anything
-# else there may be the user's own data. The line of a file that has no name any more ends with
-# "(deleted)".
+# Names of the files of MPICH, Open MPI, Intel MPI, MVAPICH and the libraries below them. Other
+# files there may be the user's own data. A file that has no name any more does not match: its line
+# ends with "(deleted)".
 _FILES = re.compile(
     r" (/dev/shm/(?:mpich|mpi_shm|sm_segment|vader_segment|osc_|ompi|open_?mpi|prte|pmix|ucx_shm|"
     r"ucp|psm|Intel_MPI|impi|mvapich|cray|xpmem)\S*)$",
@@ -325,16 +325,16 @@ _FILES = re.compile(
 
 
 def library_files() -> list[str]:
-    """Paths in ``/dev/shm`` that this process has mapped and a killed job leaves behind.
+    """Return paths in ``/dev/shm`` that this process has mapped and a killed job leaves behind.
 
-    Only files of this user, with a name as MPI libraries give; none on a system without
+    They are files of this user with names of MPI libraries. There are none on a system without
     ``/proc/self/maps``.
     """
     found = []
     with suppress(OSError):
         text = Path("/proc/self/maps").read_text(errors="replace")
         for path in sorted(set(_FILES.findall(text))):
-            with suppress(OSError):  # its name is gone already
+            with suppress(OSError):  # the file has been removed already
                 if Path(path).stat().st_uid == os.getuid():
                     found.append(path)
     return found

@@ -1,6 +1,6 @@
 """The MPI library of this process, loaded and started for the first backend, and its launcher.
 
-mpi4py is imported here and nowhere else.
+Only this module imports mpi4py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mpishard.errors import MPIUnavailableError
 
 _POLL_SECONDS = 0.1
 START_SECONDS = 10.0
-"""Time that MPI may take to start on a busy machine, before the wait for other ranks counts."""
+"""Seconds that MPI may take to start on a busy machine before the wait for other ranks counts."""
 
-# Measured with MPICH 5.0.2 (UCX) and 1 to 16 ranks, which die in MPI_Init with less.
+# Needs of MPICH 5.0.2 (UCX), measured with 1 to 16 ranks, which die in MPI_Init with less.
 _SHARED = "/dev/shm"  # noqa: S108 - memory, and not a place for temporary files
 _SHARED_BY_RANK = 8 * 2**20
 _LEAST_SHARED = 20 * 2**20
@@ -37,12 +37,12 @@ _finalizes: list[bool] = []
 
 
 def leave_mpi_running() -> None:
-    """Do not end MPI with this process: it would wait for ranks that are gone.
+    """Do not finalize MPI at the end of this process: it would wait for ranks that are gone.
 
     Raises
     ------
     MPIUnavailableError
-        If mpi4py itself will end it.
+        If mpi4py itself will finalize it.
     """
     import mpi4py
 
@@ -57,7 +57,7 @@ def leave_mpi_running() -> None:
 
 
 def load_mpi() -> ModuleType:
-    """``mpi4py.MPI``, with MPI started.
+    """Return ``mpi4py.MPI``, with MPI started.
 
     Raises
     ------
@@ -81,17 +81,18 @@ def load_mpi() -> ModuleType:
 
 
 def _start_under_watch() -> ModuleType:
-    """Start MPI, which waits for all processes of the job, so that the watchdog sees it wait.
+    """Start MPI, which waits for all processes of the job, while the watchdog checks the time.
 
-    mpi4py would start it on import, and would hold Python's lock meanwhile: no other thread could
-    run, no signal be received, and a process whose peer died before it came would be stuck for
+    mpi4py starts MPI on import and holds Python's lock meanwhile. No other thread could run, no
+    signal could be received, and a process whose peer died before it started MPI would be stuck for
     ever. A call through ctypes releases the lock.
     """
     import mpi4py
 
     rc = mpi4py.rc
     wanted, ends = rc.initialize, rc.finalize
-    # Nor does mpi4py end it: it would in a process that a rank forked, too, for ever.
+    # mpi4py does not finalize MPI either: it would do so in a process that a rank forked, too,
+    # which would be stuck for ever.
     rc.initialize, rc.finalize = False, bool(ends) and not wanted
     try:
         from mpi4py import MPI
@@ -103,7 +104,8 @@ def _start_under_watch() -> ModuleType:
     if not wanted or MPI.Is_initialized():  # the user starts it, or MPI4PY_RC_INITIALIZE did
         return MPI
     check_machine(MPI.Get_library_version())
-    page = own_page()  # that of the world takes its place
+    # The page of this process before it has a world: `mpishard run` and other ranks see the wait.
+    page = own_page()
     if page is not None:
         page.end(RankState.STARTED)
     watchdog.start()
@@ -116,9 +118,9 @@ def _start_under_watch() -> ModuleType:
 
 
 def call_uninterrupted(mpi: Any, call: Callable[[], Any]) -> Any:
-    """Return ``call()``, which no exception of a signal handler cuts off.
+    """Return ``call()``, which no exception of a signal handler interrupts.
 
-    Python runs signal handlers on the main thread alone, so another thread makes the call. An
+    Python runs signal handlers only on the main thread, so another thread makes the call. An
     exception that strikes the main thread meanwhile is raised when the call is over.
     """
     is_main = threading.current_thread() is threading.main_thread()
@@ -142,10 +144,10 @@ def call_uninterrupted(mpi: Any, call: Callable[[], Any]) -> Any:
         _thread.start_new_thread(run, ())
     except BaseException as error:
         if begun.acquire(blocking=False):
-            raise  # the thread, if there is one, makes no call any more
+            raise  # the thread, if it was started, now makes no call
         struck = error
     while not results and not errors:
-        try:  # around a loop of its own: handlers also run when a loop begins again
+        try:  # has a loop of its own, because handlers also run when a loop begins again
             while not results and not errors:
                 over.acquire(timeout=_POLL_SECONDS)
         except BaseException as error:  # noqa: BLE001 - raised below
@@ -156,22 +158,23 @@ def call_uninterrupted(mpi: Any, call: Callable[[], Any]) -> Any:
 
 
 def finalize_mpi(mpi: Any, process: int) -> None:
-    """End MPI with the process that started it, and not with one that this forked."""
+    """Finalize MPI at the end of the process that started it, but not of a process it forked."""
     if os.getpid() == process and _finalizes[0] and mpi.Is_initialized() and not mpi.Is_finalized():
-        flush_output()  # MPI may wait for other ranks
+        flush_output()  # before MPI waits for other ranks, and this one may be killed
         finalizing.set()
         try:
-            ctypes.CDLL(mpi.__file__).MPI_Finalize()  # without Python's lock: the watchdog goes on
+            # Through ctypes, which releases Python's lock, so that the watchdog can run.
+            ctypes.CDLL(mpi.__file__).MPI_Finalize()
         except (OSError, AttributeError):
             mpi.Finalize()
 
 
 def _initialize(mpi: Any, rc: Any) -> None:
-    """MPI_Init_thread, as mpi4py does it, without Python's lock."""
+    """Call MPI_Init_thread as mpi4py does, but without Python's lock."""
     level = getattr(mpi, f"THREAD_{rc.thread_level.upper()}") if rc.threads else mpi.THREAD_SINGLE
     try:
         start = ctypes.CDLL(mpi.__file__).MPI_Init_thread
-    except (OSError, AttributeError):  # not a library that can be asked by name
+    except (OSError, AttributeError):  # the library cannot be opened, or hides the function
         mpi.Init_thread(level)
         return
     code = start(None, None, ctypes.c_int(level), ctypes.byref(ctypes.c_int()))
@@ -191,10 +194,10 @@ def _initialize(mpi: Any, rc: Any) -> None:
 def check_machine(library: str) -> None:
     """Refuse a launcher or machine on which this MPI library would die in MPI_Init.
 
-    MPICH ends with SIGSEGV, SIGBUS or words of its own if /dev/shm is absent, small, full or
-    read-only, and if the launcher speaks PMIx and the library was not built for it, as the one of
-    Open MPI and MPICH's wheel. Open MPI 5 goes on without /dev/shm: it says that it does, and
-    uses other transports. Every library dies if it runs out of file descriptors.
+    MPICH ends with SIGSEGV, SIGBUS or an error of its own if /dev/shm is absent, small, full or
+    read-only. It also ends if the launcher uses PMIx, as Open MPI's does, and the library was not
+    built for it, as MPICH's wheel. Open MPI 5 goes on without /dev/shm: it prints a warning and
+    uses other transports. Every library ends if it runs out of file descriptors.
 
     Parameters
     ----------
@@ -204,12 +207,12 @@ def check_machine(library: str) -> None:
     Raises
     ------
     MPIUnavailableError
-        Naming what is short or does not fit, and the fix.
+        Naming the missing resource, or the launcher and library that do not fit; and the fix.
     """
     ranks = settings.launched_local_size() or 1
     is_mpich = library.startswith("MPICH Version")
     launcher = settings.pmix_launcher()
-    # The version names the options of the build: one for PMIx has its name among them.
+    # The version string has the options of the build, with "pmix" among them if it was built in.
     if is_mpich and launcher is not None and "pmix" not in library.lower():
         raise MPIUnavailableError(
             f"{launcher} started this process, and mpi4py loads {_family(library)}, which cannot "
@@ -249,7 +252,7 @@ def _short_memory(ranks: int) -> str:
         return f"MPICH writes to {_SHARED}, which is read-only for this process: {mend}"
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     needed = max(_LEAST_SHARED, ranks * _SHARED_BY_RANK)
-    # Another rank may have taken its part already: of the free memory one part is this rank's.
+    # Other ranks may have taken their parts already, so only this rank's part must be free.
     if total >= needed and free >= _SHARED_BY_RANK:
         return ""
     return (
@@ -263,7 +266,7 @@ def _short_memory(ranks: int) -> str:
 
 
 def launcher_name() -> str:
-    """The family of the launcher, guessed from the variable that it set."""
+    """Return the family of the launcher, guessed from the variable that it set."""
     variable = settings.launcher_variable()
     if variable is None:
         return "no launcher"
@@ -275,7 +278,7 @@ def launcher_name() -> str:
 
 
 def not_launched_error() -> MPIUnavailableError:
-    """The error for MPI asked for in a process that no launcher started."""
+    """Return the error for a process that asks for MPI though no launcher started it."""
     return MPIUnavailableError(
         "MPI was asked for, and no MPI launcher started this process, so that its world would "
         "be one rank. Start it with: mpishard run -n 4 script.py (or: mpiexec -n 4 python "
@@ -297,7 +300,7 @@ def check_launched_world(world_size: int, library: str) -> None:
     Raises
     ------
     MPIUnavailableError
-        Naming the library, the launcher and the mend.
+        Naming the library, the launcher and the fix.
     """
     launched = settings.launched_world_size() or settings.pmix_rank() + 1
     if world_size > 1 or launched <= 1:
@@ -312,12 +315,12 @@ def check_launched_world(world_size: int, library: str) -> None:
 
 
 def _family(library: str) -> str:
-    """The first line of a library's version, which names it."""
+    """Return the first line of a library's version, which has its name."""
     return " ".join(library.partition("\n")[0].split())
 
 
 def _fitting_launcher(srun: str) -> str:
-    # srun speaks to an MPI library through a plugin, and by default often through none.
+    # srun needs a plugin that fits the MPI library, and often uses none by default.
     return f"{srun}, or " * settings.is_slurm_step() + (
         "`mpishard run`, which takes the mpiexec that belongs to the library, or with that mpiexec "
         "by its full path (it lies beside python where MPI was installed as a wheel); or install "

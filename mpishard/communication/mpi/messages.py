@@ -1,9 +1,9 @@
 """Messages over MPI: requests under way, data of collectives, and the user's point to point.
 
-A user's message is a head (dtype, shape) with the data behind it if they are few, else followed by
-a second MPI message with the data, on a tag of its own. MPI keeps the order of each tag, so the
-n-th head with data elsewhere and the n-th of these belong together. Memory for data is made when
-the head has told their size: no message is too long for it.
+A user's message is a head (dtype, shape), followed by the data if these are short. Long data travel
+in a second MPI message, with a tag of its own. MPI keeps the order of each tag, so the n-th head
+without data and the n-th message of data belong together. The receiver allocates memory for data
+when it has read their size in the head, so messages of any length are possible.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from mpishard.communication.contract.work import Steps, Waitable
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _LARGE_BYTES = 1 << 30
-_BLOCK_BYTES = 1 << 20  # lengths of up to 2 PiB fit in a C int, counted in blocks
+_BLOCK_BYTES = 1 << 20  # counted in these blocks, up to 2 PiB fit in a C int
 _TRIES = 16
 
 _HEAD_LENGTH = 3 + settings.MAXIMUM_DIMS
 _HEAD_BYTES = 8 * _HEAD_LENGTH
-_TOGETHER_BYTES = 4096  # up to which elements go with the head: one message instead of two
+_TOGETHER_BYTES = 4096  # most bytes of data that go with the head: one message instead of two
 _DATA_TAGS = settings.MAXIMUM_TAG + 1
 
 
 def post_bytes(mpi: Any, post: Callable[..., Any], buffer: Any, *where: int) -> Any:
-    """The request of ``post``, an ``Isend`` or the like, of all of ``buffer`` as one message.
+    """Return the request of ``post``, such as ``Isend``, for all of ``buffer`` as one message.
 
-    A large buffer goes as one element of a type of that many bytes, made of blocks, because
-    lengths in MPI's calls are C ints.
+    A large buffer is sent as one element of a datatype of that many bytes, made of blocks, because
+    lengths in MPI's calls are C ints. ``where`` are the further arguments of ``post``.
     """
     if buffer.size <= _LARGE_BYTES:
         return post([buffer, buffer.size, mpi.BYTE], *where)
@@ -48,15 +48,15 @@ def post_bytes(mpi: Any, post: Callable[..., Any], buffer: Any, *where: int) -> 
                                        [block, mpi.BYTE]).Commit()  # fmt: skip
     block.Free()
     request = post([buffer, 1, whole], *where)
-    whole.Free()  # MPI keeps it until the message is through
+    whole.Free()  # MPI keeps the datatype until the message is complete
     return request
 
 
 class Pending(Waitable):
-    """MPI requests under way: true when all are complete.
+    """MPI requests under way.
 
-    Stands in ``in_flight`` until then, so that the memory that the library still reads and writes
-    outlives a collective that nobody waits for.
+    The object is in ``in_flight`` until all are complete. So the arrays that the library still
+    reads and writes are kept, even if nobody waits for the collective.
     """
 
     __slots__ = ("_in_flight", "_keep", "_requests")
@@ -69,9 +69,9 @@ class Pending(Waitable):
 
     def test(self) -> bool:
         requests = self._requests
-        # MPICH moves a few pages of a message at each call, and a long one takes many calls.
+        # MPICH moves a few pages of a message at each call, so a long message takes many calls.
         for _ in range(_TRIES):
-            # One alone fails with an error that says why.
+            # Test of a single request raises the error itself, and not ERR_IN_STATUS as Testall.
             if not requests or (
                 requests[0].Test() if len(requests) == 1 else requests[0].Testall(requests)
             ):
@@ -81,18 +81,18 @@ class Pending(Waitable):
 
 
 class ScratchPool:
-    """Byte buffers that grow and are kept, one for each operation under way.
+    """A pool of byte buffers, from which each operation under way takes one.
 
     Parameters
     ----------
     make : callable
-        Makes a buffer of so many bytes.
+        Makes a buffer of the given number of bytes.
     """
 
     def __init__(
         self, make: Callable[[int], Bytes] = lambda nbytes: np.empty(nbytes, np.uint8)
     ) -> None:
-        self._free: list[Bytes] = []  # the largest last
+        self._free: list[Bytes] = []  # by rising size
         self._make = make
 
     @property
@@ -101,11 +101,11 @@ class ScratchPool:
         return sum(int(buffer.size) for buffer in self._free)
 
     def take(self, nbytes: int) -> Bytes:
-        """A buffer of at least ``nbytes``, out of the pool until `give`."""
+        """Take a buffer of at least ``nbytes`` out of the pool, until `give`."""
         if self._free:
             best = self._free.pop()
             if best.size >= nbytes:
-                return best
+                return best  # a buffer that is too small is dropped for a larger one
         return self._make(nbytes)
 
     def give(self, buffer: Bytes) -> None:
@@ -114,18 +114,18 @@ class ScratchPool:
 
 
 class MessageChannel:
-    """Data as messages, for ranks of several nodes or without shared memory.
+    """The channel of data as messages, for ranks of several nodes or without shared memory.
 
     A channel carries the data of collectives between the ranks of a group, in rounds. Every rank
-    makes the same calls in the same order. All arrays are flat and of one dtype; each has at most
-    as many bytes as `bytes_all` or `bytes_each` says.
+    makes the same calls in the same order. All arrays are flat and of one dtype, and have at most
+    `bytes_all` or `bytes_each` bytes.
 
     Parameters
     ----------
     mpi : module
         ``mpi4py.MPI``.
     comm : mpi4py.MPI.Intracomm
-        A communicator of the group's data alone.
+        A communicator that carries only the group's data.
     in_flight : set of Pending
         Requests under way.
     reducer : TreeReducer
@@ -133,7 +133,7 @@ class MessageChannel:
     """
 
     ROUND_BYTES = 1 << 23
-    """About how much a rank receives in one round of a reduction."""
+    """Number of bytes, about, that a rank receives in one round of a reduction."""
 
     def __init__(self, mpi: Any, comm: Any, in_flight: set[Pending], reducer: TreeReducer) -> None:
         self._mpi, self._comm = mpi, comm
@@ -145,7 +145,7 @@ class MessageChannel:
         self.bytes_all = _LARGE_BYTES
         """Most bytes that a rank sends to all others in one round of `spread` or `broadcast`."""
         self.bytes_each = max(16, self.ROUND_BYTES // max(1, self._world_size - 1))
-        """Most bytes that a rank sends to each other in one round of `reduce` or `move`."""
+        """Most bytes that a rank sends to each other rank in one round of `reduce` or `move`."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -162,8 +162,8 @@ class MessageChannel:
     ) -> Steps:
         """Send ``parts[r]`` to rank r; combine the received parts and this rank's into ``piece``.
 
-        ``piece`` may be this rank's own part. ``is_dealt`` if `deal` of all ranks has sent the
-        parts.
+        ``piece`` may be this rank's own part. ``is_dealt`` says that all ranks have sent the parts
+        by `deal`.
         """
         own = parts[self._rank]
         nbytes, others = own.nbytes, self._world_size - 1
@@ -175,7 +175,7 @@ class MessageChannel:
         )
         received = buffer[: nbytes * others].view(own.dtype).reshape(others, own.size)
         incoming = list(received)
-        # Of length 0, so that nothing is received from itself.
+        # This rank's place has length 0, so that nothing is received from itself.
         incoming.insert(self._rank, own[:0])
         yield from self.move(parts, incoming)
         incoming[self._rank] = own
@@ -184,9 +184,9 @@ class MessageChannel:
             self._pool.give(buffer)
 
     def deal(self, parts: Sequence[Array]) -> bool:
-        """Send the parts of the next `reduce` before its headers; return whether that is done.
+        """Send the parts of the next `reduce` before its headers; return whether they were sent.
 
-        Here it is not: the library asks for one order of messages on all ranks.
+        Messages are not sent early, because MPI requires one order of messages on all ranks.
         """
         return False
 
@@ -196,11 +196,12 @@ class MessageChannel:
 
     def move(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> Steps:
         """Send ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from it."""
-        # In flight before it is posted: an exception between two posts frees no memory of theirs.
+        # In flight before anything is posted, so that an exception between two posts frees no
+        # memory that MPI uses.
         requests: list[Any] = []
         pending = Pending(requests, self._in_flight, outgoing, incoming)
         for rank in range(self._world_size):
-            # Receives first: a message that nobody expects yet has to be buffered by MPI.
+            # Receives are posted first, because MPI has to buffer a message without a receive.
             if rank != self._rank and incoming[rank].size:
                 buffer = _as_bytes(incoming[rank])
                 requests.append(post_bytes(self._mpi, self._comm.Irecv, buffer, rank, 0))
@@ -212,9 +213,9 @@ class MessageChannel:
         yield pending
 
     def broadcast(self, array: Array, root: int) -> Steps:
-        """Send ``array`` of the root to all others, which receive it there."""
+        """Send ``array`` of the root to all other ranks, which receive it in their ``array``."""
         synchronize(array)
-        # The library knows the network: a tree is faster than the root's own messages to all.
+        # The library's own broadcast, a tree, is faster than messages of the root to all.
         request = post_bytes(self._mpi, self._comm.Ibcast, _as_bytes(array), root)
         yield Pending([request], self._in_flight, array)
 
@@ -224,13 +225,13 @@ def _as_bytes(array: Array) -> Array:
 
 
 class Message(Pending):
-    """A request of point to point: its other half is posted when the world ends, if not before."""
+    """A request of point to point. Its other half is posted at the end of the world at latest."""
 
     __slots__ = ()
 
 
 class Incoming:
-    """Message whose head has arrived, and its data if they arrived with it."""
+    """A message whose head has arrived, with its data if they came with the head."""
 
     def __init__(self, buffer: Bytes) -> None:
         head = buffer[:_HEAD_BYTES].view(np.int64).tolist()
@@ -240,22 +241,22 @@ class Incoming:
         self.size = math.prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize
         self.data: Bytes | None = None
-        """Its elements; None until the memory is made for those that come by themselves."""
+        """Its elements as bytes; None if they travel apart and no memory is allocated yet."""
         self.pending: Message | None = None
-        """The request for its data, if they come by themselves."""
+        """The request for its data, if they travel apart."""
         if self.nbytes <= _TOGETHER_BYTES:
             self.data = buffer[_HEAD_BYTES : _HEAD_BYTES + self.nbytes].copy()
 
 
 class Messages:
-    """The messages of one rank in one group: those under way, and those not taken yet.
+    """The messages of one rank in one group: those under way, and those not received yet.
 
     Parameters
     ----------
     mpi : module
         ``mpi4py.MPI``.
     comm : mpi4py.MPI.Intracomm
-        The communicator that they are sent on.
+        The communicator of the messages.
     in_flight : set of Pending
         Requests under way.
     """
@@ -264,7 +265,7 @@ class Messages:
         self._mpi, self._comm = mpi, comm
         self._in_flight = in_flight
         self._waiting: deque[Pending] = deque()  # copies that MPI has not taken yet
-        # By source and tag: read, and taken by nobody yet.
+        # Messages that were read and that no receive has taken yet, by source and tag.
         self._arrived: dict[tuple[int, int], Incoming] = {}
         self.sent = np.zeros(comm.Get_size(), np.int64)
         """Number of MPI messages sent to each rank."""
@@ -281,7 +282,7 @@ class Messages:
         self.reap()
 
     def post(self, array: Array, destination: int, tag: int) -> list[Pending]:
-        """Send ``array``, which must stay as it is until these have happened."""
+        """Send ``array``, which must not change until the returned requests are complete."""
         host = to_host(array)
         head = np.zeros(_HEAD_LENGTH, np.int64)
         head[:3] = DTYPES.index(host.dtype), is_device_array(array), host.ndim
@@ -297,12 +298,13 @@ class Messages:
 
     def _isend(self, data: Any, destination: int, tag: int) -> Pending:
         request = post_bytes(self._mpi, self._comm.Isend, data, destination, tag)
-        # A rank that leaves tells the number, and its receiver takes so many before it leaves.
+        # A rank that leaves sends this number to the receiver, which takes as many messages before
+        # it frees the communicator.
         self.sent[destination] += 1
         return Message([request], self._in_flight, data)
 
     def reap(self) -> None:
-        """Let go of the copies that MPI has taken."""
+        """Release the copies that MPI has sent."""
         while self._waiting and self._waiting[0].test():
             self._waiting.popleft()
 
@@ -311,16 +313,16 @@ class Messages:
     def receive(
         self, source: int, count: int, tag: int, dtype: np.dtype[Any] | None, sender: int
     ) -> Steps:
-        """Take the next message: its array, and its `on_device`.
+        """Take the next message; return its array, and whether it came from a GPU.
 
-        ``sender`` is what errors call ``source``: its number in the root world.
+        ``sender`` is the number of ``source`` in the root world, for errors.
         """
         incoming = self._arrived.get((source, tag))
         if incoming is None:
             head = _Probe(self, source, tag)
             yield head
             incoming = self._arrived[source, tag] = Incoming(head.read())
-        # What is refused, or given up, stays for the next receive.
+        # A message that is refused, or whose receive is cancelled, stays for the next receive.
         refuse_other_message(incoming.size, incoming.dtype, count, dtype, sender, tag)
         if incoming.data is None:
             data = _Probe(self, source, _DATA_TAGS + tag)
@@ -351,7 +353,7 @@ class _Probe(Waitable):
         return self._message is not None
 
     def read_into(self, buffer: Bytes) -> Message:
-        """Begin to receive the message, whose size ``buffer`` has."""
+        """Begin to receive the message into ``buffer``, which has its size."""
         messages = self._messages
         messages.taken[self._source] += 1
         request = post_bytes(messages._mpi, self._message.Irecv, buffer)

@@ -1,7 +1,8 @@
 """Memory that a node's ranks share: its allocation, and the rows through which data pass.
 
 The node's first rank makes an anonymous file in memory (memfd), and the others open it through
-``/proc``: it has no name that a killed job could leave behind, and no limit but memory.
+``/proc``. A killed job leaves no file behind, because it has no name, and only memory limits its
+size.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class _Rows(NamedTuple):
 class RowChannel:
     """Data through memory of the node, with the methods of `MessageChannel`.
 
-    Each rank of a group has two rows of that memory, which it alone writes, and writes in turn:
-    a rank that writes a row has passed a fence since the others read it. In a round every rank
-    copies what the others need to its row; after a fence each reads from the others' rows. Data
-    that were dealt before their header need no fence: a rank deals early only if all its earlier
-    collectives have ended, so its header says that it reads no other row any more.
+    Each rank of a group has two rows of that memory. It alone writes them, and it takes them in
+    turn, so it has passed a fence since the others read the row that it writes. In a round every
+    rank copies the data for the others to its row; after a fence each reads from the others' rows.
+    Data that were dealt before their header need no fence. A rank deals early only if all its
+    earlier collectives have ended, so its header implies that it has read all rows.
 
     Parameters
     ----------
@@ -58,11 +59,11 @@ class RowChannel:
     reducer : TreeReducer
         Combines contributions.
     fence : callable
-        `Exchange.fence` of the group.
+        `RingExchange.fence` of the group.
     """
 
     ROW_BYTES = 1 << 20
-    """A row and the arrays that are combined with it stay in the processor's caches."""
+    """Size of a row: with the arrays that are combined it stays in the processor's caches."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class RowChannel:
         self._views: dict[tuple[int, np.dtype[Any]], _Rows] = {}
         self._turn = 0
         self.bytes_all = self.ROW_BYTES
-        # Each slot of a row begins on a cache line, and so aligned for every dtype.
+        # Each slot of a row begins on a cache line, and so is aligned for every dtype.
         self.bytes_each = self.ROW_BYTES // ranks // 64 * 64
         self.scratch_bytes = 0
         """Bytes of this rank's rows, once it has written one."""
@@ -86,7 +87,7 @@ class RowChannel:
 
     @classmethod
     def nbytes(cls, ranks: int) -> int:
-        """Bytes for a group of so many ranks. They take no pages until they are first written."""
+        """Bytes of rows for ``ranks`` ranks, which take no pages until they are first written."""
         return ranks * 2 * cls.ROW_BYTES
 
     def reduce(
@@ -138,14 +139,14 @@ class RowChannel:
         return True
 
     def _take(self, dtype: np.dtype[Any]) -> list[Array]:
-        """Return the slots of all rows that are meant for this rank; the round then ends."""
+        """Return the slots of all rows that are meant for this rank, and end the round."""
         slots = self._next_rows(dtype).incoming
         self._turn = 1 - self._turn
         return slots
 
     def _next_rows(self, dtype: np.dtype[Any]) -> _Rows:
-        """Rows of the ranks in the set that is next in turn, as arrays of ``dtype``."""
-        # With one set a rank would have to wait for the readers of its last round.
+        """Return the ranks' rows in the set that is next in turn, as arrays of ``dtype``."""
+        # Two sets, because with one a rank would have to wait for the readers of its last round.
         turn = 1 - self._turn
         rows = self._views.get((turn, dtype))
         if rows is None:
@@ -159,10 +160,10 @@ class RowChannel:
 
 
 def share_memory(mpi: Any, comm: Any, in_flight: set[Pending], first: int, nbytes: int) -> Steps:
-    """Zeroed memory, of shape (``nbytes``,) and dtype uint8, that a node's ranks share.
+    """Make zeroed memory, of shape (``nbytes``,) and dtype uint8, that a node's ranks share.
 
-    Collective over ``comm``, and nothing in it blocks. Its pages belong to the rank that first
-    writes them.
+    Collective over ``comm``; the steps never block. A page is allocated in the NUMA domain of the
+    rank that first writes it.
 
     Parameters
     ----------
@@ -175,13 +176,13 @@ def share_memory(mpi: Any, comm: Any, in_flight: set[Pending], first: int, nbyte
     first : int
         The first rank of this rank's node.
     nbytes : int
-        1 or more.
+        Size in bytes, 1 or more.
 
     Returns
     -------
     Array or None
-        None, on every rank, if ``MPISHARD_ARENA=off`` or a rank cannot have the memory: on this
-        system, in its container, or because it has no file descriptors or no memory left.
+        None, on every rank, if ``MPISHARD_ARENA=off`` or a rank cannot have the memory: because of
+        the system or the container, or because file descriptors or memory are used up.
     """
     if not settings.shares_memory():
         return None
@@ -196,14 +197,14 @@ def share_memory(mpi: Any, comm: Any, in_flight: set[Pending], first: int, nbyte
         )  # fmt: skip
     if any_failed[0]:
         return None
-    if comm.Get_rank() == first:  # all have compared it
-        memory[:_NONCE_BYTES] = 0
+    if comm.Get_rank() == first:
+        memory[:_NONCE_BYTES] = 0  # all ranks have compared the nonce
     yield Pending([comm.Ibarrier()], in_flight)
     return memory
 
 
 def at_once(steps: Steps) -> Any:
-    """Take all steps, one wait after the other, without holding the processor."""
+    """Take all steps of a collective, and yield the processor during its waits."""
     while True:
         try:
             waitable = next(steps)
@@ -214,10 +215,10 @@ def at_once(steps: Steps) -> Any:
 
 
 def _map(comm: Any, in_flight: set[Pending], first: int, nbytes: int) -> Steps:
-    """Map on all ranks of a node the file that its ``first`` makes.
+    """Map the file that rank ``first`` of a node makes on all ranks of the node.
 
-    The file's first bytes say which it is: a path means another file in another container.
-    Returns the memory, or None and why.
+    The file begins with a random nonce, by which ranks recognise it, because the same path may be
+    another file in another container. Return the memory or None, and the error or None.
     """
     handle, memory, error = -1, None, None
     is_first = comm.Get_rank() == first
@@ -247,8 +248,8 @@ def _map(comm: Any, in_flight: set[Pending], first: int, nbytes: int) -> Steps:
         except OSError as reason:
             error = reason
         except ValueError:
-            pass  # another file, and shorter
-    # The path is that of an open descriptor: its owner keeps it until all have mapped the file.
+            pass  # the path is that of another, shorter file
+    # The path is valid while its owner keeps the descriptor open, so until all have mapped it.
     yield Pending([comm.Ibarrier()], in_flight)
     if handle >= 0:
         os.close(handle)

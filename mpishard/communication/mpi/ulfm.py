@@ -1,14 +1,15 @@
-"""Ranks that outlive another: the ranks that MPI knows to be gone, and the world of the others.
+"""Ranks that outlive a lost one: the ranks that MPI knows to be gone, and the world of the others.
 
 Open MPI has User-Level Failure Mitigation (Bland, Bouteiller, Herault, Bosilca and Dongarra,
 "Post-failure recovery of MPI communication capability: Design and rationale", International Journal
-of High Performance Computing Applications 27(3), 2013). Started with ``--with-ft ulfm`` its calls
-fail if they need a rank that is gone, and it makes communicators of those that are left. Facts
+of High Performance Computing Applications 27(3), 2013). Started with ``--with-ft ulfm``, its calls
+fail if they need a rank that is gone, and it makes communicators of the remaining ranks. Facts
 about it, seen in Open MPI 5.0.11:
 
-* Its launcher tells the others, within some 10 ms, of a process that a signal has ended; of one
-  that exits with a code other than 0 it never does. So a rank that leaves alone ends by SIGKILL.
-* A rank learns of it while it calls MPI, and not by asking for the failed ranks alone.
+* If a signal has ended a process, its launcher notifies the other ranks within some 10 ms. If a
+  process exits with a code other than 0 it never does. So a rank that leaves alone ends by SIGKILL.
+* A rank receives this notice only while it communicates: to ask MPI for the failed ranks is not
+  enough.
 * ``MPI_Finalize`` may wait for ever if two ranks are gone. It is not called in such a job.
 """
 
@@ -25,7 +26,7 @@ from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.matching import who
 from mpishard.errors import MPIUnavailableError, PeerError
 
-_STIRS = 16  # calls after which Open MPI has looked at what its launcher says
+_STIRS = 16  # calls after which Open MPI has read the notices of its launcher
 _LEARN_SECONDS = 1.0
 _UNNOTICED_SECONDS = 2.0
 
@@ -36,7 +37,7 @@ def check_survivable(library_version: str) -> None:
     Raises
     ------
     MPIUnavailableError
-        Naming the library and the launch that allow it.
+        Naming the library, and the library or the launch command that allows it.
     """
     name = library_version.strip().partition("\n")[0].partition(",")[0].rstrip("\0")
     if "Open MPI" not in library_version:
@@ -55,15 +56,15 @@ def check_survivable(library_version: str) -> None:
 
 def is_loss(mpi: Any, error: Exception) -> bool:
     """Return whether ``error`` means that a rank is lost, or that others left this world."""
-    # INTERN comes of a nonblocking collective that was under way, IN_STATUS of several messages
-    # that are asked for at once.
+    # INTERN is raised by a non-blocking collective that was under way, and IN_STATUS by a test of
+    # several messages at once.
     names = "PROC_FAILED", "PROC_FAILED_PENDING", "REVOKED", "INTERN", "IN_STATUS"
     kinds = [getattr(mpi, f"ERR_{name}") for name in names]
     return isinstance(error, mpi.Exception) and error.Get_error_class() in kinds
 
 
 class Ulfm:
-    """The lost ranks of a root world, and the way in which the others continue.
+    """The lost ranks of a root world, and the new world of the others.
 
     Parameters
     ----------
@@ -74,7 +75,7 @@ class Ulfm:
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
-        # Communicators that are made of these inherit it.
+        # Communicators that are made of these inherit the error handler.
         for given in (mpi.COMM_WORLD, mpi.COMM_SELF, comm):
             given.Set_errhandler(mpi.ERRORS_RETURN)
         self._mpi = mpi
@@ -90,7 +91,7 @@ class Ulfm:
     # ------------------------------------------------------------------------------ who is gone
 
     def find_loss(self, where: str) -> PeerError | None:
-        """Error of a rank that is lost, or that continues without this world; None if none is.
+        """Return the error if a rank is lost or goes on without this world; None if none is.
 
         Parameters
         ----------
@@ -117,9 +118,9 @@ class Ulfm:
         return self.error
 
     def explain(self, raised: Any, where: str) -> Exception:
-        """The error of `find_loss` if MPI has ``raised`` because a rank is gone; else ``raised``.
+        """Return the error of `find_loss` if MPI raised because a rank is gone; else ``raised``.
 
-        MPI's own words name no rank. For several messages it does not say why one of them failed.
+        MPI's own message names no rank, and for several messages no reason why one failed.
         """
         given: Exception = raised
         if not is_loss(self._mpi, raised):
@@ -137,12 +138,12 @@ class Ulfm:
         return self.error
 
     def overlooks(self, rank: int, *, is_waiting: bool) -> bool:
-        """Return whether MPI has for some time not detected the loss of ``rank``.
+        """Return whether MPI has failed for some time to detect the loss of ``rank``.
 
-        It is asked while this rank waits. Called by the watchdog.
+        This counts only while this rank waits (``is_waiting``). The watchdog's thread calls it.
         """
         if self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE:
-            self._note_lost()  # the rank may be held up in MPI, which hears of it there
+            self._note_lost()  # the main thread may be inside MPI, which receives the notice there
         if rank in self.lost or not is_waiting:
             self._unnoticed_since = None
             return False
@@ -151,7 +152,8 @@ class Ulfm:
         return now - self._unnoticed_since > _UNNOTICED_SECONDS
 
     def _learn(self) -> None:
-        # Of a communicator that is revoked MPI says so at once, and looks at nothing else.
+        # On COMM_SELF, because on a revoked communicator the call fails at once, and MPI makes no
+        # progress in it.
         for _ in range(_STIRS):
             self._mpi.COMM_SELF.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
         self._note_lost()
@@ -169,21 +171,21 @@ class Ulfm:
         self._comm.Revoke()
 
     def shrink(self, build: Callable[[Any], None] | None, undo: Callable[[], None]) -> None:
-        """Make a world of the ranks that stay; every rank that is left calls this.
+        """Make a world of the ranks that stay. Collective over all remaining ranks.
 
-        If another rank is lost on the way, they begin again without it.
+        If another rank is lost meanwhile, they begin again without it.
 
         Parameters
         ----------
         build : callable or None
-            Makes this rank's backend of the communicator of the ranks that stay; may raise an error
+            Makes this rank's backend on the communicator of the ranks that stay; may raise an error
             of MPI if one is lost. None for a rank that does not stay.
         undo : callable
-            Takes back all that ``build`` did, or began.
+            Reverts the effects of ``build``, also if it did not finish.
         """
         mpi, base = self._mpi, self._comm
         while True:
-            comm = base.Shrink()  # and not Ishrink, which fails where a rank has revoked ``base``
+            comm = base.Shrink()  # not Ishrink, which fails if a rank has revoked ``base``
             is_well = False
             try:
                 votes = np.zeros(comm.Get_size(), np.int32)
@@ -207,7 +209,7 @@ class Ulfm:
         flag = np.array([is_well], np.int32)
         try:
             self._wait(comm.Iagree(flag))
-        except self._mpi.Exception as error:  # they agree all the same, and begin again
+        except self._mpi.Exception as error:  # a rank was lost, so all get an error and begin again
             if not is_loss(self._mpi, error):
                 raise
             return False

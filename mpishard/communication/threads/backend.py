@@ -1,4 +1,4 @@
-"""Threads of one process as ranks: every rank reads the arrays of its peers in place."""
+"""The backend of thread-ranks: every rank reads the arrays of its peers in place."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mpishard.errors import CollectiveTimeoutError, CommunicationError, PeerErro
 from mpishard.layout import ShardLayout
 
 _environments: dict[str, list[World]] = {}
-"""The worlds of each id, oldest first: one, until a rank that has left comes again."""
+"""The worlds of each id, oldest first. There is one until a rank that has left comes again."""
 _environments_lock = threading.Lock()
 
 
@@ -51,15 +51,15 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     environment_id : str
         Backends of one id make up a world. `run_in_threads` makes ids of its own.
     timeout : float
-        Seconds to wait for the others before `CollectiveTimeoutError`; 0 is for ever. Time in
-        which the whole process stands still does not count.
+        Seconds to wait for the others before `CollectiveTimeoutError`; 0 means no limit. Time in
+        which the whole process is suspended does not count.
 
     Raises
     ------
     TypeError
         If the id is not a string.
     ValueError
-        If the rank is outside the world, the world is below 1, or the id is blank.
+        If the rank is outside the world, the world size is below 1, or the id is blank.
     """
 
     _rank_is_process = False
@@ -81,7 +81,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         if not environment_id.strip():
             raise ValueError(f"environment_id must not be blank, got {environment_id!r}")
         super().__init__(rank, world_size)
-        self._me = rank  # in the root world
+        self._me = rank  # this rank's number in the root world
         self._environment_id = environment_id
         self._timeout = timeout
         self._world: World | None = None
@@ -112,9 +112,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 self._world.pages[self._me] = self.status
 
     def _next_world(self) -> World:
-        """The oldest world of the environment that this rank has not been in. Needs its lock.
+        """Return the oldest world of the environment that this rank has not left, or a new one.
 
-        A world ends for a rank with its shutdown.
+        Needs the lock of the environments.
         """
         worlds = _environments.setdefault(self._environment_id, [])
         if worlds and worlds[0].world_size != self._world_size:
@@ -137,7 +137,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         world = self._joined()
         with world.lock:
             for member in self._session.worlds():
-                # The worlds that were split from this one end with it.
+                # The worlds that were split off this one end with it.
                 if f"{member.group}/".startswith(f"{self.group}/") and member._initialized:
                     within = member._joined()
                     within.members.pop(member._rank, None)
@@ -232,21 +232,21 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 wait = self._me, work.awaited, world.records()
                 rank = world.global_ranks[local]
                 raise PeerError(describe_departure(rank, world.left[local], *wait), rank)
-            # Nobody else can come, or bring others: this is the only thread.
+            # This is the only thread, so no other rank can come, or be started.
             if local not in world.members and len(sys._current_frames()) == 1:
                 self._give_up(
                     work, f"is alone in this process, and would wait for ever {work.where}"
                 )
 
     def _missing(self, work: Work) -> list[int]:
-        """The ranks that ``work`` waits for."""
+        """Return the ranks for which ``work`` waits."""
         if isinstance(work, Transfer):
             return [self.world_ranks.index(work.awaited.peer)]
         assert isinstance(work.waitable, Rendezvous)
         return work.waitable.missing()
 
     def _give_up(self, work: Work, wait: str) -> NoReturn:
-        """Raise because ``work`` takes too long: the rank's ``wait`` in words. Needs the lock."""
+        """Raise because ``work`` cannot complete; ``wait`` is the wait in words. Needs the lock."""
         world = self._joined()
         absent = self._missing(work)
         missing = [world.global_ranks[local] for local in absent]
@@ -259,8 +259,9 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             f"{describe_stall(world.records())}"
         )
         if not isinstance(work, Transfer):
-            # The ranks are out of step from here on. Those that have waited nearly as long
-            # are told now, and late ones when they come. A message may still be received.
+            # The ranks are out of step from here on, so the world ends for all of them: at once
+            # for those that wait, and for late ones when they come. After a message the world
+            # goes on, and the message may still be received.
             world.end(Failure(missing[0], text, CollectiveTimeoutError))
         raise CollectiveTimeoutError(text)
 
@@ -268,14 +269,14 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         return self._joined().records()
 
     def _admit(self, call: Call) -> None:
-        # The rank that failed may go on, after abort(): its peers need not wait for it.
+        # Also refuses the rank that failed, if its thread goes on after abort().
         for failure in self._joined().failures:
             raise failure.error(f"{call.kind.label} is called after a failure", self._me)
 
     # ------------------------------------------------------------------------------- collectives
 
     def _meet(self, call: Call, phase: int, value: Any, *arrays: Array) -> Steps:
-        """Rendezvous number ``phase`` of a collective: the values of all ranks.
+        """Pass rendezvous number ``phase`` of a collective, and return the values of all ranks.
 
         Other ranks may read and write ``arrays`` from here on until the last rendezvous.
         """
@@ -286,7 +287,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         return rendezvous.values
 
     def _open(self, call: Call, value: Any, *arrays: Array) -> Steps:
-        """The first rendezvous of a collective, at which the ranks compare their calls."""
+        """Pass the first rendezvous of a collective, and compare the ranks' calls."""
         pairs = yield from self._meet(call, 0, (call, value), *arrays)
         self._verify([peer for peer, _ in pairs])
         return [other for _, other in pairs]
@@ -305,8 +306,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             sizes = (array.size, *[0] * (self._world_size - 1))
         starts = list(itertools.accumulate(sizes, initial=0))
         mine = slice(starts[self._rank], starts[self._rank + 1])
-        # Each rank combines one piece for all. Not into ``out``, which may be an array that other
-        # ranks still read.
+        # Each rank combines one piece for all ranks, and not into ``out``, which may be an array
+        # that other ranks still read.
         near = [beside(other.reshape(-1)[mine], array) for other, _ in given]
         piece = array_namespace(array).empty(sizes[self._rank], array.dtype)
         assert call.operation is not None
@@ -320,7 +321,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         if out_is_shared and self.topology.arrays_are_shared(places):
             self.traffic.share_reduce(call, self.topology, sizes, array.dtype)
             self.traffic.share_gather(call, self.topology, sizes, array.dtype)
-        # A piece in GPU memory would be used for something else as soon as its rank lets it go.
+        # Wait until all have read the pieces in GPU memory, because CuPy reuses the memory of a
+        # piece as soon as its rank drops it; and until a shared result is complete.
         if out_is_shared or any(is_device_array(other) for other, _ in given):
             yield from self._meet(call, 2, None, result)
         return out
@@ -332,7 +334,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         start = sum(counts[: self._rank])
         mine = slice(start, start + counts[self._rank])
         xp = array_namespace(array)
-        # The others read all of this rank's array but its own piece.
+        # The others read all of this rank's array except its own piece, which may take the result.
         overlaps = xp.may_share_memory(array, out) and address(array[mine]) != address(out)
         piece = xp.empty(out.shape, out.dtype) if overlaps else out
         near = [beside(other[mine].reshape(-1), array) for other, _ in given]
@@ -356,8 +358,8 @@ class InMemoryCommunicationBackend(CommunicationBackend):
             out = array_namespace(array).empty((starts[-1], *array.shape[1:]), array.dtype)
         own = out[starts[self._rank] : starts[self._rank + 1]]
         in_place = address(array) == address(own)
-        # The others read this rank's array until the next rendezvous: a result that would
-        # overwrite it waits so long.
+        # The others read this rank's array until the next rendezvous, so a result that would
+        # overwrite it goes to a temporary array first.
         overlaps = not in_place and bool(array_namespace(out).may_share_memory(array, out))
         target = array_namespace(array).empty(out.shape, out.dtype) if overlaps else out
         for rank, (other, _) in enumerate(given):
@@ -381,7 +383,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 array = array_namespace(sent).empty(sent.shape, sent.dtype)
             copy_into(array, sent)
         assert array is not None
-        # Until all have copied it the root must not change its array.
+        # The root must not change its array before all have copied it.
         yield from self._meet(call, 1, None, array)
         return array
 
@@ -390,7 +392,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     ) -> Steps:
         given = [array] if self._rank == root and array is not None else []
         values = yield from self._open(call, (given, counts), *given)
-        # The root alone knows the counts.
+        # Only the root has the counts.
         (sent,), pieces = values[root]
         start = sum(pieces[: self._rank])
         piece = sent[start : start + pieces[self._rank]].copy()
@@ -403,7 +405,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         if self._rank == root:
             near = [beside(other, array) for other in arrays]
             result = array_namespace(array).concatenate(near, axis=0)
-        # Until the root has joined them the ranks must not change their arrays.
+        # The ranks must not change their arrays before the root has joined them.
         yield from self._meet(call, 1, None, array)
         return result
 
@@ -415,7 +417,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def _steps_split(self, call: Call, color: int | None, key: int) -> Steps:
         wishes = yield from self._open(call, (color, key))
-        # Made once, because the ranks of a color must hold one object.
+        # Rank 0 makes the worlds for all, because the ranks of a color must share one object.
         worlds = self._joined().split(wishes, call.sequence) if self._rank == 0 else None
         values = yield from self._meet(call, 1, worlds)
         if color is None:
@@ -466,14 +468,14 @@ class InMemoryCommunicationBackend(CommunicationBackend):
                 del world.messages[address]
         content = message.open()
         if not message.is_copy:
-            with world.lock:  # the sender may wait for it
+            with world.lock:  # the sender may sleep until the message is taken
                 message.is_taken = True
                 world.wake([source])
         return content
 
 
 def _forget(environment_id: str, world: World) -> None:
-    """Let ranks that come to the environment from now on not enter ``world``."""
+    """Remove ``world`` from its environment, so that no rank enters it from now on."""
     with _environments_lock:
         worlds = [other for other in _environments.pop(environment_id, []) if other is not world]
         if worlds:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 current_backend: ContextVar[InMemoryCommunicationBackend | None] = ContextVar(
     "current_backend", default=None
 )
-"""The backend of the thread-rank that asks; None outside `run_in_threads`."""
+"""The backend of the calling thread-rank; None outside `run_in_threads`."""
 
 _logger = logging.getLogger("mpishard")
 _numbers = itertools.count()
@@ -58,10 +58,10 @@ def run_in_threads(
     fn : callable
         The program of each rank. Its backend is initialised, and shut down when it returns.
     timeout : float
-        Seconds that a rank waits for the others before `CollectiveTimeoutError`; 0 is for ever.
+        Seconds that a rank waits for the others before `CollectiveTimeoutError`; 0 means no limit.
     on_failure : {"abort", "shrink"}
-        Whether one rank's exception ends all ranks, or its own thread alone: the others raise
-        `PeerError`, and may go on with `CommunicationBackend.shrink`.
+        With "abort" one rank's exception ends all ranks. With "shrink" it ends its own thread; the
+        others raise `PeerError`, and may go on with `CommunicationBackend.shrink`.
 
     Returns
     -------
@@ -77,13 +77,13 @@ def run_in_threads(
         For a world below 1, or another ``on_failure``.
     Exception
         The first failure (with "shrink" only if no rank is left), with a note that names its
-        rank. Its traceback has no frames inside mpishard but the last, unless
-        ``MPISHARD_LOG=debug``. The other ranks were told, and have ended. A rank that has not
-        ended after 5 seconds, because it sleeps or computes, is left alone: a second note says
-        where it is, and its next collective raises `PeerError`. An exception that is not caught
-        in any other thread of the process is such a failure too, as under MPI.
+        rank. Its traceback has no frames inside mpishard except the last, unless
+        ``MPISHARD_LOG=debug``. The other ranks were notified, and have ended. A rank that has not
+        ended after 5 seconds, because it sleeps or computes, is left running. A second note then
+        says where it is, and its next collective raises `PeerError`. An uncaught exception in any
+        other thread of the process is also such a failure, as under MPI.
     KeyboardInterrupt
-        After Ctrl-C. The ranks are told, and given 2 seconds.
+        After Ctrl-C. The ranks are notified, and have 2 seconds to end.
 
     Examples
     --------
@@ -113,7 +113,7 @@ class _ThreadRanks:
         self.survives = survives
         self.results: list[Any] = [None] * world_size
         self.failures: list[tuple[str, BaseException]] = []
-        """The place where each exception was raised, and the exception."""
+        """Each exception, after the place where it was raised."""
         self.threads: list[threading.Thread] = []
 
     def run(self, body: Callable[[InMemoryCommunicationBackend], Any]) -> BaseException | None:
@@ -127,13 +127,13 @@ class _ThreadRanks:
         try:
             for backend in self.backends:
                 backend.initialize()
-            # Several ranks with a BLAS pool each would compete for the same cores.
+            # One BLAS thread for each rank, because several pools would compete for the same cores.
             pools = nullcontext() if len(self.threads) == 1 else _thread_pools().limit(limits=1)
-            with pools, _other_threads_heard_by(self):
+            with pools, _failures_of_other_threads(self):
                 for thread in self.threads:
                     thread.start()
                 while (running := self._running()) and (self.survives or not self.failures):
-                    # Ctrl-C just before a wait without limit is received only after that wait.
+                    # A short wait, because Ctrl-C just before it is received only after it.
                     running[0].join(_LISTEN_SECONDS)
                 self._wait(_GRACE_SECONDS)
         except BaseException as error:  # Ctrl-C reaches the thread that joins
@@ -147,7 +147,7 @@ class _ThreadRanks:
                     member.clear_environment(member._environment_id)
         if len(self.failures) < (len(self.backends) if self.survives else 1):
             return None
-        # A PeerError reports another rank's failure: that failure itself goes first.
+        # A PeerError reports another rank's failure, which is preferred to it.
         origins = [f for f in self.failures if not isinstance(f[1], PeerError)]
         where, first = (origins or self.failures)[0]
         if len(self.backends) > 1:
@@ -156,7 +156,7 @@ class _ThreadRanks:
         return first
 
     def fail_in_thread(self, name: str, error: BaseException) -> None:
-        """Count ``error``, not caught in a thread that is no rank, as a failure of the ranks."""
+        """Treat ``error``, not caught in a thread that is no rank, as a failure of the ranks."""
         who = f"thread {name!r}, which is no rank"
         self.failures.append((f"in {who}", error))
         for backend in self.backends:
@@ -205,16 +205,16 @@ class _ThreadRanks:
 def _abort(error: BaseException, backends: Sequence[InMemoryCommunicationBackend]) -> None:
     """Notify the ranks of ``error`` through the first backend that has not left."""
     for backend in backends:
-        with suppress(NotInitializedError):  # it left, perhaps just now
+        with suppress(NotInitializedError):  # the rank has left, perhaps just now
             backend.abort(error)
             return
 
 
 @contextmanager
-def _other_threads_heard_by(ranks: _ThreadRanks) -> Iterator[None]:
-    """Hand exceptions that are not caught in a thread to ``ranks`` as well.
+def _failures_of_other_threads(ranks: _ThreadRanks) -> Iterator[None]:
+    """Pass uncaught exceptions of other threads to ``ranks``, too.
 
-    The starter of a thread is not known: such an exception counts for all worlds that run.
+    The rank that started a thread is not known, so its exception counts for all running worlds.
     """
     before, is_over = threading.excepthook, False
 
@@ -222,7 +222,7 @@ def _other_threads_heard_by(ranks: _ThreadRanks) -> Iterator[None]:
         error = None if is_over or args.exc_type is SystemExit else args.exc_value
         if error is not None:
             ranks.fail_in_thread("unknown" if args.thread is None else args.thread.name, error)
-        # Python's own hook would show an exception that run_in_threads raises: once is enough.
+        # Python's own hook would print an exception that run_in_threads raises anyway.
         if error is None or before is not threading.__excepthook__:
             before(args)
 
@@ -230,7 +230,7 @@ def _other_threads_heard_by(ranks: _ThreadRanks) -> Iterator[None]:
     try:
         yield
     finally:
-        # Worlds may end in another order than they began: this hook may still be in the chain.
+        # Worlds may end in another order than they began, so a later hook may still call this one.
         is_over = True
         if threading.excepthook is uncaught:
             threading.excepthook = before

@@ -1,8 +1,8 @@
 """The state that the thread-ranks of a world share, guarded by one lock.
 
 A collective in memory is a chain of *rendezvous*. At a rendezvous each rank leaves a value, and
-goes on when all have come. Each rank sleeps on a bell of its own, so that the members of one group
-do not wake the ranks of the others.
+goes on when all have arrived. Each rank sleeps on a condition variable of its own, its *bell*, so
+that the members of one group do not wake the ranks of others.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from mpishard.layout import ShardLayout
 NO_RANK = -1
 """The rank of a failure in a thread that is no rank."""
 
-# Not None, which is a value that a rank may leave at a rendezvous.
+# Marks a rank that has not arrived. None is a value that a rank may leave at a rendezvous.
 _ABSENT = object()
-# Two worlds that come after losses in one world must not have one name.
+# Numbers the worlds that replace worlds with lost ranks, so that no two have one name.
 _losses = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
 class Rendezvous(Waitable):
-    """A point that all ranks pass, with the value that each leaves there. Tested without a lock."""
+    """A point that all ranks pass, with the value that each leaves there. `test` needs no lock."""
 
     values: list[Any]
     arrived: int = 0
@@ -45,7 +45,7 @@ class Rendezvous(Waitable):
         return self.arrived == len(self.values)
 
     def missing(self) -> list[int]:
-        """The ranks that have not come yet."""
+        """Return the ranks that have not arrived yet."""
         return [rank for rank, value in enumerate(self.values) if value is _ABSENT]
 
 
@@ -58,7 +58,7 @@ class Message(Waitable):
     array : Array
         The content.
     is_copy : bool
-        Whether the array is nobody else's. The sender's own is copied when it is received.
+        Whether the array is a copy for the receiver. The sender's own array is copied by `open`.
     """
 
     array: Array
@@ -70,12 +70,12 @@ class Message(Waitable):
         return self.is_taken
 
     def open(self) -> Array:
-        """The content, as an array of the receiver's own."""
-        content = beside(self.array, self.array)  # of this thread's GPU
+        """Return the content as an array of the receiver's own."""
+        content = beside(self.array, self.array)  # a copy if it lies on another thread's GPU
         if content is self.array and self.is_copy:
             return content
         content = content.copy() if content is self.array else content
-        synchronize(content)  # the sender may use its memory for something else after this
+        synchronize(content)  # the sender may change its array after this
         return content
 
 
@@ -88,10 +88,10 @@ class Failure:
     rank : int
         The origin's number in the root world.
     message : str
-        What the ranks are told.
+        The reason, for the errors of the ranks.
     kind : type
-        `PeerError` if the rank failed; `CollectiveTimeoutError` if one waited for it too long;
-        `CommunicationError` if it was interrupted inside a collective, and goes on.
+        `PeerError` if the rank failed; `CollectiveTimeoutError` if another waited for it too long;
+        `CommunicationError` if it was interrupted inside a collective and goes on.
     """
 
     rank: int
@@ -99,7 +99,7 @@ class Failure:
     kind: type[CommunicationError] = PeerError
 
     def error(self, what: str, me: int) -> CommunicationError:
-        """The error of rank ``me``; ``what`` is the consequence, such as "barrier cannot end"."""
+        """Return the error of rank ``me``; ``what`` is the consequence: "barrier cannot end"."""
         text = f"{what}: {self.message}"
         is_for_all = self.kind is CollectiveTimeoutError
         is_own = self.kind is CommunicationError and me == self.rank
@@ -111,12 +111,12 @@ class World:
     """The state that the thread-ranks of one world share. Every field is guarded by ``lock``.
 
     Worlds split from one another share ``pages``, ``bells``, ``clock``, ``lock`` and ``failures``,
-    so that a failure in any of them wakes every rank, and a report shows what each rank does in
-    all. ``bells`` has a condition of that lock for each rank of the root world.
+    so that a failure in any of them wakes every rank, and a report shows the activity of each rank
+    in all. ``bells`` has a condition variable of that lock for each rank of the root world.
     ``messages`` holds those that were not received yet by (sender, receiver, tag), oldest first.
-    Members are backends; ``left`` holds the last collective of each rank that has left; ``lost``
-    the ranks that failed; ``survivors`` those that wait in `shrink`; ``heirs`` the ranks of the
-    world that comes after this one, called ``heir_name``, once all survivors have come.
+    ``members`` are backends. ``left`` has the last collective of each rank that has left, ``lost``
+    the ranks that failed, and ``survivors`` those that wait in `shrink`. When all survivors have
+    come, ``heirs`` are the ranks of the world that replaces this one, named ``heir_name``.
     """
 
     name: str
@@ -138,7 +138,7 @@ class World:
 
     @classmethod
     def root(cls, name: str, world_size: int) -> World:
-        """A world that is split from no other."""
+        """Return a new world that was split off no other."""
         pretended = ShardLayout(world_size, settings.virtual_nodes())
         nodes = number_nodes([pretended.owner(rank) for rank in range(world_size)])
         lock = threading.RLock()
@@ -146,7 +146,10 @@ class World:
         return cls(name, tuple(range(world_size)), nodes, [None] * world_size, lock, bells)
 
     def split(self, wishes: Sequence[tuple[int | None, int]], sequence: int) -> dict[int, World]:
-        """A new world for each color; its ranks are ordered by (key, old rank)."""
+        """Return a new world for each color, by color; its ranks are ordered by (key, old rank).
+
+        ``wishes`` has the color and key of each rank.
+        """
         shared = self.pages, self.lock, self.bells, self.clock, self.failures
         worlds: dict[int, World] = {}
         for color in {color for color, _ in wishes if color is not None}:
@@ -164,7 +167,7 @@ class World:
     def meet(self, sequence: int, phase: int, rank: int, value: Any) -> Rendezvous:
         """Leave the value of ``rank`` at a rendezvous.
 
-        A rendezvous is known by (collective, phase) and not by a running number, because ranks
+        A rendezvous is identified by (collective, phase) and not by a running number, because ranks
         may issue the next collective before or after they finish this one.
         """
         key = sequence, phase
@@ -175,15 +178,16 @@ class World:
             rendezvous.values[rank] = value
             rendezvous.arrived += 1
             if rendezvous.arrived == self.world_size:
-                # Each rank holds it until it has read the values.
+                # Removed when complete: each rank keeps a reference until it has read the values.
                 del self.rendezvous[key]
                 self.wake(range(self.world_size))
         return rendezvous
 
     def wait(self, rank: int, deadline: float) -> bool:
-        """Wait, with the lock, until ``rank`` is woken; return False if it is too late for that.
+        """Wait until ``rank`` is woken, or a short time; return False after ``deadline``.
 
-        ``deadline`` is a reading of ``clock``, which has to be read every `READ_EVERY` seconds.
+        Needs the lock. ``deadline`` is a reading of ``clock``, which must be read every
+        `READ_EVERY` seconds.
         """
         left = deadline - self.clock.now()
         if left > 0:
@@ -219,11 +223,11 @@ class World:
             self.wake_all()
 
     def absent(self) -> set[int]:
-        """The ranks that neither failed nor left, nor wait in `shrink`. Needs the lock."""
+        """Return the ranks that have not failed, left or called `shrink`. Needs the lock."""
         return set(range(self.world_size)) - self.survivors - self.lost - self.left.keys()
 
     def survive(self, rank: int) -> None:
-        """Record that ``rank`` waits for the next world, and notify the others. Needs the lock."""
+        """Record that ``rank`` waits for the next world, and wake all ranks. Needs the lock."""
         if not self.failures:
             origin = min(self.left, default=NO_RANK)
             why = f"rank {origin} left, and " if self.left else ""
@@ -233,12 +237,15 @@ class World:
         self.wake_all()
 
     def has_heirs(self) -> bool:
-        """Return whether all remaining ranks wait for the next world; its ranks are then known."""
+        """Return whether all remaining ranks wait for the next world; then set its ranks.
+
+        Needs the lock.
+        """
         if not self.heirs and not self.absent():
             self.heirs = tuple(sorted(self.survivors))
             self.heir_name = f"{self.name}, after loss {next(_losses)}"
         return bool(self.heirs)
 
     def records(self) -> list[RankRecord]:
-        """One record of each rank of the root world. Needs no lock."""
+        """Return one record of each rank of the root world. Needs no lock."""
         return [page.read() if page else RankRecord(rank) for rank, page in enumerate(self.pages)]

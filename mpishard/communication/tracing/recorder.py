@@ -1,11 +1,11 @@
 """Record the activity of one rank: spans of computation, collectives in flight, waiting.
 
-Nothing is recorded unless it is asked for, by `mpishard.observe.trace` or ``MPISHARD_TRACE``. Then
-a context variable holds the `Recorder` of the rank; each thread-rank has its own.
+Nothing is recorded unless `mpishard.observe.trace` or ``MPISHARD_TRACE`` asks for it. Then a
+context variable holds the `Recorder` of the rank; each thread-rank has its own.
 
 The trace on disk is in Chrome's JSON Object Format, one event per line. The first line holds the
-facts known at the start, the last line the reason of the end. A file without a last line is that
-of a rank that was killed: its complete lines can be read.
+facts known at the start, the last line the reason of the end. If a rank was killed, its file has no
+last line; the complete lines can be read.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -45,29 +45,29 @@ _TAG = settings.MAXIMUM_TAG
 TRACE_FORMAT = "mpishard trace"
 TRACE_VERSION = 1
 
-encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps makes an encoder each time
+encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one in each call
 """Return a value as JSON, on one line."""
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """The file of the trace of ``rank``."""
+    """Return the path of the trace of ``rank``."""
     return folder / f"rank_{rank}.json"
 
 
 def first_line(about: Mapping[str, Any]) -> str:
-    """The line that opens a trace, with its format and the facts ``about`` it."""
+    """Return the line that opens a trace, with its format and the facts ``about`` it."""
     about = {"format": TRACE_FORMAT, "version": TRACE_VERSION, **about}
     text = encode({"displayTimeUnit": "ms", "otherData": about})
     return f'{text[:-1]},"traceEvents":[\n'
 
 
 def last_line(end: Mapping[str, Any]) -> str:
-    """The line that closes a trace, with its ``end``: reason, number of events."""
+    """Return the line that closes a trace, with its ``end``: reason, numbers of events."""
     return f'],"end":{encode(end)}}}\n'
 
 
 class Row(IntEnum):
-    """The rows of a rank on the time line. Their number is the ``tid``, which orders them."""
+    """A row of a rank on the time line. Its number is the ``tid``, by which rows are ordered."""
 
     STEP = 1
     COMPUTE = 2
@@ -76,7 +76,7 @@ class Row(IntEnum):
 
 
 class TraceFile:
-    """The trace of a rank, open for writing. Its file appears with the first lines in it.
+    """The trace of a rank, open for writing. The file has its first lines when it appears.
 
     Parameters
     ----------
@@ -134,16 +134,19 @@ class TraceFile:
         self._stream.close()
 
     def abandon(self) -> None:
-        """Close it as it is, without a last line."""
-        with suppress(OSError):  # what is left in the buffer has no room
+        """Close the file as it is, without a last line."""
+        with suppress(OSError):  # a full disk has no room for the rest of the buffer
             self._stream.close()
 
     def flush(self) -> None:
-        """Give the written events to the system, so that they outlive this process."""
+        """Pass the written events to the system, so that they outlive this process."""
         self._stream.flush()
 
     def _name(self, what: str, name: str, place: int, tid: int = 0) -> str:
-        """The lines that name a process or a thread, and say where it stands in the picture."""
+        """Return lines that name a process or a thread (``what``) and give its ``place`` in order.
+
+        ``tid`` is the row, or 0 for a process.
+        """
         about = {"name": {"name": name}, "sort_index": {"sort_index": place}}
         event = {"ph": "M", "pid": self._pid, "tid": tid}
         lines = [encode({"name": f"{what}_{k}", **event, "args": a}) for k, a in about.items()]
@@ -173,12 +176,12 @@ class Recorder:
         self.lanes: set[int] = set()
         """The rows that calls in flight have taken."""
         self.messages: Counter[object] = Counter()
-        """Messages so far, by group, source, destination and tag: both sides count alike."""
+        """Messages so far, by name, group, source, destination and tag: both ends count alike."""
         self._maximum = maximum_events
         self._kept = self._dropped = 0
         self._buffer: list[tuple[int, str, str, int, int, Mapping[str, Any] | None]] = []
         self._flushed = self.now()
-        self._lock = threading.Lock()  # for the file: `finish` may come from another thread
+        self._lock = threading.Lock()  # guards the file: another thread may call `finish`
 
     def add(
         self, tid: int, name: str, start: int, end: int,
@@ -199,7 +202,7 @@ class Recorder:
 
     @contextmanager
     def span(self, row: Row, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """A context whose time is an event in ``row``."""
+        """Context whose time is recorded as an event in ``row``."""
         start = self.now()
         try:
             yield
@@ -208,13 +211,13 @@ class Recorder:
             raise
         finally:
             self.add(row, name, start, self.now(), arguments)
-            # The rank computes nothing between steps: a good time to write.
+            # Written between steps, when the rank computes nothing that a write would delay.
             is_due = self.now() - self._flushed > _FLUSH_NANOSECONDS
             if row is Row.STEP and (is_due or len(self._buffer) >= _FLUSH_EVENTS):
                 self.flush()
 
     def flush(self) -> None:
-        """Write the events so far; nothing after `finish`, which a step may outlive."""
+        """Write the events so far; do nothing after `finish`, which may come during a step."""
         start = self.now()
         with self._lock:
             if not self.is_open:
@@ -232,7 +235,7 @@ class Recorder:
                 self.is_open = False
 
     def disown(self) -> None:
-        """Write nothing more: the file belongs to the process that forked this one."""
+        """Write nothing more, because the file belongs to the process that forked this one."""
         self.is_open = False
         self._buffer.clear()
 
@@ -259,7 +262,7 @@ class InFlight:
     name : str
         The collective, ``send`` or ``receive``.
     arguments : dict
-        What is shown with it. The values of a message name its way, alike on both sides.
+        Facts shown with it. Those of a message name its group, source, destination and tag.
     sent : Array, optional
         The message, if it is sent.
     """
@@ -279,17 +282,17 @@ class InFlight:
             self._number(sent)
 
     def done(self, error: BaseException | None = None, result: Any = None) -> None:
-        """Record that it is complete or has failed."""
+        """Record that the operation is complete or, with an ``error``, has failed."""
         recorder = self._recorder
         if error is not None:
             self._arguments["error"] = type(error).__name__
-        elif self._name == "receive":  # one that failed has taken no message
+        elif self._name == "receive":  # a failed receive has taken no message, and counts none
             self._number(result)
         recorder.add(self._tid, self._name, self.start, recorder.now(), self._arguments)
         recorder.lanes.remove(self._tid)
 
     def now(self) -> int:
-        """The time in nanoseconds."""
+        """Return the time in nanoseconds."""
         return self._recorder.now()
 
     def blocked(self, since: int) -> None:
@@ -297,16 +300,16 @@ class InFlight:
         self._recorder.add(Row.WAIT, self._name, since, self.now(), self._arguments)
 
     def _number(self, message: Array) -> None:
-        """Note which message of its way it is: receives take messages in the order of sends."""
+        """Number ``message`` among those of its key: receives take messages in order of sends."""
         messages, key = self._recorder.messages, (self._name, *self._arguments.values())
         self._arguments |= {"bytes": message.nbytes, "number": messages[key]}
         messages[key] += 1
 
 
 def collective_in_flight(recorder: Recorder, call: Any, group: str, axis: str) -> InFlight:
-    """A collective that is issued. It has the same group and sequence number on every rank.
+    """Return the record of a collective, with the same group and sequence number on every rank.
 
-    Its ``call`` is a `Call` of the contract, a chapter that comes after this one.
+    ``call`` is a `Call` of the contract, a chapter that comes after this one.
     """
     arguments = {"bytes": call.nbytes, "group": group, "sequence": call.sequence}
     if axis:
@@ -346,7 +349,7 @@ class Clock:
     job : str
         The same on all ranks of one recording, and in no other.
     offset, uncertainty : int
-        Nanoseconds to add to this rank's time to get rank 0's, and the largest error of that.
+        Nanoseconds to add to this rank's time to get rank 0's, and the largest error of the sum.
     """
 
     job: str
@@ -358,9 +361,9 @@ def compare_clocks(backend: Recorded, now: Callable[[], int] = time.perf_counter
     """Measure the difference between this rank's clock and rank 0's. Collective.
 
     Ranks on the node of rank 0 read the same clock. The others ask rank 0 for the time several
-    times, and use the answer that came back soonest: rank 0 has read its clock between question
-    and answer, so that half of that time is the largest error (Cristian, "Probabilistic clock
-    synchronization", Distributed Computing 3, 1989). A later drift of the clocks is not noticed.
+    times, and use the answer with the shortest round trip. Rank 0 has read its clock between
+    question and answer, so half of the round trip is the largest error (Cristian, "Probabilistic
+    clock synchronization", Distributed Computing 3, 1989). Later drift of the clocks is not seen.
     """
     nodes, rank = backend.nodes, backend.rank
     rounds = [1 if node == nodes[0] else _ROUNDS for node in nodes]
@@ -388,7 +391,7 @@ def start_recording(backend: Recorded, folder: Path, maximum_events: int) -> Rec
     Raises
     ------
     RuntimeError
-        If this rank records already.
+        If this rank already records a trace.
     NotInitializedError
         If the backend is not initialised.
     OSError
@@ -404,12 +407,12 @@ def start_recording(backend: Recorded, folder: Path, maximum_events: int) -> Rec
     rank, nodes = backend.rank, backend.nodes
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
-        # The files of ranks that only a larger world had; the others are replaced.
+        # Removes the files of ranks that only an earlier, larger world had; others are replaced.
         for path in folder.glob("rank_*.json"):
             number = path.stem.removeprefix("rank_")
             if number.isdecimal() and int(number) >= len(nodes):
                 path.unlink()
-    # Rank 0 has removed old files before it answers, and only then other ranks make theirs.
+    # Rank 0 answers after it has removed old files, so no other rank's new file is removed.
     clock = compare_clocks(backend)
     origin = time.perf_counter_ns()
     about = {
@@ -420,7 +423,12 @@ def start_recording(backend: Recorded, folder: Path, maximum_events: int) -> Rec
     recorder = Recorder(TraceFile(rank_file(folder, rank), about, origin), maximum_events)
     backend.recorder = recorder
     current_recorder.set(recorder)
-    weakref.finalize(backend, _finish_at_exit, recorder)
+
+    def finish_at_exit() -> None:
+        # The interpreter has stored the exception that ends the script in ``sys``.
+        recorder.finish(_reason(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)))
+
+    weakref.finalize(backend, finish_at_exit)
     return recorder
 
 
@@ -438,11 +446,6 @@ def record_if_asked(backend: Recorded) -> None:
     folder = settings.trace_folder()
     if folder is not None and current_recorder.get() is None:
         start_recording(backend, folder, settings.TRACE_EVENTS)
-
-
-def _finish_at_exit(recorder: Recorder) -> None:
-    # The interpreter has stored the exception that ends the script here.
-    recorder.finish(_reason(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)))
 
 
 def _reason(error: BaseException | None) -> str:
