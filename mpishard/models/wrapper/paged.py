@@ -103,7 +103,7 @@ class PagedModel:
         Raises
         ------
         ValueError
-            As `prefill`, for any of the sequences; then none has been read.
+            As `prefill`, for any of the sequences; no token has been read then.
         """
         numbers = {sequence: int(token) for sequence, token in tokens.items()}
         self._require_alike("step", numbers)
@@ -176,7 +176,7 @@ class PagedModel:
         try:
             return sequence, self._read([sequence], prompt[None])[0]
         except BaseException:
-            # Nobody else knows its number: its blocks would never be free again.
+            # The caller does not get its number, so its blocks would never be freed.
             self.cache.free(sequence)
             raise
 
