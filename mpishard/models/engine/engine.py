@@ -501,6 +501,7 @@ class Engine:
         """Run one forward and backward pass; return this rank's loss sum and weight."""
         # Another store is for a caller's own gradient, which a pass never sends.
         compresses = gradients is self.gradients and self._config.enable_gradient_compression
+        # The parts of one batch are reduced together, with the last of them.
         defers = self.round.defers or self.micro_batches > 1
         gradients.begin(BackwardPass(is_first, is_last, defers, compresses))
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)

@@ -102,6 +102,7 @@ class MeshProgram(LayeredProgram):
         self.micro_batch_count = choices.micro_batch_count
         self.stages_here = choices.stages_of(self.mesh.pipeline_rank)
         self.stage_count = len(choices.stages)
+        # After these attributes, because it calls `_hold`.
         super().__init__(model, minimum_unit_size, self.mesh.world, mixed=mixed)
         # One rank reports the loss of a batch: the last stage computes it, and its tensor ranks all
         # have the same.

@@ -88,6 +88,8 @@ class Int8(Code):
         scales = np.maximum.reduceat(np.abs(values), starts) / values.dtype.type(127)
         each = np.repeat(np.where(scales == 0, 1, scales), _BLOCK)[: values.size]
         drawn = np.random.default_rng(key).random(values.size, np.float32)
+        # Adding a random number below 1 and rounding down rounds without bias. Rounding errors may
+        # make 128 of the largest element, which int8 cannot hold.
         codes = np.clip(np.floor(values / each + drawn), -127, 127).astype(np.int8)
         return np.concatenate([scales.view(np.uint8), codes.view(np.uint8)])
 

@@ -16,7 +16,7 @@ class DelayedSums(SumExchange):
     """The sums of a step are those of ``delay`` steps before, which have had this time to travel.
 
     The all-reduce of a step's gradient begins at the end of its backward pass, and is waited for
-    ``delay`` steps later. It goes on whenever this rank communicates, or is done with a unit. As
+    ``delay`` steps later. It makes progress whenever this rank communicates or reduces a unit. As
     long as no gradient is due, the sums are zeros. An error drops all gradients under way.
 
     Parameters

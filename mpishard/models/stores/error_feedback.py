@@ -17,8 +17,8 @@ class ErrorFeedback:
     """The parts that compression has left out so far, which are added to the next gradient.
 
     Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
-    2019, algorithm 2. All errors are of sums over samples. A step writes new ones beside the old,
-    which stay if the step fails.
+    2019, algorithm 2. All errors are of sums over samples. A step writes new ones into separate
+    memory, so that the old ones remain if it fails.
 
     Parameters
     ----------

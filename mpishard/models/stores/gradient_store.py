@@ -188,16 +188,12 @@ class ReplicatedGradients(GradientStore):
         if not self._is_booked:
             self._is_booked = True
             self.layout.book(MemoryCategory.GRADIENTS, self.vector, int(self.vector.size))
-        self._await_stale()
-        if this.is_first:
-            self._touched.clear()
-
-    def _await_stale(self) -> None:
-        """Wait for reductions that an error has left under way, which still use the buffers."""
         # Each is removed only after its wait: if the wait raises, the next pass waits again.
         while self._stale:
             self._stale[0].wait()
             del self._stale[0]
+        if this.is_first:
+            self._touched.clear()
 
     def _make_buffers(self) -> CompressionBuffers:
         compression = CompressionBuffers(self.layout, self.length_for(self.layout), 1)
@@ -336,7 +332,7 @@ class NodeGradients(ScatteredGradients):
         """Return the owner's view of each piece, which must be one rank's. Read-only."""
         views = []
         for piece in pieces:
-            # The sum stands in the memory of the owner alone, and the others read it there.
+            # Only the owner's memory has the sum, and the other ranks read it there.
             layout = ShardLayout(piece.unit.length, self.backend.world_size)
             owner = layout.owner(piece.start - piece.unit.start) if piece.length else 0
             view = self._carrier.of(owner)[self._place(piece.unit, piece.start, piece.stop)]

@@ -192,7 +192,7 @@ def placed_range(entries: Sequence[ParameterEntry], start: int, stop: int) -> Pl
 class MeshVector(ModelVector):
     """The vector of a layered model on a mesh: divided and gathered layer by layer.
 
-    Collective to make: the ranks that compute one batch tell each other their placements.
+    Collective to make: the ranks that compute one batch exchange their placements.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ class MeshVector(ModelVector):
         super().__init__(placement)
         self._mesh = mesh
         self._placements = _exchange(mesh.model, placement)
-        # Layer by layer, so that no rank ever holds more than one layer beside its own part.
+        # Layer by layer, so that no rank ever holds more than one layer besides its own part.
         layers = groupby(placement.entries, key=lambda e: e.name.partition(".")[0])
         self._layers = [tuple(entries) for _, entries in layers]
 

@@ -849,7 +849,7 @@ class ShardedModelBase(IShardedModel):
 
         Every rank passes the same arguments and gets the same tokens. Keys and values are kept
         on the ranks that compute them: under tensor parallelism each rank keeps those of its
-        heads, of a pipeline those of its layers.
+        heads, in a pipeline those of its layers.
 
         Raises
         ------

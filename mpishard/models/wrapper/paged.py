@@ -17,11 +17,11 @@ from mpishard.nn.models.gpt import check_drawing, checked_prompt, draw
 class PagedModel:
     """A language model that continues many sequences at once.
 
-    Sequences of different lengths share the blocks of one `mpishard.nn.KeyValueCache`; new ones
-    begin, and ended ones give their blocks back, while others go on. Keys and values are kept
-    on the ranks that compute them: under tensor parallelism each rank keeps those of its heads,
-    of a pipeline those of its layers. With a sharded model every method but `free` is
-    collective, and every rank makes the same calls.
+    Sequences of different lengths share the blocks of one `mpishard.nn.KeyValueCache`. New ones
+    begin, and ended ones free their blocks, while others continue. Keys and values are kept on the
+    ranks that compute them: under tensor parallelism each rank keeps those of its heads, in a
+    pipeline those of its layers. With a sharded model every method but `free` is collective, and
+    every rank makes the same calls.
 
     Parameters
     ----------

@@ -227,9 +227,9 @@ def require_same_on_all_ranks(
     Raises
     ------
     ValueError
-        On every rank, with the choices and parts that differ, and their values by rank. Ranks
-        with numba beside ranks without it are refused too, if layers compute in float32; ranks
-        with different libraries for products of bfloat16, if they compute in that.
+        On every rank, with the choices and parts that differ, and their values by rank. If layers
+        compute in float32, some ranks with numba and some without it are refused, too. If they
+        compute in bfloat16, ranks with different libraries for its products are.
     """
     mine = {
         "strategy": strategy,
