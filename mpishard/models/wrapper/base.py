@@ -375,8 +375,8 @@ class ShardedModelBase(IShardedModel):
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:
         """Add up the gradients of the steps in the block; the first step after it updates.
 
-        The update equals that of one step on all the batches together. Every rank enters and
-        leaves the block together. An exception discards the gradients that were added.
+        The update equals that of one step on all the batches together. Collective: all ranks enter
+        and leave the block together. An exception discards the gradients that were added.
 
         Parameters
         ----------

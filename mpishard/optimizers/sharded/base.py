@@ -224,7 +224,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         return True
 
     def sum_over_reports(self, sums: Array) -> Array:
-        """Return the sum over all ranks' reports: ``sums`` itself, if a report is of all ranks."""
+        """Return the sum over the ranks' reports. Collective if reports differ between ranks.
+
+        Here every report is of all ranks' samples, so that ``sums`` is the result.
+        """
         return sums
 
     def apply_gradients(self, gradients: Array, model: ShardedModelBase) -> None:
