@@ -2,7 +2,7 @@
 
 Begin with ``sampler.py``: the global batch of each step and each rank's part of it, a function of
 (seed, epoch) alone. ``dataset.py`` reads samples from arrays, files, windows of tokens and trees
-of them; ``batches.py`` gives a rank its batches, of files read ahead on a thread; ``tables.py``
+of them; ``batches.py`` makes a rank's batches, and reads files ahead on a thread; ``tables.py``
 reads columns of Parquet and Arrow files. ``distributed_sampler.py`` has samplers for other
 libraries' data loaders. This room imports layout and arrays.
 """

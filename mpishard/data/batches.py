@@ -1,4 +1,4 @@
-"""A rank's batches of a run, of files read ahead on a thread."""
+"""A rank's batches of a run; a thread reads them ahead from files."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ class Batch(NamedTuple):
 class Batches:
     """The batches of consecutive steps for one rank; a context manager, iterated once.
 
-    Arrays in memory are indexed step by step. Of anything else one thread, which this object
-    owns, reads the next window of batches (`GlobalBatchSampler.window`) while the caller works on
-    the current one. A window's samples are read in rising order, in runs, each once; so a rank
-    holds two windows of its own samples. The thread communicates nothing. If it fails, the
-    caller's next step raises its exception, with a note that names data set, samples and step.
+    Arrays in memory are indexed step by step. For other data sets a thread of this object reads the
+    next window of batches (`GlobalBatchSampler.window`) while the caller uses the current one. A
+    window's samples are read in rising order, in runs, each once; so a rank holds two windows of
+    its own samples. The thread communicates nothing. If it fails, the caller's next step raises its
+    exception, with a note that names data set, samples and step.
 
     Parameters
     ----------
     x, y : array or data set
         As `take` reads them; ``y`` may be None.
     sampler : GlobalBatchSampler or LocalBatchSampler
-        The order. While files are read, the thread alone asks it.
+        The order of samples. While files are read, only the thread uses it.
     rank, world_size : int
-        The rank, and the number of ranks that a batch is dealt over.
+        The rank, and the number of ranks that divide a batch.
     steps : range
         Numbers of the steps, counted from the first batch of epoch 0.
     ahead : bool
-        False: no thread; the caller reads each batch when its step comes, as a data set must be
-        read that draws from a generator which checkpoints save.
+        False: no thread, and the caller reads each batch when its step comes. A data set needs
+        this if it draws from a generator that checkpoints save.
     part : str
         "train", "validation" or "test", for messages.
     """
@@ -80,7 +80,7 @@ class Batches:
         self._steps = steps
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: Future[list[Batch]] | None = None
-        # Arrays in memory are indexed faster than a thread hands samples over.
+        # Indexing arrays in memory is faster than passing samples between threads.
         if ahead and not all(_is_in_memory(dataset) for dataset in (x, y)):
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="mpishard-reading")
 
@@ -110,12 +110,12 @@ class Batches:
             batches = self._ahead.result()
             following = next(windows, None)
             self._ahead = None if following is None else self._thread.submit(self._read, following)
-            # Let go of each batch: the caller may be the only one who holds it.
+            # A batch is dropped from the list, so that the caller's reference is the only one.
             while batches:
                 yield batches.pop(0)
 
     def _windows(self) -> Iterator[range]:
-        """Runs of steps that are read together: the windows of each epoch."""
+        """Yield runs of steps that are read together: the windows of each epoch."""
         per_epoch, step = self._sampler.batches_per_epoch, self._steps.start
         while step < self._steps.stop:
             epoch, index = divmod(step, per_epoch)
@@ -154,7 +154,7 @@ class Batches:
 def _is_in_memory(dataset: Any) -> bool:
     if dataset is None or isinstance(dataset, TokenWindows):
         return True
-    # It is an array, and its pages are read from the disk when they are touched.
+    # An array whose pages are read from the disk when they are accessed.
     if isinstance(dataset, np.memmap):
         return False
     if isinstance(dataset, Samples):
@@ -167,7 +167,7 @@ def _is_in_memory(dataset: Any) -> bool:
 
 
 def place_of(dataset: Any) -> str:
-    """Class of a data set, and its file if it tells one."""
+    """Return the class of a data set, and its file if it has one."""
     name = place = None
     with suppress(Exception):  # a data set whose file is closed may refuse anything
         name = getattr(dataset, "name", None)
@@ -178,7 +178,7 @@ def place_of(dataset: Any) -> str:
 
 
 def described(indices: Indices) -> str:
-    """The samples, as runs, and their number."""
+    """Describe samples as runs, and their number."""
     rising = np.unique(indices)
     if not rising.size:
         return "no samples"

@@ -15,9 +15,9 @@ from mpishard.arrays import Array, array_namespace, require_plain
 class TokenWindows:
     """Every window of ``context_length`` consecutive tokens, without copying the tokens.
 
-    Window i starts at token ``i * stride + offset``. Inputs are the windows of offset 0 and
-    targets those of offset 1; both have the same length, for a window is counted where the token
-    behind it exists.
+    Window i starts at token ``i * stride + offset``. Inputs are the windows of offset 0, and
+    targets those of offset 1. Both have the same length: a window counts only if a token follows
+    it.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ class TokenWindows:
         self.context_length = context_length
         self.offset = offset
         self.stride = stride
-        # One token less than there are: the last input has a target behind it.
+        # Inputs leave out the last token: it is only a target.
         last = len(tokens) - 1 + offset
         view = np.lib.stride_tricks.sliding_window_view(tokens[offset:last], context_length)
         self._windows = view[::stride]
@@ -90,7 +90,7 @@ class TokenWindows:
         return len(self), self.context_length
 
     def __getitem__(self, indices: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Windows as a new int64 array: shape (n, context_length) for n indices or a slice."""
+        """Return windows as a new int64 array, shape (n, context_length), for n indices."""
         windows: np.ndarray[Any, np.dtype[np.int64]] = self._windows[indices].astype(np.int64)
         return windows
 
@@ -104,8 +104,9 @@ class TokenWindows:
 class Samples:
     """Several arrays of the same samples, as one data set: nested dicts, lists and tuples of them.
 
-    ``samples[rows]`` are those of all arrays. A loss in JAX or autograd is given the tree itself; a
-    PyTorch module the arrays of a dict as keyword arguments, and those of a tuple one by one.
+    ``samples[rows]`` has these rows of all arrays. A loss in JAX or autograd gets the tree itself;
+    a PyTorch module gets the arrays of a dict as keyword arguments, and those of a tuple one by
+    one.
 
     Parameters
     ----------
@@ -120,7 +121,7 @@ class Samples:
     Raises
     ------
     TypeError
-        If a leaf is no data set, naming it, or there is none.
+        If a leaf is not a data set, naming it, or if there is no leaf.
     ValueError
         If the lengths differ.
 
@@ -193,17 +194,17 @@ def tree_of(samples: Any) -> Any:
 
 
 _WANTED = "an array, or an object with len() that can be indexed by an array of integers"
-_RUN = 4  # samples of a run, on average, from which on slices are faster than indices
-_NAMED = 5  # arrays of a file that a message lists
+_RUN = 4  # mean length of runs from which on slices are faster than indices
+_NAMED = 5  # most arrays of a file that a message lists
 
 
 def count_samples(dataset: Any) -> int:
-    """Number of samples of what `check_dataset` accepts; Zarr arrays have a shape and no len()."""
+    """Return a data set's number of samples; Zarr arrays have a shape and no len()."""
     return len(dataset) if hasattr(dataset, "__len__") else int(dataset.shape[0])
 
 
 def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> Array:
-    """The samples of ``dataset`` at ``indices``, as an array of their own.
+    """Return the samples of ``dataset`` at ``indices``, as a new array.
 
     Nothing else of the data set is read.
 
@@ -214,7 +215,7 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
         be indexed by an array of integers, such as an ``h5py`` or Zarr data set. Thread-ranks may
         share it.
     indices : array of int
-        Shape (n,): which samples, in any order, repeated or not. May be empty.
+        Indices of the samples, shape (n,), in any order, repeated or not. May be empty.
 
     Returns
     -------
@@ -223,9 +224,9 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
 
     Notes
     -----
-    Of objects that are not arrays, each sample is asked once and in rising order: ``h5py`` takes
-    nothing else, and files are read fastest so. Runs of consecutive samples are read as slices of
-    objects that have a ``shape``, of others by arrays of integers.
+    Objects that are not arrays are asked for each sample once, in rising order: ``h5py`` accepts
+    nothing else, and files are read fastest so. Runs of consecutive samples are read as slices if
+    the object has a ``shape``, and otherwise by arrays of integers.
     """
     require_plain(dataset)
     if isinstance(dataset, np.ndarray | TokenWindows):
@@ -236,7 +237,7 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
         xp = array_namespace(dataset)
     except TypeError:
         xp = None
-    # Not inside the except: a failed read would be told with ours before it.
+    # Not in the except block: the error of a failed read would be chained to this TypeError.
     return _take_sorted(dataset, indices) if xp is None else dataset[xp.asarray(indices)]
 
 
@@ -248,7 +249,7 @@ def _take_sorted(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]
     unique, places = np.unique(indices, return_inverse=True)
     breaks = np.flatnonzero(np.diff(unique) > 1) + 1
     if hasattr(dataset, "shape") and len(unique) >= _RUN * (len(breaks) + 1):
-        # A file finds a slice at once, and looks for each of an array of integers.
+        # A file finds a slice at once, but searches for each element of an array of integers.
         runs = [
             _as_array(dataset[int(run[0]) : int(run[-1]) + 1]) for run in np.split(unique, breaks)
         ]
@@ -297,7 +298,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
         raise TypeError(f"{name} must be {_WANTED}, got None")
     require_plain(dataset)
     kind = type(dataset).__qualname__
-    # h5py itself would raise at the first batch, after the model was wrapped.
+    # h5py itself would raise only at the first batch, after the model was wrapped.
     if type(dataset).__module__.partition(".")[0] == "h5py" and not dataset:
         raise ValueError(
             f"{name} is a {kind} of an HDF5 file that is closed; keep the file open until "
@@ -317,7 +318,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
         )
     if isinstance(dataset, list | tuple | bytes | set | frozenset):
         raise TypeError(f"{name} must be {_WANTED}, got a {kind}; pass numpy.asarray({name})")
-    # Its [...] would select columns, without an error.
+    # Indexing a data frame would select columns, without an error.
     if hasattr(dataset, "iloc"):
         raise TypeError(f"{name} must be {_WANTED}, got a {kind}; pass {name}.to_numpy()")
     if not hasattr(dataset, "__getitem__"):
@@ -325,7 +326,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
     try:
         length = count_samples(dataset)
     except (TypeError, AttributeError, IndexError) as error:
-        # 0-dim arrays and sparse matrices have the method, and refuse.
+        # 0-dim arrays and sparse matrices have __len__, and raise.
         raise TypeError(f"{name} must be {_WANTED}; len() of this {kind} says: {error}") from error
     if length == 0 and not allow_empty:
         raise ValueError(f"{name} holds no samples")

@@ -1,4 +1,4 @@
-"""Samplers that deal a data set over replicas, for data loaders of other libraries."""
+"""Samplers that divide a data set over replicas, for data loaders of other libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DistributedSampler:
     """Indices of one replica: a contiguous slice of each epoch's order.
 
     A PyTorch ``DataLoader``, or a loop of one's own, takes it as its sampler. Training with
-    ``optimize`` does not need it: `GlobalBatchSampler` deals batches there, and repeats no sample.
+    ``optimize`` does not need it: `GlobalBatchSampler` makes batches there, and repeats no sample.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ class DistributedSampler:
     rank : int
         The replica whose indices are wanted, from 0 to R - 1.
     shuffle : bool
-        Draw a new order for each epoch, by `seed` and epoch. False: 0, 1, .., N - 1.
+        Draw a new order for each epoch, from `seed` and epoch. False: 0, 1, .., N - 1.
     seed : int
         Seed of the orders, the same on every replica.
     drop_last : bool
@@ -68,7 +68,7 @@ class DistributedSampler:
         self.seed = seed
         self.drop_last = drop_last
         self._epoch = 0
-        self._deal(num_replicas, rank, self.length)
+        self._set_replicas(num_replicas, rank, self.length)
 
     @property
     def num_replicas(self) -> int:
@@ -77,7 +77,7 @@ class DistributedSampler:
 
     @property
     def rank(self) -> int:
-        """The replica whose indices are dealt, from 0 to R - 1."""
+        """The replica whose indices are returned, from 0 to R - 1."""
         return self._rank
 
     @property
@@ -101,12 +101,12 @@ class DistributedSampler:
         self._epoch = as_count("epoch", epoch, least=0)
 
     def __len__(self) -> int:
-        """Number of indices that the replica gets in the epoch."""
+        """Return the number of indices that the replica gets in the epoch."""
         return self._share(self.length)
 
     def __iter__(self) -> Iterator[int]:
         share = len(self)
-        # Cut, or repeated from the beginning, because every replica needs as many indices.
+        # Cut, or repeated from the beginning, because all replicas need the same number of indices.
         order = np.resize(self._order(), share * self.num_replicas)
         yield from order[self.rank * share : (self.rank + 1) * share].tolist()
 
@@ -117,7 +117,7 @@ class DistributedSampler:
             f"drop_last={self.drop_last}, epoch={self.epoch})"
         )
 
-    def _deal(self, num_replicas: int, rank: int, left: int) -> None:
+    def _set_replicas(self, num_replicas: int, rank: int, left: int) -> None:
         """Set replicas and rank, after a check that `left` samples are enough for them."""
         as_count("num_replicas", num_replicas)
         if not 0 <= rank < num_replicas:
@@ -132,7 +132,7 @@ class DistributedSampler:
         self._num_replicas, self._rank = int(num_replicas), int(rank)
 
     def _share(self, samples: int) -> int:
-        """Number of indices of each replica, for this number of samples."""
+        """Return the number of indices of each replica, for this number of samples."""
         return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
 
     def _order(self) -> Indices:
@@ -143,17 +143,17 @@ class DistributedSampler:
 class ElasticDistributedSampler(DistributedSampler):
     """Indices of one replica, every R-th of each epoch's order; R may change within an epoch.
 
-    After k indices each, the R replicas have seen the first k R samples of the order. `rescale`
-    therefore deals exactly the rest over the new replicas: no sample is lost, and none is seen
-    twice but for the padding at the epoch's end.
+    After k indices each, the R replicas have seen the first k R samples of the order. So `rescale`
+    divides exactly the rest over the new replicas: no sample is lost, and only the padding at the
+    epoch's end is seen twice.
 
     Parameters
     ----------
     data, num_replicas, rank, shuffle, seed, drop_last
         As for `DistributedSampler`.
     start : int
-        Number of samples of the epoch that all replicas together have seen already, as `seen`
-        told it when a checkpoint was written.
+        Number of samples of the epoch that all replicas together have seen already: the value of
+        `seen` when a checkpoint was written.
 
     Raises
     ------
@@ -186,7 +186,7 @@ class ElasticDistributedSampler(DistributedSampler):
         super().__init__(data, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         if not 0 <= start <= self.length:
             raise ValueError(f"start must be from 0 to {self.length}, got {start}")
-        self._deal(num_replicas, rank, self.length - start)
+        self._set_replicas(num_replicas, rank, self.length - start)
         self._start = int(start)
 
     @property
@@ -199,9 +199,9 @@ class ElasticDistributedSampler(DistributedSampler):
         self._start = self._taken = 0
 
     def rescale(self, num_replicas: int, rank: int) -> None:
-        """Deal the rest of the epoch over another number of replicas.
+        """Divide the rest of the epoch over another number of replicas.
 
-        Every replica calls it after the same number of indices. An iterator from before ends.
+        Every replica calls it after the same number of indices. Earlier iterators end.
 
         Parameters
         ----------
@@ -213,30 +213,30 @@ class ElasticDistributedSampler(DistributedSampler):
         Raises
         ------
         ValueError
-            If `num_replicas` or `rank` does not fit, or `drop_last` leaves nothing; then nothing
-            has changed.
+            If `num_replicas` or `rank` does not fit, or `drop_last` leaves nothing; the sampler is
+            unchanged then.
         """
         seen = self.seen
-        self._deal(num_replicas, rank, self.length - seen)
+        self._set_replicas(num_replicas, rank, self.length - seen)
         self._start, self._taken = seen, 0
 
     def __len__(self) -> int:
-        """Number of indices that the replica gets in the rest of the epoch."""
+        """Return the number of indices that the replica gets in the rest of the epoch."""
         return self._share(self.length - self._start) - self._taken
 
     def __iter__(self) -> Iterator[int]:
-        # A replica may be asked again before the epoch ends: it goes on from where it stands.
-        dealt = self._epoch, self._start, self.num_replicas, self.rank
+        # A second iterator before the end of the epoch continues where the first one stopped.
+        begun_as = self._epoch, self._start, self.num_replicas, self.rank
         share = self._share(self.length - self._start)
         order = self._order()
         if share * self.num_replicas > self.length - self._start:
-            # The padding comes from the beginning of the epoch, not of its rest: after a rescale
-            # near the end the rest may be a single sample.
+            # The padding comes from the beginning of the epoch, and not of its rest: after a
+            # rescale near the end that may be a single sample.
             order = np.concatenate([order[self._start :], np.resize(order, self.num_replicas)])
         else:
             order = order[self._start :]
         for index in order[self.rank :: self.num_replicas][self._taken : share].tolist():
-            if dealt != (self._epoch, self._start, self.num_replicas, self.rank):
+            if begun_as != (self._epoch, self._start, self.num_replicas, self.rank):
                 return
             self._taken += 1
             yield index

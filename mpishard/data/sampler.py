@@ -16,11 +16,11 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def order_of(length: int, name: str, *, shuffle: bool) -> Indices:
-    """The numbers from 0 to ``length`` in the order that ``name`` stands for, read-only.
+    """Return the numbers below ``length`` in the order that ``name`` stands for, read-only.
 
-    A Fisher-Yates shuffle by a counter-based Philox generator (Salmon et al., "Parallel random
-    numbers: as easy as 1, 2, 3", SC 2011) whose key is a hash of the name; with ``shuffle=False``
-    as they come.
+    It is a Fisher-Yates shuffle by a counter-based Philox generator (Salmon et al., "Parallel
+    random numbers: as easy as 1, 2, 3", SC 2011) whose key is a hash of the name. With
+    ``shuffle=False`` the numbers rise.
     """
     order: Indices = np.arange(length, dtype=np.int64)
     if shuffle:
@@ -30,23 +30,23 @@ def order_of(length: int, name: str, *, shuffle: bool) -> Indices:
 
 
 WINDOW_BLOCKS = 16
-"""Blocks whose samples a shuffle in blocks mixes with each other, at least."""
+"""Least number of blocks whose samples a shuffle in blocks mixes with each other."""
 
 
 def window_of(batch_size: int, block_size: int) -> int:
-    """Number of consecutive batches that together hold `WINDOW_BLOCKS` blocks or more."""
+    """Return the number of consecutive batches that hold `WINDOW_BLOCKS` blocks or more."""
     return -(-WINDOW_BLOCKS * block_size // batch_size)
 
 
 def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) -> Indices:
-    """The numbers from 0 to ``length``, shuffled for storage that reads runs faster than samples.
+    """Return the numbers below ``length``, shuffled for storage that reads runs fast.
 
-    The blocks, runs of ``block_size`` numbers, are shuffled and laid end to end, and so many of
-    them that `window_of` batches need are a window. Cut into groups of as many samples as the
-    window has batches, each group gives one sample to each batch, in an order of its own: sample
-    i of a batch is one of group i. Consecutive positions of a window's batches thus hold whole
-    consecutive runs, so that a rank, which has the same positions of each batch, reads only its
-    own part of the window, in runs, whatever the number of ranks.
+    The blocks, runs of ``block_size`` numbers, are shuffled and laid end to end. The samples of
+    `window_of` consecutive batches are a window. It is cut into groups of as many samples as it has
+    batches, and each group gives one sample to each batch, in an order of its own: sample i of a
+    batch comes from group i. So consecutive positions in a window's batches hold whole runs. A
+    rank, which has the same positions of each batch, reads only its own part of the window, in
+    runs, for any number of ranks.
     """
     blocks = order_of(-(-length // block_size), name, shuffle=True)
     laid = (blocks[:, None] * block_size + np.arange(min(block_size, length))).reshape(-1)
@@ -55,8 +55,7 @@ def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) 
     generator = _generator(f"{name}/windows")
     window = window_of(batch_size, block_size)
     whole = length - length % (batch_size * window)
-    # Each batch of a window takes one sample of every group of as many neighbours as it has
-    # batches: all batches then mix all blocks.
+    # Each batch of a window takes one sample from every group, so that all batches mix all blocks.
     groups = laid[:whole].reshape(-1, batch_size, window)
     dealt = [generator.permuted(groups, axis=2).swapaxes(1, 2).reshape(-1)]
     if whole < length:
@@ -74,7 +73,7 @@ def block_order_of(length: int, name: str, *, batch_size: int, block_size: int) 
 
 
 def _generator(name: str) -> np.random.Generator:
-    # A hash of the name and no sequence of draws: an epoch's order does not depend on earlier ones.
+    # Seeded by a hash of the name, so that an epoch's order does not depend on earlier epochs.
     key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key))
 
@@ -100,31 +99,31 @@ def _check_place(epoch: int, index: int, batches: int) -> None:
 
 @dataclass(frozen=True)
 class GlobalBatchSampler:
-    """Deals the samples of a data set into global batches, in an order that no rank influences.
+    """Divides a data set into global batches, in an order that does not depend on the ranks.
 
-    The order of an epoch is a function of (seed, epoch) alone, so a run that stops in the middle
-    of an epoch goes on with the next batch at any other world size: there is no position to
-    save but the step. Every sample is seen once an epoch; none is repeated to pad a batch.
+    The order of an epoch is a function of (seed, epoch) alone. So a run that stops in the middle of
+    an epoch can continue with the next batch at any other world size, and the step is the only
+    position to save. Every sample is seen once an epoch; none is repeated to pad a batch.
 
     Parameters
     ----------
     length : int
         Number of samples in the data set, 1 or more.
     batch_size : int
-        Samples of a global batch, over all ranks together, 1 or more.
+        Number of samples of a global batch, over all ranks together, 1 or more.
     seed : int
-        Names the sequence of orders.
+        Seed of the orders.
     shuffle : bool
         False: samples come in the order of the data set.
     drop_last : bool
         Leave out the last batch of an epoch if it would be shorter.
     shuffle_block_size : int, optional
-        Shuffle blocks of so many consecutive samples, and the samples within windows of
-        16 blocks or more, as `block_order_of` does; then the order is a function of
-        ``batch_size``, too. Default: shuffle all samples with each other.
+        Shuffle blocks of this number of consecutive samples, and the samples within windows of
+        16 blocks or more, as `block_order_of` does. Then the order is a function of ``batch_size``,
+        too. Default: shuffle all samples with each other.
     leaves : int, optional
-        ``gradient_leaves`` of the model that is trained: a rank's part of a batch are its leaves,
-        as `LeafLayout` deals them. Default: ``ShardLayout(batch, world_size)``.
+        ``gradient_leaves`` of the model that is trained: a rank's part of a batch is its leaves in
+        `LeafLayout`. Default: ``ShardLayout(batch, world_size)``.
 
     Raises
     ------
@@ -183,7 +182,7 @@ class GlobalBatchSampler:
         return 1 if block is None else window_of(self.batch_size, block)
 
     def batch(self, epoch: int, index: int) -> Indices:
-        """The samples of one global batch.
+        """Return the samples of one global batch.
 
         Parameters
         ----------
@@ -210,14 +209,14 @@ class GlobalBatchSampler:
         return self._order(epoch)[start : start + self.batch_size]
 
     def local(self, epoch: int, index: int, rank: int, world_size: int) -> tuple[Indices, int]:
-        """One rank's part of a global batch: consecutive samples, or those of its leaves.
+        """Return a rank's part of a global batch: consecutive samples, or those of its leaves.
 
         Parameters
         ----------
         epoch, index : int
             As for `batch`.
         rank, world_size : int
-            The rank, and the number of ranks that the batch is dealt over.
+            The rank, and the number of ranks that divide the batch.
 
         Returns
         -------
@@ -241,33 +240,32 @@ class GlobalBatchSampler:
         order = _order(
             self.length, name, self.batch_size, self.shuffle_block_size, shuffle=self.shuffle
         )
-        # One epoch only: an order has 8 bytes for each sample of the data set.
+        # Only one epoch is kept: an order has 8 bytes for each sample of the data set.
         self._last[:] = [(epoch, order)]
         return order
 
 
 @dataclass(frozen=True)
 class LocalBatchSampler:
-    """Deals global batches to which each rank brings samples of its own data set.
+    """Makes global batches to which each rank contributes samples of its own data set.
 
-    Of a global batch each rank brings its `ShardLayout` share, from its own samples, until it has
-    no more: then it brings fewer, and 0 in the end, while the others go on. An epoch ends when
-    the last rank has brought its last sample, so every sample of every rank is seen once an
-    epoch, and none is repeated. Lengths that differ much leave short batches at the end of each
-    epoch.
+    Each rank contributes its `ShardLayout` share of a global batch, until its samples are used up:
+    then it contributes fewer, and in the end none, while the other ranks continue. An epoch ends
+    with the last sample of the last rank. So every sample of every rank is seen once an epoch, and
+    none is repeated. If lengths differ much, the last batches of each epoch are short.
 
     Parameters
     ----------
     lengths : sequence of int
         Number of samples of each rank, 0 included; not all 0.
     batch_size : int
-        Samples of a global batch, over all ranks together; at least one for each rank.
+        Number of samples of a global batch, over all ranks together; at least one for each rank.
     seed : int
-        Names the sequence of orders; each rank's is another.
+        Seed of the orders, which differ from rank to rank.
     shuffle : bool
         False: samples come in the order of the rank's data set.
     drop_last : bool
-        Leave out the batches of an epoch to which a rank cannot bring its full share.
+        Leave out the batches of an epoch to which a rank cannot contribute its full share.
     shuffle_block_size : int, optional
         As for `GlobalBatchSampler`, with a rank's share as the batch.
 
@@ -275,13 +273,12 @@ class LocalBatchSampler:
     ------
     ValueError
         For lengths below 0 or all 0, a ``batch_size`` below the number of ranks, a
-        ``shuffle_block_size`` below 1, or if
-        ``drop_last`` leaves no batch.
+        ``shuffle_block_size`` below 1, or if ``drop_last`` leaves no batch.
 
     Notes
     -----
-    A rank's order is a function of (seed, rank, epoch), so a run goes on with the same number of
-    ranks only: nobody else has a missing rank's samples.
+    A rank's order is a function of (seed, rank, epoch). A run continues only with the same number
+    of ranks: no other rank has a missing rank's samples.
 
     Examples
     --------
@@ -331,12 +328,12 @@ class LocalBatchSampler:
 
     @property
     def window(self) -> int:
-        """As of `GlobalBatchSampler`: the largest of the ranks' windows."""
+        """Number of batches that are mixed, as of `GlobalBatchSampler`: the ranks' largest."""
         block = self.shuffle_block_size if self.shuffle else None
         return 1 if block is None else window_of(min(self._shares), block)
 
     def local(self, epoch: int, index: int, rank: int, world_size: int) -> tuple[Indices, int]:
-        """A rank's samples of a global batch, from a data set that only this rank has.
+        """Return a rank's samples of a global batch, from a data set that only this rank has.
 
         Parameters
         ----------
@@ -348,14 +345,14 @@ class LocalBatchSampler:
         Returns
         -------
         indices : array of int64
-            Indices into the rank's own data set, read-only; empty if it has brought all.
+            Indices into the rank's own data set, read-only; empty if all are used up.
         sample_start : int
             Position in the global batch of the first of them.
 
         Raises
         ------
         ValueError
-            If ``epoch`` is negative, or ``world_size`` another.
+            If ``epoch`` is negative, or ``world_size`` is not the number of ``lengths``.
         IndexError
             If ``index`` is outside the epoch.
         """
@@ -363,7 +360,7 @@ class LocalBatchSampler:
             raise ValueError(f"the data are of {len(self.lengths)} ranks, not of {world_size}")
         _check_place(epoch, index, self.batches_per_epoch)
         share = self._shares[rank]
-        # Behind the samples of the ranks before this one, some of which may have none left.
+        # The samples follow those of the ranks before, some of which may have none left.
         brought_before = [
             min(max(length - index * other, 0), other)
             for length, other in zip(self.lengths[:rank], self._shares, strict=False)

@@ -46,7 +46,7 @@ class Column:
             raise KeyError(f"there is no column {name!r}; there are {', '.join(rows[:1])}")
         self.rows = rows
         self.name = name
-        # One row tells the shape; others are read when they are asked for.
+        # One row has the shape of all; others are read when they are indexed.
         sample = np.shape(rows[:1][name])[1:] if len(rows) else ()
         self.shape: tuple[int, ...] = (len(rows), *sample)
 
@@ -54,7 +54,7 @@ class Column:
         return self.shape[0]
 
     def __getitem__(self, indices: Any) -> Array:
-        """Values of a slice or an array of integers, shape (n, ...)."""
+        """Return the values of a slice or an array of integers, shape (n, ...)."""
         return np.asarray(self.rows[indices][self.name])
 
     def __repr__(self) -> str:
@@ -94,9 +94,9 @@ class ParquetColumns:
     KeyError
         If a file has no such column, naming those that it has.
     ValueError
-        If no column is named, a file is no Parquet file, columns have samples of different shapes,
-        a file has values that the dtype of the first rows cannot hold, or a column has missing
-        values, lists of different lengths, or values that are no numbers.
+        If no column is named, a file is not a Parquet file, columns have samples of different
+        shapes, a file has values that the dtype of the first rows cannot hold, or a column has
+        missing values, lists of different lengths, or values that are not numbers.
     """
 
     def __init__(self, path: Any, columns: str | Sequence[str]) -> None:
@@ -110,7 +110,7 @@ class ParquetColumns:
         self._is_single = isinstance(columns, str)
         if not self._columns:
             raise ValueError("columns must name a column or more, got none")
-        # Row groups of all files are numbered on, as if they stood in one file.
+        # Row groups are numbered through all files, as if they were in one.
         starts: list[int] = [0]
         self._groups: list[tuple[Any, int]] = []
         types: list[Any] = []
@@ -142,7 +142,7 @@ class ParquetColumns:
         self._starts = np.array(starts)
         self.row_group_size = int(np.diff(self._starts).max(initial=0))
         self._kept: tuple[int, Array] | None = None
-        # A ParquetFile keeps its place in the file, so that one thread at a time reads.
+        # A ParquetFile has a position in the file, so that only one thread at a time may read.
         self._lock = threading.Lock()
         first = self._group(0) if self._groups else np.zeros(0)
         self.shape: tuple[int, ...] = (int(self._starts[-1]), *first.shape[1:])
@@ -152,7 +152,7 @@ class ParquetColumns:
         return self.shape[0]
 
     def __getitem__(self, indices: Any) -> Array:
-        """Samples of a slice or an array of integers, shape (n, ...)."""
+        """Return the samples of a slice or an array of integers, shape (n, ...)."""
         if isinstance(indices, slice):
             indices = np.arange(*indices.indices(len(self)))
         wanted = np.asarray(indices)
@@ -163,7 +163,7 @@ class ParquetColumns:
         groups = np.searchsorted(self._starts, wanted, side="right") - 1
         found = np.empty((wanted.size, *self.shape[1:]), self.dtype)
         with self._lock:
-            # Each row group once, however the rows are ordered: reading one takes milliseconds.
+            # Each row group is read once, whatever the order of the rows: that takes milliseconds.
             for group in np.unique(groups):
                 is_here = groups == group
                 values = self._group(group)
@@ -177,7 +177,7 @@ class ParquetColumns:
 
     def _group(self, number: int) -> Array:
         if self._kept is None or self._kept[0] != number:
-            self._kept = None  # before the next is read, so that one is held at a time
+            self._kept = None  # before the next group is read, so that only one is in memory
             file, group = self._groups[number]
             table = file.read_row_group(group, columns=self._columns)
             values = [self._values(table.column(name), name) for name in self._columns]
@@ -213,7 +213,7 @@ class ParquetColumns:
 
 
 def _dtype_of(types: Sequence[Any]) -> np.dtype[Any]:
-    """NumPy's dtype for values of Arrow types, or of lists of them, side by side."""
+    """Return NumPy's dtype for values of Arrow types, or of lists of them, side by side."""
     elements = (getattr(each, "value_type", each) for each in types)
     return np.result_type(*(each.to_pandas_dtype() for each in elements))
 

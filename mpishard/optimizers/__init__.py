@@ -3,9 +3,9 @@
 `rules` has the arithmetic of updates: begin with `rules.elementwise`. `sharded` runs a rule on the
 part of a model that each rank owns: `sharded.base`, and `sharded.strategies` for the table of
 strategies. `loop` is `optimize`: epochs, evaluation, early stopping, checkpoints and resume, in
-`loop.loop`. Modules beside the chapters: `plain` runs a rule on plain models and vectors in one
-process, `minimization` is `minimize`, which runs L-BFGS on a function, and `inverse_hessian` has
-the operator that it returns.
+`loop.loop`. Other modules: `plain` runs a rule on plain models and vectors in one process,
+`minimization` is `minimize`, which runs L-BFGS on a function, and `inverse_hessian` has the
+operator that it returns.
 
 The order is loop, rules, sharded, and plain or minimization; a chapter imports from those before
 it. Only this module joins a rule to its holder in `plain`, because a rule's own `optimize` runs all

@@ -18,15 +18,15 @@ _LARGEST = 1 << 30  # bytes of the matrix that `todense` makes
 class InverseHessian:
     """The approximate inverse Hessian of L-BFGS, as ``scipy.optimize.LbfgsInvHessProduct``.
 
-    Of the pairs of steps s and changes y of the gradient each rank holds its part. The matrix is
+    Each rank holds its part of the pairs of steps s and changes y of the gradient. The matrix is
     SciPy's of the same pairs: the updates of Nocedal and Wright, "Numerical Optimization", 2006,
-    equation 7.16, on the identity. The last iteration's pair is among them, which the result of
+    equation 7.16, on the identity. It includes the last iteration's pair, which the result of
     ``scipy.optimize.minimize`` leaves out. A product is the two loops of algorithm 7.4: one small
     all-reduce for each vector s and y, and one all-gather of the result. **Its calls are
     collective**: every rank makes them, with the same argument, while the backend of `minimize`
     lives. It holds the 2m n / N numbers of the history for as long as it lives.
     ``scipy.sparse.linalg.aslinearoperator`` takes it; `pickle` and `copy.deepcopy` do not, because
-    a rank has its part alone.
+    each rank has only its part.
 
     Parameters
     ----------

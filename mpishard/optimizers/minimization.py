@@ -73,10 +73,10 @@ def minimize(
         ``fun(theta, *args)`` returns the *mean* loss over the samples it is given and its gradient,
         an array of shape (n,). It must not change theta. It is called with at least one sample.
     theta0 : array_like
-        First parameters, shape (n,), floating. Rank 0's count.
+        First parameters, shape (n,), floating. Rank 0's values are used.
     args : sequence of array or data set
-        Arrays of equal length, cut along their first dim: the *same* on every rank, of which each
-        reads its share. Without any, rank 0 alone evaluates the function.
+        Arrays of equal length, the *same* on every rank. They are cut along their first dim, and
+        each rank reads its share. Without any, only rank 0 evaluates the function.
     method : str
         "L-BFGS", also under SciPy's name "L-BFGS-B", "CG" (nonlinear conjugate gradients of Polak
         and Ribière) or "Newton-CG"; see `mpishard.optimizers.LBFGS` for papers and equations. All
@@ -101,11 +101,11 @@ def minimize(
         `ShardingConfiguration`.
     callback : callable, optional
         ``callback(theta)`` or ``callback(intermediate_result)`` after each iteration, on every
-        rank; for it theta is gathered. StopIteration on any rank ends the run on all.
+        rank, with the gathered theta. StopIteration on any rank ends the run on all.
     local_data : bool
-        ``args`` are this rank's own samples, of any number, also none.
+        ``args`` are this rank's own samples, any number of them, even none.
     checkpoint : path, optional
-        Folder of the run's checkpoints. If it has some, the run goes on from the newest that
+        Folder of the run's checkpoints. If it has some, the run continues from the newest one that
         verifies, at any world size.
     checkpoint_every : int, optional
         Iterations between checkpoints; default at the end only.
@@ -155,7 +155,7 @@ def minimize(
     if isinstance(rule, NewtonCG):
         rule.has_products = hessp is not None
         rule.epsilon = float(np.finfo(theta.dtype).eps)
-    # Its checks of these arguments, and its places for checkpoints; the samples have no part in it.
+    # It checks these arguments and finds checkpoints. Its model and samples are placeholders.
     saving = OptimizationInputData(
         model=fun, x_train=np.zeros(1), y_train=np.zeros(1), checkpoint=checkpoint,
         checkpoint_every=checkpoint_every, resume=resume, local_data=local_data,
@@ -164,7 +164,7 @@ def minimize(
     backend.initialize()
     config = ShardingConfiguration(backend, gradient_leaves=leaves)
     check_leaves(config, backend.world_size)
-    # The optimizer takes a batch; here every batch is all of this rank's samples.
+    # The optimizer takes batches: here each consists of all of this rank's samples.
     samples = Samples.of(args, backend, leaves, local_data=local_data)
     choices = {
         **rule.fingerprint(), **limits, "parameters": theta.size, "dtype": theta.dtype.name,
@@ -209,7 +209,7 @@ class _Run:
         self.model = ZeRO2Model(self.objective, self.config)
         self.optimizer = ZeRO2Optimizer(self.rule, self.config)
         state = self.optimizer.checkpoint_view(self.model)
-        # Of a function there is nothing else to save, so nobody need be told.
+        # A function has no other attributes to save, so the warning about them is switched off.
         self.model.engine.has_said_what_is_not_saved = True
         own = RunCheckpoints(saving, backend) if saving.checkpoint is not None else None
         found = checkpoint_to_resume(saving, backend, None if own is None else own.folder)
@@ -221,7 +221,7 @@ class _Run:
                     state.vectors[name][piece.in_shard] = bound[piece.start : piece.stop]
         self.numbers = self.objective.numbers = state.numbers
         status, message = -1, ""
-        if found is not None:  # a run that had ended does nothing more
+        if found is not None:  # a run that had reached its end makes no further iteration
             status, message = self._reason(self.numbers.get("before"))
         if own is not None and status < 0:
             with together(backend):
@@ -284,12 +284,12 @@ class _Run:
                 self.callback(theta)
         except StopIteration:
             stops = 1
-        # If it stops on one rank it stops on all: the others would wait for it in the next step.
+        # One rank ends the run on all ranks: otherwise they would wait for it in the next step.
         return bool(self.backend.all_reduce(np.array([stops]), ReductionOperation.MAX)[0])
 
     def _result(self, status: int, message: str) -> OptimizeResult:
         numbers, products = self.numbers, self.numbers.get("products", 0)
-        # A last step that found nothing lower is no iteration.
+        # A last step that found no lower value is not an iteration.
         iterations = self.optimizer.steps - ("stuck" in numbers)
         # Without hessp each product of the Hessian was a difference of two gradients.
         evaluations = numbers["evaluations"] + (0 if self.objective.has_product else products)
@@ -310,7 +310,7 @@ class _Run:
             vectors, pairs = self.optimizer.state, numbers.get("pairs", [])
             steps, changes = ([vectors[f"{kind}{k}"] for k in pairs] for kind in ("step", "change"))
             result["hess_inv"] = InverseHessian(self.backend, steps, changes, result.x.size)
-        # The function is the user's object, and can be minimized again.
+        # Released, so that the user can minimize the same function again.
         self.model.release()
         return result
 
@@ -430,8 +430,8 @@ class Samples:
     Parameters
     ----------
     leaves : sequence of (sequence of Array, int)
-        Of each leaf what the function takes beside theta, cut along the first dim, and the number
-        of samples. A function without data counts as one sample, on rank 0.
+        The arguments of the function besides theta for each leaf, cut along the first dim, and the
+        leaf's number of samples. A function without data counts as one sample, on rank 0.
     """
 
     def __init__(self, leaves: Sequence[tuple[Sequence[Array], int]]) -> None:
@@ -441,7 +441,7 @@ class Samples:
         return sum(count for _, count in self.leaves)
 
     def __getitem__(self, part: slice) -> Samples:
-        """Return the leaf that ``part`` of the samples is, which is not copied for it."""
+        """Return the leaf whose samples are ``part``, without a copy."""
         ends = accumulate(count for _, count in self.leaves)
         for (arrays, count), end in zip(self.leaves, ends, strict=True):
             if (end - count, end) == (part.start, part.stop):
@@ -457,7 +457,7 @@ class Samples:
         *,
         local_data: bool,
     ) -> Samples:
-        """Return the samples of this rank, of data that all ranks have, or of its own."""
+        """Return this rank's samples: its part of data that all ranks have, or its own data."""
         if local_data:
             return cls([(tuple(args), len(args[0]))])
         size = backend.world_size
@@ -496,7 +496,7 @@ class Objective:
         described_as: str,
     ) -> None:
         self.described_as = described_as
-        self.numbers: Mapping[str, Any] = {}  # of the rule's state, once there is one
+        self.numbers: Mapping[str, Any] = {}  # those of the rule's state, after it is made
         self._function = function
         self._product = product
         self._theta = theta
@@ -511,7 +511,7 @@ class Objective:
         return self._theta
 
     def set_parameters(self, parameters: Array) -> None:
-        # The engine's copy, which nobody else changes.
+        # The engine passes a copy that it does not change.
         if self._product is not None and not self.numbers.get("product"):
             self._base = parameters
         self._theta = parameters
@@ -546,10 +546,10 @@ class OptimizeResult(dict[str, Any]):
     nit, nfev, njev : int
         Iterations; evaluations of loss and gradient, of this run and those it went on from.
     nhev : int
-        Of "Newton-CG": products of the Hessian with a vector, or differences of gradients in their
-        place.
+        For "Newton-CG": number of products of the Hessian with a vector, or of differences of
+        gradients in their place.
     hess_inv : InverseHessian
-        Of "L-BFGS": the approximate inverse Hessian, whose products are collective. CG and
+        For "L-BFGS": the approximate inverse Hessian, whose products are collective. CG and
         Newton-CG have none, as SciPy's.
     success : bool
         Whether a tolerance was reached.

@@ -80,7 +80,7 @@ class PlainTraining:
         data.checked()  # before a world is made for it
         plain = data.model
         self._refuse_sharded(plain)
-        # Two such runs may go on in two threads, so each world has a name of its own.
+        # Two such runs may be under way in two threads, so each world has a name of its own.
         with InMemoryCommunicationBackend(0, 1, f"single-{next(_numbers)}") as backend:
             sharded = DDPOptimizer(self.rule, ShardingConfiguration(backend))
             model = DDPOptimizer.model_class(plain, sharded.sharding_configuration)
@@ -100,7 +100,8 @@ class PlainTraining:
         loss = None
         if hasattr(model, "compute_loss_and_gradients"):
             compute = model.compute_loss_and_gradients
-            # Models of mpishard.nn draw dropout masks by the step; a user's function may not.
+            # Models of mpishard.nn draw dropout masks by the step; a user's may have no such
+            # argument.
             takes_step = "step" in inspect.signature(compute).parameters
             counted = {"step": self.run.steps} if takes_step else {}
             loss, gradients = compute(x, y, **counted)
@@ -112,7 +113,7 @@ class PlainTraining:
             raise TypeError(
                 f"gradients of parameters of {parameters.dtype} cannot be {gradients.dtype}"
             )
-        with np.errstate(over="ignore"):  # it becomes infinite, which is refused
+        with np.errstate(over="ignore"):  # an overflow becomes infinite, which is refused below
             gradients = gradients.astype(parameters.dtype, copy=False)
         are_finite = bool(array_namespace(gradients).isfinite(gradients).all())
         if not are_finite or (loss is not None and not math.isfinite(loss)):
@@ -187,7 +188,7 @@ class PlainTraining:
         self.run = run
 
     def _refuse_sharded(self, model: Any) -> None:
-        # It would take each rank's own gradient for that of all.
+        # The rule would update with each rank's own gradient instead of all ranks' gradient.
         if isinstance(model, IShardedModel):
             rule = type(self.rule).__name__
             raise TypeError(

@@ -23,10 +23,10 @@ class RecomputeStrategy(StrEnum):
     "Training deep nets with sublinear memory cost", 2016 (arXiv:1604.06174), section 4.1. With
     segments of sqrt(L) of L layers, memory grows with sqrt(L), for one more forward pass.
 
-    SELECTIVE computes single layers again, those that free most for the least work: Korthikanti
-    et al., "Reducing activation recomputation in large transformer models", 2022
-    (arXiv:2205.05198), section 5. There these are the scores of attention, which `nn.Attention`
-    never keeps; the others are chosen by each layer's estimates.
+    SELECTIVE computes single layers again, those that free most bytes for the least work:
+    Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022
+    (arXiv:2205.05198), section 5. In the paper these are the scores of attention, which
+    `nn.Attention` never keeps; here layers are chosen by their estimates.
 
     NONE keeps everything.
     """
@@ -44,24 +44,23 @@ class RecomputeStrategy(StrEnum):
 class ActivationCheckpointConfig:
     """The choice of activations that a model keeps, and of those that it computes again.
 
-    Results are the same to the bit: dropout depends on the sample, not on the call. Where
-    parameters are sharded, those of a segment are gathered once more; if layers are split over
-    the tensor axis, what their forward exchanges is exchanged once more.
+    Results have the same bits: dropout depends on the sample, not on the call. If parameters are
+    sharded, those of a segment are gathered once more. If layers are split over the tensor axis,
+    the collectives of their forward are made once more.
 
     Parameters
     ----------
     enabled : bool
         Whether anything is computed again.
     checkpoint_every_n_layers : int or "sqrt"
-        FULL: n, the top-level layers of a segment; the last may have fewer. ``"sqrt"`` is the
-        root of the number of layers that a rank has in a row, rounded up. SELECTIVE goes by
-        layers, and does not look at it.
+        FULL: n, the number of top-level layers of a segment; the last may have fewer. ``"sqrt"`` is
+        the root of the number of layers that a rank has in a row, rounded up. SELECTIVE ignores it.
     recompute_strategy : RecomputeStrategy, optional
         The parts that are computed again; None stands for FULL.
     max_activations_in_memory : int
-        Limit; 0 for none. FULL: the largest number of segments that keep their input, for each
-        micro-batch; segments grow to meet it. SELECTIVE: the largest number of layers that could
-        be computed again and are kept instead.
+        A limit; 0 for none. FULL: the most segments that keep their input, for each micro-batch;
+        segments are made longer to meet it. SELECTIVE: the most layers that could be computed again
+        and are kept instead.
     checkpoint_first_layer : bool
         Whether the model's first layer may be computed again; if not, its activations are kept.
 
@@ -118,14 +117,14 @@ class ActivationCheckpointConfig:
     def segments(
         self, layers: Sequence[LayerInfo], itemsize: int, *, keeps_last: bool
     ) -> tuple[range, ...]:
-        """The segments of consecutive layers that are computed again, by ``index``, in order.
+        """Return the segments of layers that are computed again, as ranges of ``index``, in order.
 
         Parameters
         ----------
         layers : sequence of LayerInfo
             Layers that a rank computes in a row.
         itemsize : int
-            Bytes of an element of what layers put out.
+            Bytes of an element of the layers' outputs.
         keeps_last : bool
             Whether backward follows forward at once. The last segment is then kept, because
             computing it again would save nothing.
@@ -133,7 +132,7 @@ class ActivationCheckpointConfig:
         if self.strategy is RecomputeStrategy.NONE or not layers:
             return ()
         if self.strategy is RecomputeStrategy.FULL:
-            # Of one length: the memory of a pass is that of the longest, and of all inputs.
+            # Segments have one length, because a pass needs memory for the longest and all inputs.
             first, stop = layers[0].index, layers[-1].index + 1
             if not self._may_recompute(layers[0]):
                 first += 1
@@ -148,10 +147,10 @@ class ActivationCheckpointConfig:
         return tuple(segments[:-1] if keeps_last and is_last else segments)
 
     def _cheap_layers(self, layers: Sequence[LayerInfo], itemsize: int) -> list[range]:
-        """Layers whose work for each byte freed is no more than the average of all that free any.
+        """Return layers whose work per freed byte is at most the mean of all that free any.
 
-        A layer saves about its input and what layers inside it put out; its own output is the
-        next one's to save. Computed again it keeps the input alone.
+        A layer saves about its input and the outputs of layers inside it; the next layer saves its
+        output. A layer that is computed again keeps only its input.
         """
         inside = {
             info.index: info.estimated_activation_memory - itemsize * math.prod(info.output_shape)
@@ -162,7 +161,7 @@ class ActivationCheckpointConfig:
         flops = {info.index: info.estimated_flops for info in layers if info.index in freed}
         all_flops, all_freed = sum(flops.values()), sum(freed.values())
         cheapest = sorted(freed, key=lambda index: flops[index] / freed[index])
-        # In products of integers, and not quotients: every rank finds the same layers.
+        # Products of integers instead of quotients, so that every rank chooses the same layers.
         count = sum(flops[i] * all_freed <= all_flops * freed[i] for i in freed)
         if self.max_activations_in_memory:
             count = max(count, len(cheapest) - self.max_activations_in_memory)

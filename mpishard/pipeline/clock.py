@@ -1,4 +1,4 @@
-"""Run a schedule on a virtual clock: begin and end of each operation, or the ranks that wait."""
+"""A virtual clock for schedules: begin and end of each operation, or the ranks that wait."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpishard.pipeline.operations import (
 )
 
 Times = float | Sequence[float]
-"""One number, or one for each stage."""
+"""A number for all stages, or one for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class StageTimes:
                 as_amount(name, value)
 
     def of_stages(self, kind: PipelineOperationType, num_global_stages: int) -> list[float]:
-        """Seconds, or whatever the unit is, of an operation in each global stage.
+        """Return the time of an operation in each global stage, in the unit of the arguments.
 
         Raises
         ------
@@ -70,7 +70,7 @@ class StageTimes:
         return spread(kind.value, getattr(self, kind.value), num_global_stages, "global stages")
 
     def of_boundaries(self, num_global_stages: int) -> list[float]:
-        """Time of a message between each global stage and the next.
+        """Return the time of a message between each global stage and the next.
 
         Raises
         ------
@@ -81,7 +81,7 @@ class StageTimes:
 
 
 def spread(name: str, given: Times, count: int, what: str) -> list[float]:
-    """One number for each of ``count`` of ``what``.
+    """Return a number for each of ``count`` of ``what``.
 
     Raises
     ------
@@ -101,13 +101,13 @@ _HALVES = {FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
 
 
 def describe(operation: PipelineOperation, global_stage: int) -> str:
-    """An operation in words."""
+    """Return an operation in words."""
     kind = operation.type.replace("_", " ")
     return f"{kind} of micro-batch {operation.micro_batch_index} in global stage {global_stage}"
 
 
 def stages_of_ranks(schedule: IPipelineSchedule, num_stages: int) -> list[list[int]]:
-    """The global stages of each rank, by virtual index.
+    """Return the global stages of each rank, by virtual index.
 
     Raises
     ------
@@ -128,12 +128,12 @@ def stages_of_ranks(schedule: IPipelineSchedule, num_stages: int) -> list[list[i
 
 
 def check_completeness(order: Order, stages: Sequence[int], num_micro_batches: int) -> None:
-    """Check that a rank with these global stages does everything once.
+    """Check that a rank with these global stages makes each operation once.
 
     Raises
     ------
     ValueError
-        With the rank's wrong operation, to be read behind its name.
+        For a wrong or missing operation. The message is to follow the rank's name.
     """
     kinds: dict[tuple[int, int], list[PipelineOperationType]] = {
         (virtual, micro_batch): []
@@ -268,14 +268,14 @@ class _Clock:
             0.0 if rank_of[g] == rank_of[g + 1] else seconds
             for g, seconds in enumerate(times.of_boundaries(count))
         ]
-        # Of forward (True) and backward, by stage and micro-batch: the time at which it ended, and
-        # the rank that waits for it.
+        # End times of forwards (True) and backwards (False) by stage and micro-batch, and the rank
+        # that waits for each.
         self._ends: dict[bool, list[float | None]] = {
             is_forward: [None] * (count * num_micro_batches) for is_forward in (True, False)
         }
         self._waiters: dict[tuple[bool, int], int] = {}
         self._timed: list[list[TimedOperation]] = [[] for _ in orders]
-        # Ranks that may advance. A rank that waits is put back by the rank that it waits for.
+        # Ranks that may advance. The rank that another one waits for puts that one back.
         self._runnable = deque(range(len(orders)))
 
     def run(self) -> tuple[tuple[TimedOperation, ...], ...]:
@@ -301,7 +301,7 @@ class _Clock:
             start = max(now, arrival)
             now = start + self._seconds[kind][stage]
             timed.append(TimedOperation(operation, stage, start, now))
-            if kind is BACKWARD_WEIGHT:  # for which nobody waits
+            if kind is BACKWARD_WEIGHT:  # no operation of another rank needs its result
                 continue
             self._ends[kind is FORWARD][key] = now
             # At most one rank waits for each result: every forward and backward has one successor.
@@ -314,8 +314,8 @@ class _Clock:
     ) -> float | None:
         """Return the time at which an operation's input arrived, or None if it has not.
 
-        If another rank computes the input, this rank is noted as waiting for it. An input that
-        the rank itself should have computed earlier wakes nobody.
+        If another rank computes the input, this rank is recorded as waiting for it. An input that
+        the rank itself should have computed has no waiter: the schedule comes to a stop.
         """
         if kind is BACKWARD_WEIGHT:
             # Its own B comes first in any valid order; None here is a deadlock, found by `run`.
@@ -323,7 +323,7 @@ class _Clock:
         is_forward = kind is FORWARD
         if stage == (0 if is_forward else self._last_stage):
             return 0.0 if is_forward else self._ends[True][key]
-        # The stage behind goes back only after this one has gone forward.
+        # The backward of the next stage comes after this stage's forward in any case.
         sender = stage - 1 if is_forward else stage + 1
         needed = key + (sender - stage) * self._num_micro_batches
         end = self._ends[is_forward][needed]
@@ -333,7 +333,7 @@ class _Clock:
         return end + self._boundaries[min(sender, stage)]
 
     def _deadlock(self) -> str:
-        """Describe the operation at which each rank stands, and the rank that it waits for."""
+        """Describe the operation at which each rank stopped, and the rank that it waits for."""
         places = {
             (operation.type is FORWARD, self._stages[rank][operation.virtual_stage_index],
              operation.micro_batch_index): (rank, place)
@@ -352,7 +352,7 @@ class _Clock:
                 if place >= len(self._timed[other]):
                     word = "forward" if is_forward else "backward"
                     lines.append(
-                        f"  rank {rank} stands at its operation {len(timed)}, "
+                        f"  rank {rank} waits at its operation {len(timed)}, "
                         f"{describe(operation, stage)}; its {word} in global stage {where} is "
                         f"operation {place} of rank {other}, not yet done"
                     )
@@ -370,10 +370,10 @@ class _Clock:
 def check_schedule(schedule: IPipelineSchedule, num_stages: int, num_micro_batches: int) -> None:
     """Check that a schedule is complete and comes to its end, by running it on the virtual clock.
 
-    Every micro-batch must pass each global stage forward once and backward once, whole or in its
+    Every micro-batch must pass each global stage forward once and backward once, as a whole or in
     two halves. Each global stage must be on one rank. Each rank must come to the end of its
-    operations, which it runs in order, each as soon as its inputs are there (see `run_clock`).
-    The ranks' speeds do not matter: an order that ends for some times ends for all.
+    operations, which it runs in order, each as soon as its inputs are there (see `run_clock`). The
+    speeds of ranks do not matter: an order that ends for some times ends for all.
 
     Parameters
     ----------

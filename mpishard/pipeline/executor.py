@@ -38,17 +38,17 @@ from mpishard.pipeline.operations import (
 class IPipelineStage(ABC):
     """One rank's stages, by virtual index, with the activations that micro-batches leave in them.
 
-    Of each stage and micro-batch `forward` is called once, then either `backward`, or
+    For each stage and micro-batch `forward` is called once, then either `backward`, or
     `backward_input` and later `backward_weight`.
     """
 
     @abstractmethod
     def input_shape(self, virtual_stage: int, micro_batch: int) -> tuple[int, ...]:
-        """Shape, with the batch dim, of the stage's input, and of its gradient."""
+        """Return the shape, with the batch dim, of the stage's input, and of its gradient."""
 
     @abstractmethod
     def output_shape(self, virtual_stage: int, micro_batch: int) -> tuple[int, ...]:
-        """Shape, with the batch dim, of the output of `forward`."""
+        """Return the shape, with the batch dim, of the output of `forward`."""
 
     @abstractmethod
     def forward(self, virtual_stage: int, micro_batch: int, x: Array | None) -> Array | None:
@@ -61,22 +61,22 @@ class IPipelineStage(ABC):
         """
 
     def describe(self, virtual_stage: int) -> str:
-        """A stage, as errors name it."""
+        """Return the stage's name for errors."""
         return f"virtual stage {virtual_stage}"
 
     @abstractmethod
     def backward(self, virtual_stage: int, micro_batch: int, dy: Array | None) -> Array | None:
-        """Both halves. ``dy`` is None for the model's last stage; None comes of its first."""
+        """Run both halves. ``dy`` is None for the model's last stage, the result for its first."""
 
     @abstractmethod
     def backward_input(
         self, virtual_stage: int, micro_batch: int, dy: Array | None
     ) -> Array | None:
-        """The gradient of the input, as `backward` returns it; the other half waits."""
+        """Return the gradient of the input, as `backward` does; the other half waits."""
 
     @abstractmethod
     def backward_weight(self, virtual_stage: int, micro_batch: int) -> None:
-        """The other half: add the gradients of the parameters."""
+        """Run the other half: add the gradients of the parameters."""
 
 
 class OperationTimes(NamedTuple):
@@ -95,13 +95,13 @@ class PipelineRecord:
     Attributes
     ----------
     operations : list of OperationTimes
-        In order.
+        Times of all operations, in order.
     begun, ended : float
         Begin and end of the run, in seconds of `time.perf_counter`. It ends when all messages that
         it sent have been received.
     peak_live : list of int
-        Of each virtual stage, the most micro-batches at a time that were through with forward and
-        not with backward (with its second half, if it is split). 0 for forward alone.
+        For each virtual stage, the most micro-batches at a time that had ended forward and not
+        backward (or its second half, if it is split). 0 for forward alone.
     """
 
     operations: list[OperationTimes] = field(default_factory=list)
@@ -110,22 +110,22 @@ class PipelineRecord:
     peak_live: list[int] = field(default_factory=list)
 
     def computing(self, kind: PipelineOperationType | None = None) -> float:
-        """Seconds spent in operations of this kind, or of any."""
+        """Return the seconds spent in operations of this kind, or of any."""
         return sum(t.ended - t.ready for t in self.operations if kind in (None, t.operation.type))
 
     def waiting(self, kind: PipelineOperationType | None = None) -> float:
-        """Seconds that operations of this kind, or of any, waited for their inputs."""
+        """Return the seconds that operations of this kind, or of any, waited for their inputs."""
         return sum(t.ready - t.begun for t in self.operations if kind in (None, t.operation.type))
 
 
 class PipelineExecutor:
     """Runs a rank's operations in the schedule's order, and moves arrays between stages.
 
-    A stage's output is sent to the rank of the next stage as soon as it is computed, a gradient
-    to that of the stage before, while the rank computes on. The receive for an operation is
-    posted at least one operation earlier. Transfers therefore overlap computation, and a rank
-    holds at most one message beside those that it works on. A neighbour on the same rank is
-    given the array itself. Micro-batches without rows travel like others.
+    A stage's output is sent to the rank of the next stage as soon as it is computed, and a gradient
+    to that of the stage before, while the rank continues to compute. The receive for an operation
+    is posted at least one operation earlier. So transfers overlap computation, and a rank holds at
+    most one message besides those in use. A stage on the same rank gets the array itself.
+    Micro-batches without rows travel like others.
 
     With T global stages on more than one rank, M micro-batches and no two neighbours on one rank,
     a run sends 2 (T - 1) M messages in all, and forward alone (T - 1) M.
@@ -177,8 +177,7 @@ class PipelineExecutor:
         self._backend = backend
         self._schedule = schedule
         self._dtype = np.dtype(dtype)
-        # Made at the first run, because checking a schedule takes time that prediction alone need
-        # not spend.
+        # Made at the first run: checking a schedule takes time, which prediction does not need.
         self._plan: PipelinePlan | None = None
         self._forward_plan: PipelinePlan | None = None
         self.record = PipelineRecord()
@@ -223,7 +222,7 @@ class PipelineExecutor:
         return PipelinePlan.make(schedule, self._backend.rank, ranks, orders)
 
     def _execute(self, stage: IPipelineStage, plan: PipelinePlan) -> PipelineRecord:
-        # Tags differ from run to run: messages of a failed run are not taken for new ones.
+        # Tags differ from run to run, so that no message of a failed run is taken for a new one.
         generation = self._backend.begin_round() % self._generations
         first_tag = generation * 2 * len(plan.rank_of)
         run = _Run(stage, plan, self._backend, first_tag, self._dtype)
@@ -271,7 +270,7 @@ class _Run:
         for step in self._plan.steps:
             begun = time.perf_counter()
             given = self._take(step)
-            # From here on the rank computes; the time before was spent waiting for the input.
+            # The time before this point was spent waiting for the input.
             ready = time.perf_counter()
             operation = step.operation
             stage = self._global_stage[operation.virtual_stage_index]
@@ -279,7 +278,7 @@ class _Run:
                 result = self._compute(step, given)
             ended = time.perf_counter()
             record.operations.append(OperationTimes(step.operation, begun, ready, ended))
-            # Freed before the result travels: a rank holds one activation less at its peak.
+            # Freed before the result travels, so that a rank holds one activation less at its peak.
             del given
             if step.gives is not None:
                 self._give(step.gives, result, step.operation.virtual_stage_index)
@@ -291,7 +290,7 @@ class _Run:
                     record.peak_live[virtual] = max(record.peak_live[virtual], self._live[virtual])
                 elif operation.type is not BACKWARD_INPUT:
                     self._live[virtual] -= 1
-        # Until they are received the arrays may not be overwritten, by the next step for one.
+        # The next step may overwrite arrays only after they are received.
         while self._going:
             self._going.pop().wait()
         record.ended = time.perf_counter()
@@ -299,7 +298,7 @@ class _Run:
 
     def give_up(self) -> None:
         """Cancel the receives that are posted."""
-        # Messages of the next run must not end in arrays of this one.
+        # A receive that stays posted could take a message of the next run.
         for transfer in self._coming.values():
             transfer.cancel()
 
@@ -318,7 +317,7 @@ class _Run:
     # ---------------------------------------------------------------------------------- messages
 
     def _tag(self, flow: Flow) -> int:
-        """The tag of one way into a stage, whose messages come in the order they are sent in."""
+        """Return the tag of one direction into a stage: its messages arrive in sending order."""
         return self._first_tag + 2 * flow.stage + flow.is_gradient
 
     def _shape(self, flow: Flow, virtual_stage: int) -> tuple[int, ...]:
@@ -329,12 +328,12 @@ class _Run:
         """Return the step's input; before waiting, post the receive for the next step."""
         flow = step.takes
         if self._wanted and flow == self._wanted[0]:
-            # As a rule it was posted in the step before; in the first step it was not.
+            # Only in the first step: later receives were posted in the step before.
             self._ask(self._wanted.popleft())
         if self._wanted:
             self._ask(self._wanted[0])
         self._backend.progress()
-        # Sends that are done let go of their arrays.
+        # Arrays of sends that are done are freed.
         self._going = [transfer for transfer in self._going if not transfer.done]
         if flow is None:
             return None
@@ -353,7 +352,7 @@ class _Run:
 
     def _ask(self, flow: Flow) -> None:
         """Post the receive of a flow, and of those that its sender sends before it."""
-        # Messages with one tag arrive in the order of their sends: receives are posted in it.
+        # Messages with one tag arrive in the order of their sends, so receives have that order.
         line = self._to_come[flow.is_gradient, flow.stage]
         while flow not in self._coming:
             expected = flow._replace(micro_batch=line.popleft())
@@ -363,7 +362,7 @@ class _Run:
             )
 
     def _give(self, flow: Flow, array: Array | None, virtual_stage: int) -> None:
-        """Hand a result on, if its shape and dtype are those that the stage announced."""
+        """Pass a result on, if its shape and dtype are those that the stage announced."""
         shape = self._stage.input_shape if flow.is_gradient else self._stage.output_shape
         expected = shape(virtual_stage, flow.micro_batch)
         if array is None or array.shape != expected or array.dtype != self._dtype:
@@ -377,6 +376,6 @@ class _Run:
             # A V-shaped schedule has neighbouring stages on one rank: nothing travels.
             self._here[flow] = array
             return
-        # A stage may return a view, and messages are of contiguous memory.
+        # A stage may return a view, and a message needs contiguous memory.
         message = array_namespace(array).ascontiguousarray(array)
         self._going.append(self._backend.send_async(message, taken_by, self._tag(flow)))

@@ -1,6 +1,7 @@
 """Stages of a pipeline: cuts of a flat vector or of a chain of layers, even or by cost.
 
-The costs of layers are measured or estimated; the best cut has the least cost of the dearest stage.
+The costs of layers are measured or estimated; the best cut has the least cost of the most expensive
+stage.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def balanced_cuts(
     Returns
     -------
     list of int
-        Before which costs the cuts are, increasing. No run is empty.
+        Indices of the costs before which the cuts are, increasing. No run is empty.
     """
     places = np.arange(1, len(costs)) if allowed is None else np.asarray(allowed, np.int64)
     num_cuts = min(num_runs - 1, len(places))
@@ -82,7 +83,7 @@ class IPipelinePartitionStrategy(ABC):
 
     @abstractmethod
     def compute_partition(self, total_parameters: int, num_stages: int) -> list[tuple[int, int]]:
-        """Start and size of each stage's range, in order and without gaps.
+        """Return start and size of each stage's range, in order and without gaps.
 
         Raises
         ------
@@ -111,7 +112,7 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
     """Whole layers for each stage, with the largest cost of a stage as small as possible.
 
     With as many stages as layers or more each layer is a stage, and the last stages are empty.
-    Of cuts that are as good as each other the earliest is taken.
+    Of equally good cuts the earliest is taken.
 
     Parameters
     ----------
@@ -121,8 +122,8 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
         ``cost_estimator(parameter_count)`` is the cost of a layer; default ``count ** 1.5``. Use
         `partition_layers` if layers are known by more than their parameters.
     estimated_layer_size : int, optional
-        In place of boundaries: about how many parameters a layer has. The vector is then taken
-        for ``max(1, total // size)`` layers of even size.
+        Approximate number of parameters of a layer, in place of boundaries. The vector then counts
+        as ``max(1, total // size)`` layers of even size.
 
     Raises
     ------
@@ -201,7 +202,7 @@ def _checked(total_parameters: int, num_stages: int) -> tuple[int, int]:
 def nearest_cuts(
     boundaries: Sequence[int], places: Sequence[int], allowed: Sequence[int]
 ) -> list[int]:
-    """Cuts between layers, each nearest to one of the places of a flat vector.
+    """Return cuts between layers, each nearest to one of the places of a flat vector.
 
     Parameters
     ----------
@@ -215,8 +216,8 @@ def nearest_cuts(
     Returns
     -------
     list of int
-        Layers before which the cuts are: one for each place, increasing; of two as near the
-        earlier.
+        Layers before which the cuts are: one for each place, increasing. Of two equally near
+        layers the earlier one is taken.
     """
     cuts: list[int] = []
     for number, place in enumerate(places):
@@ -227,12 +228,12 @@ def nearest_cuts(
 
 
 def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) -> list[float]:
-    """Seconds of forward and backward of each top-level layer, for `partition_layers`.
+    """Measure the seconds of forward and backward of each top-level layer, for `partition_layers`.
 
-    Those of the loss are the last layer's.
-    A first run does not count, and of the others the median is taken. The model's parameters are
-    read and not changed. Ranks that measure for themselves measure different times, and would
-    deal the layers differently: measure on one, and broadcast.
+    The time of the loss is added to the last layer's. A first run does not count, and of the others
+    the median is taken. The model's parameters are read and not changed. Measure on one rank, and
+    broadcast the result: ranks that measure separately get different times, and would assign layers
+    differently.
 
     Parameters
     ----------
@@ -267,7 +268,7 @@ def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) 
     as_count("repeats", repeats)
     loss = model.default_loss_function
     if loss is None:
-        raise MissingLossError(f"this {type(model).__name__} has no default loss to go back from")
+        raise MissingLossError(f"this {type(model).__name__} has no default loss for backward")
     x = model.as_input(x)
     loss.check_target((*x.shape[:1], *model.chain.output_shape(x.shape[1:])), y)
     y = model.device.put(y)
@@ -278,20 +279,20 @@ def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) 
     seconds = np.zeros((repeats + 1, len(model.layers)))
     for row in seconds:
         _measure(model, views, gradients, x, y, row)
-    # Without the first pass, which compiles loops and touches memory for the first time.
+    # Without the first pass, which compiles loops and allocates memory.
     return [float(s) for s in np.median(seconds[1:], axis=0)]
 
 
 def _measure(
     model: Model, views: Any, gradients: Any, x: Array, y: Array, seconds: np.ndarray[Any, Any]
 ) -> None:
-    """One forward and backward pass, whose times are added to ``seconds``."""
+    """Run one forward and backward pass, and add its times to ``seconds``."""
     context = Context(seed=model.seed)
     saved = []
     for index, (name, layer) in enumerate(model.chain.children.items()):
         start = time.perf_counter()
         x, layer_saved = layer.forward(views.get(name, {}), x, context.enter(name, layer))
-        # A GPU computes asynchronously: without this the next layer would be charged.
+        # A GPU computes asynchronously: without this the time would be counted for the next layer.
         synchronize(x)
         seconds[index] += time.perf_counter() - start
         saved.append(layer_saved)
@@ -323,11 +324,11 @@ def partition_layers(
     costs: Costs | None = None,
     can_cut: Callable[[int], bool] | None = None,
 ) -> list[tuple[int, int]]:
-    """The layers of each stage.
+    """Return the layers of each stage.
 
-    Every stage has a layer if there are as many layers, and places between them that may be
-    cut, as stages; if not, the last stages have none. The largest cost of a stage is as small
-    as can be, and of equally good cuts the earliest is taken.
+    Every stage has a layer if there are enough layers, and enough places between them that may be
+    cut; otherwise the last stages have none. The largest cost of a stage is as small as possible,
+    and of equally good cuts the earliest is taken.
 
     Parameters
     ----------
@@ -336,20 +337,20 @@ def partition_layers(
     num_stages : int
         Global stages: P ranks times V virtual stages.
     strategy : IPipelinePartitionStrategy, optional
-        Cuts the flat vector; each of its cuts is moved to the beginning of the nearest layer, as
-        its parameters lie, that may be cut before, and leaves every stage a layer.
+        Cuts the flat vector. Each of its cuts is moved to the nearest layer, by the start of its
+        parameters, before which the model may be cut, so that every stage has a layer.
     costs : callable or sequence of float, optional
         ``costs(info)``, or one number for each layer, as of `measured_layer_costs`. Default:
         ``estimated_flops``; if no layer has any, all cost the same. Backward costs about twice
         as much as forward in every layer, and need not be counted.
     can_cut : callable, optional
-        ``can_cut(after)`` says whether the model may be cut behind layer ``after``, as
+        ``can_cut(after)`` returns whether the model may be cut after layer ``after``, as
         ``model.validate_partition_point`` does; default everywhere.
 
     Returns
     -------
     list of (int, int)
-        First layer, and the one behind the last, of each of ``num_stages`` stages.
+        First layer, and the one after the last, of each of ``num_stages`` stages.
 
     Raises
     ------
@@ -370,7 +371,7 @@ def partition_layers(
     [(0, 2), (2, 5)]
     """
     if not infos:
-        raise ValueError("there are no layers to deal to stages")
+        raise ValueError("there are no layers to assign to stages")
     as_count("num_stages", num_stages)
     if strategy is not None and costs is not None:
         raise ValueError("a strategy has costs of its own: give either strategy or costs")
@@ -395,7 +396,7 @@ def partition_layers(
 def _costs(infos: Sequence[LayerInfo], given: Costs | None) -> list[float]:
     if given is None:
         flops = [float(info.estimated_flops) for info in infos]
-        # Layers that only copy, such as tables, count alike.
+        # Without any FLOPs, as of tables that only copy, all layers count alike.
         return flops if any(flops) else [1.0] * len(infos)
     found: list[Any] = list(map(given, infos) if callable(given) else given)
     if len(found) != len(infos):
@@ -411,7 +412,7 @@ def _costs(infos: Sequence[LayerInfo], given: Costs | None) -> list[float]:
 
 
 def _number(info: LayerInfo, cost: Any) -> float:
-    if not isinstance(cost, str | bytes):  # of which float() would read some
+    if not isinstance(cost, str | bytes):  # float() would accept some of these
         with contextlib.suppress(TypeError, ValueError):
             return float(cost)
     raise TypeError(

@@ -1,6 +1,6 @@
-"""Operations of a pipeline's ranks, as data; and one rank's plan of its messages.
+"""Operations of a pipeline's ranks, as data, and one rank's plan of its messages.
 
-The plan names the input of each operation with its sender, and the output with its receiver.
+The plan has the input of each operation with its sender, and the output with its receiver.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ class PipelineOperation:
     Parameters
     ----------
     type : PipelineOperationType
-        What. BACKWARD is both halves at once.
+        Kind of computation. BACKWARD is both halves at once.
     micro_batch_index : int
         Index of the micro-batch.
     is_warmup, is_cooldown : bool
-        Whether it comes before the first, or after the last time that forward and backward
-        alternate.
+        Whether it comes before forwards and backwards begin to alternate, or after they end.
     virtual_stage_index : int
         Index among the rank's stages.
     """
@@ -58,9 +57,9 @@ Order = Sequence[PipelineOperation]
 class IPipelineSchedule(ABC):
     """The order in which each rank of a pipeline works on its stages and micro-batches.
 
-    Ranks are called stages in its arguments, as in the papers. Where a rank has V *virtual*
-    stages, the P V *global* stages are the model's, in order of layers, and `global_stage` says
-    whose they are.
+    Ranks are called stages in its arguments, as in the papers. If each of P ranks has V *virtual*
+    stages, the P V *global* stages are the model's, in order of layers. `global_stage` maps the
+    virtual stages of a rank to them.
     """
 
     @property
@@ -75,7 +74,7 @@ class IPipelineSchedule(ABC):
 
     @abstractmethod
     def get_schedule(self, stage_id: int, num_stages: int, num_micro_batches: int) -> Order:
-        """The operations of one rank, in order.
+        """Return the operations of one rank, in order.
 
         Raises
         ------
@@ -85,12 +84,12 @@ class IPipelineSchedule(ABC):
 
     @abstractmethod
     def estimate_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float:
-        """The published fraction of time that a rank waits; 0 for P <= 1 or M <= 0."""
+        """Return the published fraction of time that a rank waits; 0 for P <= 1 or M <= 0."""
 
     def global_stage(self, stage_id: int, virtual_stage_index: int, num_stages: int) -> int:
-        """Index, among the model's P V stages, of one virtual stage of rank ``stage_id``.
+        """Return the index, among the model's P V stages, of a virtual stage of rank ``stage_id``.
 
-        Round robin unless a schedule places them otherwise: r, r + P, r + 2 P, ...
+        By default stages are placed round robin: rank r has r, r + P, r + 2 P, ...
         """
         return virtual_stage_index * num_stages + stage_id
 
@@ -99,14 +98,14 @@ FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = PipelineOperationType
 
 
 class Flow(NamedTuple):
-    """One micro-batch's activation on its way into a global stage, or gradient of its output.
+    """A micro-batch's activation that enters a global stage, or the gradient of its output.
 
     Parameters
     ----------
     is_gradient : bool
-        Whether it flows back.
+        Whether it is a gradient, which flows backwards.
     stage : int
-        The global stage that takes it.
+        The global stage that receives it.
     micro_batch : int
         Index of the micro-batch.
     """
@@ -122,7 +121,7 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation, the flow that it takes, if any, and the flow that it gives."""
+    """One operation, with the flows that it takes and gives, if any."""
 
     operation: PipelineOperation
     takes: Flow | None
@@ -131,7 +130,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """The steps of one rank, and the messages that come to it.
+    """The steps of one rank, and the messages that it receives.
 
     Parameters
     ----------
@@ -142,8 +141,8 @@ class PipelinePlan:
     virtual_of : mapping
         The rank's own global stages -> their virtual index.
     arrivals : mapping
-        (is_gradient, global stage) -> the micro-batches that another rank sends there, in the
-        order in which it does.
+        (is_gradient, global stage) -> the micro-batches that another rank sends there, in its
+        order.
     """
 
     steps: Sequence[Step]
@@ -159,7 +158,7 @@ class PipelinePlan:
         num_stages: int,
         orders: Sequence[Order],
     ) -> PipelinePlan:
-        """The plan of ``rank``, if every rank's operations are ``orders``."""
+        """Make the plan of ``rank``, if the ranks' operations are ``orders``."""
         virtual = range(schedule.virtual_stages_per_rank)
         places = {
             schedule.global_stage(r, v, num_stages): (r, v)
@@ -188,7 +187,7 @@ class PipelinePlan:
         return cls(steps_of(rank), rank_of, virtual_of, arrivals)
 
     def sender(self, flow: Flow) -> int:
-        """The rank that a flow comes from."""
+        """Return the rank that a flow comes from."""
         return self.rank_of[flow.stage + 1 if flow.is_gradient else flow.stage - 1]
 
 
@@ -210,16 +209,16 @@ def _step(operation: PipelineOperation, stage: int, last: int) -> Step:
 
 
 def forward_orders(schedule: IPipelineSchedule, num_stages: int, micro_batches: int) -> list[Order]:
-    """Forward alone: as soon as it can be if every stage takes one unit of time.
+    """Return orders of forwards alone: each as early as stages of one unit of time allow.
 
-    Micro-batch m reaches global stage g at time m + g, so that in each rank's order nothing waits
-    for what comes after it, wherever the stages are.
+    Micro-batch m reaches global stage g at time m + g. So in each rank's order no operation waits
+    for a later one, whatever the places of the stages.
     """
     virtual = range(schedule.virtual_stages_per_rank)
 
     def when(rank: int, operation: PipelineOperation) -> tuple[int, int]:
         stage = schedule.global_stage(rank, operation.virtual_stage_index, num_stages)
-        # Of two that could run at one time the later stage goes first: its micro-batch is older.
+        # If two could run at the same time, the later stage is first: its micro-batch is older.
         return operation.micro_batch_index + stage, -stage
 
     return [
@@ -233,7 +232,7 @@ def forward_orders(schedule: IPipelineSchedule, num_stages: int, micro_batches: 
 
 
 def most_saved(order: Order, virtual_stage: int) -> int:
-    """The most micro-batches whose saved activations a rank holds at a time for a stage."""
+    """Return the most micro-batches at a time whose saved activations a rank holds for a stage."""
     saved = most = 0
     for operation in order:
         if operation.virtual_stage_index == virtual_stage:

@@ -25,9 +25,9 @@ Row = tuple[PipelineOperationType, int, int]
 
 
 class RuleSchedule(IPipelineSchedule):
-    """A schedule given by rules, without a search.
+    """A schedule that rules define, without a search.
 
-    A subclass gives `name`, `_operations` and the figures of its published bubble.
+    A subclass defines `_name`, `_operations` and the figures of its published bubble.
     """
 
     _name = ""
@@ -54,12 +54,12 @@ class RuleSchedule(IPipelineSchedule):
 
     @abstractmethod
     def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
-        """The operations of one rank, for checked arguments."""
+        """Return the operations of one rank, for checked arguments."""
 
     def published_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float | None:
-        """The paper's formula for equal forward, backward-input and backward-weight times.
+        """Return the paper's bubble for equal forward, backward-input and backward-weight times.
 
-        None if the formula does not cover these numbers of ranks and micro-batches.
+        It is None if the formula does not cover these numbers of ranks and micro-batches.
         """
         if not self._is_published(num_stages, num_micro_batches):
             return None
@@ -67,11 +67,11 @@ class RuleSchedule(IPipelineSchedule):
         return (num_stages - 1) / (self._work * num_micro_batches + num_stages - 1)
 
     def _is_published(self, num_stages: int, num_micro_batches: int) -> bool:
-        """True if the paper's formula holds for these numbers."""
+        """Return whether the paper's formula holds for these numbers."""
         return True
 
     def estimate_bubble_fraction(self, num_stages: int, num_micro_batches: int) -> float:
-        """The published fraction of time that a rank waits; 0 for P <= 1 or M <= 0.
+        """Return the published fraction of time that a rank waits; 0 for P <= 1 or M <= 0.
 
         Outside the formula's range, the fraction is measured on the virtual clock, with equal
         times and no communication.
@@ -85,7 +85,7 @@ class RuleSchedule(IPipelineSchedule):
 
 
 def with_phases(rows: Sequence[Row], warmup: int, cooldown: int) -> list[PipelineOperation]:
-    """Operations of ``rows``; the first ``warmup`` and the last ``cooldown`` are marked."""
+    """Return operations of ``rows``, with marks on the first ``warmup`` and last ``cooldown``."""
     steady_until = len(rows) - cooldown
     return [
         PipelineOperation(kind, micro_batch, place < warmup, place >= steady_until, virtual_stage)
@@ -94,7 +94,7 @@ def with_phases(rows: Sequence[Row], warmup: int, cooldown: int) -> list[Pipelin
 
 
 def _alternated(forwards: Sequence[Row], backwards: Sequence[Row], warmup: int) -> list[Row]:
-    """``warmup`` forwards, then one forward and one backward in turn, then the backwards left."""
+    """Return ``warmup`` forwards, then forwards and backwards in turn, then other backwards."""
     rows = list(forwards[:warmup])
     # There are more backwards than forwards left; the rest follow below.
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
@@ -135,7 +135,7 @@ class OneForwardOneBackwardSchedule(RuleSchedule):
     _name = "1F1B"
 
     def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
-        # As many micro-batches as the hops to the last stage fill the pipeline behind this rank.
+        # One micro-batch for each later stage fills the pipeline after this rank.
         warmup = min(num_stages - 1 - rank, num_micro_batches)
         forwards = [(FORWARD, m, 0) for m in range(num_micro_batches)]
         backwards = [(BACKWARD, m, 0) for m in range(num_micro_batches)]
@@ -188,7 +188,7 @@ class Interleaved1F1BSchedule(_LoopedSchedule):
             members = range(group * num_stages, (group + 1) * num_stages)
             forwards += [(FORWARD, m, v) for v in stages for m in members]
             backwards += [(BACKWARD, m, v) for v in reversed(stages) for m in members]
-        # Twice 1F1B's warm-up: a rank does not wait for the backward of what it has just sent on.
+        # Twice 1F1B's warm-up, so that a rank does not wait for the backward of its last message.
         warmup = (self._virtual_stages - 1) * num_stages + 2 * (num_stages - 1 - rank)
         warmup = min(warmup, len(forwards))
         operations = with_phases(_alternated(forwards, backwards, warmup), warmup, warmup)
@@ -237,7 +237,7 @@ _F, _B, _W = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT  # as the papers on zero b
 def _with_weights_put_off(
     num_micro_batches: int, warmup: int, most_pending: int, *, forward_first: bool
 ) -> list[PipelineOperation]:
-    """A rank's operations; up to ``most_pending`` weight gradients wait at any time.
+    """Return a rank's operations; up to ``most_pending`` weight gradients wait at any time.
 
     After ``warmup`` forwards, each round has one forward, if there is one left, one B, and the
     oldest W if more than ``most_pending`` would wait.
@@ -321,12 +321,12 @@ class ZeroBubbleVSchedule(RuleSchedule):
     _work = math.inf  # no bubble
 
     def global_stage(self, stage_id: int, virtual_stage_index: int, num_stages: int) -> int:
-        """Stage r on the way down, 2P-1-r on the way up."""
+        """Return stage r for the way down, 2P-1-r for the way up."""
         return stage_id if virtual_stage_index == _DOWN else 2 * num_stages - 1 - stage_id
 
     def _operations(self, rank: int, num_stages: int, num_micro_batches: int) -> Order:
         rows = _Rows()
-        # The rules below need the pipeline to be full once, which takes 2P-1 micro-batches.
+        # The rules below assume a pipeline that fills up, which takes 2P-1 micro-batches.
         count = max(num_micro_batches, 2 * num_stages - 1)
         # Forwards only, until the first micro-batch has come up again.
         rows.add(_DOWN, *[_F] * (2 * (num_stages - rank) - 1))
@@ -334,7 +334,7 @@ class ZeroBubbleVSchedule(RuleSchedule):
             rows.add(_UP, _F)
             rows.add(_DOWN, _F)
         warmup = len(rows.rows)
-        # The way up goes both directions; the gradient of the way down is not here yet.
+        # The stage on the way up runs all three; gradients of the way down have not arrived yet.
         for _ in range(num_stages - rank):
             rows.add(_UP, _F, _B, _W)
         while rows.done[_UP, _F] < count:

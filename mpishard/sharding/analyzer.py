@@ -27,7 +27,7 @@ class ParameterGroup:
     name : str
         Name of the group in reports.
     is_merged : bool
-        Whether it took in what would have been a group, or a layer, of its own.
+        Whether it includes elements that would have been a group, or a layer, of their own.
     """
 
     start_index: int = 0
@@ -39,15 +39,15 @@ class ParameterGroup:
 class ParameterAnalyzer:
     """Groups parameters for communication: few long messages instead of many short ones.
 
-    Of a layered model the groups are the units that sharding really uses. A bare vector has no
-    layers to go by, and is cut into chunks; these are reports, which no strategy uses.
+    The groups of a layered model are the units that sharding uses. A bare vector has no layers, and
+    is cut into chunks: these are only reports, which no strategy uses.
 
     Parameters
     ----------
     minimum_group_size : int
         Elements that a group should have.
     world_size : int
-        Ranks that `analyze_for_distribution` and the statistics reckon with.
+        Number of ranks for `analyze_for_distribution` and the statistics.
 
     Raises
     ------
@@ -68,15 +68,15 @@ class ParameterAnalyzer:
         self.world_size = as_count("world_size", world_size)
 
     def analyze_model(self, model: Any) -> list[ParameterGroup]:
-        """The groups of a model; no parameter is made, gathered or read.
+        """Return the groups of a model. No parameter is made or gathered.
 
         Parameters
         ----------
         model : ILayeredModel or object
-            Of a layered model the groups are the units of a sharded model whose configuration has
-            this ``minimum_parameter_group_size``; one is merged if it holds several layers
-            with parameters. Of another with ``parameter_count`` (else ``get_parameters``) they
-            are those of `analyze_parameters`.
+            The groups of a layered model are the units of a sharded model whose configuration has
+            this ``minimum_parameter_group_size``; one is merged if it holds several layers with
+            parameters. The groups of another model are those of `analyze_parameters`: the number of
+            parameters is its ``parameter_count``, or the size of its ``get_parameters()``.
 
         Raises
         ------
@@ -102,10 +102,10 @@ class ParameterAnalyzer:
         ]
 
     def analyze_parameters(self, parameters: Array) -> list[ParameterGroup]:
-        """Chunks of ``minimum_group_size`` elements, named ``ParameterGroup_<k>``.
+        """Return chunks of ``minimum_group_size`` elements, named ``ParameterGroup_<k>``.
 
-        The last takes what is left, which may be less. Where more than one chunk but less than
-        one and a half is left, the rest is one chunk, merged. An empty vector has no groups.
+        The last chunk may be shorter. If a remainder is longer than a chunk and shorter than one
+        and a half, it is one merged chunk. An empty vector has no groups.
 
         Parameters
         ----------
@@ -125,7 +125,7 @@ class ParameterAnalyzer:
         return _cut(length, minimum, "Parameter", lambda rest: 0 < 2 * rest < minimum)
 
     def analyze_for_distribution(self, parameters: Array) -> list[ParameterGroup]:
-        """Chunks that the ranks can share evenly, about four for each rank.
+        """Return chunks that the ranks can divide evenly, about four for each rank.
 
         A chunk has max(``minimum_group_size``, n // (4 W)) elements, rounded down to a multiple of
         the world size W, but no less than W; it is named ``DistributedGroup_<k>``. A tail of less
@@ -154,7 +154,7 @@ class ParameterAnalyzer:
         return _cut(length, base, "Distributed", lambda rest: 0 < rest < base // 2)
 
     def calculate_distribution_stats(self, groups: Sequence[ParameterGroup]) -> dict[str, float]:
-        """Numbers about a grouping.
+        """Return statistics of a grouping.
 
         Returns
         -------

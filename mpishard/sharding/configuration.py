@@ -19,15 +19,15 @@ _SHARED = (
 
 
 def shared_choices(config: ShardingConfiguration) -> dict[str, bool | int | str | None]:
-    """The choices that decide which collectives a rank calls: they must be equal on all ranks."""
+    """Return the choices that decide which collectives a rank calls: equal on all ranks."""
     return {name: getattr(config, name) for name in _SHARED}
 
 
 def by_node(config: ShardingConfiguration) -> ShardingConfiguration:
     """Return ``config``, or a copy of it whose replicas are nodes. Collective.
 
-    It is a copy if no ``replica_size`` was given, and there are several nodes, with as many ranks
-    each, consecutive ones, and more than one.
+    It is a copy if no ``replica_size`` was given, and there are several nodes, each with the same
+    number of consecutive ranks, above one.
 
     Raises
     ------
@@ -41,7 +41,8 @@ def by_node(config: ShardingConfiguration) -> ShardingConfiguration:
     size = _ranks_of_a_node(backend)
     if backend.node_count == 1 or size in (None, 1):
         return config
-    if config.gradient_leaves is not None:  # a later refusal would name a size that nobody gave
+    # Refused here, because a later refusal would name a replica_size that the user has not given.
+    if config.gradient_leaves is not None:
         raise ValueError(
             f"this optimizer makes each of the {backend.node_count} nodes a replica, and "
             f"gradient_leaves={config.gradient_leaves} fixes the order of sums over all ranks: "
@@ -77,7 +78,7 @@ _HINTS = {
     "float32": "; leave precision out: a model computes in its own dtype, by default float32",
     "float64": '; leave precision out, and make the model with dtype="float64"',
 }
-"""More about a precision that is refused."""
+"""Precision that is refused -> a hint for the error."""
 
 
 def _precision(name: str, value: Any) -> str | None:
@@ -90,7 +91,7 @@ def _precision(name: str, value: Any) -> str | None:
 
 
 def _choice(name: str, check: Callable[[str, Any], Any] | None, doc: str) -> Any:
-    """A property of a configuration, read-only or set to ``check(name, value)``."""
+    """Return a property of a configuration, read-only or set to ``check(name, value)``."""
     if check is None:
         return property(operator.attrgetter(f"_{name}"), doc=doc)
 
@@ -103,10 +104,10 @@ def _choice(name: str, check: Callable[[str, Any], Any] | None, doc: str) -> Any
 class ShardingConfiguration:
     """Choices that a sharded model and its sharded optimizer share.
 
-    All but the backend can be set afterwards too. Where memory lies and how units are cut is
-    decided when a model is wrapped: ``minimum_parameter_group_size``, ``gradient_leaves``,
-    ``precision`` and the three flags of CPU offload are read then, and a later change holds for
-    the next model.
+    All but the backend and ``replica_size`` can be set afterwards, too. The place of memory and the
+    cuts of units are decided when a model is wrapped: ``minimum_parameter_group_size``,
+    ``gradient_leaves``, ``precision`` and the three flags of CPU offload are read then, and a later
+    change holds for the next model.
 
     Parameters
     ----------
@@ -115,17 +116,17 @@ class ShardingConfiguration:
     learning_rate : float
         Step size of ``model.train``, plain gradient descent. Optimizers have their own.
     auto_sync_gradients : bool
-        Whether every update uses the gradient of all ranks. Where not, each rank updates with
-        its own and replicas drift apart until they are synchronised, which only a strategy that
-        shards neither gradients nor state can do, with steps of its own loop: `optimize` refuses.
+        Whether every update uses the gradient of all ranks. If False, each rank updates with its
+        own, and replicas drift apart until they are synchronised. Only a strategy that shards
+        neither gradients nor state allows it, in a loop of the user's: `optimize` refuses it.
     minimum_parameter_group_size : int
         Consecutive layers are merged into one unit until it has this many elements. Larger units
         mean fewer, longer messages, and more memory for the units in use.
     enable_gradient_compression : bool
         Send the parameters' gradients over the data axis as bfloat16, half or a quarter of the
-        bytes; sums are made in float32. They are rounded if that axis has one rank, too, so
-        that its size decides nothing. What travels between stages, slices and the copies of a
-        tied parameter stays as it is.
+        bytes; sums are made in float32. They are rounded even if that axis has one rank, so that
+        the result does not depend on its size. Messages between stages, slices and the copies of a
+        tied parameter are not compressed.
     cpu_offload_optimizer : bool
         For a model on a GPU: keep the optimizer's state in host memory, and update the owned
         pieces there. Saves the state's bytes of GPU memory (twice the owned parameters for Adam),
@@ -139,7 +140,7 @@ class ShardingConfiguration:
         "ZeRO-Infinity", SC 2021, section 5.1.
     gradient_leaves : int, optional
         V, a power of two: worlds of 1 to 8 and of 16, 32 .. ranks, up to V, walk through *the
-        same bits*, so that a run may go on with more or fewer ranks and end with identical
+        same bits*, so that a run may continue with more or fewer ranks and end with identical
         parameters. The global batch is cut into V leaves, ``ShardLayout(batch, V)``, whatever the
         number of ranks; each leaf's gradient is computed alone, and all are summed in one tree. A
         rank of P makes V/P forward and backward passes a step, and reduces gradients as often. If
@@ -150,31 +151,30 @@ class ShardingConfiguration:
     check_collectives : bool
         Compare every rank's call before data is mixed. Costs one small message per collective.
     allow_nonfinite : bool
-        Go on if a loss or gradient is infinite or NaN, instead of raising
-        `NonFiniteLossError` on every rank before the update.
-
+        Continue if a loss or gradient is infinite or NaN, instead of raising `NonFiniteLossError`
+        on every rank before the update.
     precision : {"bfloat16"}, optional
         Compute with bfloat16 parameters and activations, while the owners keep float32 parameters
         and optimizer state: products are summed in float32, and weight gradients are float32.
         For a float32 model of `mpishard.nn` on the host. Default: None, the model's dtype. See
         the page "Mixed precision". float16 is not offered, because it needs loss scaling.
     replica_size : int or "node", optional
-        Number of ranks, consecutive ones, that hold one replica of the model together, for
-        `LocalSGDOptimizer`, `GradientCompressionOptimizer` and `AsyncSGDOptimizer` with ``delay``:
-        inside a replica the strategy goes on as ever, and between replicas travels what the
-        optimizer says. "node" means all ranks of a node. For a `HybridShardedModel` it is the
-        product of its pipeline, tensor and data axes. Default: None, one replica of all ranks; for
-        a plain model that these optimizers wrap, a node or a rank.
+        Number of consecutive ranks that hold one replica of the model together, for
+        `LocalSGDOptimizer`, `GradientCompressionOptimizer` and `AsyncSGDOptimizer` with ``delay``.
+        Inside a replica the strategy is unchanged, and the optimizer decides what replicas
+        exchange. "node" means all ranks of a node. For a `HybridShardedModel` it is the product of
+        its pipeline, tensor and data axes. Read-only afterwards. Default: None, one replica of all
+        ranks; for a plain model that these optimizers wrap, a node or a rank.
 
     Raises
     ------
     TypeError
-        If the backend is None or no `CommunicationBackend`, a flag is no bool, or a number
-        is none.
+        If the backend is not a `CommunicationBackend`, a flag is not a bool, or a number has
+        another type.
     ValueError
-        If ``learning_rate`` is not above 0, the group size is below 1, ``gradient_leaves``
-        is no power of two, ``precision`` is another one, or ``replica_size`` does not divide the
-        world, or "node" is given and the nodes do not have as many ranks each, consecutive ones.
+        If ``learning_rate`` is not above 0, the group size is below 1, ``gradient_leaves`` is not a
+        power of two, ``precision`` is another one, ``replica_size`` does not divide the world, or
+        "node" is given and the nodes do not each have the same number of consecutive ranks.
     """
 
     def __init__(
@@ -233,21 +233,21 @@ class ShardingConfiguration:
     def create_default(
         cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
     ) -> Self:
-        """The defaults. Arguments and errors are those of the class, as for every preset."""
+        """Return the defaults. Arguments and errors are those of the class, as for each preset."""
         return cls(communication_backend, learning_rate)
 
     @classmethod
     def create_for_high_bandwidth(
         cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
     ) -> Self:
-        """For fast links: units from 512 elements, gradients as they are."""
+        """Return choices for fast links: units from 512 elements, gradients not compressed."""
         return cls(communication_backend, learning_rate, minimum_parameter_group_size=512)
 
     @classmethod
     def create_for_low_bandwidth(
         cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
     ) -> Self:
-        """For slow links: units from 4096 elements, gradients as bfloat16."""
+        """Return choices for slow links: units from 4096 elements, gradients as bfloat16."""
         return cls(
             communication_backend,
             learning_rate,
@@ -259,14 +259,14 @@ class ShardingConfiguration:
     def create_for_zero_offload(
         cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
     ) -> Self:
-        """For little GPU memory: optimizer state and update on the host."""
+        """Return choices for little GPU memory: optimizer state and update on the host."""
         return cls(communication_backend, learning_rate, cpu_offload_optimizer=True)
 
     @classmethod
     def create_for_zero_offload_full(
         cls, communication_backend: CommunicationBackend, learning_rate: float = 0.01
     ) -> Self:
-        """For the least GPU memory: state, reduced gradients and owned parameters on the host."""
+        """Return choices for the least GPU memory: all owned vectors on the host."""
         return cls(
             communication_backend,
             learning_rate,
@@ -283,7 +283,7 @@ class ShardingConfiguration:
         backend = self._communication_backend
         world = backend.world_size
         if given == "node":
-            backend.initialize()  # the ranks know of nodes when they have met
+            backend.initialize()  # nodes are known only afterwards
             of_a_node = _ranks_of_a_node(backend)
             if of_a_node is None:
                 raise ValueError(
@@ -333,7 +333,7 @@ class ShardingConfiguration:
         "precision", _precision, "Precision of layers: bfloat16, or None for the model's dtype."
     )
     allow_nonfinite: bool = _choice(
-        "allow_nonfinite", as_flag, "True if training goes on after an infinite or NaN loss."
+        "allow_nonfinite", as_flag, "True if training continues after an infinite or NaN loss."
     )
 
     @property

@@ -12,7 +12,7 @@ from mpishard.compilation import numba_module
 
 
 def numerics_fingerprint() -> dict[str, str]:
-    """Versions, kernels and threads that the bits of this process's results depend on.
+    """Return the versions, kernels and threads that the bits of this process's results depend on.
 
     Two processes that differ in any of them may round differently: BLAS kernels and numbers of
     threads add products in other orders, and NumPy's vector instructions, and numba's loops over
@@ -23,8 +23,8 @@ def numerics_fingerprint() -> dict[str, str]:
     dict of str to str
         ``numpy``: its version; ``processor``: the architecture; ``simd``: the vector instructions
         that NumPy found; ``blas``: its library and version; ``blas_kernel``, ``blas_threads``:
-        what the library has chosen, "unknown" for a library that threadpoolctl does not know;
-        ``loops``: numba's version, or "NumPy". Where GPUs compute it says nothing of them.
+        the library's choices, "unknown" for a library that threadpoolctl does not know;
+        ``loops``: numba's version, or "NumPy". GPUs are not described.
     """
     numba = numba_module()
     simd = np.show_config(mode="dicts").get("SIMD Extensions", {})

@@ -20,7 +20,7 @@ from mpishard.sharding.regions import (
 )
 from mpishard.sharding.table import ParameterEntry
 
-_LEAST_PART = 1 << 14  # elements, of what is divided; less goes to one file in one piece
+_LEAST_PART = 1 << 14  # elements of the shortest part: less is written by one rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,15 @@ class Slice:
     Parameters
     ----------
     entry : ParameterEntry
-        In the rank's own flat vector: the parameter's name, the shape of what is held, its start
-        there.
+        The parameter's name, the shape of the slice, and its start in the rank's own flat vector.
     boxes : tuple of Box
-        What it is of the model's parameter: boxes, one below the other along dim 0. A slice of
+        The boxes of the model's parameter that make up the slice, stacked along dim 0. A slice of
         queries, keys and values has three.
     is_counted : bool
-        Whether this rank speaks for it in norms and sums, of all that hold the same.
+        Whether this rank, of all that hold the same slice, counts it in norms and sums.
     written : tuple of (int, int), optional
-        Which of its elements, ``[start, stop)``, this rank writes to files, of all that hold the
-        same; `written_part` says. By default all if it speaks for it, else none.
+        The elements ``[start, stop)`` of the slice that this rank, of all that hold it, writes to
+        files: see `written_part`. Default: all if the slice is counted, else none.
     """
 
     entry: ParameterEntry
@@ -55,23 +54,24 @@ class Slice:
 
 
 def written_part(size: int, turn: int, holder: int, holder_count: int) -> tuple[int, int]:
-    """The elements that one of several ranks writes, of values that all of them hold.
+    """Return the elements that one of several ranks writes, of values that all of them hold.
 
-    Together they write each element once. What is large they divide; what is small one of them
-    writes, another one of the next, so that all write about as many bytes.
+    Together they write each element once. Large values are divided among them. Small ones are
+    written by one rank, in turn, so that all ranks write about as many bytes.
 
     Parameters
     ----------
     size : int
-        Elements that they hold.
+        Number of elements.
     turn : int
-        Index of this thing among those that they hold: 0, 1, and so on.
+        Index of these values among all that the ranks hold: 0, 1, and so on.
     holder, holder_count : int
         Index of this rank among them, and their number.
 
     Returns
     -------
     start, stop : int
+        The range of elements; empty if this rank writes none.
 
     Examples
     --------
@@ -82,7 +82,7 @@ def written_part(size: int, turn: int, holder: int, holder_count: int) -> tuple[
     """
     # A part below `_LEAST_PART` elements is not worth a write of its own.
     layout = ShardLayout(size, min(holder_count, max(1, size // _LEAST_PART)))
-    # The turn moves the writer on from thing to thing, so that small things are shared out.
+    # Each turn begins with another writer, so that small values are divided among the ranks.
     part = (holder - turn) % holder_count
     if part >= layout.world_size:
         return 0, 0
@@ -106,7 +106,7 @@ class Placement:
     length : int
         Length of the model's flat vector.
     own_length : int
-        Length of this rank's.
+        Length of this rank's own flat vector.
     is_whole : bool
         Whether the rank's own flat vector is the model's.
 
@@ -122,7 +122,7 @@ class Placement:
         self.length = self.entries[-1].stop if self.entries else 0
         self._stops = [held.entry.stop for held in self.slices]
         self.own_length = self._stops[-1] if self.slices else 0
-        # Checkpoints cut the same ranges at each save.
+        # A cache, because checkpoints cut the same ranges at each save.
         self._cuts: dict[tuple[int, int, bool], list[tuple[Region, slice]]] = {}
         self._origin = {entry.name: entry for entry in self.entries}
         self.is_whole = [held.entry for held in self.slices] == list(self.entries) and all(
@@ -141,12 +141,12 @@ class Placement:
 
     @classmethod
     def whole(cls, entries: Sequence[ParameterEntry]) -> Placement:
-        """The placement of a rank whose own flat vector is the model's."""
+        """Return the placement of a rank whose own flat vector is the model's."""
         return cls(entries, [Slice(e, (whole_box(e.shape),)) for e in entries])
 
     @property
     def counted_ranges(self) -> list[tuple[int, int]]:
-        """Ranges ``(start, stop)`` of the rank's own flat vector that it speaks for."""
+        """Ranges ``(start, stop)`` of the rank's own flat vector that it counts in norms."""
         return [(s.entry.start, s.entry.stop) for s in self.slices if s.is_counted]
 
     @property
@@ -156,9 +156,9 @@ class Placement:
         return [(start, stop) for start, stop in ranges if start < stop]
 
     def part(self, full: Array, start: int, stop: int) -> Array:
-        """The rank's own range ``[start, stop)``, from the model's vector: a view if it is one.
+        """Return the rank's own range ``[start, stop)`` of the model's vector.
 
-        Shape (stop - start,).
+        Shape (stop - start,). It is a view if the rank's own flat vector is the model's.
         """
         if self.is_whole:
             return full[start:stop]
@@ -167,7 +167,7 @@ class Placement:
         return out
 
     def ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The ranges of the model's flat vector that the rank's own range ``[start, stop)`` is."""
+        """Yield the ranges of the model's flat vector in the rank's own range ``[start, stop)``."""
         for region, _ in self.regions(start, stop):
             yield from _runs(self._origin[region.name], region)
 
@@ -181,7 +181,7 @@ class Placement:
         start, stop : int
             In the rank's own flat vector.
         written : bool
-            Leave out what another rank writes to files.
+            Leave out elements that another rank writes to files.
 
         Yields
         ------
@@ -194,7 +194,7 @@ class Placement:
             position = held.entry.start
             if position >= stop:
                 return
-            # Of a parameter that several ranks hold, each writes a part, or nothing.
+            # Of several ranks that hold a parameter, each writes a part, or nothing.
             first, last = held.written_range if written else (position, held.entry.stop)
             first, last = max(start, first), min(stop, last)
             for box in held.boxes:
@@ -208,7 +208,7 @@ class Placement:
     def cut(
         self, parts: Iterable[tuple[int, Array]], *, written: bool = False
     ) -> list[tuple[Region, Array]]:
-        """Arrays of the rank's own flat vector as arrays of regions, which are views of them.
+        """Return views of parts of the rank's own flat vector, each with its region.
 
         Parameters
         ----------
@@ -244,13 +244,13 @@ class Placement:
             take_region(self._origin[region.name].view(full), region, out[part])
 
     def put(self, own: Array, start: int, full: Array) -> None:
-        """The opposite of `take`: write the rank's own range into the model's vector."""
+        """Write the rank's own range into the model's vector: the opposite of `take`."""
         for region, part in self.regions(start, start + int(own.size)):
             put_region(own[part], region, self._origin[region.name].view(full))
 
 
 def _runs(entry: ParameterEntry, region: Region) -> Iterator[tuple[int, int]]:
-    """The flat ranges of a region, in order; neighbours are joined."""
+    """Yield the flat ranges of a region, in order; adjacent ones are joined."""
     shape = box_shape(region.box)
     # Trailing dims that the box takes whole make one run with the dim before them.
     joined = len(shape)

@@ -14,17 +14,17 @@ Box = tuple[tuple[int, int], ...]
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor of ``shape``."""
+    """Return the box that is all of a tensor of ``shape``."""
     return tuple((0, int(size)) for size in shape)
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """Sizes of the dims of a box."""
+    """Return the sizes of the dims of a box."""
     return tuple([stop - start for start, stop in box])
 
 
 def shared_box(one: Box, other: Box) -> Box | None:
-    """The elements that two boxes of a tensor share; None if there are none."""
+    """Return the box that two boxes of a tensor share; None if they share no element."""
     shared = tuple(
         (max(low, other_low), min(high, other_high))
         for (low, high), (other_low, other_high) in zip(one, other, strict=True)
@@ -33,7 +33,7 @@ def shared_box(one: Box, other: Box) -> Box | None:
 
 
 def box_within(box: Box, outer: Box | None = None) -> tuple[slice | EllipsisType, ...]:
-    """``box`` as the index of an array that is ``outer``, or the whole tensor.
+    """Return ``box`` as an index of an array that is ``outer``, or the whole tensor.
 
     The result is a view, also of an array without dims.
     """
@@ -43,7 +43,7 @@ def box_within(box: Box, outer: Box | None = None) -> tuple[slice | EllipsisType
 
 
 def join_dims(boxes: Sequence[Box]) -> list[Box]:
-    """Boxes of one tensor as boxes of fewer dims: a dim in which all agree joins that before it.
+    """Return boxes with fewer dims: a dim in which all boxes agree joins the dim before it.
 
     The elements of each box, and the row-major order in it, stay the same.
 
@@ -90,10 +90,10 @@ class Region:
 
 
 def blocks_of(region: Region) -> Iterator[tuple[Box, slice]]:
-    """The boxes that a region is, one behind the other in its values.
+    """Yield the boxes that make up a region, in the order of its values.
 
     There are at most 2d - 1 of them in a tensor of d dims: an incomplete first row, whole rows, an
-    incomplete last row; an incomplete row is, again, a region of a box of one dim less.
+    incomplete last row. An incomplete row is, again, a region of a box of one dim less.
 
     Yields
     ------
@@ -116,7 +116,7 @@ def blocks_of(region: Region) -> Iterator[tuple[Box, slice]]:
 
 
 def _split(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """The elements ``[start, stop)`` of ``box`` as boxes, in order."""
+    """Yield the elements ``[start, stop)`` of ``box`` as boxes, in order."""
     if start >= stop:
         return
     if stop - start == math.prod(box_shape(box)):
@@ -150,8 +150,8 @@ def take_region(tensor: Array, region: Region, out: Array) -> None:
 
 
 def _pairs(values: Array, region: Region, tensor: Array) -> Iterator[tuple[Array, Array]]:
-    """Views of a region's values, and of the same elements in its tensor."""
-    # The box is the whole tensor, so that the region is one run of memory.
+    """Yield views of a region's values, and of the same elements in its tensor."""
+    # If the box is the whole tensor, the region is one run of memory.
     if box_shape(region.box) == tensor.shape:
         yield values, tensor.reshape(-1)[region.start : region.stop]
         return

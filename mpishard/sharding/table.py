@@ -17,7 +17,7 @@ from mpishard.arguments import check_name
 from mpishard.arrays import Array
 from mpishard.layout import ShardLayout
 
-_DENSE_WORLDS = 8  # up to this number each number of ranks reproduces
+_DENSE_WORLDS = 8  # up to it, every number of ranks reproduces
 _start, _stop = attrgetter("start"), attrgetter("stop")
 
 
@@ -34,7 +34,7 @@ class _Spec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ParameterEntry:
-    """One parameter: its dotted name, its shape, and the index of its first element.
+    """One parameter: its dotted name, its shape, and the flat index of its first element.
 
     A parameter that is not ``trainable`` never changes: its gradient is 0, and it has no optimizer
     state.
@@ -60,11 +60,11 @@ class ParameterEntry:
 
     @property
     def stop(self) -> int:
-        """Index behind the last element."""
+        """Flat index after the last element."""
         return self.start + self.size
 
     def view(self, vector: Array) -> Array:
-        """The parameter in the model's flat ``vector``, in its shape."""
+        """Return the parameter in the model's flat ``vector``, in its shape."""
         return vector[self.start : self.stop].reshape(self.shape)
 
 
@@ -74,13 +74,14 @@ class ParameterTable:
     Parameters
     ----------
     parameters : iterable of (str, spec)
-        Dotted name and description (``shape``, ``tied_to``) of each parameter, in order. One
-        that is tied to another adds no entry: its name stands for the other's.
+        Dotted name and description (``shape``, ``tied_to``, ``trainable``) of each parameter, in
+        order. One that is tied to another adds no entry: its name stands for the other's.
 
     Raises
     ------
     ValueError
-        If two parameters have one name, or a tie leads nowhere or to another shape.
+        If two parameters have one name, or one is tied to a parameter that does not exist or has
+        another shape.
 
     Attributes
     ----------
@@ -114,7 +115,7 @@ class ParameterTable:
         self.entries = tuple(entries.values())
         self.length = start
         self._by_name = entries | {name: entries[target] for name, (target, _) in ties.items()}
-        # A model may have thousands of layers, each of which asks for its own parameters.
+        # Indexed by layer, because each of thousands of layers may look up its own parameters.
         self._by_layer: dict[str, dict[str, ParameterEntry]] = {}
         for name, entry in self._by_name.items():
             layer, dot, inside = name.partition(".")
@@ -125,25 +126,25 @@ class ParameterTable:
         return self._by_name[name]
 
     def layer_entries(self, layer: str) -> dict[str, ParameterEntry]:
-        """Parameters that the top-level ``layer`` uses: name inside it -> entry, ties resolved."""
+        """Return parameters of the top-level ``layer``: name inside it -> entry, ties resolved."""
         return self._by_layer.get(layer, {})
 
     def overlapping(self, start: int, stop: int) -> list[ParameterEntry]:
-        """The entries that share an element with the flat range ``[start, stop)``."""
+        """Return the entries that share an element with the flat range ``[start, stop)``."""
         return [e for e in overlapping(self.entries, start, stop) if e.size]
 
     def nested_views(self, vector: Array) -> dict[str, Any]:
-        """Views of ``vector``, shape (length,), shaped as the parameters and nested by name."""
+        """Return views of ``vector``, shape (length,), shaped as parameters and nested by name."""
         return nested_views(self._by_name, lambda e: vector[e.start : e.stop])
 
 
 def overlapping(
     entries: Sequence[ParameterEntry], start: int, stop: int
 ) -> Sequence[ParameterEntry]:
-    """Those of ``entries``, in flat order, that begin before ``stop`` and end behind ``start``."""
+    """Return those of sorted ``entries`` that begin before ``stop`` and end after ``start``."""
     if start >= stop:
         return ()
-    # A model of thousands of layers asks for each of its units.
+    # By bisection, because a model of thousands of layers calls this for each of its units.
     first = bisect_right(entries, start, key=_stop)
     return entries[first : bisect_left(entries, stop, key=_start)]
 
@@ -151,15 +152,15 @@ def overlapping(
 def nested_views(
     entries: Mapping[str, ParameterEntry], find: Callable[[ParameterEntry], Array]
 ) -> dict[str, Any]:
-    """Arrays for ``entries``, in their shapes and nested as `nested`.
+    """Return arrays for ``entries``, in their shapes and nested as by `nested`.
 
-    ``find`` gives the 1-D array that holds an entry's elements.
+    ``find`` returns the 1-D array that holds an entry's elements.
     """
     return nested({name: find(entry).reshape(entry.shape) for name, entry in entries.items()})
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted name as nested dicts.
+    """Return values by dotted name as nested dicts.
 
     Examples
     --------
@@ -192,14 +193,14 @@ class Unit:
         return self.stop - self.start
 
     def entries_of(self, entries: Sequence[ParameterEntry]) -> list[ParameterEntry]:
-        """Those of ``entries``, which are in flat order, that lie in the unit."""
+        """Return those of ``entries``, which are in flat order, that lie in the unit."""
         first = bisect_left(entries, self.start, key=_start)
         last = bisect_right(entries, self.stop, key=_start)
         return [entry for entry in entries[first:last] if entry.stop <= self.stop]
 
 
 def unit_at(units: Sequence[Unit], index: int) -> Unit:
-    """The unit that has the flat ``index``; ``units`` are in flat order and have no gaps."""
+    """Return the unit with the flat ``index``; ``units`` are in flat order and have no gaps."""
     return units[bisect_right(units, index, key=_start) - 1]
 
 
@@ -207,8 +208,8 @@ def unit_at(units: Sequence[Unit], index: int) -> Unit:
 class Piece:
     """One rank's part of one unit.
 
-    ``start`` and ``stop`` are flat indices; ``offset`` is where the piece begins in the rank's
-    shard, which is all its pieces end to end.
+    ``start`` and ``stop`` are flat indices; ``offset`` is the index at which the piece begins in
+    the rank's shard, which is all its pieces end to end.
     """
 
     unit: Unit
@@ -230,8 +231,8 @@ class Piece:
 def build_units(layer_sizes: Sequence[int], minimum_size: int) -> tuple[Unit, ...]:
     """Merge consecutive layers until each unit has ``minimum_size`` elements.
 
-    A layer is never cut. Layers left over at the end that do not reach the minimum join the unit
-    before them. Layers without parameters belong to the unit that is open where they stand.
+    A layer is never cut. Layers at the end that do not reach the minimum join the unit before them.
+    Layers without parameters belong to the unit that is open when they come.
 
     Parameters
     ----------
@@ -259,24 +260,24 @@ def build_units(layer_sizes: Sequence[int], minimum_size: int) -> tuple[Unit, ..
     start = position = first = 0
     for layer, size in enumerate(layer_sizes):
         position += size
-        # A unit is closed at the first layer that fills it: later layers are gathered separately,
-        # which bounds the memory of a gathered unit.
+        # A unit is closed by the first layer that fills it, which bounds the memory of a gathered
+        # unit.
         if position - start >= minimum_size:
             bounds.append([start, position, first, layer])
             start, first = position, layer + 1
     if not bounds:
         bounds.append([0, 0, 0, 0])
-    # Layers left over at the end join the last unit.
+    # The layers after the last unit join it.
     bounds[-1][1], bounds[-1][3] = total, len(layer_sizes) - 1
     return tuple(Unit(index, *bound) for index, bound in enumerate(bounds))
 
 
 def owned_pieces(units: Sequence[Unit], world_size: int, rank: int) -> tuple[Piece, ...]:
-    """The piece of each unit that ``rank`` owns: its `ShardLayout` range of every unit."""
+    """Return the piece of each unit that ``rank`` owns: its `ShardLayout` range of the unit."""
     pieces = []
     offset = 0
     for unit in units:
-        # Each unit is cut for itself, so that it can be gathered without the others.
+        # Each unit is cut separately, so that it can be gathered without the others.
         mine = ShardLayout(unit.length, world_size).slice(rank)
         pieces.append(Piece(unit, unit.start + mine.start, unit.start + mine.stop, offset))
         offset += mine.stop - mine.start
@@ -284,9 +285,9 @@ def owned_pieces(units: Sequence[Unit], world_size: int, rank: int) -> tuple[Pie
 
 
 def pieces_within(pieces: Sequence[Piece], ranges: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:
-    """The parts of ``pieces`` that lie in flat ``ranges`` ``(start, stop)``, in order.
+    """Return the parts of ``pieces`` that lie in flat ``ranges`` ``(start, stop)``, in order.
 
-    Both are in flat order. The parts stand end to end: their ``offset`` is where they begin then.
+    Both are in flat order. The ``offset`` of a part is its start among all parts end to end.
 
     Examples
     --------
@@ -307,10 +308,10 @@ def pieces_within(pieces: Sequence[Piece], ranges: Sequence[tuple[int, int]]) ->
 
 
 def reproducing_worlds(leaves: int) -> list[int]:
-    """The numbers of ranks that walk through the same bits with ``gradient_leaves=leaves``.
+    """Return the numbers of ranks that get the same bits with ``gradient_leaves=leaves``.
 
-    They are 1 to 8 and the powers of two above, up to ``leaves``. All numbers would need cells as
-    many as ``leaves`` squared.
+    They are 1 to 8 and the powers of two above, up to ``leaves``. To cover all numbers up to
+    ``leaves`` would need about ``leaves`` squared cells.
 
     Examples
     --------
@@ -321,11 +322,11 @@ def reproducing_worlds(leaves: int) -> list[int]:
 
 
 def cells_of(unit: Unit, leaves: int) -> list[tuple[int, int]]:
-    """The flat ranges ``(start, stop)`` between any two cuts of a unit, in order.
+    """Return the flat ranges ``(start, stop)`` between neighbouring cuts of a unit, in order.
 
-    Of each, one rank owns all in each of `reproducing_worlds`. They are needed because the pieces
-    of those worlds are not nested: 10 elements are cut at 5 for two ranks, at 4 and 7 for three,
-    and at 3, 6 and 8 for four.
+    In each of the `reproducing_worlds` one rank owns all of a cell. Cells are needed because the
+    pieces of those worlds are not nested: 10 elements are cut at 5 for two ranks, at 4 and 7 for
+    three, and at 3, 6 and 8 for four.
 
     Parameters
     ----------
@@ -347,9 +348,9 @@ def cells_of(unit: Unit, leaves: int) -> list[tuple[int, int]]:
 
 
 def cut_at_cells(pieces: Sequence[Piece], leaves: int) -> tuple[Piece, ...]:
-    """The parts of ``pieces`` that lie in one cell each, in order.
+    """Return the parts of ``pieces`` that lie in one cell each, in order.
 
-    Their ``offset`` is where they begin in what ``pieces`` are end to end.
+    The ``offset`` of a part is its start among ``pieces`` end to end.
     """
     found = []
     for piece in pieces:

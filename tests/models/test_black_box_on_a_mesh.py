@@ -367,7 +367,7 @@ def test_ranks_of_a_replica_must_be_given_one_batch(backend: Any) -> None:
         (x, "checksums"),
         (x[: 1 + model.mesh.pipeline_rank], "rank 2: 2 samples"),
     ):
-        with pytest.raises(ValueError, match=f"{words}.*Deal samples by data_rank of data_size"):
+        with pytest.raises(ValueError, match=f"{words}.*Divide samples by data_rank and data_size"):
             model.train(given, None)
     assert model.get_parameters().tolist() == list(range(10))
     model.train(np.ones((1, 1)), None)  # and goes on

@@ -195,7 +195,7 @@ def test_batches_that_differ_within_a_replica_are_refused_everywhere(
             lambda given=given: optimizer.step(model, *given),
             lambda given=given: model.train(*given),
         ):
-            with pytest.raises(ValueError, match=r"must be given the same.* 0.*Deal samples by"):
+            with pytest.raises(ValueError, match=r"must be given the same.* 0.*Divide samples by"):
                 call()
     with model.accumulate():
         optimizer.step(model, x, y)

@@ -76,7 +76,7 @@ def equal(make: Any, data: Any, *meshes: tuple[int, int, int], **options: Any) -
         close(model.compute_gradients(*mine), own[part])
         if model.mesh.model_size > 1:
             wrong = [given[: 4 + (model.mesh.model.rank == 1)] for given in data]
-            refused(ValueError, "Deal samples by data_rank", lambda: model.train(*wrong))
+            refused(ValueError, "Divide samples by data_rank", lambda: model.train(*wrong))
 
     on_meshes(body, *meshes)
 

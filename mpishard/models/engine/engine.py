@@ -56,11 +56,13 @@ class Engine:
     parameters : ParameterStore
         Store of parameters.
     make_gradients : callable
-        ``make_gradients(layout)`` makes the store of gradients, anew if units are frozen.
+        ``make_gradients(layout)`` makes a store of gradients. It is called again when other
+        parameters are frozen.
     state_layout : StoreLayout
-        Of the optimizer's state.
+        Layout of the optimizer's state.
     stage : UpdateStage, optional
-        Brings what is updated to the state and back; None if all lies in host memory.
+        Copies parameters and gradients to the device of the state, and parameters back; None if
+        all vectors are in host memory.
     policy : Policy
         Vectors that the strategy shards.
     loss : ILossFunction or None
@@ -71,9 +73,9 @@ class Engine:
     Attributes
     ----------
     layout : StoreLayout
-        Units, ranks, and where memory is booked.
+        Units, ranks, and the ledger in which memory is booked.
     own_pieces : tuple of Piece
-        What this rank owns of the parameters.
+        The pieces of the parameters that this rank owns.
     backend : CommunicationBackend
         The ranks that hold the same part of the model, and compute other samples.
     world : CommunicationBackend
@@ -83,10 +85,10 @@ class Engine:
     record : TrainingRecord
         Figures of the training so far.
     micro_batches : int
-        Passes in which a step computes its batch, one part after the other. For programs that do
-        not cut it themselves.
+        Number of parts into which a step cuts its batch, with a pass for each. It stays 1 for
+        programs that cut batches themselves.
     observer : callable, optional
-        Context manager around each update, for whoever looks at parameters before and after.
+        Returns a context manager around each update, to compare parameters before and after it.
     computed : tuple, optional
         Gradient, sum and weight of the loss that `evaluation.local_gradient` found last, until the
         next step.
@@ -104,10 +106,10 @@ class Engine:
         self.loss = loss
         self.step_number = 0
         self.version = 0
-        self._gradient = 0  # the number of the one that the store holds
+        self._gradient = 0  # number of the gradient in the store: see `held_gradient`
         self.record = TrainingRecord()
         self.micro_batches = 1
-        self.has_said_what_is_not_saved = False  # of a black box, in its first checkpoint
+        self.has_said_what_is_not_saved = False  # a black box's first checkpoint warns once
         self.computed: tuple[Array, float, float] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self.layout = parameters.layout
@@ -133,8 +135,8 @@ class Engine:
     def freeze(self, names: frozenset[str]) -> None:
         """Train all parameters but those called ``names``. Collective.
 
-        Frozen parameters have no optimizer state and count for no norm. A unit that is frozen as a
-        whole has no gradient, and is sent only if it must be gathered.
+        Frozen parameters have no optimizer state and add to no norm. A unit without a trained
+        parameter has no gradient, and is sent only when it is gathered.
 
         Raises
         ------
@@ -149,16 +151,17 @@ class Engine:
         if all(entry.name in names for entry in whole):
             raise ValueError(f"all {len(whole)} parameters are frozen; leave one to train")
         self.program.freeze(names)
-        # Gradients are made anew, because frozen units have no memory in them.
+        # A new store of gradients, because frozen units have no memory in it.
         self._gradient += 1
         layout = replace(self.layout, frozen=self.program.frozen_units)
         self.gradients = self._make_gradients(layout)
         self.pieces = UpdatePieces.of(self.program, layout, self.policy, self.leaves)
 
     def deal(self, fill: Callable[[int, Array], None]) -> None:
-        """Give every rank rank 0's values, which ``fill(start, out)`` writes there. Collective."""
+        """Distribute rank 0's values, which ``fill(start, out)`` writes on rank 0. Collective."""
         across = self.replica.across
-        # Of groups of ranks each begins with its own values, before it takes those of the first.
+        # Each group of ranks with a replica first distributes the values of its own first rank.
+        # Then all groups take those of the first group.
         is_grouped = across is not None and not self.replica.is_on_mesh
         root = self.backend if is_grouped else self.world
         self.program.vector.deal(self.parameters, root, fill)
@@ -169,24 +172,24 @@ class Engine:
 
     @property
     def is_writer(self) -> bool:
-        """True if this rank's pieces go to a checkpoint: of replicas apart those of the first."""
+        """True if this rank writes its pieces to checkpoints: only the first replica's ranks do."""
         across = self.replica.across
         return across is None or across.rank == 0
 
     def lend_gradients(
         self, user: str | None, make_gradients: Callable[[StoreLayout], GradientStore] | None = None
     ) -> None:
-        """Put gradients into a store of ``user``; None: into the first store. Collective."""
+        """Put gradients into a store of ``user``, or with None into the first. Collective."""
         self._make_gradients = make_gradients or self._first_gradients
         self.gradients_user = user
         self.freeze(self.program.frozen)
 
     def sum_over_owners(self, vector: Array, *, of_all_replicas: bool = False) -> Array:
-        """Sum of a vector, or rows, with a place for each of the model's parameters. Collective.
+        """Return the sum over ranks of a vector, or rows, with one place per parameter. Collective.
 
-        Over all ranks, of which each brings what it has of the parameters that it updates; what
-        several hold alike counts once. With ``of_all_replicas`` these are the ranks of the world,
-        of which each updates something of its own.
+        Each rank contributes its sums over the elements that it updates. An element with copies on
+        several ranks counts once. With ``of_all_replicas`` the sum is over all ranks of the world,
+        which update different elements.
         """
         placement = self.placement
         # Ranks of a tensor axis hold copies of some parameters; one of them counts each.
@@ -203,44 +206,41 @@ class Engine:
         self, x: Array, y: Array, rule: Rule, *, sample_start: int | None = None,
         settings: Mapping[str, Any] | None = None, apart: bool = False, alone: bool = False,
     ) -> StepReport:  # fmt: skip
-        """One synchronised update on this rank's batch; inside `accumulate`, none yet.
+        """Make one synchronised update on this rank's batch; inside `accumulate` only add to it.
 
         ``sample_start`` is the index of this rank's first sample among those of all ranks and of
-        the round; where it is not given and the program is random, the ranks tell each other how
-        many samples they have; with gradient leaves they always do. ``settings`` is what the rule
-        depends on, by name, such as its rate: replicas that are updated with different rates
-        would drift apart unseen.
+        the round. If it is not given and the program is random, the ranks exchange their numbers of
+        samples; with gradient leaves they always do. ``settings`` maps names to the values that the
+        rule depends on, such as its rate. The ranks compare them, because replicas that are updated
+        with different rates would drift apart unnoticed.
 
-        Without ``config.auto_sync_gradients`` the update is this rank's alone, nothing is
-        communicated, and the report tells of its batch.
+        Without ``config.auto_sync_gradients`` this rank updates with its own gradient, nothing is
+        communicated, and the report is about its batch alone.
 
-        With ``apart`` each rank updates its replica with its own gradient, as without
-        ``config.auto_sync_gradients``, but all agree on losses, settings and errors, and the
-        report tells of all ranks' samples. A rank without samples updates nothing.
+        With ``apart`` each rank updates its replica with its own gradient, too. But all ranks agree
+        on losses, settings and errors, and the report is about all ranks' samples. A rank without
+        samples updates nothing. If groups of ranks hold replicas, each group updates its own.
 
-        If groups of ranks hold replicas, ``apart`` means that each group updates its own.
+        With ``alone`` only ``rule`` communicates. It is called with this rank's own gradient, even
+        if this rank has no samples.
 
-        With ``alone`` this rank's step communicates nothing but what ``rule`` does, which is called
-        with this rank's own gradient, also if it has no samples.
-
-        Nothing has changed if it raises; only an exception of ``rule`` itself may come late.
+        An error leaves the parameters unchanged, unless ``rule`` itself raises it.
 
         Raises
         ------
         ValueError
             For a batch that does not fit the model, before anything is communicated; on every
-            rank where no rank has a sample that counts, and where ranks of a mesh that compute one
-            batch together were given several.
+            rank, if no rank has a sample that counts, or if ranks of a mesh that compute one
+            batch together were given different ones.
         ShardingError
-            On every rank, if the ranks accumulated different numbers of batches; if
-            replicas have drifted apart and the step is to be synchronised; on every rank, where
-            ``settings`` differ.
+            On every rank, if the ranks accumulated different numbers of batches, or if
+            ``settings`` differ; if replicas have drifted apart and the step is to be synchronised.
         NonFiniteLossError
             On every rank, if the loss or the gradient is not finite.
         """
         if self._is_on_gpu:
-            self.layout.device.use()  # of the thread that calls
-        # A gradient that was found before the step is none of the parameters after it.
+            self.layout.device.use()  # CUDA has a current device for each thread
+        # A gradient from before the step does not belong to the parameters after it.
         self.computed = None
         self._gradient += 1
         # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
@@ -273,13 +273,13 @@ class Engine:
     def _batches(
         self, x: Array, y: Array, sample_start: int | None, *, is_local: bool
     ) -> list[Part]:
-        """The parts of a batch that this rank computes. Collective if ranks must be asked."""
+        """Return the parts of a batch that this rank computes. Collective if it needs counts."""
         if self.leaves is not None:
             return self.leaves.cut(x, y, sample_start)
         if sample_start is None:
             asks = self.program.is_random
             sample_start = self.round.sample_start(len(x), is_local=is_local) if asks else 0
-        if self.micro_batches == 1:  # a black box may take batches that nobody can cut
+        if self.micro_batches == 1:  # a black box may take batches that cannot be sliced
             return [(x, y, sample_start)]
         parts = ShardLayout(len(x), self.micro_batches)
         return [
@@ -292,8 +292,9 @@ class Engine:
         apart: bool, alone: bool,
     ) -> StepReport:  # fmt: skip
         round_ = self.round
-        # Only the last pass of a round reduces: earlier ones add to the gradient on this rank.
         is_whole = apart and self.replica.across is None  # this rank is a replica
+        # Replicated and deferred gradients are reduced in a round's last pass alone, and sharded
+        # ones in each pass. A gradient that stays on this rank has no last pass.
         ends = not (round_.accumulates or is_local or is_whole)
         loss = weight = 0.0
         for number, (x, y, sample_start) in enumerate(batches, start=1):
@@ -311,10 +312,10 @@ class Engine:
             return StepReport(self.mean(total, total_weight), total_weight, None)
         if apart:
             return self._step_apart(rule, loss, settings, step)
-        # Of a replicated gradient, too, each rank takes the norm of its piece alone.
+        # Each rank adds the squares of its own piece only, even if the gradient is replicated.
         counted = self.gradients.owned(self._counted())
         if self.leaves is None:
-            # In one message: a small all-reduce costs its latency, whatever it holds.
+            # In one message, because the cost of a small all-reduce is its latency.
             message = [round_.loss, round_.weight, squared_norm(counted)]
             total, total_weight, squared = round_.totals(message, loss, settings, step)
         else:
@@ -330,18 +331,18 @@ class Engine:
         return report
 
     def _report(self, total: float, weight: float, squared: float) -> StepReport:
-        """The report of sums over samples: of losses, weights, and of squares of their gradient."""
-        # The norm that is reported and clipped is the mean gradient's.
+        """Make a report from summed losses and weights, and the summed gradient's squared norm."""
+        # The norm of the mean gradient is reported and clipped, not that of the sum.
         norm = math.sqrt(squared) / weight if weight else 0.0
         return StepReport(self.mean(total, weight), weight, norm)
 
     def _counted(self) -> Sequence[Piece]:
-        """The pieces that this rank counts in a norm over all ranks; together they are all."""
+        """Return this rank's pieces in a norm over all ranks, which count each element once."""
         counted, across = self.pieces.counted, self.replica.across
         return counted if across is None else dealt(counted, across.world_size, across.rank)
 
     def _update(self, rule: Rule, report: StepReport) -> None:
-        """Update with the sums that the store of gradients has. Collective."""
+        """Update with the reduced gradients in the store. Collective."""
         try:
             self._change(rule, self.gradients.owned(self.pieces.updated), report)
         finally:  # a rule that failed here may still read gradients elsewhere
@@ -350,9 +351,9 @@ class Engine:
         self._end_round()
 
     def update_again(self, rule: Rule, weight: float) -> None:
-        """Update with other sums that the store of gradients has now. Collective.
+        """Make one more update, with sums that were written to the store since. Collective.
 
-        ``weight`` is that of their samples.
+        ``weight`` is the total weight of their samples.
 
         Raises
         ------
@@ -386,7 +387,6 @@ class Engine:
         try:
             if mine.weight:
                 self._change(rule, gradients, mine)
-                # Its weight, for the mean of the replicas later.
                 self.replicas.drift(mine.weight)
         finally:
             if self.replica.across is not None:
@@ -426,15 +426,16 @@ class Engine:
     def move(self, rule: Rule) -> None:
         """Let ``rule`` change the parameters without a gradient. Collective.
 
-        The gradients of its updates hold no gradient, and the report no loss.
+        Its updates have no gradient, and its report has no loss.
         """
+        # Such a rule reads no gradient. The parameters take its place, so that none is allocated.
         unused = self.parameters.owned(self.pieces.updated)
         self._change(rule, unused, StepReport(math.nan, 1.0, 0.0))
         self.parameters.publish(self.pieces.published)
         self.changed()
 
     def _change(self, rule: Rule, gradients: list[Array], report: StepReport) -> None:
-        """Let ``rule`` update; a step's observer sees the parameters before and after."""
+        """Run ``rule``; an observer sees the parameters before and after it."""
         owned = self.parameters.owned(self.pieces.updated), gradients
         stage = self._stage
         # An offloaded state is updated in host memory: gradients are copied there, and the new
@@ -458,7 +459,7 @@ class Engine:
         self.changed()
 
     def zeros_for_state(self, pieces: Sequence[Piece]) -> Array:
-        """Zeros for an optimizer's state: one for each element of ``pieces``."""
+        """Return zeros for an optimizer's state: one for each element of ``pieces``."""
         length = sum(piece.length for piece in pieces)
         # In the layout of the state: with offloading it lies in host memory, and the parameters on
         # a GPU.
@@ -474,7 +475,7 @@ class Engine:
     def _local_update(
         self, loss: float, weight: float, rule: Rule, *, needs_samples: bool
     ) -> StepReport:
-        """Update this replica with its own gradient; the others are not asked."""
+        """Update this rank's replica with its own gradient. Communicates nothing."""
         assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
         if self.round.accumulates:
             return StepReport(self.mean(loss, weight), weight, None)
@@ -488,7 +489,7 @@ class Engine:
             self.round.refuse_nonfinite(what, self.step_number + 1)
         report = self._report(total, total_weight, squared)
         self._change(rule, gradients, report)
-        # Its weight, for the mean of the replicas that `synchronize_replicas` makes later.
+        # `synchronize_replicas` weighs each replica by the samples that it has used.
         self.replicas.drift(total_weight)
         self._end_round()
         return report
@@ -497,9 +498,10 @@ class Engine:
         self, x: Array, y: Array, gradients: GradientStore, *, is_first: bool, is_last: bool,
         sample_start: int = 0, loss: ILossFunction | None = None,
     ) -> tuple[float, float]:  # fmt: skip
-        """One forward and backward pass; this rank's loss sum and weight."""
-        # Other stores are for a caller's gradient, which is never sent from here.
+        """Run one forward and backward pass; return this rank's loss sum and weight."""
+        # Another store is for a caller's own gradient, which a pass never sends.
         compresses = gradients is self.gradients and self._config.enable_gradient_compression
+        # The parts of one batch are reduced together, with the last of them.
         defers = self.round.defers or self.micro_batches > 1
         gradients.begin(BackwardPass(is_first, is_last, defers, compresses))
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
@@ -516,12 +518,12 @@ class Engine:
         return self.loss is not None or self.program.has_own_loss
 
     def mean(self, total: float, weight: float) -> float:
-        """Mean loss; NaN if a black box computes no loss, or all weights are 0."""
+        """Return the mean loss; NaN if a black box computes no loss, or all weights are 0."""
         return total / weight if self.knows_loss and weight > 0 else math.nan
 
     @contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:
-        """Inside, `step` adds to the round and does not end it. See `ShardedModelBase`."""
+        """Let `step` add to the round, and not end it, in the block: see `ShardedModelBase`."""
         try:
             with self.round.accumulating(defer=defer):
                 yield
@@ -530,13 +532,13 @@ class Engine:
             raise
 
     def abandon(self) -> None:
-        """Drop an unfinished round."""
+        """Drop an unfinished round, and the units in use. Communicates nothing."""
         self.round.end()
         self.gradients.abandon()
         self.parameters.abandon()
 
     def predict(self, x: Array) -> Array:
-        """Outputs for this rank's inputs. Collective if parameters are sharded."""
+        """Return outputs for this rank's inputs. Collective if parameters are sharded."""
         self.layout.device.use()
         inputs = self.program.check(x)
         self.replica.require_one_batch("predict", x, everywhere=self.policy.shards_parameters)
@@ -544,7 +546,7 @@ class Engine:
             return self.program.predict(self.parameters, inputs)
 
     def predict_next(self, x: Array, cache: KeyValueCache) -> Array:
-        """Outputs for the last position of new tokens: see `Program.predict_next`. Collective."""
+        """Return outputs for the last of new tokens: see `Program.predict_next`. Collective."""
         self.layout.device.use()
         x = self.program.check_next(x)
         with self.leaving_no_unit():
@@ -563,15 +565,15 @@ class Engine:
 
     @property
     def held_gradient(self) -> tuple[int, int]:
-        """The gradient in the store: two numbers, of which one grows when it is overwritten.
+        """Identity of the gradient in the store, as two counters.
 
-        The other one grows with each change of the parameters.
+        The first grows when the gradient is overwritten, the second when parameters change.
         """
         return self._gradient, self.version
 
     def changed(self) -> None:
         """Record a change of the parameters, and notify the program."""
-        # Keepers of a gathered copy compare this number before they use it again.
+        # A cache of gathered parameters compares this number before it is used again.
         self.version += 1
         self.parameters.changed()
         self.program.changed(self.parameters)
@@ -591,20 +593,20 @@ class Engine:
         self.changed()
 
     def continue_as(self, other: Engine) -> None:
-        """Set the step to that of ``other``, whose parameters this engine has copied."""
+        """Take the step, the record and the drift of ``other``, whose parameters were copied."""
         self.step_number, self.record = other.step_number, replace(other.record)
         self.replicas.drift_as(other.replicas)
 
     def gather(self) -> Array:
-        """All parameters in layer order, a new array on every rank. Collective."""
+        """Return all parameters in layer order, a new array on every rank. Collective."""
         self.layout.device.use()
         with self.leaving_no_unit():
             return self.program.vector.gather(self.parameters)
 
     def gather_on(self, root: int) -> Array | None:
-        """All parameters in layer order on world rank ``root``, None elsewhere. Collective."""
+        """Return all parameters in layer order on world rank ``root``, else None. Collective."""
         self.layout.device.use()
-        if self.replica.across is not None:  # each replica is gathered, and one of them is wanted
+        if self.replica.across is not None:  # each replica is gathered, and root's is returned
             full = self.gather()
             return full if self.world.rank == root else None
         with self.leaving_no_unit():
@@ -613,7 +615,7 @@ class Engine:
             )
 
     def gather_chunks(self) -> Iterator[Array]:
-        """All parameters unit by unit; all at once on a mesh, whose ranks have own units."""
+        """Yield all parameters unit by unit; in one chunk on a mesh, whose ranks' units differ."""
         if self.replica.is_on_mesh:
             yield self.gather()
             return
@@ -624,7 +626,7 @@ class Engine:
 
     @contextmanager
     def leaving_no_unit(self) -> Iterator[None]:
-        """After an error no unit stays unsharded, to be taken for current later on."""
+        """Reshard all units after an error: a unit left unsharded would be out of date later."""
         try:
             yield
         except BaseException:

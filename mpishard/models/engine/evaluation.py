@@ -21,12 +21,12 @@ def local_gradient(
     program, replica = engine.program, engine.replica
     inputs, targets = program.check_pair(x, y, loss or engine.loss)
     layout = engine.gradients.layout
-    # A store of its own: the gradient of an open round must stay as it is.
+    # A separate store, because the gradient of an open round must not change.
     sink = ReplicatedGradients(layout)
     # Sharded parameters are gathered, so that every rank must pass its batch at the same time.
     everywhere = engine.policy.shards_parameters
     replica.require_one_batch("compute_gradients", x, y, everywhere=everywhere)
-    # Never the last pass of a round, so that nothing is reduced.
+    # With is_last=False nothing is reduced.
     with engine.leaving_no_unit():
         total, weight = engine.run_pass(
             inputs, targets, sink, is_first=True, is_last=False, loss=loss,
@@ -34,7 +34,7 @@ def local_gradient(
         )  # fmt: skip
         program.finish_local(sink)
     full = sink.vector
-    # The store has no place for frozen units, and the result has zeros for them.
+    # The store has no memory for frozen units, but the result has zeros for them.
     if program.frozen:
         pieces = program.trained(layout.pieces(sharded=False))
         full = array_namespace(full).zeros(engine.layout.length, full.dtype)
@@ -54,15 +54,15 @@ def synchronize_gradient(engine: Engine) -> tuple[float, float, Array] | None:
     Returns
     -------
     tuple of (float, float, Array) or None
-        Mean loss, weight of all samples, and the gradient; None if there is none: since the last
-        call, or since a step.
+        Mean loss, weight of all samples, and the gradient; None if no `local_gradient` was computed
+        since the last call or the last step.
     """
     if engine.computed is None:
         return None
     (full, loss, weight), engine.computed = engine.computed, None
     dealt = engine.replica.dealt
     total, total_weight = map(float, dealt.all_reduce(np.array([loss, weight])))
-    # The mean over all samples, from means that ranks with other numbers of samples have made.
+    # Ranks have means over different numbers of samples: each is weighted by its own.
     full *= weight
     dealt.all_reduce(full)
     if total_weight:
@@ -95,12 +95,12 @@ def measured(
 ) -> tuple[Array | None, float, float]:
     """Return outputs for this rank's batch, and the sum and the weight of the loss.
 
-    Without a gradient, unless a black box tells its loss only together with one. Then there are
-    outputs only if ``predicts``. There may be none if the batch has no samples.
+    No gradient is computed, unless a black box computes its loss only together with one. Then
+    outputs are computed only with ``predicts``. They may be None if the batch has no samples.
     """
     engine.layout.device.use()
     inputs, targets = engine.program.check_pair(x, y, engine.loss)
-    # No other rank waits then; sharded parameters must be gathered by all.
+    # An empty batch is skipped, unless other ranks wait for this one to gather parameters.
     if not engine.policy.shards_parameters and len(x) == 0:
         return None, 0.0, 0.0
     if engine.loss is None:
@@ -115,7 +115,7 @@ def mean_loss(engine: Engine, x: Array, y: Array) -> tuple[float, float]:
     """Return the mean loss of all ranks' batches, NaN if unknown, and its weight. Collective."""
     engine.replicas.require_equal("evaluate()")
     _, total, weight = measured(engine, x, y)
-    # Ranks that have computed one batch together count it once.
+    # The loss of ranks that compute one batch together counts once.
     own = (total, weight) if engine.replica.speaks else (0.0, 0.0)
     total, weight = map(float, engine.world.all_reduce(np.array(own)))
     return engine.mean(total, weight), weight

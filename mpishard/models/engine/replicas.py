@@ -26,15 +26,15 @@ class Replicas:
     policy : Policy
         If it shards anything, nothing can drift.
     replica : Replica
-        On a mesh a replica is several ranks', none of which can update it alone. If groups of ranks
-        hold replicas, they need an optimizer that exchanges something between them.
+        The ranks of a replica. On a mesh they are several, and none can update the replica alone.
+        Replicas of groups of ranks need an optimizer that exchanges data between them.
 
     Attributes
     ----------
     weight : float
         Weight of the samples that this rank has used alone since all were equal.
     agreements : int
-        Number of times that all replicas have become equal.
+        Number of times that all replicas were made equal.
     """
 
     def __init__(self, parameters: ParameterStore, policy: Policy, replica: Replica) -> None:
@@ -111,7 +111,7 @@ class Replicas:
     def synchronize(self) -> bool:
         """Give every rank the mean of all replicas, weighted by the samples each has used.
 
-        Collective. After one step of plain descent that is the synchronised step.
+        Collective. After one step of plain descent the result is that of a synchronised step.
 
         Returns
         -------
@@ -121,7 +121,7 @@ class Replicas:
         self.require_one("synchronize_gradients()")
         backend = self._parameters.backend
         if self._policy.shards_state:
-            # No replica can have drifted; the call stays collective, whatever the strategy is.
+            # No replica can have drifted. A barrier, so that the call is collective as under DDP.
             backend.barrier()
             return False
         total = float(backend.all_reduce(np.array([self.weight]))[0])

@@ -22,7 +22,7 @@ from mpishard.models.programs.program import Program, Replica
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import Piece, Placement, ShardingConfiguration, pieces_within
 
-_SETTINGS = 1 << 20  # so that squares of checksums add up exactly in float64, on 8192 ranks
+_SETTINGS = 1 << 20  # squares of checksums below it add up exactly in float64, on 8192 ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Policy:
     Raises
     ------
     ValueError
-        For other combinations: gradients or parameters that are sharded leave a rank nothing to
-        update a whole state with.
+        For other combinations: a rank that has only a part of the gradient or of the parameters
+        cannot update a whole state.
     """  # noqa: D205
 
     shards_parameters: bool
@@ -54,12 +54,12 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The report of one step, the same on every rank.
+    """The report of one step, the same on every rank unless ranks update alone.
 
-    ``loss`` is the mean over all samples of the round, NaN if a black box does not tell it,
-    ``weight`` their total weight,
-    ``gradient_norm`` the Euclidean norm of the mean gradient before clipping; None for a step
-    that only accumulated.
+    ``loss`` is the mean over all samples of the round, NaN if a black box computes none;
+    ``weight`` is their total weight. ``gradient_norm`` is the Euclidean norm of the mean gradient
+    before clipping, None for a step that only accumulated. Ranks that update replicas apart have
+    norms of their own; a rank that steps alone reports on its own samples.
     """
 
     loss: float
@@ -69,7 +69,7 @@ class StepReport:
 
 @dataclass(slots=True)
 class TrainingRecord:
-    """Training of a model in figures, which its metadata show and its checkpoints keep.
+    """Figures of a model's training, for its metadata and its checkpoints.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class TrainingRecord:
     seconds : float
         Time of all steps on this rank, of earlier jobs too.
     last_loss, best_loss : float or None
-        Mean loss of the last step, and the lowest of a step; None if no step told one.
+        Mean loss of the last step, and the lowest of a step; None if no step computed one.
     validation_score : float or None
         Loss of the last evaluation on validation data.
     trained_at : float or None
@@ -97,7 +97,7 @@ class TrainingRecord:
         self.samples += report.weight
         self.seconds += seconds
         self.trained_at = time.time()
-        # A black box may tell no loss: NaN would stay the best for ever.
+        # A black box may compute no loss: NaN would stay the best for ever.
         if math.isfinite(report.loss):
             self.last_loss = report.loss
             if self.best_loss is None or report.loss < self.best_loss:
@@ -121,7 +121,7 @@ class Round:
     Parameters
     ----------
     config : ShardingConfiguration
-        All ranks, and whether what is not finite is refused.
+        Backend of all ranks, and whether losses that are not finite are refused.
     replica : Replica
         The ranks that compute other samples than this one, and those that compute one batch.
 
@@ -132,11 +132,11 @@ class Round:
     accumulates : bool
         Whether the next pass only adds to the round.
     defers : bool
-        Whether its gradients stay local until the round's last pass.
+        Whether its gradients stay on this rank until the round's last pass.
     loss, weight : float
-        Sums over this rank's samples.
+        Sums of losses and weights over this rank's samples.
     parts : list of (float, float)
-        The same of each pass that this rank has added.
+        Sum and weight of the loss of each pass that this rank has added.
     wishes : Wishes or None
         Wishes of callbacks, which travel with the totals; None on all ranks if there are none.
     """
@@ -149,7 +149,7 @@ class Round:
         self.loss = self.weight = 0.0
         self.parts: list[tuple[float, float]] = []
         self.wishes: Wishes | None = None
-        self._samples = 0  # of all ranks; counted where the program is random
+        self._samples = 0  # of all ranks in this round; counted only if the program is random
         self._backend = config.communication_backend
         self._axis = replica.dealt
         self._config = config
@@ -168,14 +168,14 @@ class Round:
 
     def end(self) -> None:
         """Reset, after an update or an error."""
-        # What accumulates is not reset here: its block decides, also after an error in it.
+        # `accumulates` is not reset here: it holds until its block ends, even after an error.
         self.is_open = False
         self.loss = self.weight = 0.0
         self.parts.clear()
         self._samples = 0
 
     def require_none(self, purpose: str) -> None:
-        """Refuse a change that would make gradients stale, which wait for their update.
+        """Refuse a change during accumulation: gradients that wait for their update become stale.
 
         Raises
         ------
@@ -191,7 +191,7 @@ class Round:
 
     @contextmanager
     def accumulating(self, *, defer: bool) -> Iterator[None]:
-        """Inside, passes add to the round and do not end it."""
+        """Let passes add to the round, and not end it, in the block."""
         if self.accumulates:
             raise RuntimeError("accumulate() cannot be nested")
         self.accumulates, self.defers = True, defer
@@ -201,12 +201,12 @@ class Round:
             self.accumulates = False
 
     def sample_start(self, samples: int, *, is_local: bool) -> int:
-        """The index of the first of this rank's ``samples`` among those of all ranks. Collective.
+        """Return the index of this rank's first sample among those of all ranks. Collective.
 
-        Not where ``is_local``: then this rank is alone.
+        With ``is_local`` it is the index among this rank's samples, and nothing is communicated.
         """
         before = self._samples
-        # The other ranks are not in this call.
+        # In a local step the other ranks do not make this call.
         if is_local or self._axis.world_size == 1:
             self._samples += samples
             return before
@@ -222,20 +222,23 @@ class Round:
         step: int,
         fold: Callable[[np.ndarray[Any, Any]], Iterable[float]] = tuple,
     ) -> tuple[float, float, float]:
-        """Sums over ranks of [loss sum, weight, squared norm], in one small all-reduce.
+        """Return the sums over ranks of [loss sum, weight, squared norm]. Collective.
 
-        With them travel two numbers and their squares, which tell whether they are the same on all
-        ranks: the passes of the round, and a checksum of the settings. ``step`` is the number that
-        errors name. Where ``message`` is another, ``fold`` makes the three of the ranks' sum.
+        One small all-reduce also sums two numbers of each rank and their squares: the passes of the
+        round, and a checksum of the settings. From these sums every rank sees whether the numbers
+        are equal on all. ``step`` is the number in error messages. If ``message`` has another form,
+        ``fold`` turns the ranks' sum of it into the three results.
 
         Raises
         ------
-        ShardingError, NonFiniteLossError
-            On every rank.
+        ShardingError
+            On every rank, if passes or settings differ.
+        NonFiniteLossError
+            On every rank, if a sum is not finite.
         """
         backend = self._backend
         mark = zlib.crc32(repr(settings).encode()) % _SETTINGS
-        # Half a pass more tells a rank inside accumulate() from one that ends its round.
+        # Half a pass more distinguishes a rank inside accumulate() from one that ends its round.
         own = np.array([self.passes + 0.5 * self.accumulates, mark])
         wished = () if self.wishes is None else self.wishes.own
         sums = backend.all_reduce(np.array([*own, *(own * own), *wished, *message]))
@@ -266,7 +269,7 @@ class Round:
         return total, weight, squared
 
     def _what_is_not_finite(self, losses: Sequence[float]) -> str:
-        """Name the ranks in words; in a replica one rank reports the loss, the others 0."""
+        """Describe the ranks whose loss is not finite; in a replica all but one rank report 0."""
         if not losses:
             return "the loss or the gradient is not finite"
         sums = [sum(losses[rank] for rank in ranks) for ranks in self._replicas]
@@ -328,7 +331,7 @@ def descent(rate: float) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePieces:
-    """The pieces that an update reads, changes and counts, as long as the same are trained.
+    """The pieces that an update changes, publishes and counts, for one set of frozen parameters.
 
     Parameters
     ----------
@@ -341,8 +344,8 @@ class UpdatePieces:
         The pieces that this rank's rule updates: ``owned``, or all that is trained if the state is
         replicated.
     counted : tuple of Piece
-        Parts of ``owned`` that add to this rank's part of a norm: one of the tensor ranks counts
-        what all hold alike; with gradient leaves, cell by cell.
+        The parts of ``owned`` whose squares this rank adds to a norm. Copies on several tensor
+        ranks are counted by one of them; with gradient leaves each part lies in one cell.
     """
 
     published: tuple[Piece, ...]
@@ -354,7 +357,7 @@ class UpdatePieces:
     def of(
         cls, program: Program, layout: StoreLayout, policy: Policy, leaves: GradientLeaves | None
     ) -> UpdatePieces:
-        """The pieces of a program without its frozen parameters; ``leaves`` receive them, too."""
+        """Return the pieces of a program's trained parameters; ``leaves`` record them, too."""
         without_gradient, trained = program.frozen_units, program.trained
         own, every = (
             tuple(piece for piece in pieces if piece.unit.index not in without_gradient)
@@ -370,9 +373,9 @@ class UpdatePieces:
         return cls(own, owned, owned, counted)
 
     def to_write(self, program: Program) -> tuple[Piece, ...]:
-        """The ``updated`` ones whose state this rank writes to a checkpoint: of replicas, a part.
+        """Return the ``updated`` pieces whose state this rank writes to a checkpoint.
 
-        Together the ranks write each element once.
+        Together the ranks write each element once, also if the state is replicated.
         """
         owned = {(piece.start, piece.stop) for piece in self.owned}
         mine = tuple(piece for piece in self.updated if (piece.start, piece.stop) in owned)
@@ -380,7 +383,7 @@ class UpdatePieces:
 
 
 def dealt(pieces: Sequence[Piece], size: int, rank: int) -> list[Piece]:
-    """Return the part of each of ``pieces`` that is ``rank``'s of ``size`` ranks with the same."""
+    """Return ``rank``'s part of each piece, if ``size`` ranks divide each piece."""
     parts = []
     for piece in pieces:
         part = ShardLayout(piece.length, size).slice(rank)
@@ -390,7 +393,7 @@ def dealt(pieces: Sequence[Piece], size: int, rank: int) -> list[Piece]:
 
 
 def written_here(pieces: Sequence[Piece], placement: Placement) -> tuple[Piece, ...]:
-    """Return the parts of ``pieces`` that this rank writes: of copies on a mesh one rank's."""
+    """Return the parts of ``pieces`` that this rank writes; of copies on a mesh one is written."""
     if placement.is_whole:
         return tuple(pieces)
     return tuple(

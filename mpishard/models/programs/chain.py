@@ -32,7 +32,7 @@ class HeldLayer:
     entries : mapping of str to ParameterEntry
         Dotted name inside the layer -> entry in the rank's flat vector.
     is_random : bool
-        Whether its output in training depends on seed, step and sample.
+        Whether the layer's output in training depends on seed, step and sample.
     """
 
     name: str
@@ -54,7 +54,7 @@ class HeldLayers:
     units : tuple of Unit
         Ranges that are gathered and reduced as one; their layers count from 0 in ``layers``.
     dtype : numpy.dtype
-        Of parameters and gradients.
+        Dtype of parameters and gradients.
     """
 
     layers: Sequence[HeldLayer]
@@ -63,14 +63,14 @@ class HeldLayers:
     dtype: np.dtype[Any]
 
     def units_of(self, layer: int) -> tuple[Unit, ...]:
-        """The units that a layer uses, in order: its own, and those of parameters it is tied to."""
+        """Return the units that a layer uses, in order: also those of parameters it is tied to."""
         entries = self.layers[layer].entries.values()
         units = {unit_at(self.units, entry.start) for entry in entries if entry.size}
         return tuple(sorted(units, key=lambda unit: unit.start))
 
     @property
     def reused(self) -> frozenset[int]:
-        """Indices of the units that a layer outside of them uses too."""
+        """Indices of the units that a layer outside of them uses, too."""
         return frozenset(
             unit.index
             for layer in range(len(self.layers))
@@ -81,7 +81,7 @@ class HeldLayers:
 
 @dataclass(frozen=True, slots=True)
 class _Forgotten:
-    """Layers that saved nothing of a forward pass but the input of the first of them."""
+    """Layers that have saved only the input of the first of them in a forward pass."""
 
     layers: range
     x: Array
@@ -90,26 +90,26 @@ class _Forgotten:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Consecutive layers that use the same units: all that is the same in every pass.
+    """Consecutive layers that use the same units, with the values that are equal in every pass.
 
-    Layers without parameters belong to it if those on both sides do. Otherwise they stand alone, so
-    that a unit is fetched as late and let go as early as possible.
+    Layers without parameters belong to it if those on both sides do. Otherwise they are a group of
+    their own, so that a unit is fetched as late and released as early as possible.
     """
 
     layers: range
     units: tuple[Unit, ...]
     places: dict[ParameterEntry, tuple[int, slice]]
-    """Of each parameter: its unit, and its range in the unit's buffer."""
+    """Parameter -> index of its unit, and its range in the unit's buffer."""
     segment: range | None
-    """Layers that are computed again in backward, of which these are some."""
+    """The segment that these layers belong to, if it is computed again in backward."""
     begun: tuple[Unit, ...]
-    """Units that no earlier group uses: backward is through with them here."""
+    """Units that no earlier group uses: backward has finished with them after this group."""
     buffers: list[Array] = field(default_factory=list)
     views: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Parameters of each layer, as views of ``buffers``; made again when these are others."""
+    """Parameters of each layer, as views of ``buffers``; made again when the buffers change."""
 
     def arrays(self, buffers: Mapping[int, Array]) -> dict[ParameterEntry, Array]:
-        """The range of each parameter in the buffers of the units that are given."""
+        """Return the array of each parameter in ``buffers``, by index of their unit."""
         return {
             entry: buffers[unit][place]
             for entry, (unit, place) in self.places.items()
@@ -118,7 +118,7 @@ class _Group:
 
 
 class _Visit(NamedTuple):
-    """A group's turn in a forward pass: the unit to fetch meanwhile, and those to let go after."""
+    """A group's turn in a forward pass: the unit to fetch meanwhile, and those to release after."""
 
     group: _Group
     following: Unit | None
@@ -126,13 +126,13 @@ class _Visit(NamedTuple):
 
 
 class LayerChain:
-    """Consecutive layers. A unit is unsharded when its first layer begins, let go after its last.
+    """Consecutive layers. A unit is unsharded for its first layer, and released after its last.
 
     The units in ``kept`` stay unsharded from their first use in forward to their last in backward.
     Saved activations and pending gradients belong to the caller, so that micro-batches may overlap.
 
-    A segment of layers may save its input alone. Backward then computes it again, for which its
-    units are unsharded once more, one after the other; the last stays for backward.
+    A segment of layers may save its input alone. Backward then computes the segment again: its
+    units are unsharded once more, one after the other, and the last one stays for backward.
 
     Parameters
     ----------
@@ -157,8 +157,8 @@ class LayerChain:
         self._uses = {i: held.units_of(i) for i in self._range}
         self._names_in = {u.index: [e.name for e in u.entries_of(held.entries)] for u in held.units}
         self._groups = self._laid_out(recomputed)
-        # Only the units that this chain's layers use: with pipelines the rank may hold other
-        # chunks, too.
+        # Only the units that this chain's layers use: in a pipeline the rank may have other stages,
+        # too.
         own = {unit for uses in self._uses.values() for unit in uses}
         self.units = tuple(unit for unit in held.units if unit in own)
         self._forward_plan = self._plan()
@@ -197,7 +197,7 @@ class LayerChain:
 
     def _plan(self) -> list[_Visit]:
         plan, later = list[_Visit](), set[Unit]()
-        # From the last group to the first: a unit is let go after the last group that uses it.
+        # From the last group to the first: a unit is released after the last group that uses it.
         for group in reversed(self._groups):
             upcoming = range(group.layers.stop, self._range.stop)
             # Kept units stay unsharded until backward, which needs them first.
@@ -207,7 +207,7 @@ class LayerChain:
         return plan[::-1]
 
     def freeze(self, names: frozenset[str], frozen_units: frozenset[int]) -> None:
-        """Leave the parameters of these names as they are, and give these units no gradient."""
+        """Do not train the parameters of these names, and give these units no gradient."""
         self._without_gradient = frozen_units
         entries = {i: self._layers[i].entries.values() for i in self._range}
         trained = [i for i in self._range if any(e.name not in names for e in entries[i])]
@@ -219,7 +219,7 @@ class LayerChain:
     def forward(
         self, parameters: ParameterStore, x: Array, context: Context
     ) -> tuple[Array, list[Any]]:
-        """The output, and the saved activations: an entry for each layer, or for a segment."""
+        """Return the output, and the saved activations: one for each layer, or for a segment."""
         activations: list[Any] = []
         return self._forward(self._forward_plan, parameters, x, context, activations), activations
 
@@ -236,7 +236,8 @@ class LayerChain:
                 activations.append(_Forgotten(segment, x, context))
             views = self._open(group, parameters, following)
             for index in group.layers:
-                if parameters.in_flight:  # it may have something to send now
+                # MPI moves data only while it is called: here for a gather that is under way.
+                if parameters.in_flight:
                     parameters.backend.progress()
                 layer = self._layers[index]
                 # The other layers read neither name nor cache, and share one context.
@@ -245,7 +246,7 @@ class LayerChain:
                 x, saved = layer.layer.forward(views[index], x, own)
                 if segment is None:
                     activations.append(saved)
-                # Else the activation of the last layer would live until the next one is saved.
+                # Otherwise this activation would live until the next layer's is saved.
                 del saved
             for unit in done:
                 parameters.reshard(unit)
@@ -267,7 +268,7 @@ class LayerChain:
         *,
         needs_input_gradient: bool,
     ) -> Array:
-        """Both halves, layer by layer; ``reduce`` is called with each unit that is complete."""
+        """Run both halves of backward by layer; call ``reduce`` with each unit that is complete."""
         unwritten: set[str] = set()
         first = self._range.start if needs_input_gradient else self._first_trained
         for group in reversed(self._groups):
@@ -310,7 +311,7 @@ class LayerChain:
         *,
         needs_input_gradient: bool,
     ) -> tuple[Array, list[Any]]:
-        """The input's gradient, and what `backward_weight` needs, last layer first."""
+        """Return the input's gradient, and values for `backward_weight`, last layer first."""
         pending: list[Any] = []
         first = self._range.start if needs_input_gradient else self._first_trained
         for group in reversed(self._groups):
@@ -335,7 +336,7 @@ class LayerChain:
         return dy, pending
 
     def backward_weight(self, gradients: GradientStore, pending: list[Any], reduce: Reduce) -> None:
-        """The other half, last layer first; ``reduce`` as in `backward`."""
+        """Run the other half, last layer first; ``reduce`` as in `backward`."""
         unwritten: set[str] = set()
         waiting = pending[::-1]
         pending.clear()
@@ -361,16 +362,17 @@ class LayerChain:
         layers = forgotten.layers
         # A segment consists of whole groups, because its range is part of their key.
         groups = [group for group in self._groups if group.segment == layers]
-        # Units that layers behind the segment use too are here: backward is not through with them.
+        # Units that later layers use too are unsharded still: backward has not finished with them.
         behind = set[Unit]().union(*(self._uses[i] for i in range(layers.stop, self._range.stop)))
         held = behind & {unit for group in groups for unit in group.units}
-        # Backward begins with those of the last layer that has any.
+        # Backward begins with the units of the last group that has any.
         stay = held | next((set(g.units) for g in reversed(groups) if g.units), set())
         then = [*range(layers[-1] - 1, max(layers.start, first) - 1, -1)]
         then += self._back_from(layers.start, activations, first)
         plan = []
         for group in groups:
-            # No third buffer where one waits already for its turn in backward.
+            # Nothing is prefetched if a unit of backward holds a buffer already: a third one would
+            # be needed.
             waits = any(unit.index not in self._kept for unit in held - {*group.units})
             upcoming = [] if waits else [*range(group.layers.stop, layers.stop), *then]
             later = {u for i in range(group.layers.stop, layers.stop) for u in self._uses[i]}
@@ -382,10 +384,10 @@ class LayerChain:
         self._forward(plan, parameters, forgotten.x, forgotten.context, activations, again=True)
 
     def _back_from(self, index: int, activations: Sequence[Any], first: int) -> Iterator[int]:
-        """The layers in the order in which they are computed in backward, before ``index``.
+        """Yield the layers that backward computes after ``index``, in its order.
 
-        Those of a segment that is computed again come as they do then; what follows is its
-        business.
+        A segment that is computed again yields its layers in forward order, and is the last:
+        `_recompute` plans the layers after it.
         """
         for entry in reversed(activations):
             if isinstance(entry, _Forgotten):
@@ -402,11 +404,11 @@ class LayerChain:
     def _open(
         self, group: _Group, parameters: ParameterStore, following: Unit | None
     ) -> dict[int, dict[str, Any]]:
-        """The parameters of a group's layers; starts to fetch the unit that is needed next."""
+        """Return the parameters of a group's layers, and begin to fetch the next unit."""
         buffers = [parameters.unshard(unit) for unit in group.units]
         if following is not None and buffers:
             parameters.prefetch(following)
-        # Stores that hold whole units give the same view each time. Pooled buffers change.
+        # Stores with whole units return the same view each time. Pooled buffers change.
         if not group.views or any(map(operator.is_not, buffers, group.buffers)):
             arrays = group.arrays({u.index: b for u, b in zip(group.units, buffers, strict=True)})
             group.buffers = buffers
@@ -416,14 +418,14 @@ class LayerChain:
         return group.views
 
     def _following(self, group: _Group, upcoming: Iterable[int]) -> Unit | None:
-        """The next unit that is not in use by this group."""
+        """Return the next unit that this group does not use."""
         units = (unit for index in upcoming for unit in self._uses[index])
         return next((unit for unit in units if unit not in group.units), None)
 
     def _targets(
         self, group: _Group, gradients: GradientStore, unwritten: set[str]
     ) -> dict[int, GradientTargets]:
-        """Gradients of a group's layers. Names of unwritten gradients are added to the set."""
+        """Return gradients of a group's layers; add names of unwritten ones to ``unwritten``."""
         buffers: dict[int, Array] = {}
         for unit in group.units:
             if unit.index not in self._without_gradient:
@@ -434,7 +436,7 @@ class LayerChain:
         for index in group.layers:
             if index not in self._frozen_layers:
                 for entry in self._layers[index].entries.values():
-                    if entry not in arrays:  # frozen beside trained ones: nobody reads its gradient
+                    if entry not in arrays:  # in a frozen unit: its gradient is never read
                         xp = gradients.layout.device.namespace
                         arrays[entry] = xp.zeros(entry.size, self._held.dtype)
         return {

@@ -24,11 +24,11 @@ from mpishard.sharding import build_units
 
 
 class DividedProgram(Program):
-    """Pipeline and tensor ranks compute one batch each, all of it, and own ranges of the vector.
+    """Pipeline and tensor ranks each compute the whole batch, and own ranges of the flat vector.
 
     The range is one unit (`RangeVector`), and the data axis treats it as it does a whole vector.
-    Of the gradient that a rank computes it keeps and reduces its range alone. After an update the
-    user's object gets the ranges of all pipeline and tensor ranks.
+    A rank keeps and reduces only its range of the gradient. After an update the user's object gets
+    the ranges of all pipeline and tensor ranks.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class DividedProgram(Program):
     mesh : ProcessMesh
         The ranks.
     strategy : IPipelinePartitionStrategy, optional
-        Deals the flat vector to pipeline stages: see `RangeVector`.
+        Divides the flat vector among pipeline stages: see `RangeVector`.
     """
 
     needs_whole_parameters = True
@@ -139,7 +139,7 @@ class DividedProgram(Program):
         """
         mine = np.array([[total, projection, norm2]])
         losses, projections, norms2 = self._mesh.model.all_gather(mine).T
-        # Ranks may sum in other orders, as BLAS threads do: a difference of rounding is none.
+        # Ranks may sum in other orders, as BLAS threads do: differences of rounding are allowed.
         allowed = 8 * math.sqrt(np.finfo(self.dtype).eps)
         ranges = []
         for values, scale in (
@@ -179,7 +179,7 @@ class DividedProgram(Program):
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         self._holder = holder
         dealt = self._full if self._full is not None else self.vector.dealt
-        if dealt is not None:  # a copy of a black box has its parameters
+        if dealt is not None:  # None for a copy of a black box, which has its parameters
             if self._whole.computes_in_place:
                 full = parameters.layout.allocate(MemoryCategory.GATHERED, int(dealt.size))
             else:
@@ -215,9 +215,9 @@ _RAMP_LENGTH = 4096
 
 
 def _projection(begin: int, values: Array) -> float:
-    """Return the product of a part of a gradient, from element `begin` on, and fixed weights.
+    """Return the product of a part of a gradient, from element ``begin`` on, and fixed weights.
 
-    Weights differ from element to element and from row to row, so that exchanged elements show.
+    Weights differ between elements and rows, so that the product shows exchanged elements.
     """
     xp = array_namespace(values)
     rows = int(values.size) // _RAMP_LENGTH

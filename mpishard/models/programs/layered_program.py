@@ -27,7 +27,7 @@ from mpishard.sharding import Placement, build_units
 
 
 def held_whole(model: ILayeredModel, minimum_unit_size: int) -> HeldLayers:
-    """All layers of a model, on a rank whose own flat vector is the model's."""
+    """Return all layers of a model, for a rank whose own flat vector is the model's."""
     infos = model.get_all_layer_info()
     table = model.parameter_table
     return HeldLayers(
@@ -42,7 +42,7 @@ def held_whole(model: ILayeredModel, minimum_unit_size: int) -> HeldLayers:
 
 
 class LayeredProgram(Program):
-    """A chain of layers. A unit is gathered when its first layer begins, let go after its last.
+    """A chain of layers. A unit is gathered for its first layer, and released after its last.
 
     The last unit, and any unit that a layer outside it uses too, is kept from its first use in
     forward to its last in backward.
@@ -50,14 +50,14 @@ class LayeredProgram(Program):
     Parameters
     ----------
     model : ILayeredModel
-        Structure, first parameters and loss.
+        Structure, initial parameters and loss.
     minimum_unit_size : int
         See `mpishard.sharding.build_units`.
     world : CommunicationBackend
         All ranks.
     mixed : bool
-        Whether layers compute in bfloat16, of a store whose units are. Inputs are rounded, and
-        the loss is computed in float32.
+        Whether layers compute in bfloat16; then the units of the store are bfloat16, too. Inputs
+        are rounded, and the loss is computed in float32.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class LayeredProgram(Program):
         held = held_whole(self._model, self._minimum_unit_size)
         self.units, self.entries = held.units, tuple(held.entries)
         self.vector = ModelVector(Placement.whole(self.entries))
-        # Backward begins with the last unit, and comes to a unit that is used again: neither is let
-        # go after forward.
+        # Backward begins with the last unit, and a unit that is reused would be gathered again:
+        # neither is released after forward.
         self.kept = held.reused | {held.units[-1].index}
         self._chains = [LayerChain(held, 0, len(held.layers), self.kept)]
 
@@ -136,7 +136,7 @@ class LayeredProgram(Program):
         return self._model.as_input(x), self._put(y)
 
     def _output_shape(self, x: Any) -> tuple[int, ...]:
-        """Shape of a sample's output. Layers refuse inputs of other shapes than they take."""
+        """Return the shape of a sample's output. Layers refuse inputs of wrong shapes."""
         require_plain(x)
         shape = getattr(x, "shape", None)
         if shape is None or len(shape) != 1 + len(self._input_shape):
@@ -146,7 +146,7 @@ class LayeredProgram(Program):
                 raise TypeError(expected + type(x).__name__)
             raise ValueError(f"{expected}shape {tuple(shape)}")
         sample = tuple(shape[1:])
-        # Batches have one shape, as a rule, and layers are asked for it only once.
+        # Samples mostly have one shape, so that layers compute that of the output only once.
         if sample not in self._output_shapes:
             output = sample
             for layer in self._model.layers:
@@ -171,7 +171,7 @@ class LayeredProgram(Program):
         return self._copied(program), model
 
     def _copied_model(self) -> Any:
-        # What layers choose, such as the features in use, is the copy's own.
+        # A deep copy, because choices of layers, such as the features in use, must not be shared.
         if isinstance(self._model, ICloneable):
             return self._model.deep_copy()
         return copy.deepcopy(self._model)
@@ -190,11 +190,11 @@ class LayeredProgram(Program):
         return self.leaving(y[:, -1])
 
     def entering(self, values: Array) -> Array:
-        """Inputs, or the gradient of outputs, as the layers take them; token numbers as is."""
+        """Return inputs, or gradients of outputs, as layers take them; token numbers as is."""
         return rounded(values) if self._mixed and values.dtype.kind == "f" else values
 
     def leaving(self, values: Array) -> Array:
-        """Outputs as the loss and the user take them."""
+        """Return outputs as the loss and the user take them."""
         return widened(values) if self._mixed else values
 
     def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
@@ -209,7 +209,7 @@ class LayeredProgram(Program):
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         activations, loss, of_loss = saved
-        # The caller's list must not keep what each layer's backward frees.
+        # The caller's list must not keep activations that each layer's backward frees.
         saved.clear()
         dy = self.entering(loss.backward(of_loss))
         del of_loss

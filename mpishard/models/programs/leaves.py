@@ -1,8 +1,8 @@
 """A global batch in leaves, so that worlds of different sizes walk through the same bits.
 
 A world of P ranks has V leaves to compute, P at a time: rank r computes the leaves r, r + P, .. .
-If P is no power of two, the first ranks compute, as many as the largest power of two in P; a sum
-over all P is the same, because the others add zeros.
+If P is not a power of two, the largest power of two below P is the number of ranks that compute,
+the first ones. A sum over all P ranks is the same, because the others add zeros.
 Sums over leaves go through the tree of `mpishard.communication.contract.reduction` over
 V slots, whatever P is: gradients in `LeafGradients`, loss and weight in `GradientLeaves`. Norms,
 which are sums over parameters, are made of the same terms in every world: see
@@ -109,14 +109,14 @@ def _check_choices(leaves: int, config: ShardingConfiguration) -> None:
 
 
 def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
-    """Refuse a model whose gradients are rounded between two ranks' sums.
+    """Refuse a model whose sums of gradients are rounded at each rank.
 
     Raises
     ------
     ValueError
-        For parameters of 16 bits, whose sums in float32 are rounded on arrival.
+        For parameters of 16 bits: their sums are made in float32, and each rank rounds its result.
     """
-    # A sum that is rounded at each rank depends on where the ranks cut it.
+    # Such sums depend on the number of ranks, which decides after which leaves they are rounded.
     if config.gradient_leaves is not None and program.dtype.itemsize < 4:
         raise ValueError(
             f"gradient_leaves={config.gradient_leaves} needs parameters of float32 or float64, got "
@@ -125,7 +125,7 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
 
 
 def say_what_may_differ(config: ShardingConfiguration, dtype: np.dtype[Any]) -> None:
-    """Warn if ranks compute nothing, with different kernels or several BLAS threads. Collective."""
+    """Warn of idle ranks, different kernels and several BLAS threads. Collective."""
     backend = config.communication_backend
     mine = _fingerprint(dtype)
     differing = differences(backend, mine)
@@ -191,11 +191,11 @@ class GradientLeaves:
         computing = LeafLayout(0, self.count, axis.world_size).computing
         self.micro_steps = self.count // computing
         self._axis, self._dtype = axis, dtype
-        # Units are what ranks cut, and so cells and with them norms depend on it.
+        # Ranks cut units, so that cells, and with them norms, depend on the units' sizes.
         self._unit_size = config.minimum_parameter_group_size
         # A rank that computes nothing adds zeros to the slots of another.
         self._slots = slice(axis.rank % computing, self.count, computing)
-        self._places: dict[int, int] = {}  # of all cells that are trained, by where they begin
+        self._places: dict[int, int] = {}  # start of each trained cell -> its index in a norm
         self._own: list[int] = []
 
     def require(self, config: ShardingConfiguration, *, accumulates: bool) -> None:
@@ -218,7 +218,7 @@ class GradientLeaves:
             )
 
     def refuse_changes(self) -> None:
-        """Refuse a model that a pass changes beside its parameters: as do batch statistics.
+        """Refuse a model with state that a pass changes, such as batch statistics.
 
         Raises
         ------
@@ -233,14 +233,14 @@ class GradientLeaves:
         )
 
     def cut(self, x: Any, y: Any, sample_start: int | None) -> list[tuple[Any, Any, int]]:
-        """Inputs, targets and the first sample's place of each of this rank's leaves. Collective.
+        """Return inputs, targets and first sample's index of this rank's leaves. Collective.
 
         Parameters
         ----------
         x, y : Array
             The samples of this rank's leaves, end to end.
         sample_start : int or None
-            Place of the first of them in the global batch, if the caller says it.
+            Index of the first of them in the global batch, if the caller knows it.
 
         Raises
         ------
@@ -256,7 +256,7 @@ class GradientLeaves:
             raise TypeError(
                 f"gradient_leaves cuts batches into slices, and a {type(x).__name__} has none"
             )
-        # The ranks exchange their counts, because only together they tell whether the cut is right.
+        # The ranks exchange their counts: only all of them show whether the batch is cut right.
         told = -1 if sample_start is None else sample_start
         counts, said = self._axis.all_gather(np.array([[len(x), told]])).T.tolist()
         layout = LeafLayout(sum(counts), self.count, self._axis.world_size)
@@ -278,7 +278,7 @@ class GradientLeaves:
         ]
 
     def numerics(self) -> dict[str, str]:
-        """All that decides the bits of a run beside its program and data, for checkpoints."""
+        """Return all that decides a run's bits besides its program and data, for checkpoints."""
         return {
             "gradient_leaves": str(self.count),
             "minimum_parameter_group_size": str(self._unit_size),
@@ -286,17 +286,17 @@ class GradientLeaves:
         }
 
     def count_in(self, whole: Sequence[Piece], own: Sequence[Piece]) -> tuple[Piece, ...]:
-        """Cut the trained pieces into cells, and remember the place of each in a norm.
+        """Cut the trained pieces into cells, and record the index of each in a norm.
 
         Parameters
         ----------
         whole, own : sequence of Piece
-            All that is trained, and what this rank owns of it.
+            All trained pieces, and those that this rank owns.
 
         Returns
         -------
         tuple of Piece
-            ``own`` in cells: those of whose gradients `message` takes the norms.
+            ``own`` in cells: `message` takes the norms of their gradients.
         """
         self._places = {p.start: n for n, p in enumerate(cut_at_cells(whole, self.count))}
         mine = cut_at_cells(own, self.count)
@@ -304,14 +304,14 @@ class GradientLeaves:
         return mine
 
     def message(self, parts: Sequence[tuple[float, float]], gradients: Sequence[Array]) -> Array:
-        """The rank's summands of the totals: zeros, but for its own leaves and cells.
+        """Return the rank's summands of the totals: zeros except for its own leaves and cells.
 
         Parameters
         ----------
         parts : sequence of (float, float)
             Loss sum and weight of each of its leaves.
         gradients : sequence of Array
-            Reduced gradients of the cells that `count_in` gave.
+            Reduced gradients of the cells that `count_in` has returned.
         """
         squares = np.zeros(len(self._places))
         with np.errstate(over="ignore"):
@@ -320,25 +320,25 @@ class GradientLeaves:
         return np.concatenate([self._spread(parts), squares])
 
     def fold(self, message: Array) -> Sums:
-        """Loss sum, weight and squared norm, of the sum of all ranks' messages."""
+        """Return loss sum, weight and squared norm from the sum of all ranks' messages."""
         losses, weights, squares = np.split(message, [self.count, 2 * self.count])
         with np.errstate(over="ignore", invalid="ignore"):
             return _tree(losses), _tree(weights), float(squares.sum())
 
     def total(self, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        """Sum and weight of a loss over all leaves, from those of this rank's. Collective."""
+        """Return sum and weight of a loss over all leaves, from this rank's. Collective."""
         total, weight, _ = self.fold(self._axis.all_reduce(self._spread(parts)))
         return total, weight
 
     def _spread(self, parts: Sequence[tuple[float, float]]) -> Array:
-        """Loss sums and weights of all leaves: zeros, but for this rank's."""
+        """Return loss sums and weights of all leaves: zeros except for this rank's."""
         slots = np.zeros((2, self.count))
         slots[:, self._slots] += np.transpose(parts)  # adding to 0 leaves no -0
         return slots.ravel()
 
 
 def _tree(slots: Array) -> float:
-    """The sum of 2^k slots, in the tree: each round adds neighbours."""
+    """Return the sum of 2^k slots, in the tree: each round adds neighbours."""
     while slots.size > 1:
         slots = slots[::2] + slots[1::2]
     return float(slots[0])
@@ -347,13 +347,13 @@ def _tree(slots: Array) -> float:
 class LeafGradients(GradientStore):
     """Every pass is one leaf of each rank, reduced at once: a whole subtree of all leaves.
 
-    Of P ranks each makes V/P passes. What a pass leaves with the owner of a piece is the sum of P
-    adjacent leaves, and the owner combines these sums as a binary counter adds ones: a sum waits
-    at its level until another of as many leaves comes. So the tree over V leaves is the same for
-    every P, and the owner keeps log2(V/P) + 1 buffers as long as its pieces.
+    Each of P ranks makes V/P passes. After a pass the owner of a piece has the sum of P adjacent
+    leaves. It combines these sums as a binary counter adds ones: a sum waits at its level until
+    another of as many leaves comes. So the tree over V leaves is the same for every P, and the
+    owner keeps log2(V/P) + 1 buffers as long as its pieces.
 
-    The ranks of a step meet before its first pass (`GradientLeaves.cut`), so that nobody writes
-    before all have read what the last step left, and `finish` has nothing to do.
+    `GradientLeaves.cut` synchronises the ranks before the first pass of a step. So no rank writes
+    before all have read the sums of the last step, and `finish` has nothing to do.
 
     Parameters
     ----------
@@ -368,7 +368,7 @@ class LeafGradients(GradientStore):
         self._inner = inner
         self.in_flight = inner.in_flight
         self._gathers = gathers
-        self._waiting: list[list[Array]] = []  # of ever fewer leaves
+        self._waiting: list[list[Array]] = []  # sums of fewer and fewer leaves
         self._free: list[list[Array]] = []
         self._done = 0  # passes of this round
         self._reducer = TreeReducer()
@@ -398,8 +398,8 @@ class LeafGradients(GradientStore):
         self._inner.settle()
         own = self._inner.own_sums()
         total, carry = own, self._done
-        # A binary counter of leaves: two sums of as many leaves become one, as in the tree of
-        # reductions, and the last lands in the arrays of `inner`.
+        # A binary counter of leaves: two sums of equally many leaves become one, as in the tree of
+        # reductions. The last sum is written to the arrays of `inner`.
         while carry & 1:
             left = self._waiting.pop()
             out, spare = (own, left) if self._is_last else (left, total)
@@ -411,7 +411,8 @@ class LeafGradients(GradientStore):
             carry >>= 1
         self._done += 1
         if self._is_last:
-            # A rank without leaves adds 0, which makes a 0 of -0: so it is in every world.
+            # Ranks without leaves add 0, which turns -0 into 0. Adding 0 gives these bits in all
+            # worlds.
             for values in own:
                 values[...] += 0.0
         if not self._is_last:
@@ -421,7 +422,7 @@ class LeafGradients(GradientStore):
             self._inner.spread()
 
     def _kept(self, own: list[Array]) -> list[Array]:
-        """A copy of sums that the next pass overwrites."""
+        """Return a copy of sums that the next pass overwrites."""
         if not self._free:
             allocate = self.layout.allocate
             self._free.append([allocate(MemoryCategory.GRADIENTS, int(a.size)) for a in own])

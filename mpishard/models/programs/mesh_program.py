@@ -48,7 +48,7 @@ class MeshChoices:
     schedule : IPipelineSchedule
         Order of each rank's operations.
     micro_batch_count : int
-        M, into how many parts along the batch dim a rank's batch is cut.
+        M, the number of parts into which a rank's batch is cut along the batch dim.
     stages : tuple of (int, int)
         The layers of each of the model's stages, half open.
     sequence_parallel : bool
@@ -65,7 +65,7 @@ class MeshChoices:
     checkpoint_config: ActivationCheckpointConfig | None = None
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The model's stages that a pipeline rank has, by virtual index."""
+        """Return the model's stages that a pipeline rank has, by virtual index."""
         ranks = self.mesh.pipeline_size
         virtual = range(self.schedule.virtual_stages_per_rank)
         return tuple(self.schedule.global_stage(pipeline_rank, v, ranks) for v in virtual)
@@ -80,7 +80,7 @@ class MeshProgram(LayeredProgram):
     Parameters
     ----------
     model : ILayeredModel
-        Structure, first parameters and loss.
+        Structure, initial parameters and loss.
     minimum_unit_size : int
         See `mpishard.sharding.build_units`.
     choices : MeshChoices
@@ -102,9 +102,10 @@ class MeshProgram(LayeredProgram):
         self.micro_batch_count = choices.micro_batch_count
         self.stages_here = choices.stages_of(self.mesh.pipeline_rank)
         self.stage_count = len(choices.stages)
+        # After these attributes, because it calls `_hold`.
         super().__init__(model, minimum_unit_size, self.mesh.world, mixed=mixed)
-        # One rank tells the loss of a batch: the last stage has it, and all its tensor ranks the
-        # same.
+        # One rank reports the loss of a batch: the last stage computes it, and its tensor ranks all
+        # have the same.
         self.replica = MeshReplica(
             self.mesh, speaks=self._has_output and self.mesh.tensor_rank == 0
         )
@@ -145,7 +146,7 @@ class MeshProgram(LayeredProgram):
         self.partition_log = layout.log
         self.kept = held.reused
         if len(layout.ranges) == 1 and self.micro_batch_count == 1 and self.units:
-            # Backward begins with the last unit: to gather it once more would be for nothing.
+            # Backward begins with the last unit, which would otherwise be gathered twice.
             self.kept |= {self.units[-1].index}
         self.chains = [
             LayerChain(held, *bounds, self.kept, self._recomputed(virtual, bounds[0]))
@@ -157,7 +158,7 @@ class MeshProgram(LayeredProgram):
         self._boundaries: dict[tuple[int, tuple[int, ...], bool], tuple[int, ...]] = {}
 
     def _recomputed(self, virtual_stage: int, first: int) -> list[range]:
-        """The segments of a stage that are computed again; its layers are held from ``first``."""
+        """Return segments that are computed again; the stage's layers are held from ``first``."""
         choices = self.choices
         if choices.checkpoint_config is None:
             return []
@@ -196,9 +197,10 @@ class MeshProgram(LayeredProgram):
     def boundary_shape(
         self, stage: int, sample_shape: tuple[int, ...], *, whole_sequence: bool = False
     ) -> tuple[int, ...]:
-        """Shape of a sample that enters ``stage`` on this rank; behind all stages, of the output.
+        """Return the shape of a sample that enters ``stage`` on this rank.
 
-        ``whole_sequence`` is without sequence parallelism, whatever was chosen.
+        After the last stage it is that of the output. ``whole_sequence`` ignores sequence
+        parallelism.
         """
         key = stage, sample_shape, whole_sequence
         if key not in self._boundaries:
@@ -252,7 +254,7 @@ class MeshProgram(LayeredProgram):
             if gradients.sends_now and name in self._tie_groups:
                 self._tie_groups[name].all_reduce(gradients.gradient(unit))
             gradients.reduce(unit)
-        # One rank of a batch tells the loss, so that the sum over all ranks counts it once.
+        # One rank of a batch reports the loss, so that the sum over all ranks counts it once.
         return (run.total, run.weight) if self.replica.speaks else (0.0, 0.0)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
@@ -261,7 +263,8 @@ class MeshProgram(LayeredProgram):
         return self._output_of(run)
 
     def predict_next(self, parameters: ParameterStore, x: Array, cache: KeyValueCache) -> Array:
-        # A token alone is no sequence that could be cut: the same parameters, uncut activations.
+        # A single token cannot be cut along the sequence. These chains have the same parameters,
+        # and whole activations.
         chains = self.chains
         if self.choices.sequence_parallel:
             if self._chains_by_token is None:
@@ -278,7 +281,7 @@ class MeshProgram(LayeredProgram):
         return self._output_of(run)
 
     def _output_of(self, run: StageRun) -> Array:
-        """The model's output on all ranks that compute the batch. Collective."""
+        """Return the model's output on all ranks that compute the batch. Collective."""
         y = None
         if self._has_output:
             xp = self.device.namespace
@@ -298,13 +301,14 @@ class MeshProgram(LayeredProgram):
     # ------------------------------------------------------------------------ shared parameters
 
     def _meet_in_ties(self) -> dict[str, CommunicationBackend]:
-        """The ranks that hold a shared parameter, by its name, if there are several."""
+        """Return the group of ranks that hold each shared parameter, by name. Collective."""
         groups = {}
         pipeline = self.mesh.pipeline
         for name, ranks in self._shared.items():
             if len(ranks) == 1:
                 continue
-            # The pipeline itself serves if all its ranks hold it: a split makes a communicator.
+            # The pipeline's communicator is the group if all its ranks hold the parameter: a split
+            # would make another one.
             is_all = len(ranks) == pipeline.world_size
             group = pipeline if is_all else pipeline.split(0 if pipeline.rank in ranks else None)
             if group is not None and pipeline.rank in ranks:
@@ -338,7 +342,7 @@ class StageRun(IPipelineStage):
     x : Array
         This rank's batch, as the first layer takes it.
     context : Context
-        Context of the batch's first sample; says whether backward follows.
+        Context of the batch's first sample. Backward follows if it is one of training.
     gradients : GradientStore, optional
         Store to add gradients to; None if only outputs are wanted.
     y : Array, optional
@@ -483,7 +487,7 @@ class StageRun(IPipelineStage):
         return self._program.entering(self._loss.backward(self._pending.pop(key)))
 
     def _reducer(self, virtual_stage: int) -> Any:
-        """A function that reduces a unit when a micro-batch's gradient of it is complete."""
+        """Return a function that reduces a unit when its gradient is complete."""
         gradients = self._gradients
         assert gradients is not None
         is_last = self._left[virtual_stage] == 1

@@ -25,7 +25,7 @@ class MeshReplica(Replica):
     speaks : bool
         See `Replica`.
     predicts_together : bool
-        Whether `predict`, too, takes all ranks that compute one batch.
+        Whether `predict`, too, needs all ranks that compute one batch.
     """
 
     is_on_mesh = True
@@ -57,7 +57,8 @@ class MeshReplica(Replica):
         mine = [_CALLS.index(call), len(x), *(_checksum(array) for array in (x, y))]
         told = mesh.model.all_gather(np.array([mine])).tolist()
         here = self.members[self.dealt.rank]
-        if any(row[0] != told[0][0] for row in told):  # then no other rank can be asked
+        # Ranks outside this group may be in another call, too, so that only this group compares.
+        if any(row[0] != told[0][0] for row in told):
             calls = ", ".join(
                 f"rank {rank} is in {_CALLS[row[0]]}" for rank, row in zip(here, told, strict=True)
             )
@@ -66,7 +67,7 @@ class MeshReplica(Replica):
                 f"make the same calls: {calls}. predict, compute_gradients and step are collective"
             )
         given = dict(zip(here, told, strict=True))
-        # Replicas that are trained apart meet in steps alone.
+        # Replicas that are trained apart make only steps together.
         together = mesh.world if call == "step" else mesh.together
         if everywhere and together.world_size > mesh.model_size:
             ranks = [
@@ -84,7 +85,7 @@ class MeshReplica(Replica):
             )
             raise ValueError(
                 f"the {len(rows)} ranks of the pipeline and tensor axes compute one batch "
-                f"together, and must be given the same: {batches}. Deal samples by data_rank of "
+                f"together, and must be given the same: {batches}. Divide samples by data_rank and "
                 "data_size, not by rank"
             )
 

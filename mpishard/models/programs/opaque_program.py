@@ -99,7 +99,7 @@ class OpaqueProgram(WholeProgram):
 
     def changed(self, parameters: ParameterStore) -> None:
         (unit,) = self.units
-        # A copy: the model may keep the array, or write to it, and the store reuses its memory.
+        # A copy, because the model may keep or change the array, and the store reuses its memory.
         self._model.set_parameters(parameters.unshard(unit).copy())
         parameters.reshard(unit)
 
@@ -111,7 +111,7 @@ class OpaqueProgram(WholeProgram):
 
     def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
         x, y, loss = batch.x, batch.y, batch.loss
-        # Black boxes need not know empty batches, whose mean would be 0 / 0.
+        # A black box is not given an empty batch, whose mean would be 0 / 0.
         if len(x) == 0:
             return 0.0, 0.0, None
         own_loss = loss is None or loss is self.default_loss
@@ -124,8 +124,8 @@ class OpaqueProgram(WholeProgram):
                 )
             mean, gradient = found
         else:
-            # A loss is named only where it is not the model's own, so that a black box may do
-            # without that argument.
+            # A loss is passed only if it is not the model's own, so that a black box need not take
+            # that argument.
             compute = _member(self._model, "compute_gradients")
             gradient = compute(x, y) if own_loss else compute(x, y, loss)
             mean = loss(_member(self._model, "predict")(x), y) if loss is not None else 0.0
@@ -141,7 +141,7 @@ class OpaqueProgram(WholeProgram):
         return as_loss(mean, self._model) * len(x), float(len(x)), (gradient, len(x))
 
     def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
-        """As `Program.measure`; a black box's loss may be any function that returns a mean."""
+        """Do as `Program.measure`, also for a loss that is any function that returns a mean."""
         if hasattr(loss, "forward"):
             return super().measure(loss, prediction, y)
         samples = len(prediction if y is None else y)
@@ -149,7 +149,7 @@ class OpaqueProgram(WholeProgram):
 
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
         (unit,) = self.units
-        # An empty target is written and not added to, which saves clearing and reading it.
+        # A target without values is written and not added to, which saves clearing and reading it.
         target, is_empty = gradients.target(unit)
         if saved is None:
             if is_empty:

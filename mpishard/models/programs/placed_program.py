@@ -35,7 +35,7 @@ class IPlaceableModel(ABC):
     @property
     @abstractmethod
     def placed_object(self) -> Any:
-        """The object whose parameters are placed; one wrapper at a time may own it."""
+        """The object whose parameters are placed; only one wrapper at a time may own it."""
 
     @property
     @abstractmethod
@@ -48,7 +48,7 @@ class IPlaceableModel(ABC):
         """The one dtype of the parameters."""
 
     def obstacle_to_bfloat16(self) -> str | None:
-        """The reason why it cannot compute with float32 parameters that are rounded to bfloat16."""
+        """Return why the model cannot compute with rounded float32 parameters; None if it can."""
         return OWN_DTYPE
 
     @abstractmethod
@@ -70,7 +70,7 @@ class IPlaceableModel(ABC):
 
     @abstractmethod
     def with_parameters(self, parameters: Array) -> Self:
-        """A model of the same structure that holds ``parameters`` without a copy."""
+        """Return a model of the same structure that holds ``parameters`` without a copy."""
 
     def deal_beside(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
         """Take rank 0's state other than parameters. Collective.
@@ -79,18 +79,18 @@ class IPlaceableModel(ABC):
         """
 
     def settle(self, ranks: CommunicationBackend) -> bool:
-        """Take the state beside parameters that passes of rank 0 have changed. Collective.
+        """Take the state besides parameters that passes of rank 0 have changed. Collective.
 
         Returns
         -------
         bool
-            Whether there was anything, on any rank.
+            Whether any rank has such state.
         """
         return False
 
     @property
     def computes_together(self) -> bool:
-        """True if a rank must make a pass without samples, because others wait for it there."""
+        """True if a rank must make a pass even without samples, because others wait in it."""
         return False
 
     @abstractmethod
@@ -99,7 +99,7 @@ class IPlaceableModel(ABC):
 
     @abstractmethod
     def predict(self, x: Array) -> Array:
-        """Outputs for inputs."""
+        """Return outputs for inputs."""
 
     @property
     def has_own_loss(self) -> bool:
@@ -107,16 +107,16 @@ class IPlaceableModel(ABC):
         return False
 
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
-        """Sum and weight of the model's own loss, without saving anything."""
+        """Return sum and weight of the model's own loss, without saving anything."""
         raise MissingMemberError(f"{type(self).__name__} has no loss of its own")
 
     @abstractmethod
     def forward_pass(
         self, x: Array, y: Array, loss: ILossFunction | None
     ) -> tuple[float, float, Any]:
-        """Sum and weight of the loss, and what `backward_pass` needs.
+        """Return sum and weight of the loss, and the saved values that `backward_pass` needs.
 
-        ``loss`` is None where the model's own is meant.
+        With ``loss`` None it is the model's own.
         """
 
     @abstractmethod
@@ -131,14 +131,14 @@ class IPlaceableModel(ABC):
 class PlacedProgram(WholeProgram):
     """Forward and backward of a model whose parameters are views of the store's memory.
 
-    Nothing of the parameters is copied, in no step. Gradients are written to the store as they
-    come, and each unit is reduced when it and all units after it are complete: ranks whose
-    backward passes take different ways still communicate in one order.
+    No step copies parameters. Gradients are written to the store as they come. Each unit is reduced
+    when it and all units after it are complete, so that ranks communicate in one order even if
+    their backward passes take different ways.
 
     Parameters
     ----------
     model : IPlaceableModel
-        Computes.
+        The model.
     minimum_unit_size : int
         See `mpishard.sharding.build_units`. The parameters of one module are a layer.
     world : CommunicationBackend
@@ -180,7 +180,8 @@ class PlacedProgram(WholeProgram):
         self._model.fill_parameters(start, out)
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
-        # Replicas that are trained apart, too, draw different random numbers.
+        # Ranks that compute other samples draw other random numbers, also in replicas trained
+        # apart.
         together = self.replica.across is None
         self._model.deal_beside(backend, self.replica.data if together else backend)
 
@@ -209,7 +210,7 @@ class PlacedProgram(WholeProgram):
         self._model.reclaim_parameters(gather())
 
     def copy(self) -> tuple[Program, Any]:
-        # Without values: the caller copies them from this program's store.
+        # Memory without values: the caller copies them from this program's store.
         model = self._model.with_parameters(np.empty(self.units[-1].stop, self.dtype))
         program = PlacedProgram(model, self._minimum_unit_size, self.replica.world)
         return self._copied(program), model
@@ -239,17 +240,17 @@ class PlacedProgram(WholeProgram):
 class Arrivals:
     """Gradients of one backward pass, on their way to the store.
 
-    Units are reduced from the last to the first. What comes for an earlier unit than the one whose
-    turn it is waits, so that the store has one unit open and not as many as the model likes.
+    Units are reduced from the last to the first. A gradient of an earlier unit waits for the unit's
+    turn, so that the store has only one unit open at a time.
 
     Parameters
     ----------
     units, entries : tuple
-        Of the flat vector.
+        Units and parameters of the flat vector.
     gradients : GradientStore
         The store.
     without_gradient : frozenset of int
-        Indices of the units of which nothing is trained.
+        Indices of the units without a trained parameter.
     scale : float
         Factor of all gradients.
     """
@@ -309,7 +310,7 @@ class Arrivals:
                 self._turn -= 1
                 continue
             target, is_new = self._opened()
-            # The store has not cleared the memory: what nobody wrote would be an old gradient.
+            # The store does not clear memory: parts that were not written have old gradients.
             if is_new:
                 for index in self._missing[self._turn]:
                     target[self._place(index)] = 0
@@ -346,7 +347,7 @@ class Arrivals:
 
 
 def units_of_modules(entries: Sequence[ParameterEntry], minimum_unit_size: int) -> tuple[Unit, ...]:
-    """The units of named parameters; the parameters of one module are a layer."""
+    """Return the units of named parameters; the parameters of one module are a layer."""
     layers = groupby(entries, lambda entry: entry.name.rpartition(".")[0])
     return build_units(
         [sum(entry.size for entry in layer) for _, layer in layers], minimum_unit_size

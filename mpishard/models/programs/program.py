@@ -24,13 +24,13 @@ from mpishard.sharding import ParameterEntry, Piece, Unit, pieces_within
 
 
 def parameters_by_name(entries: Sequence[ParameterEntry]) -> dict[str, str]:
-    """Name -> shape and start of each parameter, in words."""
+    """Return a description of each parameter: its name -> its shape and start."""
     return {f"parameter {e.name}": f"{e.shape} from {e.start}" for e in entries}
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples that one pass computes, as `Program.check_pair` gave them.
+    """Samples that one pass computes, as `Program.check_pair` returns them.
 
     Parameters
     ----------
@@ -64,13 +64,13 @@ class Replica:
     members : sequence of sequence of int
         World ranks that compute each part of a batch, by rank of ``dealt``.
     dealt : CommunicationBackend
-        The ranks among which samples are dealt: ``data``, unless replicas are trained apart.
+        The ranks that divide the samples of a batch: ``data``, unless replicas are trained apart.
     across : CommunicationBackend or None
         The ranks that hold the same part of the other replicas, if these are trained apart.
     together : CommunicationBackend
         The ranks of one replica, if these are trained apart.
     speaks : bool
-        Whether this rank's loss counts, of all ranks that compute its batch.
+        Whether this rank, of all that compute its batch, adds the loss to sums over ranks.
     is_on_mesh : bool
         Whether ranks may hold different parts of the model, and have other units.
     """
@@ -84,12 +84,12 @@ class Replica:
         self.speaks = True
 
     def train_apart(self, mesh: ProcessMesh) -> None:
-        """Let each replica of ``mesh``, which has no other axis than data, be trained apart."""
+        """Train the replicas of ``mesh`` apart; inside a replica it has a data axis only."""
         self.data, self.dealt = mesh.data, mesh.samples
         self.together, self.across = mesh.together, mesh.replica
 
     def owners(self, *, shards_state: bool) -> CommunicationBackend | None:
-        """The ranks that together update every parameter once; None if each updates all."""
+        """Return the ranks that together update every parameter once; None if each updates all."""
         return self.data if shards_state else None
 
     def tell(self, total: float, weight: float) -> tuple[float, float]:
@@ -135,7 +135,7 @@ class Program(ABC):
     kept : frozenset of int
         Indices of the units that stay unsharded from forward to backward.
     dtype : numpy.dtype
-        Of parameters and gradients.
+        Dtype of parameters and gradients.
     entries : tuple of ParameterEntry
         Name, shape and start of each parameter of this rank.
     device : Device
@@ -145,11 +145,12 @@ class Program(ABC):
     is_random : bool
         Whether the outputs in training depend on seed, step and sample.
     seed : int
-        Of that randomness; rank 0's on every rank.
+        Seed of that randomness: rank 0's, on every rank.
     frozen : frozenset of str
         Names of the parameters that training leaves as they are.
     default_loss : ILossFunction or None
-        The model's own loss, which a model may make anew whenever it is asked.
+        The model's own loss, as it was when the model was wrapped: a model may return a new object
+        at each access.
     """
 
     replica: Replica
@@ -166,7 +167,7 @@ class Program(ABC):
     default_loss: ILossFunction | None = None
 
     def freeze(self, names: frozenset[str]) -> None:
-        """Leave the parameters of these names as they are from now on."""
+        """Do not train the parameters of these names from now on."""
         self.frozen = names
 
     @property
@@ -190,7 +191,7 @@ class Program(ABC):
         return pieces_within(pieces, ranges)
 
     def structure(self) -> dict[str, Any]:
-        """Name -> value, for JSON, of all that must be the same on all ranks."""
+        """Return what must be the same on all ranks: name -> value, for JSON."""
         units = {f"unit {u.index}": f"[{u.start}, {u.stop})" for u in self.units}
         frozen = {"frozen parameters": sorted(self.frozen)}
         return parameters_by_name(self.entries) | frozen | units
@@ -205,43 +206,41 @@ class Program(ABC):
         """Give every rank the state of rank 0's model other than parameters. Collective."""
 
     def settle(self, backend: CommunicationBackend) -> bool:
-        """Give every rank the state beside parameters that rank 0's passes changed. Collective.
+        """Give every rank the state besides parameters that rank 0's passes changed. Collective.
 
         Returns
         -------
         bool
-            Whether there was anything, on any rank.
+            Whether any rank has such state.
         """
         return False
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
-        """Take the parameters away from the model: the store has them now, for ``holder``.
+        """Let the model release its parameters: from now on ``holder``'s store has them.
 
         Returns
         -------
         str or None
-            The reason why they stand whole on every rank nonetheless, and what would shard them;
-            None if they do not.
+            The reason why every rank still has whole parameters, and the remedy; None otherwise.
         """
         self.changed(parameters)
         return None
 
     def changed(self, parameters: ParameterStore) -> None:
-        """Take note of a change of the parameters. Collective."""
+        """React to a change of the parameters. Collective."""
 
     def give_back(self, gather: Callable[[], Array]) -> None:
-        """Let the model have its parameters again, as ``gather`` gives them. Collective."""
+        """Return the parameters, which ``gather`` gathers, to the model. Collective."""
 
     @abstractmethod
     def copy(self) -> tuple[Program, Any]:
-        """A program of a model that shares nothing that changes with this one's, and the model."""
+        """Return a program of a copy of the model, and the copy; they share nothing mutable."""
 
     def _copied(self, program: Program) -> Program:
-        """``program``, of a copy of the model, with this one's choices."""
+        """Give ``program``, of a copy of the model, this one's choices, and return it."""
         program.freeze(self.frozen)
         program.seed = self.seed
-        # Groups of ranks are communicators, which a copy must not split anew: it communicates
-        # nothing.
+        # A copy communicates nothing, so it cannot split communicators: it shares the groups.
         if self.replica.across is not None:
             program.replica = self.replica
         return program
@@ -250,15 +249,15 @@ class Program(ABC):
 
     @abstractmethod
     def check(self, x: Any) -> Any:
-        """The inputs as `predict` takes them; refuses unfit ones. Communicates nothing."""
+        """Return inputs as `predict` takes them, or refuse them. Communicates nothing."""
 
     def check_next(self, x: Any) -> Any:
-        """As `check`, for the inputs of `predict_next`."""
+        """Do as `check`, for the inputs of `predict_next`."""
         return self.check(x)
 
     @abstractmethod
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
-        """Inputs and targets as `Batch` has them; refuses unfit ones. Communicates nothing."""
+        """Return inputs and targets as `Batch` has them, or refuse. Communicates nothing."""
 
     @property
     def has_own_loss(self) -> bool:
@@ -267,23 +266,23 @@ class Program(ABC):
 
     @abstractmethod
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
-        """Outputs. Makes the same calls of the store for any number of samples, 0 included."""
+        """Return outputs. The calls of the store do not depend on the number of samples."""
 
     def predict_next(self, parameters: ParameterStore, x: Array, cache: KeyValueCache) -> Array:
-        """Outputs for the last position of new tokens of shape (B, T), shape (B, V).
+        """Return outputs for the last position of new tokens of shape (B, T), shape (B, V).
 
         ``cache`` holds what layers keep of the positions before them.
         """
         raise MissingMemberError("generate needs a GPT, but this model is not one")
 
     def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
-        """Sum and weight of ``loss``, without a gradient."""
+        """Return sum and weight of ``loss``, without a gradient."""
         total, weight, _ = loss.forward(prediction, beside(y, prediction), training=False)
         return total, weight
 
     @abstractmethod
     def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
-        """Sum and weight of the loss, and the saved activations that `backward` needs."""
+        """Return sum and weight of the loss, and the saved activations for `backward`."""
 
     @abstractmethod
     def backward(self, parameters: ParameterStore, gradients: GradientStore, saved: Any) -> None:
@@ -292,7 +291,7 @@ class Program(ABC):
     def train(
         self, parameters: ParameterStore, gradients: GradientStore, batch: Batch
     ) -> tuple[float, float]:
-        """Forward and backward: sum and weight of the loss; 0 unless this rank speaks."""
+        """Run forward and backward; return sum and weight of the loss, 0 unless it speaks."""
         with span("forward"):
             total, weight, saved = self.forward(parameters, batch)
         with span("backward"):
@@ -326,7 +325,7 @@ class WholeProgram(Program):
     def compute_with(self, full: Array, holder: str) -> None:
         """Compute with ``full``, shape (length,), from now on; the model may keep the array.
 
-        ``holder`` is the name of who owns it.
+        ``holder`` names the owner of the array in errors.
         """
 
     @abstractmethod

@@ -28,15 +28,15 @@ class StageLayout:
     Parameters
     ----------
     held : HeldLayers
-        Its layers, stage after stage.
+        The rank's layers, stage after stage.
     ranges : tuple of (int, int)
         Layers in ``held`` of each of its stages, by virtual index, half open.
     placement : Placement
-        Places of its own flat vector in the model's.
+        Places of the rank's own flat vector in the model's.
     shared : mapping of str to tuple of int
         Name of each parameter that several stages use -> the pipeline ranks that hold it.
     splits_output : bool
-        Whether what comes out of the model's layers is a slice of its last dim.
+        Whether the output of the model's last layer is a slice of its last dim.
     log : tuple of str
         Decision of the tensor axis on each layer of this rank's stages, and the reason.
     """
@@ -49,7 +49,7 @@ class StageLayout:
     log: tuple[str, ...]
 
     def shared_units(self) -> dict[int, str]:
-        """Index -> name, of the units that hold one parameter that several stages use."""
+        """Return the units of parameters that several stages use: index -> parameter's name."""
         return {
             unit.index: entry.name
             for unit in self.held.units
@@ -82,7 +82,7 @@ def lay_out(
     minimum_unit_size : int
         See `mpishard.sharding.build_units`.
     sequence_parallel : bool
-        Whether what lies between the split layers is divided along the sequence.
+        Whether activations between the split layers are divided along the sequence.
     """
     infos = model.get_all_layer_info()
     table = model.parameter_table
@@ -96,7 +96,7 @@ def lay_out(
     model_layers = dict(zip(names, model.layers, strict=True))
     if sequence_parallel and mesh.tensor_size > 1:
         check_sequence(model_layers, infos[0].input_shape)
-    # The stage with the model's last layer; stages behind it have none, and hand on its output.
+    # The stage with the model's last layer. Stages after it have none, and pass its output on.
     ending = max(stage for stage, (first, stop) in enumerate(stages) if stop > first)
     for stage in sorted({*own, ending}):
         first, stop = stages[stage]
@@ -134,7 +134,7 @@ def _shared(
     stages: Sequence[tuple[int, int]],
     stages_of_rank: Sequence[Sequence[int]],
 ) -> dict[str, tuple[int, ...]]:
-    """The parameters that several of the model's stages use, and the ranks that hold them."""
+    """Return the parameters that several stages use: name -> pipeline ranks that hold it."""
     users: dict[str, set[int]] = {}
     for stage, (first, stop) in enumerate(stages):
         for name in names[first:stop]:
@@ -150,7 +150,7 @@ def _shared(
 
 
 class _Builder:
-    """Lays stages end to end in one flat vector, and cuts them into units."""
+    """Builder of a rank's flat vector: its stages end to end, cut into units."""
 
     def __init__(
         self,
@@ -164,14 +164,14 @@ class _Builder:
         self._mesh = mesh
         self._minimum_unit_size = minimum_unit_size
         self._position = 0
-        self._turns = 0  # of parameters that the tensor ranks of this stage hold alike
+        self._turns = 0  # number of parameters so far that all tensor ranks of the stage hold
         self.layers: list[HeldLayer] = []
         self.entries: dict[str, ParameterEntry] = {}
         self.slices: list[Slice] = []
         self.units: list[Unit] = []
 
     def add(self, part: TensorPartition) -> tuple[int, int]:
-        """Add a stage; its layers, half open."""
+        """Add a stage; return the range of its layers, half open."""
         first = len(self.layers)
         found = [
             (first + i, f"{name}.", dict(layer.walk_parameters(f"{name}.")))
@@ -216,7 +216,7 @@ class _Builder:
         stages = self._shared.get(name, (mesh.pipeline_rank,))
         is_counted = mesh.pipeline_rank == stages[0]
         holder, holder_count = stages.index(mesh.pipeline_rank), len(stages)
-        # All that hold it must agree on whose turn it is.
+        # All ranks that hold the parameter must compute the same turn.
         turn = [*self._shared].index(name) if name in self._shared else self._turns
         if boxes is None:
             boxes = (whole_box(origin.shape),)

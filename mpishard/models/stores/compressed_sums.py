@@ -21,13 +21,13 @@ from mpishard.sharding import ParameterEntry
 class CompressedSums(SumExchange):
     """Each replica's sums travel as codes, and so do the sums over the replicas.
 
-    Each rank encodes what each rank owns of a part, of its own values and error. The owner adds
-    what it decodes in the order of the one tree, adds its error, and sends the sum as a code to
-    all. With w(n) the bytes of a code of n elements the N ranks of the exchange send 2 (N - 1)
-    times the sum of w over what they own: as an all-reduce does, in codes. `PowerSGD` all-reduces
-    the two factors of each block of rows, and all other elements, instead. Parts that other ranks
-    of the replica exchange too are all-reduced as they are: codes of them would differ if these
-    ranks cut them at other places.
+    Each rank adds its errors to its values, and encodes them for each owner of a range separately.
+    The owner adds the decoded values in the order of the one tree, adds its own error, and sends
+    the sum as a code to all. With w(n) the bytes of a code of n elements the N ranks of the
+    exchange send 2 (N - 1) times the sum of w over the ranges that they own: as an all-reduce does,
+    in codes. `PowerSGD` all-reduces the two factors of each block of rows, and all other elements,
+    instead. Parts that other ranks of the replica exchange too are all-reduced as they are: codes
+    of them would differ if these ranks cut them at other places.
 
     Parameters
     ----------
@@ -38,9 +38,9 @@ class CompressedSums(SumExchange):
     numbers : dict of str to int
         Index of each parameter in the model.
     code : Code or PowerSGD
-        What travels.
+        Encoding of the values that travel.
     errors : ErrorFeedback
-        The optimizer's; none is added if ``keeps_errors`` is False.
+        The optimizer's errors; none is added if ``keeps_errors`` is False.
     key : callable
         Returns seed and step.
     start_step : int
@@ -78,7 +78,7 @@ class CompressedSums(SumExchange):
                 work.wait()
             return
         is_finite = True
-        # Unit by unit, so that codes of one at a time take memory.
+        # Unit by unit, so that only one unit's codes take memory at a time.
         units = groupby(range(len(self.parts)), lambda n: self.parts[n].piece.unit.index)
         for numbers in [list(unit) for _, unit in units]:
             is_finite &= self._exchange_unit(numbers, [values[n] for n in numbers])
@@ -91,7 +91,8 @@ class CompressedSums(SumExchange):
         given = [to_host(array) + old for array, ((old, _), _) in zip(values, errors, strict=True)]
         is_finite = all(np.isfinite(array).all() for array in given)
         if not is_finite:
-            for array in given:  # a code could hide the one element; every rank's step must fail
+            # A code could lose the one element that is not finite, and every rank's step must fail.
+            for array in given:
                 array.fill(np.nan)
         with np.errstate(invalid="ignore", over="ignore"):
             if isinstance(self._code, PowerSGD):
@@ -178,7 +179,7 @@ class CompressedSums(SumExchange):
         ]
         for owner, codes in enumerate(sent):
             self._decode(code, codes, numbers, owned(new, owner), owner, 1 + rank)
-        # The error is what this rank's own codes leave out, as their receivers decode them.
+        # The error is the part of the values that their codes lose; receivers decode the same.
         for values, told in zip(given, new, strict=True):
             np.subtract(values, told, out=told)
         received = []
@@ -219,7 +220,7 @@ class CompressedSums(SumExchange):
                 place = slice(block.start - begin, block.stop - begin)
                 rest[place] = False
                 second = self._errors.factors.get(block.name)
-                if second is None or not second.any():  # zeros: a checkpoint's, a zero gradient's
+                if second is None or not second.any():  # zeros come from checkpoints or gradients
                     key = seed, block.number
                     second = code.first_factor(block.shape[1], key).astype(values.dtype)
                 matrix, error = (v[place].reshape(block.shape) for v in (values, new))
@@ -232,8 +233,8 @@ class CompressedSums(SumExchange):
         firsts = found[: len(matrices)]
         for (values, rest), summed in zip(others, found[len(matrices) :], strict=True):
             values[rest] = summed
-        # A decomposition would raise for NaN, on the ranks that have it alone. The sums are NaN on
-        # all of them, and so every rank's step fails where totals are compared.
+        # A decomposition of NaN would raise. Summed factors are NaN on all ranks, so that every
+        # rank skips it, and every rank's step fails when totals are compared.
         is_finite = all(np.isfinite(first).all() for first in firsts)
         bases = [np.linalg.qr(first)[0] if is_finite else first for first in firsts]
         own = [matrix.T @ base for (_, matrix, _, _), base in zip(matrices, bases, strict=True)]

@@ -15,12 +15,12 @@ from mpishard.sharding import ParameterEntry, Piece
 Key = tuple[int, ...]
 """Seed, step, unit, owner and sender: random numbers are a function of them."""
 
-_LEAST_RANGE = 1e-12  # below it all elements are the least one
+_LEAST_RANGE = 1e-12  # with a smaller range all elements are sent as the least one
 _BLOCK = 128  # elements that share a scale of int8
 
 
 def _count(ratio: float, length: int) -> int:
-    """Number of elements that are sent: at least one, so that none waits for ever."""
+    """Return how many elements are sent: at least one, so that none is left out for ever."""
     return max(1, int(ratio * length)) if length else 0
 
 
@@ -88,6 +88,8 @@ class Int8(Code):
         scales = np.maximum.reduceat(np.abs(values), starts) / values.dtype.type(127)
         each = np.repeat(np.where(scales == 0, 1, scales), _BLOCK)[: values.size]
         drawn = np.random.default_rng(key).random(values.size, np.float32)
+        # Adding a random number below 1 and rounding down rounds without bias. Rounding errors may
+        # make 128 of the largest element, which int8 cannot hold.
         codes = np.clip(np.floor(values / each + drawn), -127, 127).astype(np.int8)
         return np.concatenate([scales.view(np.uint8), codes.view(np.uint8)])
 
@@ -149,7 +151,7 @@ class RandomK(Code):
 
     def _places(self, length: int, key: Key) -> Array:
         count = _count(self.ratio, length)
-        drawn = np.random.default_rng(key[:-1])  # whoever sends
+        drawn = np.random.default_rng(key[:-1])  # without the sender: equal on all ranks
         return np.sort(drawn.choice(length, count, replace=False)) if count else np.empty(0, int)
 
     def wire_bytes(self, length: int, itemsize: int) -> int:
@@ -190,11 +192,11 @@ class Block:
     Parameters
     ----------
     name : str
-        Of the matrix.
+        Name of the matrix.
     number : int
         Its index among the model's parameters.
     start : int
-        Of the first row, in the rank's flat vector.
+        Index of the first row's first element in the rank's flat vector.
     shape : (int, int)
         Rows and columns.
     """

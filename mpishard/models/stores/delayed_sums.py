@@ -16,7 +16,7 @@ class DelayedSums(SumExchange):
     """The sums of a step are those of ``delay`` steps before, which have had this time to travel.
 
     The all-reduce of a step's gradient begins at the end of its backward pass, and is waited for
-    ``delay`` steps later. It goes on whenever this rank communicates, or is done with a unit. As
+    ``delay`` steps later. It makes progress whenever this rank communicates or reduces a unit. As
     long as no gradient is due, the sums are zeros. An error drops all gradients under way.
 
     Parameters
@@ -44,16 +44,16 @@ class DelayedSums(SumExchange):
         self.pending = 0
         self._delay = delay
         self.length = sum(part.piece.length for part in parts)
-        # The one that is due changes places with the new one, so that no more are needed.
+        # The gradient that is due changes places with the new one, so ``delay`` vectors suffice.
         allocate = layout.allocate
         self._ring = [allocate(MemoryCategory.GRADIENTS, self.length) for _ in range(delay)]
         self._works: list[list[Work]] = [[] for _ in self._ring]
         self._stale: list[Work] = []
-        self._next = 0  # the place of the next gradient, and of the oldest
+        self._next = 0  # place of the next gradient; also of the oldest, if all places are in use
         self._shifts = {p.piece.unit.index: p.piece.offset - p.piece.start for p in parts}
 
     def exchange(self, values: Sequence[Array]) -> None:
-        while self._stale:  # which an error has left, and which write to these buffers
+        while self._stale:  # reductions that an error has left under way write to these buffers
             self._stale[0].wait()
             del self._stale[0]
         self.pending += 1
@@ -98,7 +98,7 @@ class DelayedSums(SumExchange):
                 for place in self._places()]  # fmt: skip
 
     def expect(self, pending: int) -> None:
-        """Let ``pending`` gradients be under way, to be written to `under_way`."""
+        """Set the number of gradients under way; the caller writes them to `under_way`."""
         self.abandon()
         while self._stale:
             self._stale.pop().wait()
@@ -115,7 +115,7 @@ class DelayedSums(SumExchange):
         self.pending = min(self.pending, self._delay)
 
     def abandon(self) -> None:
-        # Messages under way cannot be recalled: who writes to their buffers next waits for them.
+        # Messages under way cannot be recalled: the next writer to their buffers waits for them.
         for works in self._works:
             self._stale += works
             works.clear()

@@ -17,8 +17,8 @@ class ErrorFeedback:
     """The parts that compression has left out so far, which are added to the next gradient.
 
     Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
-    2019, algorithm 2. All errors are of sums over samples. A step writes new ones beside the old,
-    which stay if the step fails.
+    2019, algorithm 2. All errors are of sums over samples. A step writes new ones into separate
+    memory, so that the old ones remain if it fails.
 
     Parameters
     ----------
@@ -27,17 +27,17 @@ class ErrorFeedback:
     across : CommunicationBackend
         The ranks that hold the same parts.
     parts : sequence of Part
-        This rank's.
+        This rank's parts.
 
     Attributes
     ----------
     own : Array
-        Of the codes of this rank's parts, shape (all their elements,).
+        Errors of the codes of this rank's parts, shape (all their elements,).
     reduced : Array
-        Of its codes of the sums that it owns among these ranks, shape (the elements that it owns,).
+        Errors of its codes of the sums that it owns among these ranks, shape (their elements,).
     own_pieces, reduced_pieces : tuple of Piece
-        The ranges of both, part by part; ``offset`` is the place there. What travels whole has only
-        the errors of a checkpoint of other ranks.
+        The ranges of both, part by part; ``offset`` is the place in the vector. A part that travels
+        whole has no errors, except those read from a checkpoint of other ranks.
     factors : dict of str to Array
         Parameter -> second factor of PowerSGD in the last step, shape (columns, rank).
     """
@@ -51,7 +51,7 @@ class ErrorFeedback:
             piece = part.piece
             own.append(piece)
             mine = ShardLayout(piece.length, across.world_size).slice(across.rank)
-            if part.is_alike:  # one replica's, wherever ranks cut it
+            if part.is_alike:  # the first replica has all errors: other ranks cut it elsewhere
                 mine = slice(0, 0 if across.rank else piece.length)
             start, stop = piece.start + mine.start, piece.start + mine.stop
             reduced.append(replace(piece, start=start, stop=stop, offset=lengths[1]))
@@ -86,7 +86,7 @@ class ErrorFeedback:
         ]
 
     def write_factor(self, name: str, factor: Array) -> None:
-        """Remember a factor for the next step, if this one succeeds."""
+        """Keep a factor for the next step, if this one succeeds."""
         self._fresh_factors[name] = factor
 
     def commit(self) -> None:
@@ -97,7 +97,7 @@ class ErrorFeedback:
         self.drop()
 
     def settle(self) -> None:
-        """Note that all parts have new errors."""
+        """Record that all parts have new errors."""
         self._is_complete = True
 
     def drop(self) -> None:

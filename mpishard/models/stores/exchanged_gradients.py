@@ -1,4 +1,4 @@
-"""Gradients that are summed inside a replica as ever, and then between replicas in another way."""
+"""Gradients that a store sums inside each replica, and an exchange between replicas."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mpishard.sharding import Piece, Unit
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the gradient that this rank brings together with those of the other replicas.
+    """A part of the gradient that this rank sums with those of the other replicas.
 
     Parameters
     ----------
     piece : Piece
         Its range; ``offset`` is its place in the vector of all parts, end to end.
     key : tuple of int
-        Of random numbers: other ones for other parts, the same in all replicas.
+        Key of random numbers: it differs from part to part, and is equal in all replicas.
     is_alike : bool
         Whether other ranks of the replica exchange it too, and must get the same sums. They may
         cut it at other places.
@@ -44,14 +44,14 @@ class Part:
 def parts_of(
     pieces: Sequence[Piece], *place: int, alike: Sequence[tuple[int, int]] = ()
 ) -> tuple[Part, ...]:
-    """Return a part for each piece of other units, cut where ranges with copies begin.
+    """Return the parts of ``pieces``, cut at the bounds of ranges with copies.
 
     Parameters
     ----------
     pieces : sequence of Piece
-        What this rank exchanges.
+        The pieces that this rank exchanges, one of each unit.
     *place : int
-        The rank's in its replica, if that has several.
+        Index of the rank in its replica, if the replica has several ranks.
     alike : sequence of (int, int)
         Ranges of the flat vector that other ranks of the replica hold too.
     """
@@ -75,7 +75,7 @@ class SumExchange(ABC):
     across : CommunicationBackend
         The ranks that hold the same parts in the other replicas.
     parts : sequence of Part
-        This rank's.
+        This rank's parts.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class SumExchange(ABC):
         """
 
     def finish(self) -> None:
-        """Note that the step has updated the parameters."""
+        """React to the end of a step that has updated the parameters."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -164,7 +164,7 @@ class ExchangedGradients(GradientStore):
 
     def reduce(self, unit: Unit) -> None:
         self._inner.reduce(unit)
-        # What travels between replicas since earlier steps: MPI moves nothing unless it is called.
+        # Sums of earlier steps may be under way, and MPI moves data only while it is called.
         self.exchange.across.progress()
 
     def settle(self) -> None:
@@ -174,14 +174,14 @@ class ExchangedGradients(GradientStore):
             self.show()
 
     def sums(self) -> list[Array]:
-        """The values of this rank's parts, to be written to before `show`."""
+        """Return writable views of this rank's parts; `show` follows after they are written."""
         pieces = [part.piece for part in self.exchange.parts]
         if isinstance(self._inner, ReplicatedGradients):
             return self._inner.local(pieces)
         return self._inner.owned(pieces)
 
     def await_readers(self) -> None:
-        """Wait until all ranks have read the sums of the last step, so that others may follow."""
+        """Wait until all ranks have read the sums of the last step, so that they may change."""
         if isinstance(self._inner, NodeGradients):
             self._inner.await_readers()
 

@@ -19,7 +19,7 @@ from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, Unit
 
 ACCUMULATION = np.dtype(np.float32)
-"""In what the ranks' contributions are summed."""
+"""Dtype in which the ranks' bfloat16 contributions are summed."""
 
 _COMPRESSED = np.dtype(ml_dtypes.bfloat16)
 
@@ -31,9 +31,9 @@ class BackwardPass:
     Parameters
     ----------
     is_first, is_last : bool
-        Whether it is its round's first, and its last.
+        Whether the pass is the first, and the last, of its round.
     defer : bool
-        Keep its gradients local until the round's last pass.
+        Keep its gradients on this rank until the round's last pass.
     compresses : bool
         Send gradients as bfloat16.
     """
@@ -47,7 +47,7 @@ class BackwardPass:
 class GradientStore(ABC):
     """Gradients by unit: `gradient` to add into, `reduce` when a backward pass is done with it.
 
-    A *round* is what one update uses: one backward pass, or several that accumulate. `begin`
+    A *round* is the backward passes that one update uses: one, or several that accumulate. `begin`
     opens a backward pass, `settle` ends it.
 
     Parameters
@@ -61,7 +61,7 @@ class GradientStore(ABC):
     in_flight : deque
         Reductions under way.
     is_late : bool
-        Whether `owned` is of an earlier step.
+        Whether `owned` returns gradients of an earlier step.
     """
 
     is_late = False
@@ -93,10 +93,10 @@ class GradientStore(ABC):
 
     @abstractmethod
     def _make_buffers(self) -> CompressionBuffers:
-        """Buffers in which gradients travel as bfloat16. Collective."""
+        """Make buffers in which gradients travel as bfloat16. Collective."""
 
     def gradient(self, unit: Unit) -> Array:
-        """The unit's full gradient, shape (unit.length,), to add into until `reduce`."""
+        """Return the unit's full gradient, shape (unit.length,), to add into until `reduce`."""
         array, is_empty = self.target(unit)
         if is_empty:
             array.fill(0)
@@ -104,9 +104,9 @@ class GradientStore(ABC):
 
     @abstractmethod
     def target(self, unit: Unit) -> tuple[Array, bool]:
-        """As `gradient`, and True, once, if the gradient is not yet written.
+        """Return the array of `gradient`, and whether nothing was written to it yet.
 
-        Then whoever asks clears or writes all of it.
+        If so, the caller clears it or writes all of it: the next call returns False.
         """
 
     @abstractmethod
@@ -129,17 +129,17 @@ class GradientStore(ABC):
 
     @abstractmethod
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
-        """The reduced gradients of ``pieces``: sums over ranks and over the round's passes.
+        """Return the reduced gradients of ``pieces``: sums over ranks and the round's passes.
 
-        Read-only if other ranks read them too.
+        The arrays are read-only if other ranks read them, too.
         """
 
 
 class ReplicatedGradients(GradientStore):
     """Every rank holds the full gradient; it is all-reduced in the round's last pass.
 
-    Earlier passes only add locally, so that accumulation sends nothing. As bfloat16 the sum, too,
-    is rounded, for it travels as well.
+    Earlier passes only add on this rank, so that accumulation sends nothing. With compression the
+    sum is rounded to bfloat16 as well, because it travels, too.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ class ReplicatedGradients(GradientStore):
         self._slot = slot
         self._is_booked = slot is None
         self._touched: set[int] = set()
-        # After an error: reductions that nobody waits for any more, and that still use the buffers.
+        # Reductions that an error has left under way; they still use the buffers.
         self._stale: list[Work] = []
         self._compressed: Arena | None = None
         self._shifts: dict[int, int] = {}
@@ -166,7 +166,7 @@ class ReplicatedGradients(GradientStore):
 
     @staticmethod
     def length_for(layout: StoreLayout) -> int:
-        """Elements that the vector needs: those of all units that are trained, end to end."""
+        """Return the length of the vector: all units that are trained, end to end."""
         return sum(unit.length for unit in layout.trained_units)
 
     @property
@@ -188,16 +188,12 @@ class ReplicatedGradients(GradientStore):
         if not self._is_booked:
             self._is_booked = True
             self.layout.book(MemoryCategory.GRADIENTS, self.vector, int(self.vector.size))
-        self._await_stale()
-        if this.is_first:
-            self._touched.clear()
-
-    def _await_stale(self) -> None:
-        """Wait for the reductions of before an error, which may still read these buffers."""
-        # Each is forgotten only after its wait: if that raises, the next pass waits once more.
+        # Each is removed only after its wait: if the wait raises, the next pass waits again.
         while self._stale:
             self._stale[0].wait()
             del self._stale[0]
+        if this.is_first:
+            self._touched.clear()
 
     def _make_buffers(self) -> CompressionBuffers:
         compression = CompressionBuffers(self.layout, self.length_for(self.layout), 1)
@@ -242,20 +238,20 @@ class ReplicatedGradients(GradientStore):
         return self.local(pieces)
 
     def local(self, pieces: Sequence[Piece]) -> list[Array]:
-        """The rank's own gradients of ``pieces``, reduced or not."""
+        """Return the rank's own gradients of ``pieces``, reduced or not."""
         return [self.vector[self._place(p.unit, p.start, p.stop)] for p in pieces]
 
     def _place(self, unit: Unit, start: int, stop: int) -> slice:
-        """The place of the flat range ``[start, stop)`` of ``unit`` in the vector."""
+        """Return the place of the flat range ``[start, stop)`` of ``unit`` in the vector."""
         shift = self._shifts[unit.index]
         return slice(start + shift, stop + shift)
 
 
 class ScatteredGradients(ReplicatedGradients):
-    """Every rank holds a full gradient; reduced, only the pieces that it owns are the sum's.
+    """Every rank holds a full gradient, in which only the pieces that it owns become sums.
 
-    They are reduce-scattered in the round's last pass, each into its place in the full vector, so
-    that what ZeRO-1 sends is half of an all-reduce and it needs no other memory.
+    The round's last pass reduce-scatters each unit into its own place in the full vector. So ZeRO-1
+    sends half of an all-reduce for it, and needs no other memory.
     """
 
     def __init__(self, layout: StoreLayout, slot: Arena | None = None) -> None:
@@ -266,7 +262,7 @@ class ScatteredGradients(ReplicatedGradients):
         piece = self._pieces[unit.index]
         # The sum replaces this rank's own part, which no later reduction reads.
         mine = full[piece.start - unit.start : piece.stop - unit.start]
-        # A sum of bfloat16 is made in float32: in its place, if that has the dtype.
+        # bfloat16 contributions are summed in float32: in place, if the gradient has that dtype.
         is_direct = carrier is self._slot or (
             isinstance(mine, np.ndarray) and mine.dtype == ACCUMULATION
         )
@@ -277,7 +273,7 @@ class ScatteredGradients(ReplicatedGradients):
         return _Reduction(carrier.reduce_into(result, part), mine, result)
 
     def own_sums(self) -> list[Array]:
-        """The sums of this pass of all pieces that this rank owns, to be written to."""
+        """Return writable views of this pass's sums of all pieces that this rank owns."""
         frozen = self.layout.frozen
         return self.local([p for p in self._pieces if p.unit.index not in frozen])
 
@@ -294,9 +290,9 @@ class ScatteredGradients(ReplicatedGradients):
 class NodeGradients(ScatteredGradients):
     """Replicated gradients of ranks that are all on one node: each reads the others' in place.
 
-    Reduced, each piece stands once, in the vector of the rank that owns it, and every rank updates
-    its parameters from there. Nothing is copied; a fence keeps the next round from writing before
-    all have read.
+    A reduced piece exists once, in the vector of the rank that owns it, and every rank updates its
+    parameters from there. Nothing is copied. A fence keeps the next round from writing to a vector
+    before all ranks have read it.
 
     Parameters
     ----------
@@ -323,19 +319,20 @@ class NodeGradients(ScatteredGradients):
     def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
         piece = self._pieces[unit.index]
         mine = slice(piece.start - unit.start, piece.stop - unit.start)
-        # Of bfloat16 rounded once more, as the sum that travels to replicas elsewhere is.
+        # With compression the sum is rounded to bfloat16 in its buffer, as where it travels: all
+        # ways of reducing give the same bits.
         result = carrier.mine[part][mine]
         return _Reduction(carrier.reduce_into(result, part), full[mine], result)
 
     def finish(self) -> None:
-        # Not waited for here: nobody writes to the gradient before the next pass asks for a target.
+        # The next pass waits for it, in `target`: nothing writes to the gradient before.
         self._reading = self._carrier.fence()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
-        """The owner's view of each piece, which must be one rank's. Read-only."""
+        """Return the owner's view of each piece, which must be one rank's. Read-only."""
         views = []
         for piece in pieces:
-            # The sum stands in the memory of the owner alone, and the others read it there.
+            # Only the owner's memory has the sum, and the other ranks read it there.
             layout = ShardLayout(piece.unit.length, self.backend.world_size)
             owner = layout.owner(piece.start - piece.unit.start) if piece.length else 0
             view = self._carrier.of(owner)[self._place(piece.unit, piece.start, piece.stop)]
@@ -366,10 +363,11 @@ class ShardedGradients(GradientStore):
 
     def __init__(self, layout: StoreLayout, slots: Sequence[Arena] = ()) -> None:
         super().__init__(layout)
-        # By unit: what this rank owns of it, and how far the shard lies behind the flat vector.
+        # By unit: this rank's piece, and the distance of its place in the shard from its place in
+        # the flat vector.
         self._pieces: dict[int, Piece] = {}
         self._shifts: dict[int, int] = {}
-        self._whole: dict[int, slice] = {}  # of a pooled buffer
+        self._whole: dict[int, slice] = {}  # the unit's range in a pooled buffer
         position = 0
         for piece in layout.pieces():
             if piece.unit.index not in layout.frozen:
@@ -392,7 +390,7 @@ class ShardedGradients(GradientStore):
 
     @staticmethod
     def slot_length(layout: StoreLayout) -> int:
-        """Elements of the longest unit that is trained."""
+        """Return the length of the longest unit that is trained."""
         return max((unit.length for unit in layout.trained_units), default=0)
 
     @property
@@ -463,7 +461,7 @@ class ShardedGradients(GradientStore):
         adds = unit.index in self._reduced
         self._reduced.add(unit.index)
         target = self._view(self._pieces[unit.index])
-        # A sum that is added to another lands in a buffer of its own first.
+        # A sum that is added to another needs a buffer of its own first.
         is_direct = not adds
         if compressed is not None:
             is_direct &= isinstance(target, np.ndarray) and target.dtype == ACCUMULATION
@@ -483,7 +481,7 @@ class ShardedGradients(GradientStore):
         self._deferred.clear()
         self._scratch.clear()
         if self.in_flight:
-            # They go on writing to what is no longer looked at.
+            # Reductions under way go on writing to the old shard, so that a new one is needed.
             self._shard = None
         self._stale += self.in_flight
         self.in_flight.clear()
@@ -492,7 +490,7 @@ class ShardedGradients(GradientStore):
         return [self._view(p) for p in pieces]
 
     def own_sums(self) -> list[Array]:
-        """The sums of this pass of all pieces that this rank owns, to be written to."""
+        """Return writable views of this pass's sums of all pieces that this rank owns."""
         return [self.shard]
 
     def _view(self, piece: Piece) -> Array:
@@ -500,7 +498,7 @@ class ShardedGradients(GradientStore):
         return self.shard[piece.start + shift : piece.stop + shift]
 
     def _finish_oldest(self) -> None:
-        # Removed after its wait: if that raises, `abandon` must know of it.
+        # Removed only after its wait: if the wait raises, `abandon` must still find it.
         scatter = self.in_flight[0]
         scatter.work.wait()
         self.in_flight.popleft()
@@ -532,20 +530,20 @@ class ShardedGradients(GradientStore):
         return self.layout.private_slot(array)
 
     def _take_scratch(self, *, wide: bool) -> Array:
-        """A buffer for one piece, in the dtype of the gradient, or in that of the sum."""
+        """Return a buffer for one piece, in the gradient's dtype, or with ``wide`` the sum's."""
         dtype = ACCUMULATION if wide else self.layout.dtype
         for index, buffer in enumerate(self._scratch):
             if buffer.dtype == dtype:
                 return self._scratch.pop(index)
         length = max(piece.length for piece in self._pieces.values())
-        if wide:  # in host memory, as what is summed
+        if wide:  # in host memory, where bfloat16 contributions are summed
             return self.layout.ledger.allocate(MemoryCategory.SCRATCH, length, dtype)
         return self.layout.allocate(MemoryCategory.SCRATCH, length)
 
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """A reduction under way, the array that receives its result, and the target of that."""
+    """A reduction under way, the array that it writes, and the gradient that takes the result."""
 
     work: Work
     target: Array
@@ -559,7 +557,7 @@ class _Reduction:
 
 @dataclass(frozen=True, slots=True)
 class _Scatter:
-    """A reduction under way, and the buffers that it reads and writes until it is through."""
+    """A reduction under way, and the buffers that it reads and writes until its end."""
 
     unit: Unit
     work: Work
@@ -571,14 +569,14 @@ class _Scatter:
 
 
 def squared_norm(arrays: Sequence[Array]) -> float:
-    """Sum of squares of all elements, chunk by chunk, the chunks added in float64."""
+    """Return the sum of squares of all elements; the sums of chunks are added in float64."""
     total = 0.0
     for array in arrays:
         xp = array_namespace(array)
         step = chunk_length(array)
         for start in range(0, int(array.size), step):
             chunk = array[start : start + step]
-            # Chunks stay in the cache. In float64 small ones are not lost.
+            # Chunks fit the cache, and adding them in float64 does not lose small ones.
             total += float(xp.dot(chunk, chunk))
     return total
 
@@ -587,8 +585,8 @@ class CompressionBuffers:
     """Host buffers in which gradients travel as bfloat16, half or a quarter of their bytes.
 
     bfloat16 has the range of float32, so that sums over samples need no scaling, and 8 bits of
-    mantissa (Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", 2019). The buffers
-    lie in memory that a node's ranks share, where they can: the same bits are summed there.
+    mantissa (Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", 2019). If a node's
+    ranks share memory, the buffers lie in it; the sums have the same bits either way.
 
     Parameters
     ----------
@@ -612,11 +610,11 @@ class CompressionBuffers:
             layout.book(MemoryCategory.SCRATCH, compressed.mine, length)
 
     def take(self) -> Arena | None:
-        """A buffer, until `give`; None if all are in use."""
+        """Return a buffer, to be used until `give`; None if all are in use."""
         return self._free.pop() if self._free else None
 
     def give(self, compressed: Arena) -> None:
-        """Let a buffer be used again."""
+        """Make a buffer available again."""
         self._free.append(compressed)
 
 

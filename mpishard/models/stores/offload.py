@@ -71,8 +71,8 @@ class OffloadedParameters(ParameterStore):
             host = self._inner.unshard(unit)
             buffer = self._pool.take(unit)
             copy_into(buffer[: unit.length], host)
-            synchronize(buffer)  # the host's buffer is the next unit's
-            # The GPU has its copy, so that a unit that the host has gathered can go.
+            synchronize(buffer)  # before the host's buffer is used for the next unit
+            # The GPU has its copy, so that the unit gathered on the host can be released.
             self._inner.reshard(unit)
             self._buffers[unit.index] = buffer
         return buffer[: unit.length]
@@ -81,7 +81,7 @@ class OffloadedParameters(ParameterStore):
         buffer = self._buffers.pop(unit.index, None)
         if buffer is not None:
             self._pool.give(unit.index, buffer)
-        self._inner.reshard(unit)  # which may be on its way, and was never used
+        self._inner.reshard(unit)  # a unit that was prefetched and never used
 
     def abandon(self) -> None:
         for index, buffer in self._buffers.items():
@@ -161,7 +161,7 @@ class OffloadedGradients(GradientStore):
         return self._inner.owned(pieces)
 
     def local(self, pieces: Sequence[Piece]) -> list[Array]:
-        """The rank's own part of a replicated gradient: ``pieces``, reduced or not."""
+        """Return the rank's own gradients of ``pieces``, reduced or not."""
         assert isinstance(self._inner, ReplicatedGradients)
         return self._inner.local(pieces)
 
@@ -174,14 +174,14 @@ class OffloadedGradients(GradientStore):
 class UpdateStage:
     """Copies parameters and gradients to the device of the optimizer's state, and back.
 
-    If all lie there already it copies nothing. Otherwise it keeps buffers as long as what is
-    brought: pinned host memory for an update on the host, which is what ZeRO-Offload does (Ren et
-    al., USENIX ATC 2021, section 4).
+    Arrays that are there already are not copied. Otherwise it keeps buffers of their length: pinned
+    host memory for an update on the host, which is what ZeRO-Offload does (Ren et al., USENIX ATC
+    2021, section 4).
 
     Parameters
     ----------
     layout : StoreLayout
-        Of the optimizer's state.
+        Layout of the optimizer's state.
     """
 
     def __init__(self, layout: StoreLayout) -> None:
@@ -193,9 +193,9 @@ class UpdateStage:
     def staged(
         self, parameters: list[Array], gradients: list[Array]
     ) -> Iterator[tuple[list[Array], list[Array]]]:
-        """Both arrays, beside the state; the block's changes of the parameters are copied back.
+        """Yield both on the state's device; copy the block's changes of the parameters back.
 
-        An exception in the block leaves the parameters as they were, if they were copied.
+        An exception in the block leaves the parameters unchanged, if they were copied.
         """
         near = self._bring("parameters", parameters)
         yield near, self._bring("gradients", gradients)
@@ -203,14 +203,15 @@ class UpdateStage:
             if target is not values:
                 copy_into(target, values)
         if near is not parameters and near:
-            # The next step writes to the buffers, and other ranks may read where they went.
+            # The copies must end first: the next step overwrites the buffers, and other ranks may
+            # read the parameters.
             synchronize(near[0] if self._is_on_gpu else parameters[0])
 
     def _bring(self, name: str, arrays: list[Array]) -> list[Array]:
         if all(is_device_array(array) == self._is_on_gpu for array in arrays):
             return arrays
         length = sum(int(array.size) for array in arrays)
-        # Kept from step to step, because pinned memory takes long to allocate.
+        # Kept from step to step, because allocating pinned memory takes long.
         if name not in self._buffers:
             self._buffers[name] = self.layout.allocate(MemoryCategory.SCRATCH, length)
         buffer, start, brought = self._buffers[name], 0, []

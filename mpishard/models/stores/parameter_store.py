@@ -22,8 +22,8 @@ from mpishard.sharding import Piece, Unit
 class ParameterStore(ABC):
     """Parameters by unit.
 
-    `unshard` makes a unit's full parameters readable, `reshard` lets them go, `prefetch` starts
-    what `unshard` would wait for. Every rank makes the same calls in the same order.
+    `unshard` makes a unit's full parameters readable, `reshard` releases them, `prefetch` starts
+    the gather that `unshard` would wait for. Every rank makes the same calls in the same order.
 
     Parameters
     ----------
@@ -35,9 +35,9 @@ class ParameterStore(ABC):
     held : tuple of Piece
         Pieces that this rank writes when parameters come from elsewhere, as from a file.
     once_per_node : bool
-        Whether all parameters stand once on every node, where its ranks read them.
+        Whether all parameters exist once on every node, where its ranks read them.
     owners_only : bool
-        Whether a piece can be written by its owner alone, although each rank may read all units.
+        Whether only the owner can write a piece, although every rank may read all units.
     in_flight : mapping
         Gathers under way, by index of their unit.
     """
@@ -73,17 +73,17 @@ class ParameterStore(ABC):
         self.refresh()
 
     def refresh(self) -> None:
-        """Make the values known that every rank has written to its pieces. Collective."""
+        """Publish the values that every rank has written to its pieces. Collective."""
 
     def prefetch(self, unit: Unit) -> None:
         """Begin to make ``unit`` readable, if that takes messages."""
 
     @abstractmethod
     def unshard(self, unit: Unit) -> Array:
-        """The unit's parameters, shape (unit.length,), until `reshard`. Read-only."""
+        """Return the unit's parameters, shape (unit.length,), until `reshard`. Read-only."""
 
     def reshard(self, unit: Unit) -> None:
-        """Let the unit's full parameters go."""
+        """Release the unit's full parameters."""
 
     def read(self, unit: Unit, out: Array) -> None:
         """Copy the unit's values into ``out``, shape (unit.length,). Collective."""
@@ -96,7 +96,7 @@ class ParameterStore(ABC):
         """Forget every unit in use, after an error; communicates nothing."""
 
     def changed(self) -> None:
-        """Record that this rank has written to parameters, all of which it stores."""
+        """Renew what is derived from parameters, after this rank has written to all of them."""
 
     def copy_from(self, other: ParameterStore) -> None:
         """Take the values of a store of the same strategy; communicates nothing."""
@@ -105,7 +105,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
-        """Writable views of ranges that this rank can reach, one per piece."""
+        """Return writable views of ranges that this rank can reach, one per piece."""
 
     @abstractmethod
     def publish(self, pieces: Sequence[Piece]) -> None:
@@ -119,7 +119,7 @@ class ReplicatedParameters(ParameterStore):
         super().__init__(layout)
         self.held = layout.pieces(sharded=False)
         self._vector = layout.allocate(MemoryCategory.PARAMETERS, self.layout.length)
-        # Made once: layers keep views of them, and make these again only for another array.
+        # Made once, because layers cache views of these arrays, and renew them for other arrays.
         self._full = [_read_only(self._vector[u.start : u.stop]) for u in layout.units]
 
     def fill(self, unit: Unit, full: Array | None) -> None:
@@ -142,9 +142,9 @@ class ReplicatedParameters(ParameterStore):
 class NodeParameters(ParameterStore):
     """A node's ranks share one copy of all parameters: a unit is a view of it.
 
-    Each rank owns its pieces there, and updates them where they lie. On one node nothing is ever
-    copied, and each byte of memory is there once; with several nodes `publish` sends each piece
-    once to each of the others.
+    Each rank owns its pieces there, and updates them in place. On one node nothing is ever copied,
+    and each parameter exists once; with several nodes `publish` sends each piece once to each of
+    the other nodes.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ class NodeParameters(ParameterStore):
 
     @staticmethod
     def length_for(layout: StoreLayout) -> int:
-        """Elements that the vector needs: each unit begins on a cache line."""
+        """Return the length of the vector: each unit begins on a cache line."""
         return sum(aligned(unit.length, layout.dtype) for unit in layout.units)
 
     def fill(self, unit: Unit, full: Array | None) -> None:
@@ -202,8 +202,8 @@ class NodeParameters(ParameterStore):
         self._share(pieces)
 
     def _share(self, pieces: Sequence[Piece]) -> None:
-        """Wait until all ranks have written their pieces, and those of other nodes are here."""
-        # On one node the values are where all read them; the barrier says that they are complete.
+        """Wait until all ranks have written their pieces, and fetch those of other nodes."""
+        # On one node the values are where all ranks read them: a barrier tells that they are ready.
         if self.backend.node_count == 1:
             self.backend.barrier()
         else:
@@ -225,7 +225,7 @@ class UnitBuffers:
     Attributes
     ----------
     shared_length : int
-        Length of a shared buffer: that of the largest unit that passes, so that any unit fits any.
+        Length of a shared buffer: that of the longest unit that is not kept, so that each fits.
     kept : dict of int to Array
         Buffers of kept units, by index; made when they are first taken.
     free : list of Array
@@ -240,19 +240,19 @@ class UnitBuffers:
         self.free: list[Array] = []
 
     def take(self, unit: Unit) -> Array:
-        """A buffer for ``unit``, as long as it or longer, until `give`."""
+        """Return a buffer for ``unit``, at least as long as the unit, until `give`."""
         allocate = self._layout.allocate
         if unit.index in self._layout.kept:
             if unit.index not in self.kept:
                 self.kept[unit.index] = allocate(MemoryCategory.GATHERED, unit.length)
             return self.kept[unit.index]
-        # Any free one fits, because all are as long as the longest unit that passes.
+        # Any free one fits, because all are as long as the longest unit that is not kept.
         if self.free:
             return self.free.pop()
         return allocate(MemoryCategory.GATHERED, self.shared_length)
 
     def give(self, index: int, buffer: Array) -> None:
-        """Let the buffer of a unit be used again; a kept unit's waits for its next use."""
+        """Make the buffer of a unit available to others; a kept unit's stays its own."""
         if index not in self._layout.kept:
             self.free.append(buffer)
 
@@ -274,7 +274,7 @@ class ShardedParameters(ParameterStore):
         self._shard = layout.allocate(MemoryCategory.PARAMETERS, sum(p.length for p in self.held))
         self._pool = pool = UnitBuffers(layout)
         self._buffers: dict[int, Array] = {}
-        # After an error: gathers that nobody waits for, and the buffers that they write to.
+        # Gathers that an error has left under way, and the buffers that they write to.
         self._stale: list[tuple[Work, int, Array]] = []
         # Buffers for gathered units, if a node's ranks can share them.
         lengths = {index: layout.units[index].length for index in sorted(layout.kept)}
@@ -309,7 +309,7 @@ class ShardedParameters(ParameterStore):
         while self._stale:
             work, index, free = self._stale[0]
             work.wait()
-            # Forgotten only after its wait: if that raises, the next gather waits once more.
+            # Removed only after its wait: if the wait raises, the next gather waits again.
             del self._stale[0]
             self._pool.give(index, free)
         buffer = self._pool.take(unit)
@@ -319,7 +319,7 @@ class ShardedParameters(ParameterStore):
         self.in_flight[unit.index] = self.backend.all_gather_async(piece, out=buffer[: unit.length])
 
     def unshard(self, unit: Unit) -> Array:
-        # A unit that was prefetched is under way already: then this begins nothing.
+        # This begins nothing if the unit was prefetched.
         self.prefetch(unit)
         work = self.in_flight.pop(unit.index, None)
         if work is not None:
@@ -363,19 +363,18 @@ class ShardedParameters(ParameterStore):
 class MixedParameters(ParameterStore):
     """Float32 *masters*, which updates change, and bfloat16 copies, which layers compute with.
 
-    Whoever owns a piece rounds it when it has updated it, and the copies are published as
-    parameters of any dtype are: where a node's ranks share memory they stand once per node, and
-    between nodes they are half the bytes. If every rank updates all parameters, each has copies
-    of its own. Micikevicius et al., "Mixed Precision Training", ICLR 2018 (arXiv:1710.03740),
-    section 3.1: without masters, updates smaller than half a spacing of the rounded parameter are
-    lost.
+    The owner of a piece rounds it after its update, and copies are published as parameters of any
+    dtype are. If a node's ranks share memory, copies exist once per node; between nodes they have
+    half the bytes. If every rank updates all parameters, each has copies of its own. Micikevicius
+    et al., "Mixed Precision Training", ICLR 2018 (arXiv:1710.03740), section 3.1: without masters,
+    updates smaller than half a spacing of the rounded parameter are lost.
 
     Parameters
     ----------
     layout : StoreLayout
-        Of the masters, in float32.
+        Layout of the masters, in float32.
     masters : ParameterStore
-        All of them on every rank, or each rank's pieces.
+        Holds all of them on every rank, or each rank's pieces.
     copies : ParameterStore
         The same parameters as bfloat16.
     """
@@ -412,7 +411,7 @@ class MixedParameters(ParameterStore):
         self._copies.reshard(unit)
 
     def read(self, unit: Unit, out: Array) -> None:
-        # Whoever asks for the model gets what updates change, and not its rounded copy.
+        # A reader of the model gets the float32 parameters, and not their rounded copies.
         self._masters.read(unit, out)
 
     def abandon(self) -> None:
@@ -427,7 +426,7 @@ class MixedParameters(ParameterStore):
         self._round(pieces)
 
     def changed(self) -> None:
-        # Otherwise the owners have rounded and published their pieces already.
+        # Owners have rounded and published their pieces already.
         if not self.owners_only:
             self._round(self.held)
 

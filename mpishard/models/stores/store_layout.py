@@ -19,7 +19,7 @@ _LINE_BYTES = 64
 
 
 def aligned(length: int, dtype: np.dtype[Any]) -> int:
-    """``length``, rounded up so that the next vector begins on a cache line of its own."""
+    """Return ``length``, rounded up so that the next vector begins on a cache line of its own."""
     line = max(1, _LINE_BYTES // dtype.itemsize)
     return -(-length // line) * line
 
@@ -35,19 +35,19 @@ class StoreLayout:
     kept : frozenset of int
         Indices of the units that stay unsharded from forward to backward.
     dtype : numpy.dtype
-        Of parameters, gradients and state.
+        Dtype of parameters, gradients and state.
     backend : CommunicationBackend
         The ranks.
     ledger : MemoryLedger
-        Counts what is held.
+        Counts the bytes that this rank holds.
     arena : bool
         Whether memory that a node's ranks share may be used. To allocate it is collective.
     frozen : frozenset of int
-        Indices of the units of which nothing is trained: they have no gradient.
+        Indices of the units without a trained parameter: they have no gradient.
     device : Device
         Device that computes the model.
     is_on_host : bool
-        Whether what is held lies in host memory all the same.
+        Whether vectors lie in host memory, even if a GPU computes.
     """
 
     units: tuple[Unit, ...]
@@ -62,7 +62,7 @@ class StoreLayout:
 
     @property
     def on_host(self) -> StoreLayout:
-        """The same, held in host memory: pinned if a GPU computes, so that copies are fast."""
+        """The same layout in host memory: pinned if a GPU computes, so that copies are fast."""
         return replace(self, is_on_host=True)
 
     @property
@@ -76,13 +76,13 @@ class StoreLayout:
         return self.units[-1].stop if self.units else 0
 
     def pieces(self, *, sharded: bool = True) -> tuple[Piece, ...]:
-        """The rank's piece of each unit; every unit whole unless ``sharded``."""
+        """Return the rank's piece of each unit; every unit whole unless ``sharded``."""
         if sharded:
             return owned_pieces(self.units, self.backend.world_size, self.backend.rank)
         return owned_pieces(self.units, 1, 0)
 
     def pieces_of_all(self) -> tuple[Piece, ...]:
-        """The flat vector, cut by unit and owner, in flat order.
+        """Return the pieces of all owners, in flat order: the flat vector, cut by unit and owner.
 
         Their ``offset`` is the place in the flat vector at which they begin.
         """
@@ -94,7 +94,7 @@ class StoreLayout:
         )
 
     def allocate(self, category: MemoryCategory, length: int) -> Array:
-        """An uninitialised vector, booked under ``category``."""
+        """Return an uninitialised vector, booked under ``category``."""
         if not (self.is_on_host and self.device.is_gpu):
             return self.ledger.allocate(category, length, self.dtype, self.device)
         array = self.device.pinned(length, self.dtype)
@@ -102,7 +102,7 @@ class StoreLayout:
         return array
 
     def allocate_shared(self, length: int) -> Array | None:
-        """Zeros that the ranks of this node share, shape (length,); None if they cannot.
+        """Return zeros that the ranks of this node share, shape (length,); None if they cannot.
 
         Collective. They take no memory until they are first written, and nothing is booked. GPU
         memory is never shared, and host memory that is shared is not pinned.
@@ -115,7 +115,7 @@ class StoreLayout:
     def allocate_slots(
         self, length: int, count: int, dtype: DTypeLike | None = None
     ) -> list[Arena] | None:
-        """``count`` vectors of ``length`` for each rank of this node, which all can read.
+        """Return ``count`` vectors of ``length`` for each rank of this node, which all can read.
 
         Collective, and nothing is booked, as `allocate_shared`; None if they share no memory.
         """
@@ -130,13 +130,13 @@ class StoreLayout:
         return [arena.part(start, length) for start in range(0, stride * count, stride)]
 
     def private_slot(self, array: Array) -> Arena:
-        """The slot of a rank that shares no memory: ``array`` of its own."""
+        """Return the slot of a rank that shares no memory: it has ``array`` alone."""
         backend = self.backend
         vectors = {backend.rank: array}
         return Arena(vectors, backend.rank, backend.reduce_scatter_async, backend.barrier_async)
 
     def book(self, category: MemoryCategory, array: Array, length: int) -> None:
         """Book ``length`` elements of shared memory as this rank's, until it is garbage."""
-        # The array whose memory this is a view of lives as long as any of its views.
+        # The booking ends when `owner` is garbage: it lives as long as any view of its memory.
         owner = array if array.base is None or not hasattr(array.base, "base") else array.base
         self.ledger.book(category, owner, length * array.dtype.itemsize)

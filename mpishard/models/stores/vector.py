@@ -24,7 +24,7 @@ Fill = Callable[[int, Array], None]
 
 
 class ModelVector:
-    """The flat vector of a model that every rank computes all of: each unit is dealt to all ranks.
+    """The flat vector of a model that every rank computes whole: all ranks divide each unit.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class ModelVector:
         self.placement = placement
 
     def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
-        """Give every rank the values of world rank 0. Collective. No rank holds two full units."""
+        """Distribute the values of world rank 0. Collective. No rank holds two full units."""
         units = parameters.layout.units
         is_root = world.rank == 0
         # One buffer for all units: rank 0 never holds two of them.
@@ -49,7 +49,7 @@ class ModelVector:
             parameters.fill(unit, values)
 
     def gather(self, parameters: ParameterStore) -> Array:
-        """The model's vector, a new array on every rank. Collective."""
+        """Return the model's vector, a new array on every rank. Collective."""
         layout = parameters.layout
         full = layout.device.namespace.empty(layout.length, layout.dtype)
         for unit in layout.units:
@@ -62,7 +62,7 @@ class ModelVector:
         full = None
         if layout.backend.rank == root:
             full = layout.device.namespace.empty(layout.length, layout.dtype)
-        # What the owners alone hold is gathered, although the policy replicates it.
+        # In mixed precision only the owners have float32 parameters, whatever the policy says.
         is_sharded |= parameters.owners_only
         pieces = layout.pieces(sharded=is_sharded)
         for piece, owned in zip(pieces, parameters.owned(pieces), strict=True):
@@ -72,7 +72,7 @@ class ModelVector:
         return full
 
     def assemble(self, own: Array, layout: StoreLayout) -> Array:
-        """The model's vector, if ``own`` is each rank's part of it. Collective."""
+        """Return the model's vector, if ``own`` is each rank's part of it. Collective."""
         return own
 
 
@@ -89,7 +89,7 @@ class RangeVector(ModelVector):
     mesh : ProcessMesh
         The ranks.
     strategy : IPipelinePartitionStrategy, optional
-        Deals the vector to pipeline stages. Default: evenly, one more to the first.
+        Divides the vector among pipeline stages. Default: evenly, one element more to the first.
 
     Raises
     ------
@@ -101,7 +101,7 @@ class RangeVector(ModelVector):
     start, stop : int
         This rank's range.
     dealt : Array or None
-        All values that `deal` has sent, until somebody takes them.
+        All values that `deal` has sent, until `DividedProgram.take_over` takes them.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class RangeVector(ModelVector):
         world.broadcast(full, root=0)
         for unit in parameters.layout.units:  # one, or none
             own = full[self.start : self.stop]
-            # The ranks of the store are those with the same range.
+            # The ranks of the store have the same range: their first one gives its values.
             parameters.fill(unit, own if parameters.backend.rank == 0 else None)
         self.dealt = full
 
@@ -192,7 +192,7 @@ def placed_range(entries: Sequence[ParameterEntry], start: int, stop: int) -> Pl
 class MeshVector(ModelVector):
     """The vector of a layered model on a mesh: divided and gathered layer by layer.
 
-    Collective to make: the ranks that compute one batch tell each other their placements.
+    Collective to make: the ranks that compute one batch exchange their placements.
 
     Parameters
     ----------
@@ -206,16 +206,16 @@ class MeshVector(ModelVector):
         super().__init__(placement)
         self._mesh = mesh
         self._placements = _exchange(mesh.model, placement)
-        # Layer by layer, so that no rank ever holds more than one layer beside its own part.
+        # Layer by layer, so that no rank ever holds more than one layer besides its own part.
         layers = groupby(placement.entries, key=lambda e: e.name.partition(".")[0])
         self._layers = [tuple(entries) for _, entries in layers]
 
     def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
         layout = parameters.layout
-        # The others of a data group get their pieces from the first, when a unit is filled.
+        # The first rank of a data group gives the others their pieces, when a unit is filled.
         begins = parameters.backend.rank == 0
         buffers: dict[int, Array] = {}
-        # A unit may have parts of several layers: it is filled when the last of them has come.
+        # A unit may have parts of several layers: it is filled when the last of them has arrived.
         missing = {unit.index: unit.length for unit in layout.units}
         for entries in self._layers:
             start, stop = entries[0].start, entries[-1].stop
@@ -250,7 +250,7 @@ class MeshVector(ModelVector):
 
     def _reader(self, parameters: ParameterStore) -> Callable[[Slice], Array]:
         layout = parameters.layout
-        last: dict[int, Array] = {}  # slices of a unit come one after the other: it is read once
+        last: dict[int, Array] = {}  # a unit is read once, because its slices come in sequence
 
         def read(held: Slice) -> Array:
             unit, place = _place_of(layout.units, held)
@@ -274,7 +274,7 @@ class MeshVector(ModelVector):
         receives = wants and root in (None, self._mesh.world.rank)
         full = xp.empty(self.placement.length, layout.dtype) if receives else None
         for entries in self._layers:
-            # All unshard, because that takes all ranks of a data group.
+            # Every rank reads, even if it wants no result: a gather needs its whole data group.
             held_here = _slices_in(self.placement, entries)
             own = [read(held) for held in held_here if held.is_counted]
             if not wants:
@@ -297,21 +297,21 @@ class MeshVector(ModelVector):
 
 
 def _slices_in(placement: Placement, entries: Sequence[ParameterEntry]) -> list[Slice]:
-    """The rank's slices of these parameters, in the model's order."""
+    """Return the rank's slices of these parameters, in the model's order."""
     places = {entry.name: place for place, entry in enumerate(entries)}
     found = [held for held in placement.slices if held.entry.name in places]
     return sorted(found, key=lambda held: places[held.entry.name])
 
 
 def _place_of(units: Sequence[Unit], held: Slice) -> tuple[Unit, slice]:
-    """The unit of a slice, and the slice's range in it."""
+    """Return the unit of a slice, and the slice's range in it."""
     start, stop = held.entry.start, held.entry.stop
     unit = unit_at(units, start)
     return unit, slice(start - unit.start, stop - unit.start)
 
 
 def _exchange(group: CommunicationBackend, placement: Placement) -> list[Placement]:
-    """The placement of each rank of the group, by rank. Collective."""
+    """Return the placement of each rank of the group, by rank. Collective."""
     mine = [
         [held.entry.name, list(held.entry.shape), held.entry.start, held.boxes, held.is_counted]
         for held in placement.slices

@@ -31,13 +31,13 @@ class FSDPModel(ShardedModelBase):
     """Every rank owns a piece of each unit: of its parameters, its gradient, its state.
 
     Construction
-        rank 0's values are dealt out unit by unit; each rank keeps 1/N of them.
+        rank 0's values are distributed unit by unit; each rank keeps 1/N of them.
     Forward
         each unit is gathered when its first layer begins, while the next is already under way,
-        and let go after its last layer; the last unit is kept, for backward begins with it.
+        and released after its last layer; the last unit is kept, for backward begins with it.
     Backward
-        the same in reverse. A unit's full gradient is reduce-scattered as soon as its first
-        layer is through; at most two of them exist at a time, and never the whole.
+        the same in reverse. A unit's full gradient is reduce-scattered as soon as backward has
+        finished with its first layer; at most two such gradients exist at a time.
     Update
         each rank updates what it owns. The next forward gathers what the owners hold.
 
@@ -82,7 +82,7 @@ class ZeRO2Model(ShardedModelBase):
 
     @property
     def tracks_parameter_deltas(self) -> bool:
-        """True if `parameter_delta_shard` is kept: at first it is not, for it takes memory."""
+        """True if `parameter_delta_shard` is kept. Default: False, because it takes memory."""
         return self.engine.observer is not None
 
     @tracks_parameter_deltas.setter
@@ -109,7 +109,7 @@ class ZeRO2Model(ShardedModelBase):
     def all_gather_parameter_shards(self) -> None:
         """Give every rank the owners' values of each piece. Collective.
 
-        Every step ends with it; it is of use after writing to parameters by other ways.
+        Every step ends with it. Call it after writing to parameters in another way.
         """
         self.engine.parameters.publish(self.engine.pieces.published)
         self.engine.changed()
@@ -122,7 +122,7 @@ class ZeRO2Model(ShardedModelBase):
         before = np.concatenate(parameters) if parameters else np.empty(0, self.dtype)
         yield
         after = np.concatenate(parameters) if parameters else before
-        # In the place of the first copy: tracking then takes one shard of memory and not two.
+        # Written over the first copy, so that tracking takes the memory of one shard and not two.
         self._delta = np.subtract(after, before, out=before)
 
 

@@ -35,7 +35,7 @@ DATA_POLICIES: dict[str, Policy] = {
 
 @dataclass(frozen=True, slots=True)
 class MeshOptions:
-    """The options of a mesh model behind the sizes, checked: see `HybridShardedModel`."""
+    """The options of a mesh model besides the sizes, checked: see `HybridShardedModel`."""
 
     micro_batch_count: int
     schedule: IPipelineSchedule
@@ -47,22 +47,22 @@ class MeshOptions:
 
     @classmethod
     def of(cls, **given: Any) -> MeshOptions:
-        """The options that are given, and the defaults of the others."""
+        """Return the given options, and the defaults of the others."""
         return cls(**checked_mesh_options(_DEFAULTS | given))
 
 
 def checked_mesh_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as a mesh model keeps them. Communicates nothing.
+    """Return the options as a mesh model keeps them. Communicates nothing.
 
     Parameters
     ----------
     given : mapping of str to object
-        Keyword arguments of `HybridShardedModel` behind the sizes, all or some.
+        Keyword arguments of `HybridShardedModel` besides the sizes, all or some.
 
     Returns
     -------
     dict of str to object
-        The same names; a schedule's name has become the schedule, None the default one.
+        The same names; a schedule's name is replaced by the schedule, and None by the default one.
 
     Raises
     ------
@@ -75,12 +75,12 @@ def checked_mesh_options(given: Mapping[str, Any]) -> dict[str, Any]:
 def axis_sizes(
     config: ShardingConfiguration, pipeline: Any, tensor: Any, data: Any
 ) -> tuple[int, int, int]:
-    """Sizes of a replica's axes; ``data`` may be -1, for the rest of the ranks.
+    """Return the sizes of a replica's axes; ``data`` may be -1, for the rest of the ranks.
 
     Raises
     ------
     TypeError
-        For what is no integer.
+        For a size that is not an integer.
     ValueError
         If they do not make up the world, or the ``replica_size`` of the configuration.
     """
@@ -91,7 +91,8 @@ def axis_sizes(
             f"data_parallel_size must be 1 or more, or -1 for what is left, got {data}"
         )
     world_size, replicas = config.communication_backend.world_size, replica_count(config)
-    if replicas > 1 and world_size in (pipeline, tensor):  # as of "tensor" and "pipeline"
+    # The strategies "tensor" and "pipeline" have such an axis.
+    if replicas > 1 and world_size in (pipeline, tensor):
         raise ValueError(
             f"a pipeline or tensor axis of all {world_size} ranks makes one replica, and "
             f"replica_size={config.replica_size} makes {replicas}: use strategy='hybrid' with axes "
@@ -101,7 +102,7 @@ def axis_sizes(
 
 
 def replica_count(config: ShardingConfiguration) -> int:
-    """Number of replicas that are trained apart; 1 if all ranks are one replica."""
+    """Return the number of replicas that are trained apart; 1 if all ranks are one replica."""
     world_size = config.communication_backend.world_size
     return world_size // (config.replica_size or world_size)
 
@@ -143,7 +144,7 @@ def _schedule(given: Any) -> IPipelineSchedule:
 def _partition_strategy(given: Any) -> Any:
     if given is None or isinstance(given, IPipelinePartitionStrategy):
         return given
-    # A class can be called and a text is a sequence: neither was meant as costs of layers.
+    # A class can be called and a text is a sequence, but neither gives costs of layers.
     is_class_or_name = isinstance(given, type | str | bytes)
     is_costs = isinstance(given, Sequence) or (isinstance(given, np.ndarray) and given.ndim == 1)
     if is_class_or_name or not (callable(given) or is_costs):
@@ -156,7 +157,7 @@ def _partition_strategy(given: Any) -> Any:
 
 
 def _but(given: Any) -> str:
-    """The end of an error message: the value that was given instead."""
+    """Return the end of an error message: the value that was given instead."""
     if isinstance(given, type):
         return f": pass {given.__name__}(), not the class"
     return f", got {given!r}"
@@ -186,7 +187,7 @@ def idle_axes(model: ILayeredModel, choices: MeshChoices) -> list[str]:
     Returns
     -------
     list of str
-        A clause for each; none if all is well.
+        A clause for each such axis; empty if there is none.
     """
     mesh = choices.mesh
     found = []

@@ -45,15 +45,15 @@ _log = logging.getLogger("mpishard")
 
 
 class MeshModel(ShardedModelBase):
-    """A model whose layers are dealt to pipeline stages, and split over the tensor axis.
+    """A model whose layers are assigned to pipeline stages, and split over the tensor axis.
 
     The ranks that differ in pipeline and tensor coordinates alone compute one batch, and must be
-    given the same one; batches are dealt by `data_rank` of `data_size`. `HybridShardedModel` tells
-    of all options.
+    given the same one. Batches are divided by `data_rank` and `data_size`. `HybridShardedModel`
+    describes all options.
     """
 
     policy: Policy = DDPModel.policy
-    # Whether metadata describe the axis: a strategy of one axis says nothing of the other.
+    # Whether metadata describe the axis: a strategy with one axis does not describe the other.
     _tells_of_pipeline: ClassVar[bool] = True
     _tells_of_tensor_axis: ClassVar[bool] = True
 
@@ -117,7 +117,7 @@ class MeshModel(ShardedModelBase):
         )
         if self.mesh.data_size > 1:
             self.policy = DATA_POLICIES[self._options.data_parallel_strategy]
-        else:  # there is nobody to share with
+        else:  # one data rank has no other to shard with
             self.policy = DDPModel.policy
 
     def _initialize_sharding(self) -> None:
@@ -131,7 +131,7 @@ class MeshModel(ShardedModelBase):
     def _require_same_choices(self) -> None:
         """Refuse ranks that would build different meshes or parts. Collective.
 
-        Before the first message whose meaning depends on it.
+        It comes before the first collective that depends on these choices.
         """
         sizes = axis_sizes(self._config, *self._sizes)
         model = self._wrapped_model
@@ -260,7 +260,7 @@ class MeshModel(ShardedModelBase):
 
     @property
     def micro_batch_count(self) -> int:
-        """M, into how many parts along the batch dim a rank's batch is cut."""
+        """M, the number of parts into which a rank's batch is cut along the batch dim."""
         return self._options.micro_batch_count
 
     @property
@@ -272,7 +272,7 @@ class MeshModel(ShardedModelBase):
     def estimated_bubble_fraction(self) -> float:
         """The published fraction of time that a rank of the pipeline waits.
 
-        0 for one stage, and for a black box, of which no rank waits for another.
+        It is 0 for one stage, and for a black box, because no rank waits for another then.
         """
         if not self.is_compute_partitioned:
             return 0.0
@@ -282,7 +282,7 @@ class MeshModel(ShardedModelBase):
 
     @property
     def stage_layers(self) -> tuple[tuple[int, int], ...]:
-        """The layers ``(first, stop)`` of each of the model's stages; () of a black box."""
+        """The layers ``(first, stop)`` of each of the model's stages; () for a black box."""
         program = self.engine.program
         return program.choices.stages if isinstance(program, MeshProgram) else ()
 
@@ -320,7 +320,7 @@ class MeshModel(ShardedModelBase):
                 "GradientsSharded": True,
                 "GradientsReplicated": False,
                 "OptimizerStateSharded": True,
-                # Of a black box every rank has all, beside what it owns.
+                # Every rank has all parameters of a black box, besides those that it owns.
                 "ParametersSharded": self.is_compute_partitioned,
                 "ParametersReplicated": not self.is_compute_partitioned,
             }
@@ -352,21 +352,21 @@ class MeshModel(ShardedModelBase):
 
 
 class HybridShardedModel(MeshModel):
-    """Layers dealt to pipeline stages, split over the tensor axis; samples over the data axis.
+    """Layers on pipeline stages, split over the tensor axis; samples over the data axis.
 
     Narayanan et al., "Efficient large-scale language model training on GPU clusters using
-    Megatron-LM", SC 2021 (arXiv:2104.04473). A rank holds its stages' layers alone, and of those
-    that split its slice; the data axis runs one of the data-parallel strategies on it. If the
-    configuration has a ``replica_size``, so many ranks are a mesh of these three axes, and between
-    such replicas travels what the optimizer says: see `ShardingConfiguration`.
+    Megatron-LM", SC 2021 (arXiv:2104.04473). A rank holds only its stages' layers, and only its
+    slice of a layer that is split. The data axis runs one of the data-parallel strategies on them.
+    With a ``replica_size`` in the configuration that many ranks form a mesh of these three axes,
+    and the optimizer decides what such replicas exchange: see `ShardingConfiguration`.
 
     Parameters
     ----------
     wrapped_model : object
         A layered model; or a black box, whose flat vector is cut over the pipeline axis, and each
-        part over the tensor axis. A rank owns its part, the part's gradient and optimizer state;
-        the object keeps all parameters, put together after each update, and computes the whole
-        batch on each rank, at once: schedule, micro-batches and sequence have no effect on it.
+        part over the tensor axis. A rank owns its part, the part's gradient and optimizer state.
+        The object keeps all parameters, gathered after each update, and computes the whole batch on
+        each rank: schedule, micro-batches and sequence do not divide its computation.
     config : ShardingConfiguration
         Backend and choices.
     pipeline_parallel_size, tensor_parallel_size : int
@@ -374,20 +374,21 @@ class HybridShardedModel(MeshModel):
     data_parallel_size : int
         Size of the data axis; -1 takes what is left of the world, or of a replica.
     micro_batch_count : int
-        M, into how many parts along the batch dim a rank's batch is cut. They may differ by one
-        sample; losses are weighted sums, so the result is that of one batch.
+        M, the number of parts into which a rank's batch is cut along the batch dim. Their sizes may
+        differ by one sample; losses are weighted sums, so the result is that of one batch.
     schedule : IPipelineSchedule or str, optional
-        In which order stages work, by default `GPipeSchedule`; or its name, as in
-        ``mpishard plan schedule``.
+        The order in which stages work, or its name as in ``mpishard plan schedule``. Default:
+        `GPipeSchedule`.
     partition_strategy : IPipelinePartitionStrategy, callable or sequence of float, optional
-        How layers are dealt: by default so that the largest stage has the fewest FLOPs; or a cost
-        of each layer, or a function of its `LayerInfo` that gives it. Rank 0's decides.
+        A strategy that assigns layers to stages; or the cost of each layer, as a sequence or as a
+        function of its `LayerInfo`. Default: the largest stage has as few FLOPs as possible. Rank
+        0's value is used.
     checkpoint_config : ActivationCheckpointConfig, optional
         Activations that are computed again in backward and not kept.
     sequence_parallel : bool
-        Whether what lies between split layers is divided along the sequence over the tensor axis
-        (Korthikanti et al., 2022, arXiv:2205.05198): the same bytes travel, and norms, dropout and
-        their activations are 1/N on each rank.
+        Whether activations between split layers are divided along the sequence over the tensor axis
+        (Korthikanti et al., 2022, arXiv:2205.05198). The same bytes travel, and each rank has 1/N
+        of norms, dropout and their activations.
     data_parallel_strategy : {"zero1", "zero2", "fsdp", "ddp"}
         Strategy of the data axis. Under "zero2" and "fsdp" each micro-batch's gradient is reduced
         at once, and "fsdp" gathers for each.
@@ -452,7 +453,7 @@ class PipelineParallelModel(MeshModel):
     config : ShardingConfiguration
         Backend and choices.
     micro_batch_count : int
-        M, into how many parts along the batch dim the batch is cut.
+        M, the number of parts into which the batch is cut along the batch dim.
     partition_strategy, schedule, checkpoint_config
         See `HybridShardedModel`.
     """

@@ -75,7 +75,7 @@ class _ClosedEngine:
 
 
 def _as_dealt(name: str, read: Callable[[int, int], int]) -> Any:
-    """A property that `read` takes from a rank's one range; another value than it is refused."""
+    """Make a property that `read` computes from a rank's only range, and that cannot be changed."""
 
     def get(model: ShardedModelBase) -> int:
         ranges = model.owned_ranges
@@ -84,10 +84,11 @@ def _as_dealt(name: str, read: Callable[[int, int], int]) -> Any:
                 f"this rank owns a piece of each of {len(ranges)} units, which have no one start "
                 "and size: owned_ranges lists them"
             )
-        return read(*(ranges[0] if ranges else (0, 0)))  # more ranks than parameters
+        # A rank owns no range if there are more ranks than parameters.
+        return read(*(ranges[0] if ranges else (0, 0)))
 
     def set_(model: ShardedModelBase, given: int) -> None:
-        # All ranks communicate by the ranges that the strategy has dealt.
+        # The collectives of all ranks use the ranges that the strategy has chosen.
         if given != get(model):
             raise ShardingError(
                 f"{name} is {get(model)}, as {model.strategy} divides the parameters, and cannot "
@@ -100,11 +101,12 @@ def _as_dealt(name: str, read: Callable[[int, int], int]) -> Any:
 class ShardedModelBase(IShardedModel):
     """A model whose parameters, gradients and optimizer state live on several ranks.
 
-    Life cycle. Construction is collective: rank 0's first values are dealt to the ranks, unit by
-    unit, and a layered model gives its arrays up. A step gathers each unit when it is needed,
-    reduces its gradient as soon as backward is through with it, and updates what the rank owns.
+    Life cycle. Construction is collective: rank 0's initial values are distributed to the ranks
+    unit by unit, and a layered model releases its own arrays. A step gathers each unit when it is
+    needed, and reduces its gradient as soon as backward has finished with the unit. Then each rank
+    updates the pieces that it owns.
 
-    A subclass says what is sharded (`policy`) and what it is called (`strategy`).
+    A subclass declares the vectors that are sharded (`policy`) and its name (`strategy`).
 
     Parameters
     ----------
@@ -113,7 +115,7 @@ class ShardedModelBase(IShardedModel):
         ``get_parameters``, ``set_parameters`` and ``compute_gradients``, whose parameters stay
         whole on every rank.
     config : ShardingConfiguration
-        Backend and choices.
+        Communication backend and options.
 
     Raises
     ------
@@ -147,7 +149,7 @@ class ShardedModelBase(IShardedModel):
         self._initialize_sharding()
 
     def _require(self, name: str) -> None:
-        """Refuse a class that lacks a declaration of its strategy, before anything is dealt."""
+        """Refuse a class that lacks a declaration, before parameters are distributed."""
         if not hasattr(self, name):
             raise TypeError(
                 f"{type(self).__name__} declares no {name!r}: use FSDPModel or another strategy, "
@@ -159,14 +161,15 @@ class ShardedModelBase(IShardedModel):
         check_leaves(self._config, self.world_size)
 
     def _on_before_initialize_sharding(self) -> None:
-        """Hook of subclasses: the backend is ready, and nothing is dealt yet."""
+        """Hook of subclasses: the backend is ready, and no parameter is distributed yet."""
 
     def _initialize_sharding(self) -> None:
-        """Deal rank 0's values to the ranks. Collective."""
+        """Build the engine, and distribute rank 0's values to the ranks. Collective."""
         program = self._program()
         check_leaves_of(program, self._config)
         take_ownership(self._wrapped_model, self)
-        # Before the first message whose length depends on the model.
+        # Before the first collective whose length depends on the model: it would fail in another
+        # way if the ranks' models differed.
         require_same_on_all_ranks(program, self.strategy, self._config)
         if self._config.replica_size is not None:
             program.replica.train_apart(self._replicas(self._config.replica_size))
@@ -188,7 +191,7 @@ class ShardedModelBase(IShardedModel):
         return program_of(self._wrapped_model, self._config)
 
     def _replicas(self, size: int) -> ProcessMesh:
-        """The mesh whose replicas, of ``size`` ranks, are trained apart. Collective."""
+        """Make a mesh of replicas of ``size`` ranks, which are trained apart. Collective."""
         return ProcessMesh(self.backend, replica=self.world_size // size)
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
@@ -235,34 +238,34 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def data_rank(self) -> int:
-        """Number of the part of a batch that this rank computes, of `data_size` parts."""
+        """Index of the part of a batch that this rank computes, from 0 to `data_size` - 1."""
         return self.engine.replica.dealt.rank
 
     @property
     def data_size(self) -> int:
-        """Among how many ranks, or groups of ranks, the samples of a batch are dealt."""
+        """Number of ranks, or groups of ranks, that divide the samples of a batch."""
         return self.engine.replica.dealt.world_size
 
     @property
     def gradient_leaves(self) -> int | None:
-        """V, with which the model was wrapped: see `ShardingConfiguration`."""
+        """The ``gradient_leaves`` of the configuration when the model was wrapped."""
         leaves = self.engine.leaves
         return None if leaves is None else leaves.count
 
     def batch_indices(self, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Places of the samples of a global batch that this rank passes to a step.
+        """Return the indices in a global batch of the samples that this rank passes to a step.
 
-        Consecutive ones; with ``gradient_leaves`` those of its leaves, end to end.
+        They are consecutive, or with ``gradient_leaves`` those of the rank's leaves, end to end.
 
         Parameters
         ----------
         samples : int
-            Number in the global batch.
+            Number of samples in the global batch.
 
         Returns
         -------
         array of int64
-            Places in the global batch, rising.
+            Indices in the global batch, increasing.
         """
         leaves = self.gradient_leaves or self.data_size
         slices = LeafLayout(samples, leaves, self.data_size).slices(self.data_rank)
@@ -279,12 +282,15 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """The ranges of parameters that are gathered and reduced as one."""
+        """The ranges of parameters, each of which is gathered and reduced as a whole."""
         return self.engine.program.units
 
     @property
     def parameter_entries(self) -> tuple[ParameterEntry, ...]:
-        """Name, shape and start of each parameter; of a black box one, called "parameters"."""
+        """Name, shape and start of each parameter.
+
+        A black box without a ``parameter_table`` has one entry, named "parameters".
+        """
         return self.engine.placement.entries
 
     @property
@@ -297,13 +303,14 @@ class ShardedModelBase(IShardedModel):
         return self.engine.placement.length
 
     def get_model_metadata(self) -> ModelMetadata:
-        """The wrapped model's metadata, how it is sharded, and figures of its training.
+        """Return the wrapped model's metadata with its sharding and figures of its training.
 
-        ``Steps``, ``Samples``, ``TrainingSeconds``, ``LastLoss``, ``BestLoss`` (of steps) and
-        ``ValidationScore`` are those of all jobs whose checkpoints it went through, as far as they
-        are known and steps were made; ``training_date`` is the time of the last step. Collective
-        for a linear model of `mpishard.nn`, whose feature importance needs all coefficients;
-        otherwise nothing is communicated.
+        ``Steps``, ``Samples``, ``TrainingSeconds``, ``LastLoss``, ``BestLoss`` (the lowest loss of
+        a step) and ``ValidationScore`` include the earlier jobs that the model's checkpoints come
+        from. Figures that are not known are left out, and all of them before the first step.
+        ``training_date`` is the time of the last step. Collective for a linear model of
+        `mpishard.nn`, whose feature importance needs all coefficients; otherwise nothing is
+        communicated.
         """
         kind = type(self._wrapped_model).__name__
         own: ModelMetadata | None = self._ask("get_model_metadata", None)
@@ -328,14 +335,14 @@ class ShardedModelBase(IShardedModel):
     # ------------------------------------------------------------------- computing, collectively
 
     def predict(self, x: Array) -> Array:
-        """Outputs for this rank's inputs; the number of rows may differ between ranks.
+        """Return outputs for this rank's inputs; the number of rows may differ between ranks.
 
-        Collective if parameters are sharded: every rank calls it, with 0 rows if need be.
+        Collective if parameters are sharded: every rank calls it, if necessary with 0 rows.
         """
         return self.engine.predict(x)
 
     def train(self, x: Array, y: Array) -> float:
-        """One step of plain gradient descent on this rank's batch. Collective.
+        """Make one step of plain gradient descent on this rank's batch. Collective.
 
         The step size is ``config.learning_rate``. Optimizers do better: see
         `mpishard.optimizers`.
@@ -348,7 +355,8 @@ class ShardedModelBase(IShardedModel):
         Raises
         ------
         ShardingError
-            If an optimizer applies this model's gradients some steps later.
+            If an optimizer has not yet applied all gradients of this model, or if groups of ranks
+            hold replicas of their own (``replica_size``).
         """
         self.engine.replicas.require_one("train()")
         if self.engine.gradients.is_late:
@@ -365,16 +373,17 @@ class ShardedModelBase(IShardedModel):
 
     @contextlib.contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:
-        """Inside the block steps add up and update nothing; the first step after it does.
+        """Add up the gradients of the steps in the block; the first step after it updates.
 
-        Equal to one step on all the batches together. Collective in that every rank enters and
-        leaves together. An exception discards what was added.
+        The update equals that of one step on all the batches together. Collective: all ranks enter
+        and leave the block together. An exception discards the gradients that were added.
 
         Parameters
         ----------
         defer : bool
-            Keep the full gradients local until the update: no messages meanwhile, for memory of
-            the size of the parameters. Otherwise sharded gradients are reduced at once.
+            Keep full gradients on this rank until the update. No gradients are sent before, and
+            the rank needs memory as large as the parameters. Otherwise sharded gradients are
+            reduced in each step.
         """
         with self.engine.accumulate(defer=defer):
             yield
@@ -385,7 +394,7 @@ class ShardedModelBase(IShardedModel):
         Raises
         ------
         TypeError
-            For what is no array of real numbers, before anything is communicated.
+            For anything but an array of real numbers, before anything is communicated.
         ValueError
             For another length, before anything is communicated; for vectors that differ between
             ranks, on every rank.
@@ -394,7 +403,7 @@ class ShardedModelBase(IShardedModel):
         self.engine.take(agreed_vector(self.engine, parameters, "set_parameters"))
 
     def with_parameters(self, parameters: Array) -> Self:
-        """A copy with these parameters. Collective; errors are those of `set_parameters`."""
+        """Return a copy with these parameters. Collective; errors as of `set_parameters`."""
         vector = agreed_vector(self.engine, parameters, "with_parameters")
         model = self.deep_copy()
         model.engine.take(vector)
@@ -403,16 +412,16 @@ class ShardedModelBase(IShardedModel):
     def compute_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None
     ) -> Array:
-        """Gradient of the mean loss of *this rank's* batch, full length, not reduced.
+        """Return the gradient of the mean loss of *this rank's* batch, full length, not reduced.
 
-        The one exception to sharding: every rank holds a full vector for it, until the next step
-        or `synchronize_gradients`, which averages it over the ranks. Collective if parameters are
-        sharded.
+        This is the one exception to sharding: every rank keeps a full vector until the next step,
+        or until `synchronize_gradients` has averaged it over the ranks. Collective if parameters
+        are sharded.
         """
         return local_gradient(self.engine, x, y, loss_function)
 
     def loss_and_gradients(self, x: Array, y: Array) -> tuple[float, Array]:
-        """Mean loss over the samples of all ranks, and its gradient. Collective.
+        """Return the mean loss over the samples of all ranks, and its gradient. Collective.
 
         For optimizers of your own, such as ``scipy.optimize.minimize(jac=True)``: every rank gets
         the same bits, so that the same optimizer on every rank takes the same steps. Parameters
@@ -427,7 +436,7 @@ class ShardedModelBase(IShardedModel):
         Returns
         -------
         loss : float
-            The mean; NaN if a black box tells no loss.
+            The mean; NaN if a black box computes no loss.
         gradient : Array
             Shape (parameter_count,), zeros for frozen parameters. Every rank holds all of it.
 
@@ -441,7 +450,7 @@ class ShardedModelBase(IShardedModel):
         return global_gradient(self.engine, x, y)
 
     def evaluate(self, x: Array, y: Array) -> tuple[float, float]:
-        """Mean loss over the samples of all ranks, as in evaluation: without dropout. Collective.
+        """Return the mean loss over the samples of all ranks, without dropout. Collective.
 
         Parameters
         ----------
@@ -451,7 +460,7 @@ class ShardedModelBase(IShardedModel):
         Returns
         -------
         loss : float
-            The mean; NaN without samples, or if a black box tells no loss.
+            The mean; NaN without samples, or if a black box computes no loss.
         weight : float
             Number of samples, or of targets that the loss counts; the same on every rank.
 
@@ -470,8 +479,8 @@ class ShardedModelBase(IShardedModel):
         Raises
         ------
         TypeError, ValueError
-            As `set_parameters`; TypeError for a rate that is no number, ValueError for rates that
-            differ between ranks.
+            As `set_parameters`; TypeError for a rate that is not a number, ValueError for rates
+            that differ between ranks.
         ShardingError
             If replicas have drifted apart; in the middle of a round of `accumulate`.
         """
@@ -483,11 +492,11 @@ class ShardedModelBase(IShardedModel):
     def synchronize_gradients(self) -> Array | None:
         """Average the gradients, or the replicas, that ranks have computed alone. Collective.
 
-        After `compute_gradients` that gradient becomes its mean over the batches of all ranks,
-        weighted as the loss weighs them, in place: `apply_gradients` may follow. After steps with
-        ``auto_sync_gradients=False`` replicas have drifted apart: every rank gets their mean,
+        After `compute_gradients` its gradient is replaced, in place, by the mean over the batches
+        of all ranks, weighted as the loss weighs them: `apply_gradients` may follow. After steps
+        with ``auto_sync_gradients=False`` replicas have drifted apart: every rank gets their mean,
         weighted by the samples that each has used since they were equal. After one step of
-        `train` that is what the averaged gradient would have given. Otherwise every step has
+        `train` the result is that of one step with the averaged gradient. Otherwise every step has
         reduced its gradients already, and this is a barrier.
 
         Returns
@@ -513,9 +522,9 @@ class ShardedModelBase(IShardedModel):
         """Compare the ranks' copies of the same parameters, bit by bit. Collective.
 
         It detects failing memory, and changes that a script makes on some ranks alone: one small
-        all-gather compares checksums. With DDP and ZeRO-1/2 every parameter has replicas, on a
-        mesh those that tensor ranks and data ranks hold alike. Sharded parameters have none; ranks
-        of a node that share one copy in memory are compared with other nodes only.
+        all-gather compares checksums. With DDP and ZeRO-1/2 every parameter has replicas; on a
+        mesh only the parameters that several tensor or data ranks hold. Sharded parameters have
+        none. Ranks of a node that share one copy in memory are compared with other nodes only.
 
         Returns
         -------
@@ -542,7 +551,7 @@ class ShardedModelBase(IShardedModel):
     def local_parameter_shard(self) -> Array:
         """A copy of this rank's pieces, end to end; of all parameters if they are replicated.
 
-        In mixed precision it is what the rank holds in float32: the pieces that it updates.
+        In mixed precision these are the float32 parameters, which the rank updates.
         """
         return self._held.values()
 
@@ -575,7 +584,7 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def _cached_full_parameters(self) -> Array | None:
-        """The last gathered vector, while somebody holds it and parameters have not changed."""
+        """The last gathered vector, if a caller still holds it and parameters are unchanged."""
         full, version = self._remembered or (None, -1)
         return full() if full is not None and version == self.engine.version else None
 
@@ -588,14 +597,15 @@ class ShardedModelBase(IShardedModel):
         self._remembered = None
 
     def _update_local_shard_from_full(self, full: Array) -> None:
-        """Take this rank's part of ``full``, which is the same on every rank. Collective."""
+        """Take this rank's part of ``full``, a vector that is equal on every rank. Collective."""
         self.engine.take(full)
 
     @property
     def owned_ranges(self) -> tuple[tuple[int, int], ...]:
         """The ranges ``(start, stop)`` of the model's flat vector that this rank holds.
 
-        One per unit. On a mesh columns of a matrix are several ranges: as few as it takes.
+        There is one range per unit. On a mesh a slice of a matrix by columns consists of several
+        ranges; adjacent ranges are joined.
         """
         return self._held.ranges()
 
@@ -611,7 +621,7 @@ class ShardedModelBase(IShardedModel):
         Yields
         ------
         object or None
-            A plain model, let go on exit. Changes to its parameters are not taken back.
+            A plain model, whose parameters are released on exit. Changes to them are lost.
         """
         if root is not None and not 0 <= root < self.world_size:
             raise ValueError(f"root {root} is outside [0, {self.world_size})")
@@ -625,7 +635,7 @@ class ShardedModelBase(IShardedModel):
                 model.release_parameters(f"a {type(self).__name__}, after unsharded() ended")
 
     def gather_full_parameters(self) -> Array:
-        """All parameters in layer order, a new vector on every rank. Collective."""
+        """Return all parameters in layer order, a new vector on every rank. Collective."""
         self._cached_full_parameters = full = self.engine.gather()
         return full
 
@@ -634,23 +644,23 @@ class ShardedModelBase(IShardedModel):
         return self.gather_full_parameters()
 
     def get_parameter_chunks(self) -> Iterator[Array]:
-        """Yield the parameters unit by unit, so that none but one is whole. Collective.
+        """Yield the parameters unit by unit, so that only one unit is gathered. Collective.
 
-        On a mesh, whose ranks have units of their own parameters, all come at once.
+        On a mesh all parameters come in one chunk, because the units of its ranks differ.
         """
         return self.engine.gather_chunks()
 
     # ------------------------------------------------------------------------------------ copies
 
     def clone(self) -> Self:
-        """A shallow copy, which shares parameters. Communicates nothing."""
+        """Return a shallow copy, which shares parameters. Communicates nothing."""
         return copy.copy(self)
 
     def deep_copy(self) -> Self:
-        """A copy with parameters of its own, and without memory that ranks share.
+        """Return a copy with parameters of its own, in memory that no other rank shares.
 
-        Communicates nothing, so that its steps send what those of a model made by `as_distributed`
-        read in place.
+        It is made without communication, and shared memory cannot be. So steps of the copy send
+        data that a model made by `as_distributed` reads in place.
         """
         model = copy.copy(self)
         program, model._wrapped_model = self.engine.program.copy()
@@ -664,7 +674,7 @@ class ShardedModelBase(IShardedModel):
     def release(self) -> Any:
         """Give the parameters back to the plain model, on every rank, and return it. Collective.
 
-        The object can be used and wrapped again; this wrapper should be used no more.
+        The object can be used and wrapped again. Do not use this wrapper afterwards.
         """
         model = self._wrapped_model
         give_up_ownership(model, self)
@@ -674,7 +684,8 @@ class ShardedModelBase(IShardedModel):
     def close(self) -> None:
         """Free this rank's part of parameters and gradients. Communicates nothing.
 
-        Gather or save before what you want to keep; the wrapped model stays structure only.
+        Gather or save first whatever must be kept: the wrapped model stays without parameters. An
+        optimizer keeps its state until its `reset`.
         """
         # A shallow copy shares the parameters, and must not free those of the original.
         if is_owned_by(self._wrapped_model, self):
@@ -686,13 +697,13 @@ class ShardedModelBase(IShardedModel):
 
     @property
     def _files(self) -> ModelFiles:
-        # Made anew: held, it would keep the parameters alive after close().
+        # A new object for each call: a stored one would keep the parameters alive after close().
         return ModelFiles(self.engine, self._wrapped_model)
 
     def serialize(self) -> bytes:
-        """The named parameters in safetensors format, the same bytes on every rank. Collective.
+        """Return named parameters in safetensors format, equal bytes on all ranks. Collective.
 
-        With them go the choices of the plain model, such as its active features.
+        The bytes also contain the choices of the plain model, such as its active features.
         """
         return self._files.serialize()
 
@@ -703,7 +714,7 @@ class ShardedModelBase(IShardedModel):
         ------
         TypeError, ValueError
             For other bytes, or those of another model, before anything is communicated; on every
-            rank if the ranks were given different bytes. Nothing has changed then.
+            rank if the ranks were given different bytes. The model is unchanged then.
         """
         vector, choices = self._files.unpacked(data)
         self.set_parameters(vector)
@@ -715,12 +726,12 @@ class ShardedModelBase(IShardedModel):
         Raises
         ------
         TypeError, ValueError
-            For what is no path, or a blank one, before anything is communicated.
+            For anything but a path, or a blank path, before anything is communicated.
         ShardingError
             If replicas have drifted apart.
         OSError
-            If it cannot be written, a PermissionError if that is why, on every rank; an earlier
-            checkpoint is as it was.
+            On every rank, if the checkpoint cannot be written: a PermissionError if permissions
+            are the reason. An earlier checkpoint is unchanged.
         """
         self.engine.replicas.require_equal("save_model()")
         checkpoint.save(path, self)
@@ -731,11 +742,11 @@ class ShardedModelBase(IShardedModel):
         Raises
         ------
         TypeError, ValueError
-            For what is no path, or a blank one, before anything is communicated.
+            For anything but a path, or a blank path, before anything is communicated.
         FileNotFoundError
             If there is no checkpoint.
         CheckpointError
-            If it is torn or of another model; nothing has changed then.
+            If it is torn or of another model; the model is unchanged then.
         """
         checkpoint.load(path, self)
 
@@ -762,7 +773,7 @@ class ShardedModelBase(IShardedModel):
         return self._files.arrays_to_read()
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """The origin of a checkpoint, for those who read it."""
+        """Origin of the parameters and figures of their training, for checkpoints."""
         return self._files.metadata(self.strategy)
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
@@ -770,7 +781,7 @@ class ShardedModelBase(IShardedModel):
         self._files.check_metadata(metadata)
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint whose parameters have been read."""
+        """Continue from a checkpoint whose parameters have been read."""
         self._files.restored(metadata)
 
     # ---------------------------------------------------------------- members of the wrapped model
@@ -810,8 +821,8 @@ class ShardedModelBase(IShardedModel):
         MissingInterfaceError
             If the wrapped model is not aware of its features.
         ValueError
-            For an index that is none, before anything is communicated; on every rank if the ranks
-            name different features. Nothing has changed then.
+            For an index that the model does not have, before anything is communicated; on every
+            rank if the ranks name different features. The model is unchanged then.
         """
         use_features(self._wrapped_model, indices, self.engine.world)
 
@@ -838,7 +849,7 @@ class ShardedModelBase(IShardedModel):
 
         Every rank passes the same arguments and gets the same tokens. Keys and values are kept
         on the ranks that compute them: under tensor parallelism each rank keeps those of its
-        heads, of a pipeline those of its layers.
+        heads, in a pipeline those of its layers.
 
         Raises
         ------
@@ -856,7 +867,7 @@ class ShardedModelBase(IShardedModel):
         return bool(getattr(self._wrapped_model, "supports_jit_compilation", False))
 
     def export_computation_graph(self, input_nodes: list[Any]) -> Any:
-        """The graph of the plain model, with the parameters of now in it. Collective."""
+        """Return the plain model's graph, with its present parameters in it. Collective."""
         if input_nodes is None:
             raise TypeError("input_nodes must be a list, got None")
         if not self.supports_jit_compilation:

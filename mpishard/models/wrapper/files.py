@@ -49,25 +49,25 @@ class ModelFiles:
     engine : Engine
         Holds the parameters.
     plain : object
-        The wrapped model, which holds what is chosen beside parameters, as active features.
+        The wrapped model, which holds choices besides parameters, such as active features.
     """
 
     engine: Engine
     plain: Any
 
     def serialize(self) -> bytes:
-        """The named parameters and the choices in safetensors format. Collective."""
+        """Return the named parameters and the choices in safetensors format. Collective."""
         self.engine.replicas.require_equal("serialize()")
         full = to_host(self.engine.gather())
         return named_bytes(self.parameters(), full, self._choices())
 
     def unpacked(self, data: bytes) -> tuple[Array, dict[str, Any]]:
-        """The vector and the choices in bytes that `serialize` gave. Collective."""
+        """Return the vector and the choices in bytes of `serialize`. Collective."""
         arrays, choices = tensors_of(data), choices_of(data)
         vector = packed_vector(arrays, self.parameters(), self.engine.layout.dtype)
         self._check_choices(choices)
         text = json.dumps(choices, sort_keys=True).encode()
-        # Different choices would make different models of equal vectors, and no rank would notice.
+        # Different choices would make different models from equal vectors, unnoticed by any rank.
         marks = self.engine.world.all_gather(np.array([zlib.crc32(text)]))
         if (marks != marks[0]).any():
             raise ValueError(
@@ -77,7 +77,7 @@ class ModelFiles:
         return vector, choices
 
     def parameters(self) -> list[ParameterEntry]:
-        """Name, shape and start of each parameter, and whether it is trained now."""
+        """Return name, shape and start of each parameter, and whether it is trained now."""
         frozen = self.engine.program.frozen
         return [
             e if e.trainable != (e.name in frozen) else replace(e, trainable=not e.trainable)
@@ -85,14 +85,15 @@ class ModelFiles:
         ]
 
     def arrays_to_write(self) -> checkpoint.Pieces:
-        """The rank's own pieces; of replicas each rank writes one part."""
+        """Return the rank's own pieces; of replicas each rank writes one part."""
         self.engine.replicas.require_equal("a checkpoint")
-        # Of replicas that are trained apart one is saved; the others' ranks join the collectives.
+        # Of replicas that are trained apart one is saved; the others' ranks write nothing, but take
+        # part in the collectives.
         pieces = self.engine.own_pieces if self.engine.is_writer else ()
         return self._regions(pieces, written=True)
 
     def arrays_to_read(self) -> checkpoint.Pieces:
-        """All that this rank holds."""
+        """Return all pieces that this rank holds."""
         self.engine.round.require_none("loading a checkpoint")
         return self._regions(self.engine.parameters.held)
 
@@ -102,7 +103,7 @@ class ModelFiles:
         return {"parameters": self.engine.placement.cut(parts, written=written)}
 
     def metadata(self, strategy: str) -> Mapping[str, Any]:
-        """The origin of a checkpoint, for those who read it."""
+        """Return the origin of the parameters and figures of their training."""
         origin = {
             "strategy": strategy,
             "world_size": self.engine.world.world_size,
@@ -120,7 +121,7 @@ class ModelFiles:
         return not isinstance(self.plain, PlainModelFiles | ILayeredModel | IPlaceableModel)
 
     def _own_bytes(self) -> dict[str, str]:
-        """Bytes by a black box's own ``serialize``: it may hold more than its vector."""
+        """Return the bytes of a black box's own ``serialize``: it may hold more than a vector."""
         # The object is the same on every rank: one copy in the file is enough.
         if not self._is_black_box or self.engine.world.rank != 0:
             return {}
@@ -142,8 +143,8 @@ class ModelFiles:
         self._check_choices(choices_in(metadata))
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint whose parameters have been read."""
-        # What is random goes on with the step; a plain model's checkpoint knows of none.
+        """Continue from a checkpoint whose parameters have been read."""
+        # Random layers depend on the step. The checkpoint of a plain model has none.
         self.engine.step_number = int(metadata.get("steps", self.engine.step_number))
         saved = metadata.get("training", {})
         self.engine.record = TrainingRecord(**{n: saved[n] for n in saved if n in _TRAINING})
@@ -152,7 +153,7 @@ class ModelFiles:
             with together(self.engine.world):  # a user's code may fail on one rank alone
                 self.plain.deserialize(base64.b64decode(metadata["own"]))
         self.engine.read()
-        # A run with gradient leaves promises the same bits: say so if it cannot keep that here.
+        # A run with gradient leaves promises the same bits: warn if they may differ from here on.
         before = metadata.get(NUMERICS)
         leaves = self.engine.leaves
         if not isinstance(before, Mapping) or self.engine.world.rank != 0:
@@ -179,11 +180,12 @@ class ModelFiles:
             model.check_choices(choices)
         elif choices:
             raise ValueError(
-                f"what was saved goes with {sorted(choices)}, which a {type(model).__name__} "
-                "cannot be told: load it into a model of the class that saved it"
+                f"the saved parameters belong to the choices {sorted(choices)}, which a "
+                f"{type(model).__name__} does not have: load them into a model of the class that "
+                "saved them"
             )
 
     def take_choices(self, choices: Mapping[str, Any]) -> None:
-        """Give the plain model its choices of a checkpoint."""
+        """Give the plain model the choices of a checkpoint."""
         if isinstance(self.plain, PlainModelFiles):
             self.plain.take_choices(choices)

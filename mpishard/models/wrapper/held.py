@@ -30,7 +30,7 @@ _MOST_SHOWN = 4
 class HeldParameters:
     """The pieces of the parameters on this rank, end to end; all of them if they are replicated.
 
-    In mixed precision they are those that the rank holds in float32, and updates.
+    In mixed precision these are the float32 parameters, which the rank updates.
 
     Parameters
     ----------
@@ -71,7 +71,8 @@ class HeldParameters:
             On every rank, in the middle of a round of accumulation.
         """
         engine = self.engine
-        with together(engine.world):  # and no rank writes what another still reads
+        # `together` is a barrier as well: no rank writes while another still reads its values.
+        with together(engine.world):
             if getattr(values, "shape", None) != (self.length,):
                 raise ValueError(
                     f"_local_shard: expected a vector of shape ({self.length},), got "
@@ -86,7 +87,7 @@ class HeldParameters:
         engine.read()
 
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Return the ranges ``(start, stop)`` of the flat vector, as few as it takes."""
+        """Return the ranges ``(start, stop)`` of the flat vector; adjacent ones are joined."""
         placement = self.engine.placement
         held = [(piece.start, piece.stop) for piece in self.pieces]
         # Without a mesh a piece is one range of the model's vector already.
@@ -102,7 +103,7 @@ class HeldParameters:
         return tuple(found)
 
     def properties(self) -> dict[str, Any]:
-        """Return the model's metadata about what is sharded."""
+        """Return the metadata that describe the sharding."""
         policy = self.engine.policy
         return {
             "ShardSize": self.length,
@@ -125,8 +126,8 @@ def compare_replicas(
     """Compare every copy of every parameter that ranks hold for good. Collective.
 
     Each rank takes a CRC-32 of the bits of each range of a parameter that it holds, and one
-    all-gather of 24 bytes a range compares them. What only one rank holds has no replica: the
-    pieces of parameters that are sharded. So has what the ranks of a node hold together.
+    all-gather of 24 bytes a range compares them. The pieces of sharded parameters have no replica,
+    because only one rank holds each. Parameters that the ranks of a node share have none there.
 
     Parameters
     ----------
@@ -155,8 +156,7 @@ def compare_replicas(
     if is_shared_by_all and not is_on_mesh:
         return 0
     checksums = _checksums(parameters, placement)
-    # Ranks hold different regions, some of them alone: a number names a region in an array of one
-    # length for all.
+    # Ranks hold different regions. A hash of 8 bytes names each, so that all rows have one length.
     own = {_key(region): (region, crc) for region, crc in checksums}
     rows = np.array([(world.rank, key, crc) for key, (_, crc) in own.items()], np.int64)
     everyone = world.all_gather(rows.reshape(-1, 3))
@@ -173,7 +173,7 @@ def compare_replicas(
 
 
 def _checksums(parameters: ParameterStore, placement: Placement) -> list[tuple[Region, int]]:
-    """The ranges of parameters that this rank holds, or its node if that shares memory."""
+    """Return the ranges of parameters, with checksums, that this rank or its node holds."""
     pieces = parameters.held
     if parameters.once_per_node:
         is_leader = parameters.backend.local_rank == 0
@@ -200,7 +200,7 @@ def _refuse(
     what: str,
     parameters: ParameterStore,
 ) -> None:
-    """Raise with the names that the first rank of each knows. Collective."""
+    """Raise `ReplicaError`; the first rank that holds a region sends its name. Collective."""
     # One rank names each region, so that an error of many parameters stays short to send.
     mine = {key: own[key] for key, found in differing.items() if min(found) == world.rank}
     names: dict[str, str] = {}
@@ -220,7 +220,7 @@ def _refuse(
 
 def _line(name: str, found: Mapping[int, int]) -> str:
     ((common, _),) = Counter(found.values()).most_common(1)
-    # The majority is taken for right: most likely one rank has gone wrong.
+    # The majority is assumed to be right: most likely a single rank is at fault.
     odd = [rank for rank, crc in found.items() if crc != common]
     rest = [rank for rank, crc in found.items() if crc == common]
     return f"parameter {name!r} of {who(odd)} differs from that of {who(rest)}"

@@ -17,11 +17,11 @@ from mpishard.nn.models.gpt import check_drawing, checked_prompt, draw
 class PagedModel:
     """A language model that continues many sequences at once.
 
-    Sequences of different lengths share the blocks of one `mpishard.nn.KeyValueCache`; new ones
-    begin, and ended ones give their blocks back, while others go on. Keys and values are kept
-    on the ranks that compute them: under tensor parallelism each rank keeps those of its heads,
-    of a pipeline those of its layers. With a sharded model every method but `free` is
-    collective, and every rank makes the same calls.
+    Sequences of different lengths share the blocks of one `mpishard.nn.KeyValueCache`. New ones
+    begin, and ended ones free their blocks, while others continue. Keys and values are kept on the
+    ranks that compute them: under tensor parallelism each rank keeps those of its heads, in a
+    pipeline those of its layers. With a sharded model every method but `free` is collective, and
+    every rank makes the same calls.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class PagedModel:
         Raises
         ------
         ValueError
-            As `prefill`, for any of the sequences; then none has been read.
+            As `prefill`, for any of the sequences; no token has been read then.
         """
         numbers = {sequence: int(token) for sequence, token in tokens.items()}
         self._require_alike("step", numbers)
@@ -176,7 +176,7 @@ class PagedModel:
         try:
             return sequence, self._read([sequence], prompt[None])[0]
         except BaseException:
-            # Nobody else knows its number: its blocks would never be free again.
+            # The caller does not get its number, so its blocks would never be freed.
             self.cache.free(sequence)
             raise
 

@@ -20,7 +20,7 @@ from mpishard.nn import GPT, generate
 
 
 def holding(model: Any, parameters: Array) -> Any:
-    """A plain model of the structure of ``model`` that holds ``parameters``."""
+    """Return a plain model with the structure of ``model`` and these ``parameters``."""
     if hasattr(model, "with_parameters"):
         return model.with_parameters(parameters)
     model = copy.deepcopy(model)
@@ -32,7 +32,7 @@ def holding(model: Any, parameters: Array) -> Any:
 
 
 def feature_member(model: Any, name: str, interface: str = "IFeatureAware") -> Any:
-    """A member of ``interface``.
+    """Return a member of ``interface``.
 
     Raises
     ------
@@ -40,8 +40,8 @@ def feature_member(model: Any, name: str, interface: str = "IFeatureAware") -> A
         If the model does not implement it.
     """
     member = getattr(model, name, None)
-    # A class that inherits the interface's own does not implement it, and says so only when it is
-    # called: after the parameters have been gathered for it.
+    # A class that only inherits the interface's method does not implement it, and would raise only
+    # when called: after the parameters have been gathered for the call.
     given = getattr(type(model), name, None)
     if member is None or given is IFeatureImportance.__dict__.get(name, member):
         raise MissingInterfaceError(f"{type(model).__name__} does not implement {interface}")
@@ -52,7 +52,7 @@ def use_features(model: Any, indices: Iterable[int], world: CommunicationBackend
     """Use these features and no others; refuse choices that differ between ranks. Collective."""
     set_indices = feature_member(model, "set_active_feature_indices")
     get_indices = feature_member(model, "get_active_feature_indices")
-    # Chosen first and compared then: only the model knows which indices it takes.
+    # Set first and compared afterwards: only the model knows which indices it accepts.
     before = list(get_indices())
     set_indices(indices)
     texts = gather_texts(world, json.dumps(sorted(int(index) for index in get_indices())))
@@ -93,7 +93,7 @@ def require_alike(world: CommunicationBackend, name: str, arguments: Any) -> Non
 
 
 def agreed_vector(engine: Engine, vector: Array, name: str, rate: float = 0.0) -> Array:
-    """``vector`` in host memory and the model's dtype, once all ranks have the same. Collective.
+    """Return ``vector`` in host memory and the model's dtype, if ranks agree. Collective.
 
     Parameters
     ----------
@@ -104,12 +104,12 @@ def agreed_vector(engine: Engine, vector: Array, name: str, rate: float = 0.0) -
     name : str
         Name of the method that the user called.
     rate : float
-        A learning rate that goes with it.
+        A learning rate that must be equal, too.
 
     Raises
     ------
     TypeError
-        For what is no array of real numbers, before anything is communicated.
+        For anything but an array of real numbers, before anything is communicated.
     ValueError
         For another length, before anything is communicated; on every rank for vectors, or rates,
         that differ.
@@ -120,7 +120,7 @@ def agreed_vector(engine: Engine, vector: Array, name: str, rate: float = 0.0) -
         raise ValueError(f"{name}: expected a vector of shape ({length},), got {vector.shape}")
     if not np.can_cast(vector.dtype, dtype, "same_kind"):
         raise TypeError(f"{name}: expected real numbers, got a vector of {vector.dtype}")
-    # Checksums are of the bytes, so that layout and dtype must be the same on all ranks first.
+    # Checksums are of bytes, so that layout and dtype must be the same on all ranks before.
     vector = np.ascontiguousarray(to_host(vector), dtype=dtype)
     own = np.array([[zlib.crc32(vector), rate]])  # float64 holds both
     marks, rates = engine.world.all_gather(own).T

@@ -62,20 +62,20 @@ from mpishard.sharding.configuration import shared_choices
 
 _log = logging.getLogger("mpishard")
 _owners_lock = threading.Lock()
-# By id of the wrapped object, which lives as long as its wrapper. Thread-ranks share it on purpose:
-# it finds the object that two of them have wrapped.
+# Wrapper of each wrapped object, by the object's id: the object lives as long as its wrapper.
+# Thread-ranks share this on purpose, so that wrapping one object from two of them is detected.
 _owners: weakref.WeakValueDictionary[int, IShardedModel] = weakref.WeakValueDictionary()
 
 
 def program_of(model: Any, config: ShardingConfiguration) -> Program:
-    """The program of ``model``: of layers, of placed parameters, or of a black box.
+    """Return the program of ``model``: of layers, of placed parameters, or of a black box.
 
     Raises
     ------
     StructureOnlyError
         If another wrapper has taken the model's parameters.
     MissingMemberError, ValueError
-        For a black box that lacks a member, or whose parameters are no floating vector.
+        For a black box that lacks a member, or whose parameters are not a floating vector.
     """
     _require_parameters(model)
     world = config.communication_backend
@@ -137,7 +137,7 @@ def say_what_is_slow(config: ShardingConfiguration, program: Program) -> None:
     backend, is_ours = config.communication_backend, isinstance(program, LayeredProgram)
     if config.precision is None or not is_ours or backend.rank != 0 or library() is not None:
         return
-    # Measured here and now, because what is lost depends on the processor.
+    # Measured, because the loss of speed depends on the processor.
     speeds = [products_per_second(dtype) / 1e9 for dtype in (np.float32, BFLOAT16)]
     _log.warning(
         'precision="bfloat16": products are computed in float32 of rounded operands, because %s: '
@@ -161,7 +161,7 @@ def require_free(model: Any) -> None:
 
 def _require_parameters(model: Any) -> None:
     if isinstance(model, ILayeredModel | IPlaceableModel):
-        model.fill_parameters(0, np.empty(0, model.dtype))  # raises where they are taken
+        model.fill_parameters(0, np.empty(0, model.dtype))  # raises if they are taken
 
 
 def take_ownership(model: Any, wrapper: IShardedModel) -> None:
@@ -227,9 +227,9 @@ def require_same_on_all_ranks(
     Raises
     ------
     ValueError
-        On every rank, with the choices and parts that differ, and their values by rank. Ranks
-        with numba beside ranks without it are refused too, if layers compute in float32; ranks
-        with different libraries for products of bfloat16, if they compute in that.
+        On every rank, with the choices and parts that differ, and their values by rank. If layers
+        compute in float32, some ranks with numba and some without it are refused, too. If they
+        compute in bfloat16, ranks with different libraries for its products are.
     """
     mine = {
         "strategy": strategy,
@@ -241,7 +241,7 @@ def require_same_on_all_ranks(
     }
     has_loops = program.dtype == np.float32 and not program.device.is_gpu
     if isinstance(program, LayeredProgram) and has_loops:
-        # They round elsewhere: replicated layers of tensor ranks would drift apart.
+        # The two round differently: layers that tensor ranks replicate would drift apart.
         mine["passes of layers"] = "NumPy" if numba_module() is None else "numba"
         if config.precision is not None:
             found = library()
@@ -257,11 +257,11 @@ def require_same_on_all_ranks(
 def build_engine(
     program: Program, policy: Policy, config: ShardingConfiguration, *, arena: bool = True
 ) -> Engine:
-    """Stores as the policy says, and the engine that runs ``program`` through them.
+    """Make the stores of a policy, and the engine that runs ``program`` with them.
 
-    Parameters stay whole, whatever the policy says, if the program needs them so. Collective
-    with ``arena``, which puts parameters and gradients into memory that a node's ranks share, where
-    they can.
+    Parameters stay whole, whatever the policy says, if the program needs them whole. With ``arena``
+    parameters and gradients lie in memory that a node's ranks share, if they can share any; the
+    call is collective then.
     """
     if program.needs_whole_parameters:
         policy = replace(policy, shards_parameters=False)
@@ -272,7 +272,7 @@ def build_engine(
         program.units, program.kept, program.dtype, program.replica.data, MemoryLedger(),
         arena, device=device,
     )  # fmt: skip
-    on_gpu = device.is_gpu  # otherwise nothing is offloaded: all is in host memory already
+    on_gpu = device.is_gpu  # otherwise everything is in host memory already
 
     def make_gradients(layout: StoreLayout) -> GradientStore:
         make = make_gradient_store if config.gradient_leaves is None else make_leaf_store
@@ -296,14 +296,14 @@ def build_engine(
 
 
 def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
-    """The store that shards parameters as ``policy`` says. Collective."""
+    """Make the store of parameters for ``policy``. Collective."""
     if not policy.shards_state:
-        # Every rank updates all of them: each needs its own.
+        # Every rank updates all parameters, so each needs a copy of its own.
         return ReplicatedParameters(layout)
-    # A copy on each of several nodes would not be sharded: there, nodes share gathered units alone.
+    # With several nodes a copy per node would not be sharded: nodes share only gathered units.
     if policy.shards_parameters and layout.backend.node_count > 1:
         return ShardedParameters(layout)
-    # On one node the parameters stand once, for all of its ranks, and nothing is gathered.
+    # On one node the parameters exist once, for all of its ranks, and nothing is gathered.
     vector = layout.allocate_shared(NodeParameters.length_for(layout))
     if vector is not None:
         return NodeParameters(layout, vector)
@@ -311,11 +311,11 @@ def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
 
 
 def make_mixed_store(layout: StoreLayout, policy: Policy) -> MixedParameters:
-    """Float32 parameters with their owners, and bfloat16 copies as ``policy`` says. Collective."""
+    """Make stores of float32 parameters and bfloat16 copies, for ``policy``. Collective."""
     copies = make_parameter_store(replace(layout, dtype=BFLOAT16), policy)
     if not policy.shards_state:
         return MixedParameters(layout, ReplicatedParameters(layout), copies)
-    # They are gathered for whoever asks for the model, and never in a step.
+    # Float32 parameters are never gathered in a step, only to read the model: no unit is kept.
     apart = replace(layout, kept=frozenset(), arena=False)
     return MixedParameters(layout, ShardedParameters(apart), copies)
 
@@ -323,7 +323,7 @@ def make_mixed_store(layout: StoreLayout, policy: Policy) -> MixedParameters:
 def make_gradient_store(
     layout: StoreLayout, policy: Policy, *, in_leaves: bool = False
 ) -> GradientStore:
-    """The store that shards gradients as ``policy`` says. Collective."""
+    """Make the store of gradients for ``policy``. Collective."""
     if policy.shards_gradients:
         length = ShardedGradients.slot_length(layout)
         slots = layout.allocate_slots(length, ShardedGradients.SLOTS)
@@ -333,7 +333,8 @@ def make_gradient_store(
     # Every rank updates everything, and reads each sum where its owner has made it.
     if slot is not None and not policy.shards_state and layout.backend.node_count == 1:
         return NodeGradients(layout, slot)
-    if policy.shards_state or in_leaves:  # leaves: only the sum of all goes to every rank
+    # With leaves a pass reduces to the owners: only the sum over all leaves goes to every rank.
+    if policy.shards_state or in_leaves:
         return ScatteredGradients(layout, slot)
     return ReplicatedGradients(layout, slot)
 
@@ -343,10 +344,10 @@ def make_exchanged_store(
     layout: StoreLayout,
     make_exchange: Callable[[CommunicationBackend, tuple[Part, ...]], SumExchange],
 ) -> ExchangedGradients:
-    """The store that sums gradients inside a replica, and exchanges them between replicas.
+    """Make the store that sums gradients inside a replica, and exchanges them between replicas.
 
-    If no replica has several ranks each rank is one. ``make_exchange`` is given the ranks that hold
-    the same parts of all replicas, and the parts. Collective.
+    Without replicas of several ranks each rank is a replica. ``make_exchange(across, parts)`` gets
+    the ranks that hold the same parts of all replicas, and these parts. Collective.
     """
     replica = engine.replica
     if replica.across is None:
@@ -373,7 +374,7 @@ def _trained(layout: StoreLayout, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _held_alike(engine: Engine) -> list[tuple[int, int]]:
-    """Ranges of the flat vector that other ranks of a mesh's model hold too. Collective."""
+    """Return ranges of the flat vector that other ranks of the replica hold too. Collective."""
     model = engine.replica.owners(shards_state=False)
     assert model is not None
     boxes = {held.entry.name: held.boxes for held in engine.placement.slices}
@@ -388,7 +389,7 @@ def _held_alike(engine: Engine) -> list[tuple[int, int]]:
 
 
 def make_leaf_store(layout: StoreLayout, policy: Policy) -> LeafGradients:
-    """The store that sums gradients leaf by leaf, sharded as ``policy`` says. Collective."""
+    """Make the store that sums gradients leaf by leaf, for ``policy``. Collective."""
     inner = make_gradient_store(layout, policy, in_leaves=True)
     assert isinstance(inner, ScatteredGradients | ShardedGradients)
     shows_all = policy.shards_state or isinstance(inner, NodeGradients)

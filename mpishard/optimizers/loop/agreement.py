@@ -1,4 +1,4 @@
-"""Checks before training of mistakes that would otherwise show after hours, or never."""
+"""Checks before training that find mistakes which would otherwise show after hours, or never."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LoopOptimizer(Protocol):
     """An optimizer that the training loop can run: every sharded optimizer."""
 
     allowed_ranks: tuple[int, int]
-    """The fewest and the most ranks that may go on with a run."""
+    """The fewest and the most ranks that may continue a run."""
 
     @property
     def steps(self) -> int:
@@ -57,11 +57,11 @@ class LoopOptimizer(Protocol):
         ...
 
     def settle(self) -> None:
-        """Make the model one on all ranks, before it is evaluated or saved. Collective."""
+        """Make all replicas equal, before the model is evaluated or saved. Collective."""
         ...
 
     def should_sync(self, iteration: int) -> bool:
-        """Return whether the ranks may be asked for something after ``iteration`` steps."""
+        """Return whether the ranks are synchronised after ``iteration`` steps."""
         ...
 
     def sum_over_reports(self, sums: Array) -> Array:
@@ -102,7 +102,7 @@ def refuse_early(
         if isinstance(model, ShardedModelBase):
             program, loss, plain = model.engine.program, model.engine.loss, model.wrapped_model
             leaves = model.gradient_leaves
-        else:  # it is not changed
+        else:  # `program_of` does not change a plain model
             program, plain, leaves = program_of(model, config), model, config.gradient_leaves
             loss = getattr(model, "default_loss_function", None)
         for part in _PARTS:
@@ -126,7 +126,7 @@ def refuse_early(
                 f"batch_size {data.batch_size} is smaller than the number of ranks, {data_size}: "
                 "with local_data each rank needs at least one sample of a batch"
             )
-        # A folder that cannot be saved to is refused now, and not after the first thousand steps.
+        # A folder that cannot be written is refused now, and not after the first thousand steps.
         if data.checkpoint is not None and backend.rank == 0:
             folder_of(data).target(0)
     # Every rank learns all lengths, because a local data set's order depends on all of them.
@@ -154,7 +154,7 @@ def _check_first(
             )
     program.check_pair(*first, loss)
     if data.predictions and loss is None and len(indices):
-        # A black box may have no predict; it needs no store of parameters.
+        # A black box may have no predict. Its predict needs no store of parameters.
         program.predict(None, first[0])  # type: ignore[arg-type]
 
 

@@ -34,16 +34,16 @@ _PURPOSES = {"x_train": "train", "x_validation": "validate", "x_test": "test"}
 
 @dataclass(kw_only=True, repr=False)
 class OptimizationInputData:
-    """A model, data and how to go through them.
+    """A model, its data, and the choices of a training run.
 
     Parameters
     ----------
     model : object
-        Sharded, or plain: then the optimizer's strategy wraps it.
+        A sharded model, or a plain one, which is wrapped in the optimizer's strategy.
     x_train, y_train : array or data set
         The *same* data set on every rank: arrays, or anything with ``len()`` or ``shape[0]`` and
         integer-array indexing, such as a memory map or an ``h5py`` data set, which is not loaded.
-        Each rank reads its own samples only, and the first one, to see that it fits the model. A
+        Each rank reads only its own samples, and the first one to check that it fits the model. A
         thread reads ahead from data sets that are not in memory, unless there is a
         ``user_state``, from which a data set may draw. ``y_train`` may be left out if the model
         needs no targets; a black box's ``y`` is None then.
@@ -52,31 +52,32 @@ class OptimizationInputData:
     x_test, y_test : array or data set, optional
         Evaluated once, at the end, with the best solution.
     local_data : bool
-        Every data set above is this rank's own, of any length: to each global batch the rank
-        brings its share, ``ShardLayout(batch_size, world_size)``, from its own samples, until it
-        has no more and the others go on. Every sample of every rank is seen once an epoch. Such a
-        run resumes with the same number of ranks only. On a mesh it is the data ranks that count,
-        and all ranks of a replica bring the same.
+        Every data set above is this rank's own, of any length. The rank contributes its share,
+        ``ShardLayout(batch_size, world_size)``, to each global batch until its samples are used up;
+        then the other ranks continue. Every sample of every rank is seen once an epoch. Such a run
+        resumes only with the same number of ranks. On a mesh these are the data ranks, and all
+        ranks that compute one batch need the same data.
     batch_size : int
-        Samples of the *global* batch, dealt over the ranks; they need not divide.
+        Number of samples of the *global* batch, which the ranks divide; they need not divide it
+        evenly.
     epochs : int, optional
         Passes over the training data; default: 1 if there is no ``max_steps`` either, otherwise as
         many as that needs.
     max_steps : int, optional
         Number of updates after which training ends, unless ``epochs`` end it before.
     seed : int
-        Of the shuffles; the order is a function of (seed, epoch) alone.
+        Seed of the shuffles; the order is a function of (seed, epoch) alone.
     shuffle, drop_last : bool
         Shuffle each epoch; leave out a last batch that is not full.
     shuffle_block_size : int, optional
-        For files: shuffle blocks of so many consecutive samples, and the samples of at least 16
-        blocks with each other, so that files are read in runs (see `GlobalBatchSampler`). The
+        For files: shuffle blocks of this number of consecutive samples, and the samples of at least
+        16 blocks with each other, so that files are read in runs (see `GlobalBatchSampler`). The
         best size is that of a chunk or row group of the file. Default: shuffle all samples.
     validate_every : int, optional
         Steps between evaluations; default once per epoch.
     patience : int, optional
-        Stop after so many evaluations in a row without improvement; by default nothing stops a
-        run early. Without validation data an evaluation is the end of an epoch, and its score the
+        Stop after this number of evaluations in a row without improvement; by default nothing stops
+        a run early. Without validation data an evaluation is the end of an epoch, and its score the
         epoch's mean training loss.
     tolerance : float
         Least fall of the loss that is an improvement.
@@ -88,18 +89,19 @@ class OptimizationInputData:
     predictions : bool
         Keep each rank's own predictions of all that is measured at the end.
     checkpoint : path, optional
-        Folder of the run's checkpoints (`mpishard.checkpoint.CheckpointFolder`), of the run as it
-        goes on, with the best parameters so far. If it has some, the run goes on from the
-        newest that verifies, at any world size and under any strategy.
+        Folder of the run's checkpoints (`mpishard.checkpoint.CheckpointFolder`), which also have
+        the best parameters so far. If it has some, the run continues from the newest one that
+        verifies, at any world size and under any strategy.
     checkpoint_every : int, optional
         Steps between checkpoints; default at the end only.
     keep_last, keep_every : int, optional
-        How many of the newest checkpoints stay; of which steps they stay for ever.
+        Number of the newest checkpoints that are kept; those of multiples of ``keep_every`` steps
+        are kept for ever.
     checkpoint_async : bool
-        Copy the state and write it while training goes on. It takes the state's size in memory
-        once more on each rank. If a rank cannot write, all raise at their next step.
+        Copy the state, and write it while training continues. Each rank needs memory for the copy.
+        If a rank cannot write, all raise at their next step.
     resume : path or bool, optional
-        A checkpoint, or a folder of them, to go on from instead of those in ``checkpoint``.
+        A checkpoint, or a folder of them, to continue from instead of those in ``checkpoint``.
         False: begin anew in any case. True: there must be one.
     user_state : mapping of str to object, optional
         Generators and counters of the script itself, saved in checkpoints and restored on
@@ -225,8 +227,7 @@ class OptimizationInputData:
     def _refuse_without_checkpoint(self) -> None:
         for name in ("checkpoint_every", "keep_every", "keep_last", "checkpoint_async"):
             value = getattr(self, name)
-            # An option that would do nothing is a mistake of the user, as a rule a forgotten
-            # folder.
+            # An option without effect is a mistake of the user, mostly a forgotten folder.
             if value != getattr(type(self), name):  # the default
                 raise ValueError(
                     f"{name} needs checkpoint, the folder to write to; got {name}={value} "
@@ -241,7 +242,7 @@ class OptimizationInputData:
         numbers: dict[str, Any] = {name: as_flag(name, getattr(self, name)) for name in _FLAGS}
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
-            # None is a choice of its own for all the others.
+            # None is allowed for all the others.
             if value is None and name != "batch_size":
                 continue
             numbers[name] = as_count(name, value)

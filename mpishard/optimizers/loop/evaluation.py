@@ -58,7 +58,7 @@ def evaluate(
     keep_predictions: bool = False,
     part: str = "validation",
 ) -> DatasetResult:
-    """Measure a model on a whole data set, dealt over the ranks. Collective.
+    """Measure a model on a whole data set, divided over the ranks. Collective.
 
     Parameters
     ----------
@@ -74,8 +74,8 @@ def evaluate(
         The data set's part, for messages of reads that fail.
     """
     engine, backend = model.engine, model.backend
-    speaks = engine.replica.speaks  # one of the ranks that compute the same samples
-    # An empty batch tells the shape of a target without reading one.
+    speaks = engine.replica.speaks  # of the ranks that compute the same samples one counts them
+    # An empty batch has the shape of a target, and no target is read for it.
     needs_shape = engine.loss is not None and y is not None
     nothing = take(y, np.zeros(0, np.int64)) if needs_shape else np.zeros(0)
     statistics = statistics_for(engine.loss, math.prod(nothing.shape[1:]))

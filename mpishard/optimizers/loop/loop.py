@@ -43,19 +43,19 @@ class TrainingRun:
 
     An evaluation is a pass over the validation data or, without such data, the end of an epoch.
     Evaluations at multiples of ``validate_every`` are part of the run and of its checkpoints. One
-    more, at the end of a run that stops between them, is not, so that a run that goes on is the
-    same as one that was never interrupted.
+    more, at the end of a run that stops between them, is not: so a run that continues is the same
+    as one that was never interrupted.
 
-    Every rank makes one; nothing is trained until `run`. Collective.
+    Every rank makes a `TrainingRun`, and nothing is trained until `run`. Both are collective.
 
     Parameters
     ----------
     optimizer : LoopOptimizer
-        Bound to the model.
+        The optimizer, bound to the model.
     model : ShardedModelBase
         The model.
     data : OptimizationInputData
-        Checked.
+        The data and choices, checked.
     lengths : dict of str to list of int
         The result of `refuse_early`.
 
@@ -101,8 +101,7 @@ class TrainingRun:
         self.has_found_no_replicas = False
         self.batches: Batches
         self.started = 0.0
-        # Before anything is written or resumed: ranks that want different training must all refuse
-        # it.
+        # Before anything is written or resumed: all ranks must refuse a run on which they differ.
         require_agreement(optimizer, model, data, self.order)
         states = {
             f"callback {name}": callback
@@ -127,7 +126,7 @@ class TrainingRun:
         self.hooks = self._hooks()
         if self.step < self.total:
             with together(model.backend):  # a schedule may be a table, and too short
-                # The last step is asked too, so that a run of days does not fail at its end.
+                # The last step is checked too, so that a run of days does not fail at its end.
                 last = optimizer.steps + self.total - self.step - 1
                 for step in (optimizer.steps, last):
                     optimizer.wrapped_optimizer.checked_rate(step)
@@ -141,7 +140,7 @@ class TrainingRun:
     def _hooks(self) -> Run:
         data, model = self.data, self.model
         callbacks = [*data.callbacks, self.stopping]
-        if model.rank == 0:  # the short forms come last: they write the values that the others log
+        if model.rank == 0:  # these come last: they write the values that other callbacks log
             callbacks += [JSONLines(data.metrics)] if data.metrics is not None else []
             callbacks += [ProgressLine()] if data.progress else []
         hooks = Run(
@@ -149,7 +148,7 @@ class TrainingRun:
             unit=data.throughput_unit, can_save=data.checkpoint is not None,
         )  # fmt: skip
         if data.epochs is not None and data.max_steps is not None:
-            # Users who give both may confuse them: the log says which one ends the run.
+            # Users who give both may confuse them: the log names the one that ends the run.
             per_epoch = self.sampler.batches_per_epoch
             steps = data.epochs * per_epoch
             ends = "max_steps" if data.max_steps < steps else "epochs"
@@ -189,8 +188,8 @@ class TrainingRun:
                 Batches(
                     data.x_train, data.y_train, self.sampler, self.model.data_rank,
                     self.model.data_size, steps=range(self.step, self.total),
-                    # A batch read ahead would draw from the user's generators before the step that
-                    # is saved.
+                    # A batch read ahead would draw from the user's generators too early: before the
+                    # checkpoint of an earlier step.
                     ahead=not data.user_state,
                 )
             )  # fmt: skip
@@ -199,7 +198,7 @@ class TrainingRun:
                 while self.step < self.total and not ends:
                     ends = self._one_step(following)
             self.optimizer.settle()
-            # Once more, if the run ends between two evaluations.
+            # A last evaluation, if the run ends between two of them.
             partial = self._finish_epoch()
             history = self.result.validation_history
             if self.data.x_validation is None:
@@ -236,7 +235,7 @@ class TrainingRun:
         self.step += 1
         self.result.loss_history.append(report.loss)
         self.result.weight += report.weight
-        if report.weight:  # this rank's, if it does not wait for the others
+        if report.weight:  # of this rank's samples, if the optimizer does not wait for others
             self.epoch_sums += (report.loss * report.weight, report.weight)
         stops, saves = self.hooks.wishes.take() if data.callbacks else (False, False)
         if self.hooks.listens_to_steps:
@@ -256,18 +255,18 @@ class TrainingRun:
             self.has_found_no_replicas = not compared
         score = None
         if index + 1 == self.sampler.batches_per_epoch:
-            # Without validation data the training loss of each epoch is what early stopping judges.
+            # Without validation data early stopping judges the training loss of each epoch.
             score = self._finish_epoch()
             self.epoch_sums[:] = 0
         if data.x_validation is not None:
-            # With validation data the training loss of an epoch judges nothing.
+            # With validation data early stopping ignores the training loss.
             score = self._validate() if self.step % self.validate_every == 0 else None
         ends = False
         if score is not None:
             self._weigh(score)
             asked_to = self.optimizer.should_early_stop()  # collective: every rank must ask
             ends = asked_to or self.stopping.is_exhausted
-            if data.callbacks:  # an evaluation's wishes need not wait for the next step
+            if data.callbacks:  # wishes of this evaluation are fulfilled before the next step
                 wishes = self.hooks.wishes
                 wishes.exchanged(model.backend.all_reduce(np.array(wishes.own)))
                 at_once = wishes.take()
@@ -280,7 +279,7 @@ class TrainingRun:
         return ends
 
     def _save_where_due(self, checkpoints: RunCheckpoints, is_asked: bool) -> None:
-        # Ranks that step alone meet only where they synchronise, and leave together there.
+        # Ranks that step alone are synchronised only after some steps: they leave together there.
         is_preempted = self.optimizer.should_sync(self.step) and checkpoints.is_preempted()
         if is_preempted or checkpoints.is_due(self.step, is_last=is_asked):
             self.optimizer.settle()
@@ -288,8 +287,7 @@ class TrainingRun:
                 self.step, self.model, self.optimizer, self.best, {LOOP: self._position()}
             )
         else:
-            # A save in the background needs the ranks to meet now and then, or it would never be
-            # committed.
+            # The ranks commit a save in the background together: they ask after each step.
             checkpoints.poll()
         if is_preempted:
             checkpoints.finish()
@@ -297,7 +295,7 @@ class TrainingRun:
             checkpoints.leave(self.step, self.total)
 
     def _finish_epoch(self) -> float | None:
-        """Record the mean loss of the epoch under way, unless its weight is 0."""
+        """Record the mean loss of the present epoch, unless its weight is 0."""
         total, weight = self.optimizer.sum_over_reports(self.epoch_sums)
         if not weight:
             return None
@@ -335,7 +333,7 @@ class TrainingRun:
         result.best_fitness_score = stopping.best_score
         result.best_iteration = stopping.best_step
         solution_step = self.step
-        # The present parameters are the best ones if the last step is.
+        # After the best step the present parameters are the best ones.
         if self.best is not None and stopping.best_step not in (None, self.step):
             self.best.put_back()
             solution_step = stopping.best_step
@@ -343,7 +341,7 @@ class TrainingRun:
         if data.training_statistics:
             result.training_result = self._evaluate("train", at_end=True)
         if data.x_validation is not None:
-            # An evaluation of the same parameters is not made twice.
+            # The same parameters are not evaluated twice.
             if data.predictions or self.latest is None or self.latest[0] != solution_step:
                 result.validation_result = self._evaluate("validation", at_end=True)
             else:
@@ -412,7 +410,7 @@ class TrainingRun:
         self.result.fitness_history = list(position["fitness_history"])
         self.result.validation_history = [(s, float(v)) for s, v in
                                           position["validation_history"]]  # fmt: skip
-        # A best score is of no use without its parameters: then the search begins anew.
+        # A best score is of no use without its parameters: without them stopping begins anew.
         if self.best is None or holds_best:
             self.stopping.load_state_dict(position["stopping"])
         if self.model.rank == 0:

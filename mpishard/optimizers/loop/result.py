@@ -26,7 +26,7 @@ class FitType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FitDetectionResult:
-    """A rule of thumb whether a model has learned too little, or its training data by heart.
+    """A rule of thumb for a model that has learned too little, or its training data by heart.
 
     ``overfit``
         the validation loss lies more than 20 % above the training loss;
@@ -39,7 +39,7 @@ class FitDetectionResult:
     Attributes
     ----------
     fit_type : FitType
-        One of the three.
+        One of these three.
     training_loss, validation_loss : float
         Losses of the solution. The training loss is the mean over its epoch, taken while
         training, unless ``training_statistics`` were asked for.
@@ -53,9 +53,9 @@ class FitDetectionResult:
     def detect(
         cls, training_loss: float, validation_loss: float, history: Sequence[float]
     ) -> Self | None:
-        """Judge by the losses of a solution, and the epochs' training losses up to it.
+        """Judge by the losses of a solution, and by the training losses of the epochs up to it.
 
-        The result is None if a loss is not known.
+        The result is None if a loss is not finite.
         """
         if not (math.isfinite(training_loss) and math.isfinite(validation_loss)):
             return None

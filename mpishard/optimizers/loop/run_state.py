@@ -45,20 +45,20 @@ class BestParameters(CheckpointState):
 
     @property
     def _vector(self) -> Array:
-        if self._kept is None:  # a run without an evaluation needs no memory for it
+        if self._kept is None:  # a run without an evaluation needs no memory for a vector
             length = sum(piece.length for piece in self._pieces)
             self._kept = self._engine.layout.allocate(MemoryCategory.BEST_PARAMETERS, length)
         return self._kept
 
     def keep(self) -> None:
         """Copy this rank's shard of the parameters. Communicates nothing."""
-        kept = self._vector  # made here, also if this rank owns nothing
+        kept = self._vector  # made even if this rank owns nothing: all ranks write the same kinds
         owned = self._engine.parameters.owned(self._pieces)
         for piece, values in zip(self._pieces, owned, strict=True):
             kept[piece.in_shard] = values
         if isinstance(self._plain, PlainModelFiles):
-            # Choices, such as the features in use, belong to the parameters that were trained with
-            # them.
+            # Parameters are of use only with the choices, such as active features, of their
+            # training.
             self._choices = self._plain.choices()
 
     def put_back(self) -> None:
@@ -86,7 +86,7 @@ class BestParameters(CheckpointState):
         return {self.KIND: self._engine.placement.cut(parts, written=written)}
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """Return the choices; the loop's position has the rest."""
+        """Return the choices; the position of the loop has the best score and step."""
         return {"choices": self._choices} if self._choices else {}
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ class UserState:
     """
 
     def __init__(self, parts: Mapping[str, Any], backend: CommunicationBackend) -> None:
-        # In one order on all ranks, however each has written its dict.
+        # In one order on all ranks, because the user's dicts may have different orders.
         self._parts = dict(sorted(parts.items()))
         self._backend = backend
         self.position()  # fails here, if at all
@@ -188,7 +188,7 @@ class UserState:
             )
 
     def restore(self, saved: Mapping[str, Any], path: Path) -> None:
-        """Go on from a `position` read from ``path``. Communicates nothing.
+        """Continue from a `position` that was read from ``path``. Communicates nothing.
 
         Raises
         ------
@@ -202,7 +202,7 @@ class UserState:
                 if isinstance(part, np.random.Generator):
                     try:
                         part.bit_generator.state = _with_arrays(mine[name])
-                    # NumPy says so in various ways.
+                    # NumPy raises various exceptions for such a state.
                     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
                         raise CheckpointError(
                             f"{path}: the user_state {name!r} is no state of a "

@@ -1,4 +1,4 @@
-"""A training run's checkpoints: when they are written, and from which one a run goes on."""
+"""A training run's checkpoints: when they are written, and which of them a run continues."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def checkpoint_to_resume(
     backend: CommunicationBackend,
     folder: CheckpointFolder | None,
 ) -> Path | None:
-    """Return the checkpoint that a run goes on from; None if it begins anew. Collective.
+    """Return the checkpoint that a run continues from; None if it begins anew. Collective.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def checkpoint_to_resume(
     assert not isinstance(place, bool)
     found = None
     with together(backend):
-        if backend.rank == 0:  # for all: their working directories may differ
+        if backend.rank == 0:  # for all ranks, because their working directories may differ
             found = find_single(place)
     found = share_path(backend, found)
     if found is not None:
@@ -96,7 +96,7 @@ def checkpoint_to_resume(
 
 
 def _ignores_own_folder(data: OptimizationInputData) -> bool:
-    """Return whether the same script, started again, does not go on from what it has saved."""
+    """Return whether the script, started again, would not continue from its own checkpoints."""
     if data.resume is None or isinstance(data.resume, bool):
         return data.resume is False
     return CheckpointFolder(data.resume).path != folder_of(data).path
@@ -118,8 +118,8 @@ class RunCheckpoints:
     backend : CommunicationBackend
         The ranks that train together.
     allowed_ranks : tuple of int
-        The fewest and the most ranks that may go on with the run. If each rank has brought data of
-        its own, only as many as now can.
+        The fewest and the most ranks that may continue the run. If each rank has data of its own,
+        only as many ranks as now can.
     on_saved : callable
         Called with the folder of each checkpoint that is on the disk, on all ranks.
     """
@@ -138,12 +138,12 @@ class RunCheckpoints:
         if self._begins_anew:
             if self._rank == 0:
                 self._warn_of_restarts(may_lose_ranks=backend._begins_again)
-            allowed_ranks = 0, 0  # no number of ranks would go on from what this run saves
+            allowed_ranks = 0, 0  # a run of any number of ranks would begin anew
         elif data.local_data:
             allowed_ranks = backend.world_size, backend.world_size
         self._preemption = Preemption(backend, allowed_ranks)
         self._every = data.checkpoint_every
-        # Saves in the background copy the state first, so that training may change it meanwhile.
+        # A save in the background first copies the state, because training changes it meanwhile.
         self._staging = StagingBuffer() if data.checkpoint_async else None
         self._pending: PendingSave | None = None
         self._step = 0  # of the last save
@@ -204,7 +204,7 @@ class RunCheckpoints:
                     error.add_note(str(failure))
                 raise
             except BaseException:
-                # An error of this rank alone: the others will not meet it at the end of the save.
+                # An error of this rank alone: the other ranks do not end the save together with it.
                 if self._pending is not None:
                     self._pending.abandon()
                 raise
@@ -264,7 +264,7 @@ class RunCheckpoints:
         CheckpointError
             On all ranks, if any of them could not write this one or the previous one.
         """
-        # One at a time: the last save may still be under way, and has the memory for copies.
+        # One save at a time: the last one may be under way still, and uses the memory for copies.
         self.finish()
         self._step = step
         self._pending = begin_save(
@@ -322,7 +322,7 @@ def order_of_samples(data: OptimizationInputData, lengths: Sequence[int]) -> dic
 def check_position(
     path: Path, backend: CommunicationBackend, order: Mapping[str, Any], user_state: UserState
 ) -> bool:
-    """Refuse a checkpoint that a run with this order of samples cannot go on from. Collective.
+    """Refuse a checkpoint that a run with this order of samples cannot continue. Collective.
 
     Nothing is loaded.
 

@@ -21,16 +21,16 @@ from mpishard.compilation import compile_loop, numba_module
 
 
 def elements(count: int) -> Any:
-    """Return the indices of the elements that a body takes together.
+    """Return the indices of the elements that a body updates at once.
 
     In NumPy and CuPy that is one slice of all ``count`` elements. In compiled code the name
-    stands for ``range``, and the body takes one element after the other.
+    stands for ``range``, and the body updates one element after the other.
     """
     return (slice(0, count),)
 
 
 class Body(NamedTuple):
-    """An update of elements, and the numbers that it takes beside them.
+    """An update of elements, and the numbers that it takes besides them.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def in_chunks(arrays: Sequence[Array], block: int = 1) -> Iterator[list[Array]]:
 
     Each chunk but the last has a multiple of ``block`` elements.
     """
-    reuse_freed_memory()  # each operation on a chunk takes the memory that another one freed
+    reuse_freed_memory()  # each operation on a chunk reuses the memory that another one has freed
     # Half a chunk: an update has more operands than most chains of operations.
     step = max(1, chunk_length(arrays[0]) // 2 // block) * block
     for start in range(0, arrays[0].size, step):

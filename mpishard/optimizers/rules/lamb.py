@@ -28,9 +28,9 @@ class LAMB(Adam):
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR
     2020, algorithm 2, with phi the identity and each named parameter a layer: with r Adam's step
     with bias correction and u = r + weight_decay * theta, ``theta -= learning_rate * |theta| / |u|
-    * u``. The ratio is 1 where a norm is 0, on which the paper is silent: a parameter that is
-    first 0 would stay so. The norms are over the whole parameter, of which each rank may own a
-    part; they travel once per update, all together.
+    * u``. The ratio is 1 if a norm is 0, which the paper does not treat: a parameter that is 0 at
+    first would stay 0. The norms are over the whole parameter, of which each rank may own a part;
+    they travel once per update, all together.
 
     Parameters
     ----------

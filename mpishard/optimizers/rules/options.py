@@ -128,7 +128,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
         """
         ranges: list[OptionRange] = []
         for segment in segments:
-            # The model obeys `frozen`, which is no option of a range.
+            # Frozen parameters are handled by the model: `frozen` is not an option of a range.
             own = {k: v for k, v in self._of(segment.name).items() if k != "frozen"}
             # Ranges are merged because a rule runs once for each: a model has hundreds of segments,
             # and most have no options of their own.
@@ -164,7 +164,7 @@ def _checked(place: str, name: str, value: Any) -> Any:
 
 
 def named_parameters(model: Any) -> tuple[ParameterEntry, ...] | None:
-    """Return each parameter's name, shape and place; None if the model does not tell them."""
+    """Return each parameter's name, shape and place; None if the model does not name them."""
     if hasattr(model, "parameter_entries"):
         return tuple(model.parameter_entries)
     if hasattr(model, "checkpoint_parameters"):

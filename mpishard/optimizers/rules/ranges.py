@@ -34,18 +34,18 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class UpdateContext:
-    """The values that an update may depend on beside its own range.
+    """The values that an update may depend on besides its own range.
 
     ``step`` counts updates from 1. ``gradient_scale`` turns the given gradient, a sum over
-    samples, into the clipped mean: ``clip / weight``. ``sum_over_owners`` adds a small vector up
-    over all ranks that own a part of the parameters; all of them call it. If each rank owns all
-    parameters, it returns its argument. ``parameter_names`` are all names of the model, in one
-    order on all ranks, so that such a vector can have a place for each; without them each rank
+    samples, into the clipped mean: ``clip / weight``. ``sum_over_owners`` returns the sum of a
+    small vector over all ranks that own a part of the parameters; all of them call it. If each rank
+    owns all parameters, it returns its argument. ``parameter_names`` are all names of the model, in
+    one order on all ranks, so that such a vector can have a place for each; without them each rank
     owns all parameters. With ``gradient_leaves`` a name appears once for each of its cells, in
     order, and each place receives the sum of the whole parameter, for any number of ranks.
-    ``loss`` is the mean loss at the parameters, None if nobody knows it. ``numbers`` holds what a
-    rule keeps from one update to the next beside its vectors, as JSON; it belongs to the caller,
-    who saves it with the state.
+    ``loss`` is the mean loss at the parameters, None if it is not known. ``numbers`` holds the
+    values, as JSON, that a rule keeps between updates besides its vectors. It belongs to the
+    caller, who saves it with the state.
     """
 
     step: int
@@ -132,7 +132,7 @@ class ParameterCells:
         for segment in segments:
             low, high = piece.start + segment.start, piece.start + segment.stop
             first, stop = bisect_right(self._starts, low), bisect_left(self._starts, high)
-            # A part is numbered from the first one of its parameter, so that every world agrees.
+            # Parts are numbered from the first one of their parameter, equally in every world.
             of_parameter = self._firsts[bisect_right(self._firsts, first - 1) - 1]
             bounds = [low, *self._starts[first:stop], high]
             for number, (start, end) in enumerate(pairwise(bounds), start=first - 1 - of_parameter):

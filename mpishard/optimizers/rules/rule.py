@@ -79,9 +79,9 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         larger (Pascanu et al., "On the difficulty of training recurrent neural networks", ICML
         2013, algorithm 1).
     clip_value : float, optional
-        Cut each element of the mean gradient off at ``-clip_value`` and ``clip_value`` (Mikolov,
-        "Statistical Language Models Based on Neural Networks", 2012, section 3.2.2); instead of
-        ``clip_global_norm``, not beside it.
+        Limit each element of the mean gradient to [-clip_value, clip_value] (Mikolov, "Statistical
+        Language Models Based on Neural Networks", 2012, section 3.2.2); instead of
+        ``clip_global_norm``, not together with it.
     parameter_options : mapping, optional
         Glob pattern of parameter names -> options that differ there; later patterns win.
         ``weight_decay``; ``learning_rate``, a number or schedule; ``learning_rate_scale``, which
@@ -112,21 +112,21 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         "clip_value": _above_zero_or_none,
         "parameter_options": lambda _, options: CheckedOptions(options or {}),
     }
-    # Makes the holder that trains a rule without ranks; `mpishard.optimizers` sets it, because the
-    # holder stands on the training loop and the sharded optimizers, and they stand on rules.
+    # Makes the holder that trains a rule without ranks. `mpishard.optimizers` sets it, because the
+    # holder imports the training loop and the sharded optimizers, and these import rules.
     holder_of: ClassVar[Callable[[Optimizer], Any]]
-    _merges_segments: ClassVar[bool] = True  # LAMB looks at each parameter alone
+    _merges_segments: ClassVar[bool] = True  # not for LAMB, which scales each parameter separately
     searches: ClassVar[bool] = False  # an update takes several evaluations: see `SearchRule`
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
-        """Make a rule; refuse settings that it does not have, naming those meant.
+        """Make a rule; refuse a setting that it does not have, and name the one that is meant.
 
         Raises
         ------
         TypeError
             For an unknown setting.
         """
-        # Python's own error would come from __init__, and tell no setting that was meant.
+        # Python's own error, from __init__, would not name the setting that is meant.
         known = inspect.signature(cls.__init__).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
         for name in () if takes_any else settings.keys() - known.keys():
@@ -146,13 +146,13 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         self.algorithm_options: OptimizationAlgorithmOptions | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Whenever it is set: settings may change between two steps.
+        # Settings may change between two steps, so that each assignment is checked.
         check = self.checks.get(name)
         super().__setattr__(name, value if check is None else check(name, value))
-        if name in ("weight_decay", "parameter_options"):  # which the cached ranges contain
+        if name in ("weight_decay", "parameter_options"):  # the cached ranges contain these
             self._spans: dict[tuple[Segment, ...], list[OptionRange]] = {}
         if name in ("learning_rate", "parameter_options"):
-            self._schedules: dict[str, Schedule] = {}  # by their names in errors
+            self._schedules: dict[str, Schedule] = {}  # name in errors -> schedule
 
     @property
     def checked_options(self) -> CheckedOptions:
@@ -230,10 +230,10 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             Step, rate and scale.
         """
         needed = self.needed_state()
-        # A body has a place for each state; numba compiles it for the states that are there.
+        # A body has an argument for each state; numba compiles it for those that are not None.
         whole = [parameters, gradients]
         whole += [state[name] if name in needed else None for name in self.state_names]
-        if self.clip_value is not None:  # then `run` scales the gradient, and clips it
+        if self.clip_value is not None:  # then `run` scales the gradient before it clips it
             scale, context = context.gradient_scale, replace(context, gradient_scale=1.0)
         for span in self._option_ranges(segments):
             rate = self._rate_in(span, context)
@@ -385,20 +385,20 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             With ``get_parameters``, ``set_parameters``, and ``compute_loss_and_gradients`` or
             ``compute_gradients``.
             Gradients of another dtype than the parameters' are converted. A
-            ``compute_loss_and_gradients`` that takes ``step``, as those of `mpishard.nn`, is told
-            the number of the update, from 0, which random layers go by.
+            ``compute_loss_and_gradients`` that takes ``step``, as those of `mpishard.nn`, is given
+            the number of the update, from 0, for random layers.
         x, y : Array
             Inputs and targets, shape (samples, ...).
 
         Returns
         -------
         float
-            The mean loss before the update; NaN if the model tells only gradients.
+            The mean loss before the update; NaN if the model computes only gradients.
 
         Raises
         ------
         NonFiniteLossError
-            If the loss or the gradient is not finite; nothing has changed then.
+            If the loss or the gradient is not finite; model and state are unchanged then.
         ShardingError
             For another model than that of the own state.
         TypeError
@@ -480,8 +480,8 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         Raises
         ------
         RuntimeError
-            Without an update to reverse, or if it cannot be: the updated parameters must
-            still tell where they come from, so learning rate times weight decay is below 1.
+            Without an update to reverse, or if it cannot be reversed: the earlier parameters must
+            follow from the updated ones, so learning rate times weight decay must be below 1.
         ValueError
             For other gradients than that update's.
         """

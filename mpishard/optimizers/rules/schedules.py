@@ -99,7 +99,7 @@ class Cosine:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Rises linearly for ``steps`` steps to the first rate of ``then``, and goes on with it.
+    """Rises linearly for ``steps`` steps to the first rate of ``then``, and continues with it.
 
     Step k < steps uses the rate (k + 1) / steps of ``then(0)``; ``then`` counts from the end of
     the rise. Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.2.
@@ -191,7 +191,7 @@ class OneCycle:
         corners.append((self.steps - 1, first / self.end_divisor))
         for (start, left), (stop, right) in pairwise(corners):
             if step <= stop:
-                # A rise of one step has no way to go: it begins at the peak.
+                # A rise of one step begins at the peak.
                 done = (step - start) / (stop - start) if stop > start else 1.0
                 return (_cosine if self.shape == "cosine" else _line)(left, right, done)
         return corners[-1][1]
@@ -232,7 +232,7 @@ def rate_at(schedule: Schedule, step: int, name: str = "the schedule") -> float:
 def rates(schedule: Schedule) -> list[float | str | None]:
     """Return a schedule for JSON: its rates at some steps, because it may be any function.
 
-    None stands for a step without a rate: a schedule may be a table, which ends.
+    A step without a rate gives None: a schedule may be a table that ends.
     """
     found: list[float | str | None] = []
     # Powers of ten, because schedules differ early or late.

@@ -1,9 +1,9 @@
 """The rules that search along a direction: L-BFGS, nonlinear CG and Newton-CG.
 
-They need the loss beside its gradient, at several points for each update, and so full batches: a
-`SearchRule` is asked to `begin` an update, and then to judge each evaluation, until its numbers say
-that none is pending. All vectors are cut as the parameters are; a dot product is a sum
-over the ranks' parts in the one tree, so all ranks choose the same steps.
+They need the loss and its gradient at several points for each update, and therefore full batches.
+The caller asks a `SearchRule` to `begin` an update, and then to judge each evaluation, until its
+numbers have none pending. All vectors are cut as the parameters are. A dot product is a sum over
+the ranks' parts in the one tree, so that all ranks choose the same steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SearchRule(Optimizer):
     they are refused. ``parameter_options`` may freeze parameters.
 
     The caller keeps ``context.numbers``: the value at the base point, the search under way, the
-    number of evaluations, and ``"stuck"``, the reason why no lower value can be found, if so.
+    number of evaluations, and ``"stuck"``, the reason if no lower value can be found.
     """
 
     learning_rate: float | Schedule = 1.0
@@ -119,7 +119,7 @@ class SearchRule(Optimizer):
     def reject(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
         """Judge an evaluation whose loss or gradient is not finite. Collective."""
         context.numbers["evaluations"] += 1
-        # To the search an infinite loss is a step too long: it goes back.
+        # The search treats an infinite loss as a step that is too long, and goes back.
         self._judge(ranges, context, math.inf, math.nan)
 
     def _judge(
@@ -140,10 +140,10 @@ class SearchRule(Optimizer):
             self._place(ranges, search.step)
 
     def give_up(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
-        """Go back, and begin again along the gradient; if that was tried, say that it is stuck."""
+        """Go back, and begin again along the gradient; if that was tried, record "stuck"."""
         context.numbers.update(pending=False, search=None)
         self._place(ranges, 0.0)
-        # A bad direction may come of old curvature; the gradient alone depends on none.
+        # A bad direction may come from old curvature; the gradient depends on none.
         if self.forget(context.numbers):
             self.begin(ranges, context)
         else:
@@ -170,7 +170,7 @@ class SearchRule(Optimizer):
             self._rebase(owned, context.gradient_scale)
 
     def forget(self, numbers: dict[str, Any]) -> bool:
-        """Forget all that a direction depends on beside the gradient; return whether it did."""
+        """Forget all that a direction depends on, but the gradient; return whether it did."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------------------- arithmetic
@@ -189,7 +189,7 @@ class SearchRule(Optimizer):
                 continue
             xp.multiply(owned.state["direction"], step, out=p)
             p += owned.state["base"]
-            if self.is_bounded:  # for rounding
+            if self.is_bounded:  # rounding may leave the box
                 xp.clip(p, owned.state["lower"], owned.state["upper"], out=p)
 
     def _slope(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> list[float]:
@@ -220,7 +220,7 @@ class SearchRule(Optimizer):
         name: "gradient" and those of the state that ``names`` lists.
         """
         places = places_of(ranges, context)
-        # Each parameter has its row: some ranks of a mesh hold copies, which count once.
+        # Each parameter has a row: some ranks of a mesh hold copies, which are counted once.
         rows: Any = np.zeros((len(places), width))
         for owned in ranges:
             for segment in owned.segments:
@@ -273,7 +273,7 @@ class LBFGS(SearchRule):
     Parameters
     ----------
     learning_rate : float or Schedule
-        First trial of a search, in units of the quasi-Newton step: 1, unless you know better.
+        First trial of a search, in units of the quasi-Newton step; 1 is right for most problems.
     memory : int
         Number m of pairs; state is 2m + 3 vectors of the parameters' length, over all ranks.
     c1, c2 : float
@@ -361,7 +361,7 @@ class LBFGS(SearchRule):
                         found -= views["base"]
                     views["direction"][...] = found
         if self.is_bounded and pairs and not self._slope(ranges, context)[0] < 0:
-            self.forget(context.numbers)  # projecting has made another direction of it
+            self.forget(context.numbers)  # the projected direction does not lead down
             self.choose_direction(ranges, context)
             return
         self.search(ranges, context)
@@ -385,7 +385,7 @@ def _two_loops(gram: Array, count: int) -> Array:
     """
     found = np.zeros(2 * count + 1)
     found[-1] = -1.0
-    # Among the parameters that are free of bounds a pair may have no curvature left to divide by.
+    # A pair may have no curvature among the parameters that no bound holds: it cannot be a divisor.
     usable = [k for k in range(count)
               if gram[k, count + k] > _EPSILON * gram[count + k, count + k]]  # fmt: skip
     alphas = {}
@@ -415,9 +415,11 @@ class NonlinearCG(SearchRule):
     def first_step(self, slope: float, length: float, context: UpdateContext) -> float:
         numbers = context.numbers
         if "before" not in numbers:
+            # As SciPy: the loss is assumed to have fallen by half the norm of the gradient.
             return min(1.0, 1.01 / length)
         fall = max(numbers["before"] - numbers["value"], _EPSILON * abs(numbers["value"]))
-        return min(1.0, 2.02 * fall / -slope) or 1.0  # equation 3.60
+        # 1.01 times the step of equation 3.60, and at most 1, as section 3.5 advises.
+        return min(1.0, 2.02 * fall / -slope) or 1.0
 
     def accept(
         self, ranges: Sequence[OwnedRange], context: UpdateContext, product: float, scale: float
@@ -451,7 +453,7 @@ class NewtonCG(SearchRule):
     Parameters
     ----------
     has_products : bool
-        Whether the model does so.
+        Whether the model returns such products.
     max_products : int
         Products after which a direction is good enough.
     epsilon : float

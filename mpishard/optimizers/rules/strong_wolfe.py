@@ -81,7 +81,7 @@ class StrongWolfe:
         decreases = value <= self.value + at * test
         if decreases and abs(slope) <= self.c2 * -self.slope:
             return True
-        # Where rounding errors leave nothing to gain, or no longer step is allowed.
+        # The search also ends if rounding errors leave nothing to gain, or at the longest step.
         is_narrow = self.is_bracketed and (
             not self.low < at < self.high or self.high - self.low <= _ACCURACY * self.high
         )

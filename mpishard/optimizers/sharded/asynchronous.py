@@ -41,24 +41,24 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
     all-reduce begins at the end of step t - s, and travels while the ranks compute the steps after
     it; the first s steps update nothing. Every run has the same bits. In each step the ranks still
     agree on the loss, in one small all-reduce. Sent: as DDP. Memory: s + 1 gradients on each rank.
-    A checkpoint has the gradients under way, so that any number of ranks goes on with them, and no
-    other optimizer takes it; after `apply_pending_gradients` it has none, and any does. An error
-    drops them: the next s steps update nothing again.
+    A checkpoint has the gradients under way, so that any number of ranks can continue with them,
+    and no other optimizer reads it. After `apply_pending_gradients` it has none, and every
+    optimizer reads it. An error drops them: the next s steps update nothing again.
 
-    With ``delay`` a replica may be a group of ranks, as the ``replica_size`` of the model's
-    configuration says; inside it the strategy goes on as ever, and gradients between replicas
-    alone are late. Each rank sends, and keeps under way, its own part of the gradient. A plain
-    model that ``optimize`` wraps has a node for a replica, as with `LocalSGDOptimizer`.
+    With ``delay`` a replica may be a group of ranks: the ``replica_size`` of the model's
+    configuration. Inside a replica the strategy is unchanged, and only gradients between replicas
+    are late. Each rank sends, and keeps under way, its own part of the gradient. If ``optimize``
+    wraps a plain model, a replica is a node, as with `LocalSGDOptimizer`.
 
-    With ``allow_staleness=s`` above 0 nobody waits for a rank that is at most s steps behind, and
-    nobody gets further ahead (stale synchronous parallel: Ho et al., NIPS 2013, section 2). Each
+    With ``allow_staleness=s`` above 0 no rank waits for one that is at most s steps behind, and
+    no rank gets further ahead (stale synchronous parallel: Ho et al., NIPS 2013, section 2). Each
     rank owns a piece of the parameters, with the rule's state for it. After its step it sends each
-    owner that owner's piece of its gradient, and its own piece of the parameters; it takes what has
-    come meanwhile. An owner makes an update of every N gradients that arrive, in the order in which
-    they do, whichever of the N ranks they are from: as many updates as DDP for the same samples.
-    Two runs differ. Each step's report is of this rank's samples alone. `settle` waits for all
-    ranks, applies the gradients that are left, and gives all the same parameters; ``optimize``
-    calls it before each evaluation and checkpoint. Sent: as DDP, in messages.
+    owner that owner's piece of its gradient, and its own piece of the parameters; then it takes the
+    messages that have arrived. An owner makes one update of every N gradients, in the order of
+    their arrival, whichever of the N ranks they come from: as many updates as DDP for the same
+    samples. Two runs differ. Each step's report is of this rank's samples alone. `settle` waits for
+    all ranks, applies the gradients that are left, and gives all ranks the same parameters;
+    ``optimize`` calls it before each evaluation and checkpoint. Sent: as DDP, in messages.
 
     With ``allow_staleness=0`` and ``delay=0`` each step is DDP's.
 
@@ -137,8 +137,8 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
     def should_sync(self, iteration: int) -> bool:
         """Return whether ``iteration`` is a multiple of s + 1.
 
-        With ``allow_staleness``, ``optimize`` asks all ranks for an order to end after such steps
-        only.
+        With ``allow_staleness``, ``optimize`` checks only after such steps whether a rank was
+        ordered to end.
 
         Raises
         ------
@@ -151,8 +151,8 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
     def clocks(self) -> tuple[int, ...]:
         """Number of steps of each rank since the last synchronization, as received so far.
 
-        With ``allow_staleness`` alone; elsewhere zeros. A loop that deals samples to whoever is
-        free ends when their sum is enough.
+        With ``allow_staleness`` only; otherwise zeros. A loop that assigns samples to free ranks
+        ends when their sum is large enough.
         """
         state = self._state
         return tuple(state.clocks) if isinstance(state, _StaleState) else (0,) * self.world_size
@@ -222,7 +222,7 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         """Update with the gradients that ``delay`` has left under way. Collective.
 
         Afterwards a checkpoint fits every optimizer with the same rule, as after `settle` with
-        ``allow_staleness``. Training that goes on updates nothing in its first s steps again.
+        ``allow_staleness``. If training continues, its first s steps update nothing again.
 
         Returns
         -------
@@ -240,7 +240,7 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         return state.apply_pending() if isinstance(state, DelayedState) else 0
 
     def sum_over_reports(self, sums: Array) -> Array:
-        """Return the sum over all ranks' reports. Collective, if they differ."""
+        """Return the sum over all ranks' reports. Collective if reports differ between ranks."""
         return self.backend.all_reduce(sums.copy()) if self.allow_staleness else sums
 
 
@@ -271,7 +271,7 @@ class _StaleState(ModelState):
         self._lengths = [sum(piece.length for piece in pieces) for pieces in self._owned]
         self._sum = engine.state_layout.allocate(MemoryCategory.GRADIENTS, self._lengths[rank])
         self._arrived, self._weight = 0, 0.0  # gradients in the sum
-        # A group of its own: messages of the user's have other tags and the same ranks.
+        # A communicator of its own, so that messages of the user's code cannot be taken for these.
         self._group = backend
         if size > 1:
             group = backend.split(0)
@@ -280,7 +280,7 @@ class _StaleState(ModelState):
             self._group = group
         self._coming: dict[int, Transfer] = {}
         self._closed: set[int] = set()
-        self._has_taken = False  # parameters of which the program was not told
+        self._has_taken = False  # parameters were received, and the program is not yet notified
         self.clocks = [0] * size
 
     def _updated_pieces(self) -> tuple[Piece, ...]:
@@ -289,7 +289,7 @@ class _StaleState(ModelState):
     # ------------------------------------------------------------------------------------- steps
 
     def wait_for_slow_ranks(self) -> None:
-        """Take the messages that are here, and wait until no rank is more than s steps behind."""
+        """Take all messages that have arrived; wait until no rank is more than s steps behind."""
         self._take_what_has_come()
         mine = self.clocks[self.model.rank]
         for rank in range(self.model.world_size):
@@ -325,7 +325,7 @@ class _StaleState(ModelState):
 
     def _apply(self) -> None:
         weight, self._arrived, self._weight = self._weight, 0, 0.0
-        if not weight:  # no samples; it counts, so that all owners count alike
+        if not weight:  # without samples it is counted all the same, as by all other owners
             self.steps += 1
             return
         engine = self.engine
@@ -346,7 +346,7 @@ class _StaleState(ModelState):
         mine = self.engine.parameters.owned(self._owned[self.model.rank])
         dtype = self.model.dtype
         message = np.concatenate([gradient, *mine, np.array([weight, clock], dtype)])
-        self._group.send_async(message, other)  # which keeps the message until it has gone
+        self._group.send_async(message, other)  # the backend keeps the message until it is sent
 
     def _next_message(self, rank: int) -> Transfer:
         """Return the receive of the next message of ``rank``."""
@@ -395,7 +395,7 @@ class _StaleState(ModelState):
         self._closed.clear()
         if self._arrived:
             self._apply()
-        # Those of the last update: a schedule may be a table, and end with it.
+        # The settings of the last update: a schedule may be a table that ends with it.
         settings = self.settings(max(0, self.steps - 1))
         found = differences(backend, {n: str(v) for n, v in settings.items()})
         if found:

@@ -46,9 +46,9 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     The model wrapper owns the policy and the collectives. The optimizer owns the rule, its state,
     the schedule, clipping and the training loop. State is made for a model at its first step.
 
-    State that one strategy writes at one world size, any other reads at any other. `save_state`
-    and `load_state` do with a stream what `serialize` and `deserialize` do with bytes; each rank
-    has a stream of its own.
+    Every strategy can read, at any world size, the state that another one wrote at another.
+    `save_state` and `load_state` do with a stream what `serialize` and `deserialize` do with bytes;
+    each rank has a stream of its own.
 
     Parameters
     ----------
@@ -62,12 +62,12 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     TypeError
         For None, or arguments of another type.
     ValueError
-        For an optimizer that is not gradient based.
+        For an optimizer that does not update by gradients.
     """
 
     model_class: type[ShardedModelBase]
     allowed_ranks = 1, sys.maxsize
-    """The fewest and the most ranks that may go on with a run of `optimize`."""
+    """The fewest and the most ranks that may continue a run of `optimize`."""
 
     def __init__(self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration) -> None:
         self._rule = checked_rule(wrapped_optimizer, type(self).__name__)
@@ -81,7 +81,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         rule = self.__dict__.get("_rule")
-        if rule is not None and name in rule.checks:  # nothing would read it here
+        if rule is not None and name in rule.checks:  # a value set here would never be read
             raise AttributeError(
                 f"{type(self).__name__} has no {name} of its own: set that of its rule, "
                 f"optimizer.wrapped_optimizer.{name} = {value!r}"
@@ -142,7 +142,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         self._given_model = model
 
     def reset(self) -> None:
-        """Forget state and step count; the next step starts from nothing, with any model."""
+        """Forget state and step count; the next step begins with new state, with any model."""
         self._rule.reset()
         self._forget_model()
         self._awaiting = None
@@ -186,12 +186,13 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     def step_report(
         self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int | None = None
     ) -> StepReport:
-        """Step, and return the loss's weight and the gradient's norm, too. Collective.
+        """Make a step; return the loss, its weight and the gradient's norm. Collective.
 
-        ``sample_start`` is the index in the global batch of this rank's first sample; without it
-        models with dropout ask the ranks for it.
+        ``sample_start`` is the index in the global batch of this rank's first sample. Without it
+        the ranks of a model with dropout exchange their numbers of samples.
         """
-        if model is not self.model:  # then the ranks meet in bind, which a bad batch must not do
+        # `bind` of a new model is collective: a rank refuses its batch before the others wait.
+        if model is not self.model:
             self._require_model_of_this_kind(model)
             model.engine.program.check_pair(x, y, model.engine.loss)
         state = self.bind(model)
@@ -213,17 +214,20 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         )
 
     def settle(self) -> None:
-        """Make the model one on all ranks, before it is evaluated or saved. Collective.
+        """Make all replicas equal, before the model is evaluated or saved. Collective.
 
-        Steps of most optimizers keep it so, and then nothing is done.
+        Steps of most optimizers keep them equal, and then nothing is done.
         """
 
     def should_sync(self, iteration: int) -> bool:
-        """Return True: every step brings the ranks together."""
+        """Return True: every step synchronises the ranks."""
         return True
 
     def sum_over_reports(self, sums: Array) -> Array:
-        """Return ``sums``, because reports are of all ranks. Collective if each has its own."""
+        """Return the sum over the ranks' reports. Collective if reports differ between ranks.
+
+        Here every report is of all ranks' samples, so that ``sums`` is the result.
+        """
         return sums
 
     def apply_gradients(self, gradients: Array, model: ShardedModelBase) -> None:
@@ -243,7 +247,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         NonFiniteLossError
             On every rank, if the gradient is not finite and that is not allowed.
         NotImplementedError
-            For a rule that searches along a line, and optimizers that use no gradient of now.
+            For a rule that searches along a line, and for an optimizer that delays gradients or
+            trains replicas apart.
         """
         self._require_offered("apply_gradients")
         self._require_model_of_this_kind(model)
@@ -262,13 +267,14 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """The rank's part of the last step's gradient, its pieces end to end; a copy.
 
         It is the mean over the samples of all ranks, before clipping. The pieces are those that
-        the rank owns of each unit, also if parameters are replicated. They are read where the
-        step left them, so they are available until the model computes another gradient.
+        the rank owns of each unit, even if parameters are replicated. They are read where the step
+        left them, so they are available until the model computes another gradient.
 
         Raises
         ------
         ShardingError
-            If the last thing that happened to the model was no `step` of this optimizer.
+            If another call has changed the parameters or the gradient since this optimizer's last
+            `step`, or if there was none.
         NotImplementedError
             For an optimizer whose steps make no such gradient.
         """
@@ -320,7 +326,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             return state
         self._require_model_of_this_kind(model)
         frozen = self._frozen_of(model)
-        if model.sharding_configuration.auto_sync_gradients:  # elsewhere each goes its own way
+        # Without it each rank trains a replica of its own, and its rule may differ.
+        if model.sharding_configuration.auto_sync_gradients:
             require_same_rule(self.backend, self._fingerprint(), frozen)
         self._state = state = self._make_state(model, frozen)
         if self._awaiting is not None:
@@ -329,7 +336,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         return state
 
     def _refusals(self) -> Mapping[str, str]:
-        """Return the members that this optimizer does not offer, and why."""
+        """Return the members that this optimizer does not offer, with the reasons."""
         return {}
 
     def _require_offered(self, member: str) -> None:
@@ -345,7 +352,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         return ModelState(self._rule, model, frozen)
 
     def _frozen_of(self, model: ShardedModelBase) -> frozenset[str]:
-        """Return the frozen parameters, or refuse options that do not fit. No communication."""
+        """Return the frozen parameters, or refuse unfit options. Communicates nothing."""
         frozen = ModelState.frozen_of(self._rule, model)
         if self._awaiting is not None:
             self._awaiting.require_fit(model, frozen, self._rule.needed_state())
@@ -362,7 +369,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             model.engine.replicas.require_drifting()
 
     def _refuse_other_gradients(self, model: ShardedModelBase, instead: str) -> None:
-        """Refuse choices of a model that do other things with gradients than this optimizer."""
+        """Refuse choices of a model that contradict this optimizer's use of gradients."""
         for name in ("enable_gradient_compression", "gradient_leaves"):
             if value := getattr(model.sharding_configuration, name):
                 raise ValueError(
@@ -391,13 +398,15 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             )
 
     def synchronize_optimizer_state(self) -> None:
-        """Make the state of all ranks rank 0's. Collective; a repair, for steps keep it so.
+        """Give every rank rank 0's state. Collective.
+
+        It is a repair: steps keep the states equal.
 
         Raises
         ------
         NotImplementedError
-            If state is sharded: each part exists once, so there is nothing to make equal. Of an
-            `ElasticOptimizer`, which deals the state anew when the number of ranks changes.
+            If state is sharded: each part exists once, so there is nothing to make equal. Also for
+            an `ElasticOptimizer`, which divides the state anew when the number of ranks changes.
         """
         self._require_offered("synchronize_optimizer_state")
         across = None if self.model is None else self.model.engine.replica.across
@@ -408,7 +417,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             )
         for vector in self.state.values():
             (across or self.backend).broadcast(vector, root=0)
-        # The bias corrections of Adam depend on it, as much as on the vectors.
+        # Adam's bias corrections depend on the number of updates, too.
         steps = int(self.backend.broadcast(np.array([self.steps]), root=0)[0])
         if self._state is not None:
             self._state.steps = steps
@@ -426,16 +435,16 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     # ----------------------------------------------------------------------------- bytes and files
 
     def serialize(self) -> bytes:
-        """Return settings, step count and state by name, the same bytes on all ranks. Collective.
+        """Return settings, step count and state by name, equal bytes on all ranks. Collective.
 
-        Every rank holds the whole state for it: `save_model` does not need that.
-
+        Every rank holds the whole state for this; `save_model` needs no more than the rank's part.
         Before the first step there are settings alone, or the state that waits for its model.
 
         Raises
         ------
         NotImplementedError
-            For an optimizer of which each rank has more; `mpishard.checkpoint.save` writes it.
+            For an optimizer whose ranks have more state each, which `mpishard.checkpoint.save`
+            writes.
         """
         self._require_offered("serialize")
         if self._state is not None:
@@ -451,14 +460,14 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         Raises
         ------
         TypeError, ValueError
-            For bytes that are no state, or that of another rule or model, before anything is
+            For bytes that are not a state, or that of another rule or model, before anything is
             communicated; on every rank if the ranks were given different bytes.
         """
         saved = StateBytes.from_bytes(data)
         saved.require_rule(type(self._rule).__name__, self._rule.needed_state())
         if self._state is not None:
             saved.require_fit(self._state.model, self._state.frozen, self._rule.needed_state())
-        # Ranks with different bytes would train different models and never notice.
+        # Ranks with different bytes would train different models unnoticed.
         found = differences(self.backend, {"their checksum": zlib.crc32(data)})
         if found:
             raise ValueError(
@@ -483,7 +492,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         Raises
         ------
         ShardingError
-            If a state that was loaded waits for its model, which `bind` tells.
+            If a state that was loaded still waits for its model: call `bind` first.
         ValueError, CheckpointError
             As `mpishard.checkpoint.save`.
         """
@@ -529,11 +538,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """Return whether any rank asks for training to end now. Collective.
 
         Each rank asks its ``wrapped_optimizer.should_early_stop()``, which a subclass of a rule
-        may override. If one says yes, all stop. So they do if a line search finds no lower value.
-        `optimize` asks at every evaluation.
+        may override. If one returns True, all stop. They also stop if a line search finds no lower
+        value. `optimize` asks at every evaluation.
         """
         is_stuck = self._state is not None and "stuck" in self._state.numbers
-        # Asked on every rank, because a user's rule may answer by what its rank alone knows.
+        # Asked on every rank, because the answer of a user's rule may differ between ranks.
         mine = np.array([int(is_stuck or bool(self._rule.should_early_stop()))])
         return bool(self.backend.all_reduce(mine, ReductionOperation.MAX)[0])
 
@@ -544,9 +553,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         A rule made ``from_options`` brings an end of training with it.
 
         A plain model is wrapped in this optimizer's strategy: ``result.model`` is the wrapper, and
-        holds the parameters. The same plain model, passed again, goes on with its wrapper. If
-        training is refused before the first update, the plain model has its parameters back. If
-        one rank alone fails, as in a loss of the user's, `model` is the wrapper that holds them.
+        holds the parameters. If the same plain model is passed again, training continues with its
+        wrapper. If training is refused before the first update, the plain model gets its parameters
+        back. If only one rank fails, as in a loss of the user's, `model` is the wrapper that holds
+        them.
 
         Raises
         ------
@@ -561,8 +571,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             differing=type(self).__name__ if self._replicas_differ else "",
         )  # fmt: skip
         bound = self.model
-        # The plain model gave its parameters to the wrapper in an earlier call: training goes on
-        # there.
+        # An earlier call has wrapped the plain model, and the wrapper has its parameters: training
+        # continues with the wrapper.
         if bound is not None and data.model is bound.wrapped_model:
             data = replace(data, model=bound)
         model = data.model
@@ -596,7 +606,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             self.bind(model)
             common = (Exception,)
             run = TrainingRun(self, model, data, lengths)
-            # In a run a user's code may raise any error on one rank alone; these are the engine's.
+            # A user's code may raise any other error in a run, on one rank alone.
             common = (NonFiniteLossError, NoSampleError, ShardingError)
             return run.run()
         except CommunicationError:  # the parameters cannot be gathered any more

@@ -49,19 +49,19 @@ _METHODS: dict[str, Callable[[float, int], Code | PowerSGD]] = {
 class GradientCompressionOptimizer(ShardedOptimizerBase):
     """Updates with gradients that travel compressed between replicas, with error feedback.
 
-    A replica is what the ``replica_size`` of the model's configuration says: a group of ranks, in
-    which the strategy goes on as ever, with whole gradients; or with None one rank. A plain model
-    that ``optimize`` wraps has a node for a replica, as with `LocalSGDOptimizer`. Each of the R
-    ranks of a replica exchanges its part, 1/R of the gradient, with the ranks that hold the same
+    The ``replica_size`` of the model's configuration is the number of ranks of a replica; inside a
+    replica the strategy is unchanged, with whole gradients. With None each rank is a replica. If
+    ``optimize`` wraps a plain model, a replica is a node, as with `LocalSGDOptimizer`. Each of the
+    R ranks of a replica exchanges its part, 1/R of the gradient, with the ranks that hold the same
     part of the other replicas.
 
-    What a code leaves out is added to the next gradient, so that it arrives later and not never
+    The error of a code is added to the next gradient, so that no part of a gradient is lost
     (Karimireddy et al., ICML 2019, algorithm 2). Both a replica's part of the gradient and the sums
-    that a rank owns are encoded, so errors take as much memory on each rank as that part, and 1/N
-    of it more for N replicas; twice, because a step that fails keeps the old ones. Replicas send in
-    each step, summed over their ranks, 2 (N - 1) times the sum of w(n) over what these own, about
-    1/(R N) of each unit, of n elements of b bytes. On a mesh parameters that several of these ranks
-    hold alike travel as they are, because all must get the same sums:
+    that a rank owns are encoded. So errors take as much memory on each rank as that part, and 1/N
+    of it more for N replicas; twice, because a step that fails keeps the old ones. In each step the
+    replicas send, summed over their ranks, 2 (N - 1) times the sum of w(n) over the ranges that
+    ranks own: n elements of b bytes, about 1/(R N) of each unit. On a mesh parameters that several
+    ranks of a replica hold travel as they are, because all must get the same sums:
 
     ================  =========================================================================
     method            w(n)
@@ -78,12 +78,13 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
     Of a matrix that is sharded inside a replica, "powersgd" takes the whole rows of each part as a
     matrix of its own, and sends the elements of a row that is cut as they are.
 
-    The first ``start_step`` steps send whole gradients, and are those of a `DDPOptimizer` by the
-    bit; then w(n) is b n. While a training is steep, what arrives late costs most.
+    The first ``start_step`` steps send whole gradients, w(n) = b n, and have the bits of a
+    `DDPOptimizer`. At the beginning of a training late gradients cost most.
 
-    A checkpoint has the errors of each replica. As many replicas of the same kind go on with the
-    same bits. Of another number N replica j takes the sum of the errors of the replicas i with
-    i % N == j, so that nothing is lost; a replica may have other ranks, and another strategy.
+    A checkpoint has the errors of each replica. The same number of replicas of the same kind
+    continues with the same bits. If N other replicas continue, replica j takes the sum of the
+    errors of the replicas i with i % N == j, so that nothing is lost. Their ranks and their
+    strategy may be others.
 
     Parameters
     ----------
@@ -102,7 +103,7 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
     error_feedback : bool
         Whether errors are added to the next gradient.
     seed : int
-        Of random codes, which are a function of seed, step, unit, owner and sender.
+        Seed of random codes, which are a function of seed, step, unit, owner and sender.
     start_step : int
         Number of steps before the first compressed one, 0 or more.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}
@@ -214,7 +215,7 @@ class _CompressedState(ModelState):
         super().__init__(rule, model, frozen)
         self._code, self._seed, self._choices = code, seed, choices
         self._across = model.engine.replica.across or model.backend
-        self._writers = self._across.world_size  # replicas of a checkpoint that is read
+        self._writers = self._across.world_size  # number of replicas in a checkpoint that is read
         self._read: list[Array] = []
         self._factors: Array | None = None
         model.engine.lend_gradients("GradientCompressionOptimizer", self._make_store)
@@ -224,7 +225,7 @@ class _CompressedState(ModelState):
         numbers = {entry.name: n for n, entry in enumerate(engine.placement.entries)}
 
         def make(across: CommunicationBackend, parts: tuple[Part, ...]) -> CompressedSums:
-            # Called again if other units are frozen; then there are other errors.
+            # Called again if other units are frozen: then the errors have other lengths.
             self.errors = ErrorFeedback(layout, across, parts)
             self._sums = CompressedSums(
                 across, parts, engine.program.entries, numbers, self._code, self.errors,
@@ -280,7 +281,7 @@ class _CompressedState(ModelState):
     def _regions_of(
         self, vector: Array, pieces: Iterable[Piece], *, writes: bool
     ) -> Sequence[tuple[Any, Array]]:
-        """Return the trained regions of a vector of ``pieces``; of copies on a mesh one."""
+        """Return the trained regions of a vector of ``pieces``; to write, of copies only one."""
         engine, found = self.engine, []
         for piece in pieces:
             trained = engine.program.trained([piece])
@@ -303,8 +304,8 @@ class _CompressedState(ModelState):
     def _factor_regions(self, *, writes: bool) -> Pieces:
         """Return the factors as a vector of the parameters' length, which one replica writes.
 
-        Other blocks than those that were written begin with what lies in their places: columns to
-        begin with, which the next step improves, the same in all replicas.
+        A block that was not written reads other values in its place. They serve as its first
+        columns, equal in all replicas, which the next step improves.
         """
         if not isinstance(self._code, PowerSGD):
             return {}

@@ -43,7 +43,7 @@ class DelayedState(ModelState):
     Attributes
     ----------
     norm : float
-        Of the gradient of the last update; 0 if there was none.
+        Norm of the last update's gradient; 0 if the last step updated nothing.
     """
 
     keeps_gradients = True
@@ -56,7 +56,7 @@ class DelayedState(ModelState):
         self.norm = 0.0
         self._delay = delay
         self._weights: list[float] = []  # of the gradients under way, oldest first
-        self._saved = 0  # gradients in a checkpoint that is read
+        self._saved = 0  # number of gradients in a checkpoint that is read
         self._read: list[list[Array]] = []
         model.engine.lend_gradients(user, self._make_store)
 
@@ -68,7 +68,7 @@ class DelayedState(ModelState):
 
     @property
     def _store(self) -> ExchangedGradients:
-        # Looked up: the engine makes it anew if other parameters are frozen.
+        # Looked up in each call: the engine makes a new one if other parameters are frozen.
         store = self.engine.gradients
         assert isinstance(store, ExchangedGradients)
         return store
@@ -86,7 +86,7 @@ class DelayedState(ModelState):
 
     def update(self, updates: list[Update], report: StepReport) -> None:
         """Update with the gradient that is due, if one is."""
-        if not self._delay:  # this one is, also if it was given and has not travelled
+        if not self._delay:  # this step's gradient is due, also one given to `apply_gradients`
             assert report.gradient_norm is not None
             self.norm = report.gradient_norm
             super().update(updates, report)
@@ -105,7 +105,7 @@ class DelayedState(ModelState):
         engine = self.model.engine
         engine.round.require_none("apply_pending_gradients()")
         pending = self.sums.pending
-        # With none there is no update, and the schedule may have come to its end.
+        # Without gradients there is no update, and the schedule may have ended.
         mine = {"gradients under way": pending, **(self.settings() if pending else {})}
         found = differences(self.model.backend, {name: str(value) for name, value in mine.items()})
         if found:
@@ -131,7 +131,7 @@ class DelayedState(ModelState):
 
     def arrays_to_write(self) -> Pieces:
         engine = self.engine
-        # All replicas have the same sums.
+        # All replicas have the same sums, so that the first one writes them.
         pieces = engine.pieces.to_write(engine.program) if engine.is_writer else ()
         gradients = self.sums.under_way(pieces)
         return {**super().arrays_to_write(), **self._regions_of(pieces, gradients)}
@@ -141,7 +141,7 @@ class DelayedState(ModelState):
         found = sum(
             bool(re.fullmatch(re.escape(self.kind) + r"/delayed\d+", kind)) for kind in kinds
         )
-        self._saved = found if self._delay else 0  # with no delay a checkpoint with any is refused
+        self._saved = found if self._delay else 0  # without a delay such a checkpoint is refused
 
     def arrays_to_read(self) -> Pieces:
         pieces = self._own_pieces

@@ -17,10 +17,10 @@ from mpishard.sharding import Piece
 
 
 class Exchange(ABC):
-    """Brings this rank's part of a unit together with those of the other replicas.
+    """Averages this rank's part of a unit with those of the other replicas.
 
-    `begin` sends shares to their owners, `mean` waits for them; `answer` sends the owners' values
-    to all, `result` waits for them. Each is collective.
+    `begin` sends shares to their owners, and `mean` waits for them. `answer` sends the owners'
+    values to all, and `result` waits for them. Each call is collective.
 
     Parameters
     ----------
@@ -34,8 +34,8 @@ class Exchange(ABC):
     own : slice
         The elements of the part that this rank owns among these ranks.
     in_place : bool
-        Whether values are overwritten by their shares, and by the result, so that no other memory
-        is needed.
+        Whether shares, and then the result, overwrite the values, so that no other memory is
+        needed.
     """
 
     in_place = False
@@ -48,7 +48,7 @@ class Exchange(ABC):
         self._work: Work
 
     def agree(self, values: Array) -> None:
-        """Note ``values``, shape (part.length,), which all replicas have now."""
+        """Record ``values``, shape (part.length,), which all replicas have now."""
 
     @abstractmethod
     def begin(self, values: Array, share: float, number: int) -> None:
@@ -97,17 +97,17 @@ class ExactExchange(Exchange):
 class CodedExchange(Exchange):
     """Changes since the last exchange travel as codes, in both directions.
 
-    Each rank keeps the values that all replicas had then. An owner adds what the codes of all ranks
-    tell, in the order of the one tree, and sends the change that it makes of them as a code, which
-    it decodes as all others do. What a code leaves out is not kept: rounding is unbiased, and the
-    next change begins at the values that all have.
+    Each rank keeps the values that all replicas had then. An owner adds the decoded changes of all
+    ranks, in the order of the one tree, and sends the sum as a code, which it decodes as all others
+    do. The errors of codes are not kept: rounding is unbiased, and the next change begins at the
+    values that all replicas have.
 
     Parameters
     ----------
     code : Code
-        What travels.
+        Encoding of the changes.
     dtype : numpy.dtype
-        Of the values.
+        Dtype of the values.
     ledger : MemoryLedger
         Books the copy of the values.
     """
@@ -123,7 +123,7 @@ class CodedExchange(Exchange):
         self._reducer = TreeReducer()
 
     def _encode(self, change: Array, owner: int, sender: int) -> Array:
-        with np.errstate(invalid="ignore", over="ignore"):  # NaN, which the next loss shows
+        with np.errstate(invalid="ignore", over="ignore"):  # the next loss reports NaN
             return self._code.encode(change, self._key(owner, sender))
 
     def _decode(self, code: Array, owner: int, sender: int) -> Array:

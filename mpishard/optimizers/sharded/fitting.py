@@ -44,7 +44,7 @@ def require_model(
     ShardingError
         For another strategy or backend, and a model whose gradients another optimizer keeps.
     ValueError
-        With a rule that searches along a line: for a black box that tells no loss, a model with
+        With a rule that searches along a line: for a black box that computes no loss, a model with
         dropout, and replicas that drift apart.
     """
     if not isinstance(model, ShardedModelBase):
@@ -97,14 +97,14 @@ def checked_data(
     *,
     differing: str,
 ) -> OptimizationInputData:
-    """Return the data that `optimize` goes through, with the end of training that ``rule`` brings.
+    """Return checked data for `optimize`, with the end of training that ``rule`` brings.
 
     Parameters
     ----------
     data : OptimizationInputData
-        The user's.
+        The user's argument.
     model : object
-        Trained if ``data`` has none.
+        The model to train if ``data`` has none.
     config : ShardingConfiguration
         Choices for a plain model.
     rule : Optimizer

@@ -23,11 +23,11 @@ from mpishard.sharding.configuration import by_node
 class LocalSGDOptimizer(ShardedOptimizerBase):
     """Updates each replica of a model alone; every H steps they agree on their parameters.
 
-    A replica is what the ``replica_size`` of the model's configuration says: a group of ranks, in
-    which the strategy goes on as ever, or with None one rank. A plain model that ``optimize`` wraps
-    has a node for a replica by default, if there are several nodes with as many consecutive ranks
-    each; then `sharding_configuration` says so, with which a model can be wrapped before. On one
-    node each rank is a replica.
+    The ``replica_size`` of the model's configuration is the number of ranks of a replica; inside a
+    replica the strategy is unchanged. With None each rank is a replica. If ``optimize`` wraps a
+    plain model and there are several nodes with equal numbers of consecutive ranks, each node is a
+    replica by default: `sharding_configuration` has this size, also for a model that is wrapped
+    before. On one node each rank is a replica.
 
     Without ``outer`` they take the mean of their parameters, weighted by the samples that each has
     used (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, algorithm 1). With
@@ -35,16 +35,16 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     after them. With Nesterov's SGD of rate 0.7 and momentum 0.9 that is DiLoCo (Douillard et al.,
     arXiv 2311.08105, algorithm 1).
 
-    The ranks of a replica keep the inner rule's state for it, as the strategy says. The outer
+    The ranks of a replica keep the inner rule's state for it, as under the strategy. The outer
     rule's state, and the parameters before the H steps, are sharded over all ranks. Sent every H
-    steps, summed over N replicas, for S bytes of trained units: 2 (N - 1) S. In between only the
-    small all-reduce of a step travels between them, which tells all ranks the loss, and stops all
-    of them if one is not finite. ``optimize`` makes the ranks agree before each evaluation and
-    each checkpoint, too.
+    steps, summed over N replicas, for S bytes of trained units: 2 (N - 1) S. In between replicas
+    exchange only the small all-reduce of a step: it gives all ranks the loss, and stops all of them
+    if one loss is not finite. ``optimize`` makes the replicas agree before each evaluation and each
+    checkpoint, too.
 
     With ``exchange`` the changes of the parameters travel rounded, both to the owner of a piece and
     back from it: "int8" as in `GradientCompressionOptimizer`. Replicas have the same bits
-    afterwards. Each rank keeps a copy of the parameters for it.
+    afterwards. Each rank keeps a copy of the parameters for this.
 
     With ``fragments=k`` the units are k fragments of about the same length, which are exchanged in
     turn, one every H / k steps (Douillard et al., "Streaming DiLoCo", arXiv 2501.18512, algorithm
@@ -57,9 +57,10 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     that change fast need to agree often, and what they change at the start costs most (Lin et al.,
     "Don't Use Large Mini-batches, Use Local SGD", ICLR 2020, section 3, with a period of 1).
 
-    A checkpoint has the inner state of each replica. As many replicas go on with the same bits; of
-    another number N replica j takes the mean of the states of the replicas i of M before with
-    i % N == j, or that of replica j % M if there are fewer. A replica may have other ranks.
+    A checkpoint has the inner state of each replica. The same number of replicas continues with the
+    same bits. If N replicas continue a run of M, replica j takes the mean of the states of the
+    replicas i with i % N == j, or for N > M the state of replica j % M. The ranks of a replica may
+    be others.
 
     Parameters
     ----------
@@ -70,13 +71,13 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     synchronization_period : int
         H: 1 or more. With SGD without momentum, 1 is what DDP does.
     outer : Optimizer, optional
-        The outer rule: `SGD(0.7, momentum=0.9, nesterov=True)`, for one.
+        The outer rule, for example `SGD(0.7, momentum=0.9, nesterov=True)`.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"}
         Inside each replica; others than "ddp" need replicas of several ranks. "hybrid" takes a
         wrapped `HybridShardedModel` whose configuration has a ``replica_size``: each replica is a
         mesh of its own, also with a data axis.
     exchange : {"float32", "bfloat16", "int8"}, optional
-        Form of what travels. Default: the model's dtype.
+        Encoding of the changes that travel. Default: the model's dtype.
     fragments : int
         k: from 1 to H. At the first step, at most the number of the model's units.
     overlap : int
@@ -164,7 +165,7 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         return True
 
     def _require_one_replica(self, model: ShardedModelBase) -> None:
-        """Take several."""
+        """Accept models of several replicas."""
 
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
         # Before the checks of the strategy, whose advice is for models without this optimizer.
@@ -200,7 +201,7 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         return report
 
     def settle(self) -> None:
-        """Make the ranks agree now, whatever the period. Collective."""
+        """Make all replicas equal now, whatever the period. Collective."""
         if isinstance(self._state, LocalState):
             self._state.settle()
 

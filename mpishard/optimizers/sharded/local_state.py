@@ -44,7 +44,7 @@ class LocalSettings:
 
 @dataclass
 class _Fragment:
-    """Units that are exchanged at one time, and their position in the cycle of H steps.
+    """Units that are exchanged together, and their position in the cycle of H steps.
 
     Parameters
     ----------
@@ -60,8 +60,8 @@ class _Fragment:
     exchanges: list[Exchange] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     count: int = 0  # steps of the outer rule so far
-    used: float = 0.0  # weight of the replica's samples when the last one began
-    began: int = 0  # step since all were equal
+    used: float = 0.0  # weight of the replica's samples when its last exchange began
+    began: int = 0  # number of steps since all replicas were equal, when it began
     is_answered: bool = False
 
     @property
@@ -89,14 +89,14 @@ class LocalState(ModelState):
         self.since = 0
         self._given = settings
         self._outer = settings.outer
-        self._writers = 1  # replicas of a checkpoint that is read
+        self._writers = 1  # number of replicas in a checkpoint that is read
         self._read: list[tuple[int, dict[str, Array]]] = []
         engine = model.engine
-        self._agreements = -1  # of the engine's replicas, when this state last looked
+        self._agreements = -1  # `agreements` of the engine's replicas at the last `begin_step`
         # The ranks that have the same part of the other replicas, and that part.
         self._is_grouped = engine.replica.across is not None
         self._across = engine.replica.across or model.backend
-        self._pieces: list[Piece] = []  # what this rank owns, and trains
+        self._pieces: list[Piece] = []  # the trained pieces that this rank owns
         self._under_way: _Fragment | None = None
         self._fragments = self._make_fragments()
         names = () if self._outer is None else ("anchor", *self._outer.needed_state())
@@ -121,10 +121,16 @@ class LocalState(ModelState):
             )
         fragments = [_Fragment(n * period // count % period) for n in range(1, count + 1)]
         total, before = sum(part.unit.length for part in parts), 0
+        dtype, ledger = self.model.dtype, engine.layout.ledger
         for part in parts:
             middle = before + part.unit.length / 2
             before += part.unit.length
-            fragments[int(middle * count / total)].exchanges.append(self._exchange_of(part))
+            exchange: Exchange
+            if given.exchange in (None, dtype.name):
+                exchange = ExactExchange(self._across, part, in_place=not given.overlap)
+            else:
+                exchange = CodedExchange(self._across, part, CODES[given.exchange], dtype, ledger)
+            fragments[int(middle * count / total)].exchanges.append(exchange)
         position = 0
         owned = []
         for exchange in (exchange for each in fragments for exchange in each.exchanges):
@@ -139,17 +145,10 @@ class LocalState(ModelState):
                     fragment.pieces.append(piece)
         return fragments
 
-    def _exchange_of(self, part: Piece) -> Exchange:
-        name, dtype = self._given.exchange, self.model.dtype
-        if name in (None, dtype.name):
-            return ExactExchange(self._across, part, in_place=not self._given.overlap)
-        ledger = self.engine.layout.ledger
-        return CodedExchange(self._across, part, CODES[name], dtype, ledger)
-
     # ---------------------------------------------------------------------------------- exchanges
 
     def begin_step(self) -> None:
-        """Remember the parameters, if all replicas have become equal since the last look."""
+        """Record the parameters, if all replicas were made equal since the last step."""
         agreements = self.engine.replicas.agreements
         if agreements == self._agreements:
             return
@@ -199,7 +198,7 @@ class LocalState(ModelState):
     def settle(self) -> None:
         """Make all replicas equal now. Collective."""
         if self._agreements != self.model.engine.replicas.agreements or not self.since:
-            return  # somebody has made them equal
+            return  # they are equal already
         if (fragment := self._under_way) is not None:
             self.model.backend.barrier()  # ranks of a node may still read what is written below
             if not fragment.is_answered:
@@ -217,8 +216,8 @@ class LocalState(ModelState):
         engine = self.engine
         used = engine.replicas.weight
         weight, fragment.used = used - fragment.used, used
-        # Of all ranks: on a node those of a replica may still read the memory changed below. One
-        # rank of each replica tells its weight.
+        # Over all ranks, which is a barrier: ranks of a replica may still read the memory that is
+        # changed below. One rank of each replica gives its weight.
         tells = not self._is_grouped or engine.replica.together.rank == 0
         total = float(self.model.backend.all_reduce(np.array([weight * tells]))[0])
         if total == 0:
@@ -231,7 +230,7 @@ class LocalState(ModelState):
         return True
 
     def _answer(self, fragment: _Fragment) -> None:
-        """Send the mean of this rank's piece, or the outer rule's step towards it, to all."""
+        """Send the mean of this rank's pieces, or the outer rule's step towards it, to all."""
         means = {exchange.part.unit.index: exchange.mean() for exchange in fragment.exchanges}
         if self._outer is not None and self.steps > self._given.start_step:
             self._step_outer(self._outer, fragment, means)
@@ -321,7 +320,7 @@ class LocalState(ModelState):
         return {**found, **self._outer_regions(self._pieces)}
 
     def _outer_regions(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the outer state but for the anchor, which are the parameters."""
+        """Return the outer state without the anchor: that is equal to the parameters."""
         return {
             f"{self.kind}/outer_{name}": self.engine.placement.cut(
                 (p.start, vector[p.in_shard]) for p in pieces

@@ -53,7 +53,7 @@ class ModelState(CheckpointState):
     pieces : tuple of Piece
         The pieces that this rank updates.
     parts : list of (tuple of Segment, dict of str to Array)
-        The parameters that each of them cuts through, and its views of the vectors.
+        For each piece the parameters that it cuts through, and its views of the vectors.
     vectors : mapping of str to Array
         This rank's state by name.
     steps : int
@@ -66,7 +66,7 @@ class ModelState(CheckpointState):
     """
 
     keeps_gradients: ClassVar[bool] = False
-    """Whether the gradients of the model lie in a store of this state's."""
+    """Whether this state provides the store of the model's gradients."""
 
     def __init__(self, rule: Optimizer, model: ShardedModelBase, frozen: frozenset[str]) -> None:
         self.rule = rule
@@ -80,7 +80,7 @@ class ModelState(CheckpointState):
         self._options = rule.parameter_options
         self._described = rule.checked_options.description  # the options of `frozen`
         engine = model.engine
-        # Before the vectors are made: frozen parameters get no memory in them.
+        # Before the vectors are made, because frozen parameters have no memory in them.
         if engine.program.frozen != frozen:
             engine.freeze(frozen)
         self.pieces = pieces = self._updated_pieces()
@@ -95,8 +95,8 @@ class ModelState(CheckpointState):
             "parameter_names": [entry.name for entry in model.parameter_entries],
         }
         if model.gradient_leaves is not None:
-            # Norms of parameters are summed by cells, so that they have the same bits
-            # whichever rank owns which part.
+            # Norms of parameters are summed by cells, so that their bits do not depend on the
+            # ranks that own the parts.
             cells = ParameterCells(model.parameter_entries, model.units, model.gradient_leaves)
             segments = tuple(
                 cells.cut(found, piece) for found, piece in zip(segments, pieces, strict=True)
@@ -124,7 +124,7 @@ class ModelState(CheckpointState):
 
     @staticmethod
     def frozen_of(rule: Optimizer, model: ShardedModelBase) -> frozenset[str]:
-        """Return the parameters of ``model`` that the rule does not train. No communication.
+        """Return parameters of ``model`` that the rule does not train. Communicates nothing.
 
         Raises
         ------
@@ -183,7 +183,7 @@ class ModelState(CheckpointState):
         }
 
     def update(self, updates: list[Update], report: StepReport) -> None:
-        """Update the parameters that this rank updates, as the engine's step asks for it."""
+        """Update the parameters that this rank updates: the rule of an engine's step."""
         self.run(self.rule.update_all, updates, report)
         # The trials of a line search are evaluations of one update.
         self.steps += not (self.rule.searches and self.is_searching)

@@ -65,7 +65,7 @@ class StateBytes:
         header = {"rule": self.rule, "settings": dict(self.settings), "steps": self.steps}
         if self.numbers:
             header["numbers"] = dict(self.numbers)
-        # One key: safetensors writes several in no fixed order.
+        # A single key, because safetensors writes several in no fixed order.
         return bytes_of(self.tensors, {_HEADER: json.dumps(header, sort_keys=True)})
 
     @classmethod
@@ -75,7 +75,7 @@ class StateBytes:
         Raises
         ------
         TypeError
-            For an argument that is no bytes.
+            For an argument that is not bytes.
         ValueError
             For other or torn bytes.
         """
@@ -120,7 +120,7 @@ class StateBytes:
         """Write a state without tensors as a checkpoint of its own. Collective."""
         own = {"settings": self.settings, "optimizer_steps": self.steps}
         document = {"model": None, "optimizer": own, "user": {}}
-        # A manifest names a dtype even if there is no parameter: any will do.
+        # A manifest names a dtype even without parameters: any dtype will do.
         write_checkpoint(path, backend, (), np.dtype(np.float64), {}, document)
 
     @property
@@ -151,7 +151,7 @@ class StateBytes:
         Raises
         ------
         ValueError
-            Naming the first tensor that is missing, too many, or of another shape or dtype.
+            Naming the first tensor that is missing, unknown, or of another shape or dtype.
         """
         if self.is_fresh:
             return
@@ -174,7 +174,7 @@ class StateBytes:
     ) -> None:
         """Fill state vectors, as long as ``pieces`` end to end, from the tensors.
 
-        ``placement`` tells the tensors that the pieces are parts of.
+        ``placement`` finds the tensors that the pieces are parts of.
         """
         for name, vector in state.items():
             if self.is_fresh:  # there are no tensors: the state begins anew
@@ -208,7 +208,7 @@ def gather_state(
         The model's parameters that have state.
     """
     mine = [region for p in pieces for region, _ in placement.regions(p.start, p.stop)]
-    # On a mesh a rank holds boxes of tensors: all must know whose elements come in which order.
+    # On a mesh a rank holds boxes of tensors: all ranks need the order of the gathered elements.
     regions = _gather_regions(backend, mine, placement.entries)
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for name, vector in state.items():
@@ -229,7 +229,7 @@ def _gather_regions(
     backend: CommunicationBackend, mine: Sequence[Region], entries: Sequence[ParameterEntry]
 ) -> list[Region]:
     """Return every rank's regions, by rank, on every rank. Collective."""
-    # All as numbers in one array; the parameter's dims tell how long the box of a region is.
+    # All numbers in one array: the parameter's number of dims is the length of a region's box.
     numbers = {entry.name: number for number, entry in enumerate(entries)}
     rows = [
         [numbers[region.name], region.start, region.stop, *itertools.chain(*region.box)]

@@ -40,7 +40,7 @@ _DATA_STRATEGIES: dict[str, type[ShardedModelBase]] = {
 
 
 def data_model_class(strategy: str, **others: type[ShardedModelBase]) -> type[ShardedModelBase]:
-    """Return the model of a strategy whose ranks all compute other samples, or of ``others``.
+    """Return the model of a strategy without mesh axes, or one of ``others``.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def data_model_class(strategy: str, **others: type[ShardedModelBase]) -> type[Sh
 
 
 def model_of_replicas(strategy: str, config: ShardingConfiguration) -> type[ShardedModelBase]:
-    """Return the model of the strategy inside each replica.
+    """Return the model class of the strategy inside each replica.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def model_of_replicas(strategy: str, config: ShardingConfiguration) -> type[Shar
 
 
 def require_replicas(model: ShardedModelBase, optimizer: str) -> None:
-    """Refuse a model that is sharded over all ranks, none of which is then a replica.
+    """Refuse a model that is sharded over all ranks: then it has only one replica.
 
     Raises
     ------
@@ -184,20 +184,20 @@ class _MeshOptimizer(ShardedOptimizerBase):
     def synchronize_optimizer_state(self) -> None:
         """Make copies of state on several ranks equal again. Collective; a repair.
 
-        Of whole layers it becomes that of one of the ranks; slices and layers that a rank alone
-        has keep theirs. The number of updates becomes rank 0's.
+        The state of whole layers becomes that of one of the ranks. The state of slices and layers
+        that only one rank has stays. The number of updates becomes rank 0's.
 
         Raises
         ------
         NotImplementedError
-            Of a `HybridShardedOptimizer`, whose state is partitioned.
+            For a `HybridShardedOptimizer`, whose state is partitioned.
         """
         self._require_offered("synchronize_optimizer_state")
         if self._state is not None:
             self._state.synchronize()
 
 
-# Option -> the value of it that must be equal for the optimizer and the model.
+# Option -> the function of its value that must be equal for the optimizer and the model.
 _COMPARED: dict[str, Callable[[Any], Any]] = {
     "schedule": lambda schedule: (schedule.name, schedule.virtual_stages_per_rank),
     "data_parallel_strategy": DATA_POLICIES.__getitem__,  # two of them have two names
@@ -323,14 +323,14 @@ class HybridShardedOptimizer(_MeshOptimizer):
 class ElasticOptimizer(ShardedOptimizerBase):
     """Updates a model on a number of ranks that may change from start to start, within bounds.
 
-    The number changes in three ways. ``mpishard resize`` orders a running job to go on with other
-    ranks from the next step on; the bounds are checked before. If a rank is lost under
+    The number changes in three ways. ``mpishard resize`` orders a running job to continue with
+    other ranks from the next step on; the bounds are checked before. If a rank is lost under
     ``launch(main, on_failure="shrink")``, the others form a smaller world, in which ``main`` begins
     again; that needs Open MPI, or threads. Elsewhere ``mpishard run --max-restarts K --min-ranks
     M`` starts the job again on the hosts that are left, and takes the others back when they answer
     again. Each time ``main`` makes this optimizer anew, which checks the bounds, and
-    ``optimize(checkpoint=FOLDER)`` deals parameters, state and the rest of the epoch's samples to
-    the ranks that there are. With ``gradient_leaves`` the result has the same bits.
+    ``optimize(checkpoint=FOLDER)`` divides parameters, state and the rest of the epoch's samples
+    among the new ranks. With ``gradient_leaves`` the result has the same bits.
 
     Parameters
     ----------
@@ -339,17 +339,17 @@ class ElasticOptimizer(ShardedOptimizerBase):
     config : ShardingConfiguration
         Backend and choices.
     min_workers, max_workers : int
-        Numbers of ranks between which the job may go on, both included.
+        Least and largest number of ranks with which the job may continue.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
-        Of the model, which is wrapped in the same.
+        Strategy of the model.
 
     Raises
     ------
     TypeError, ValueError
         As `ShardedOptimizerBase`; for a minimum below 1, a maximum below it, another strategy.
     ShardingError
-        A `RuntimeError`, on every rank, if the world has fewer or more ranks than that: here, at
-        the first step, and when `optimize` begins.
+        A `RuntimeError`, on every rank, if the number of ranks is outside the bounds: here, at the
+        first step, and when `optimize` begins.
     """
 
     def __init__(
@@ -403,7 +403,7 @@ class ElasticOptimizer(ShardedOptimizerBase):
         self._require_bounds()
 
     def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
-        """As every optimizer's; rank 0 warns if there is no checkpoint folder. Collective."""
+        """Train as every optimizer; rank 0 warns if there is no checkpoint folder. Collective."""
         if getattr(input_data, "checkpoint", "") is None and self.rank == 0:
             _log.warning(
                 "%s without checkpoint=FOLDER: if the number of ranks changes, training starts "
@@ -413,12 +413,12 @@ class ElasticOptimizer(ShardedOptimizerBase):
 
     def _refusals(self) -> Mapping[str, str]:
         return {
-            "synchronize_optimizer_state": "the state is dealt anew when the number of ranks "
+            "synchronize_optimizer_state": "the state is divided anew when the number of ranks "
             "changes, and steps keep it: there is nothing to synchronise"
         }
 
     def serialize(self) -> bytes:
-        """As every optimizer's, with the bounds; any number of ranks can take it. Collective."""
+        """Return state and bounds as bytes that any number of ranks can read. Collective."""
         saved = StateBytes.from_bytes(super().serialize())
         return replace(saved, settings={**saved.settings, **self._settings()}).to_bytes()
 
