@@ -1,8 +1,8 @@
-"""Losses as weighted sums, so that averages over ranks and micro-batches come out right.
+"""Losses as weighted sums, so that averages over ranks and micro-batches are correct.
 
-A loss gives the *sum* over the elements that it counts, and their number, the *weight*. The mean is
-their quotient, taken once, after both were summed over everything that belongs to one step.
-Regression comes first, then classification.
+A loss returns the *sum* over the elements that it counts, and their number, the *weight*. Both are
+summed over all ranks and micro-batches of a step; the mean is the quotient of these sums.
+Losses of regression come first, then those of classification.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from mpishard.nn.layers.activations import sigmoid
 
 
 class Loss(ILossFunction):
-    """A loss of a prediction against a target. Like a layer, it holds no arrays.
+    """Base of losses, which compare a prediction with a target. Like a layer, a loss has no arrays.
 
-    ``forward(prediction, target, training)`` leaves both arrays as they are, accumulates its
-    sum in float64, and gives sum and weight 0.0 if there are no samples. What ``backward``
-    returns has the prediction's shape and dtype and belongs to the caller, who may overwrite
-    it; ``backward`` uses up ``saved``, so that it can be called once.
+    ``forward(prediction, target, training)`` changes neither array and accumulates its sum in
+    float64. It returns sum and weight 0.0 if there are no samples. ``backward`` returns an array of
+    the prediction's shape and dtype, which the caller may overwrite. It can be called only once for
+    each forward pass, because it overwrites ``saved``.
     """
 
 
 def check_real_target(owner: str, prediction_shape: tuple[int, ...], target: Array) -> None:
-    """Refuse targets of another shape than the prediction's: they are never broadcast.
+    """Refuse targets that are not real numbers or differ in shape from the prediction.
+
+    Targets are never broadcast.
 
     Raises
     ------
     TypeError
-        For an argument that is no array, and for a dtype that is not of real numbers.
+        If the target is not an array, or not one of real numbers.
     ValueError
-        If the shapes differ.
+        If the shapes differ, or have no dims.
     """
     array_namespace(target)
     if not prediction_shape or prediction_shape != target.shape:
@@ -48,22 +50,22 @@ def check_real_target(owner: str, prediction_shape: tuple[int, ...], target: Arr
 
 
 class _ErrorLoss(Loss):
-    """A function of prediction - target, averaged over output dims and summed over samples."""
+    """Base of losses of prediction - target, averaged over output dims and summed over samples."""
 
     @abstractmethod
     def _sum(self, error: Array) -> float:
-        """The function summed over all elements, in float64. May overwrite none of them."""
+        """Return the function's sum over all elements, in float64, and change no element."""
 
     @abstractmethod
     def _differentiate(self, error: Array, outputs: int) -> None:
-        """Overwrite each element with the function's slope there, divided by ``outputs``."""
+        """Overwrite each error with the function's slope at this error, divided by ``outputs``."""
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
     ) -> tuple[float, float, Any]:
-        """Prediction and target of one shape (N, ...); the weight is N.
+        """Return the sum for a prediction and a target of one shape (N, ...), and the weight N.
 
-        Saves the errors. Errors raised are those of `check_target`.
+        Save prediction - target. The errors raised are those of `check_target`.
         """
         self.check_target(prediction.shape, target)
         xp = array_namespace(prediction)
@@ -75,15 +77,15 @@ class _ErrorLoss(Loss):
                 prediction[rows], target[rows], out=None if errors is None else errors[rows],
                 dtype=prediction.dtype, casting="same_kind",
             )  # fmt: skip
-            total += self._sum(error)  # in float64: sums of many small errors keep their digits
+            total += self._sum(error)  # In float64, so that small terms of a large sum count.
         return total / outputs, float(prediction.shape[0]), (errors, outputs) if training else None
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
-        """Refuse targets as `check_real_target`: of another shape or not of real numbers."""
+        """Refuse a target of another shape, or not of real numbers: see `check_real_target`."""
         check_real_target(type(self).__name__, prediction_shape, target)
 
     def backward(self, saved: Any) -> Array:
-        """The slope at each element over the number of output elements of a sample."""
+        """Return the slope at each element, divided by the number of output elements per sample."""
         errors, outputs = saved
         self._differentiate(errors, outputs)
         return errors
@@ -92,7 +94,7 @@ class _ErrorLoss(Loss):
 class MSE(_ErrorLoss):
     """Squared error, (prediction - target)^2.
 
-    It is averaged over the output dims and summed over the samples, each of which weighs 1.
+    It is averaged over the output dims and summed over the samples. Each sample has weight 1.
     """
 
     def _sum(self, error: Array) -> float:
@@ -104,9 +106,9 @@ class MSE(_ErrorLoss):
 
 
 class MAE(_ErrorLoss):
-    """Absolute error, abs(prediction - target); its slope at 0 is taken as 0.
+    """Absolute error, abs(prediction - target), whose slope at 0 is taken as 0.
 
-    It is averaged over the output dims and summed over the samples, each of which weighs 1.
+    It is averaged over the output dims and summed over the samples. Each sample has weight 1.
     """
 
     def _sum(self, error: Array) -> float:
@@ -119,21 +121,21 @@ class MAE(_ErrorLoss):
 
 
 class Huber(_ErrorLoss):
-    """Squared for small errors, absolute for large ones, so that outliers count for less.
+    """Squared error for small errors, absolute error for large ones: outliers count for less.
 
-    For an error e: e^2 / 2 where abs(e) <= delta, else delta (abs(e) - delta / 2): Huber, "Robust
-    estimation of a location parameter", Ann. Math. Statist. 35, 1964, eq. 6. It is averaged over
-    the output dims and summed over the samples, each of which weighs 1.
+    For an error e it is e^2 / 2 if abs(e) <= delta, and delta (abs(e) - delta / 2) otherwise:
+    Huber, "Robust estimation of a location parameter", Ann. Math. Statist. 35, 1964, eq. 6. It is
+    averaged over the output dims and summed over the samples. Each sample has weight 1.
 
     Parameters
     ----------
     delta : float
-        Error at which the parabola ends, in units of the target.
+        Size of the error at which the parabola ends, in units of the target.
 
     Raises
     ------
     ValueError
-        For a delta that is not positive and finite.
+        If delta is not positive and finite.
     """
 
     def __init__(self, delta: float = 1.0) -> None:
@@ -156,27 +158,27 @@ class Huber(_ErrorLoss):
 
 
 class CrossEntropy(Loss):
-    """Negative log-likelihood of the target class under softmax of the logits.
+    """Negative log-likelihood of the target class under the softmax of the logits.
 
-    For logits z and target c: log(Z) - z_c with Z = sum_v exp(z_v), counted once for each target
-    that is not ignored (Bishop, "Pattern recognition and machine learning", 2006, eq. 4.108).
+    For logits z and target c it is log(Z) - z_c with Z = sum_v exp(z_v) (Bishop, "Pattern
+    recognition and machine learning", 2006, eq. 4.108). Each target has weight 1 unless ignored.
 
     Parameters
     ----------
     ignore_index : int
-        Targets of this value count for nothing.
+        Targets of this value add nothing to sum, weight and gradient.
     label_smoothing : float
-        The part e of the target distribution that is spread evenly over all V classes, the
-        target's among them: the loss becomes log(Z) - (1 - e) z_c - (e / V) sum_v z_v (Szegedy
-        et al., "Rethinking the inception architecture", 2016, arXiv:1512.00567, section 7).
+        Fraction e of the target distribution that is spread evenly over all V classes, including
+        the target's. The loss becomes log(Z) - (1 - e) z_c - (e / V) sum_v z_v (Szegedy et al.,
+        "Rethinking the inception architecture", 2016, arXiv:1512.00567, section 7).
     z_loss : float
-        Factor of log(Z)^2, which is added so that logits do not drift; 1e-4 in Chowdhery et al.,
-        "PaLM", 2022 (arXiv:2204.02311), section 5.
+        Factor of log(Z)^2, which is added so that the logits do not drift. Chowdhery et al.,
+        "PaLM", 2022 (arXiv:2204.02311), section 5, use 1e-4.
 
     Raises
     ------
     ValueError
-        For a label smoothing outside [0, 1), or a factor that is not finite and >= 0.
+        If the label smoothing is outside [0, 1), or the factor is not finite and >= 0.
     """
 
     def __init__(
@@ -193,10 +195,10 @@ class CrossEntropy(Loss):
     def forward(
         self, prediction: Array, target: Array, training: bool = True
     ) -> tuple[float, float, Any]:
-        """Logits of shape (..., V) against integer targets of shape (...).
+        """Return sum and weight for logits of shape (..., V) and integer targets of shape (...).
 
-        Saves the gradient itself, which takes the exponentials that the loss needs anyway.
-        Errors are those of `check_target`.
+        Save the gradient itself, because it is made of the exponentials that the loss needs anyway.
+        The errors raised are those of `check_target`.
         """
         xp = array_namespace(prediction)
         self.check_target(prediction.shape, target)
@@ -212,7 +214,8 @@ class CrossEntropy(Loss):
             exponentials = xp.subtract(
                 logits, largest, out=None if gradient is None else gradient[rows]
             )
-            # The mean of each row's logits under the target distribution.
+            # Here the exponentials are still logits minus the row's maximum. This is their mean
+            # under the target distribution.
             expected = exponentials[index]
             if self.label_smoothing:
                 expected *= 1.0 - self.label_smoothing
@@ -229,7 +232,7 @@ class CrossEntropy(Loss):
             total += float(xp.where(counted, losses, 0).sum(dtype=xp.float64))
             if gradient is not None:
                 exponentials *= xp.where(counted[:, None], slope / normalizer, 0)
-                # Now the target distribution is subtracted from each row that counts.
+                # The target distribution is subtracted from each row that is not ignored.
                 if self.label_smoothing:
                     evenly = self.label_smoothing / exponentials.shape[-1]
                     exponentials -= (evenly * counted).astype(exponentials.dtype)[:, None]
@@ -240,14 +243,14 @@ class CrossEntropy(Loss):
         return total, float(counted_N.sum()), saved
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
-        """Refuse targets that name no class.
+        """Refuse targets that are not classes.
 
         Raises
         ------
         TypeError
-            For an argument that is no array, and for any but an integer dtype.
+            If the target is not an array of an integer dtype.
         ValueError
-            For shapes that do not fit, or a target that is neither in [0, V) nor ignored.
+            If the shapes do not fit, or a target is neither in [0, V) nor ignored.
         """
         array_namespace(target)
         if not prediction_shape or target.shape != prediction_shape[:-1]:
@@ -266,25 +269,25 @@ class CrossEntropy(Loss):
             )
 
     def backward(self, saved: Any) -> Array:
-        """(1 + 2 z_loss log(Z)) softmax(z) minus the target distribution; 0 where ignored."""
+        """Return (1 + 2 z_loss log(Z)) softmax(z) minus the target distribution; 0 if ignored."""
         return saved
 
 
 class BinaryCrossEntropy(Loss):
     """Negative log-likelihood of yes-or-no targets under the logistic function of the logits.
 
-    For a logit z and a target t, 0, 1 or a probability between them: log(1 + exp(z)) - t z,
-    computed as max(z, 0) - t z + log(1 + exp(-abs(z))), which does not overflow (Bishop, "Pattern
-    recognition and machine learning", 2006, eq. 4.90). It is averaged over the output dims and
-    summed over the samples, each of which weighs 1.
+    For a logit z and a target t in [0, 1] it is log(1 + exp(z)) - t z (Bishop, "Pattern recognition
+    and machine learning", 2006, eq. 4.90). It is computed as max(z, 0) - t z + log(1 +
+    exp(-abs(z))), which does not overflow. It is averaged over the output dims and summed over the
+    samples. Each sample has weight 1.
     """
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
     ) -> tuple[float, float, Any]:
-        """Logits and targets of one shape (N, ...); the weight is N.
+        """Return the sum for logits and targets of one shape (N, ...), and the weight N.
 
-        Saves the gradient itself. Errors are those of `check_target`.
+        Save the gradient itself. The errors raised are those of `check_target`.
         """
         self.check_target(prediction.shape, target)
         xp = array_namespace(prediction)
@@ -308,14 +311,14 @@ class BinaryCrossEntropy(Loss):
         return total / outputs, float(prediction.shape[0]), gradient
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
-        """Refuse targets that are no probabilities.
+        """Refuse targets that are not probabilities.
 
         Raises
         ------
         TypeError
-            For an argument that is no array, and for a dtype that is not of real numbers.
+            If the target is not an array, or not one of real numbers.
         ValueError
-            If the shapes differ, or for a target outside [0, 1].
+            If the shapes differ, or a target is outside [0, 1].
         """
         check_real_target(type(self).__name__, prediction_shape, target)
         fits = (target >= 0) & (target <= 1)
@@ -326,5 +329,5 @@ class BinaryCrossEntropy(Loss):
             )
 
     def backward(self, saved: Any) -> Array:
-        """(s(z) - t) / (number of output elements per sample), with the logistic function s."""
+        """Return (s(z) - t) / (output elements per sample) with the logistic function s."""
         return saved

@@ -21,16 +21,16 @@ _GELU_CUBIC = 0.044715
 
 
 def sigmoid(x: Array, out: Array | None = None) -> Array:
-    """The logistic function 1 / (1 + exp(-x)), element by element.
+    """Return the logistic function 1 / (1 + exp(-x)) of each element.
 
-    Computed from exp(-abs(x)), which neither overflows nor loses small values to a sum with 1.
+    It is computed from exp(-abs(x)), which does not overflow and keeps the digits of small results.
 
     Parameters
     ----------
     x : Array
-        Floating, of any shape.
+        Floating-point array of any shape.
     out : Array, optional
-        Where to write; a new array where not given. May be ``x``.
+        Array for the result, which may be ``x``. If not given, a new array is made.
     """
     xp = array_namespace(x)
     small = xp.abs(x)
@@ -43,29 +43,33 @@ def sigmoid(x: Array, out: Array | None = None) -> Array:
 
 
 class _Activation(Layer):
-    """The part that the activations share: they keep the shape."""
+    """Base of the element-wise activations, whose output has the shape of their input."""
 
     category = LayerCategory.ACTIVATION
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The input's shape."""
+        """Return the input's shape."""
         return input_shape
 
 
 class ReLU(_Activation):
-    """Rectified linear unit, y = max(x, 0); its slope at 0 is taken as 0."""
+    """Rectified linear unit, y = max(x, 0), whose slope at 0 is taken as 0."""
 
     computes_bfloat16 = True
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Rectify; saves y, which the next layer mostly saves too."""
+        """Return max(x, 0) and save it.
+
+        The next layer usually saves the same array, so that this costs no memory.
+        """
         if x.dtype == BFLOAT16:
-            # By its bits: NumPy would convert each element to float32 and back.
+            # Bits are compared as integers, because NumPy would convert each element to float32.
             words = np.ascontiguousarray(x).view(np.uint16)
             y = np.empty_like(words)
             flat_words, flat_y = words.reshape(-1), y.reshape(-1)
             for part in chunks(flat_words):
-                # Flipping the sign makes -0 to -inf, 0x8000 to 0xFF80, the smallest; NaN stays.
+                # With the sign flipped, the words of -0 to -inf are 0x0000 to 0x7F80. All larger
+                # words are kept: positive numbers, +0, and NaN of either sign.
                 keeps = (flat_words[part] ^ np.uint16(0x8000)) > np.uint16(0x7F80)
                 np.multiply(flat_words[part], keeps, out=flat_y[part])
             y = y.view(x.dtype)
@@ -74,22 +78,22 @@ class ReLU(_Activation):
         return y, y if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """``dy`` where y > 0, in its place."""
+        """Set ``dy`` to 0 in place unless y > 0."""
         if dy.dtype == BFLOAT16:
             words = dy.view(np.int16)
-            words *= saved.view(np.int16) > 0  # the sign of bfloat16 is that of its bits
+            words *= saved.view(np.int16) > 0  # The sign of bfloat16 is also that of the integer.
         else:
             dy *= saved > 0
         return dy, None
 
 
 class _SavedOutput(_Activation):
-    """An activation whose slope is a function of its output, which it saves."""
+    """Base of activations whose slope is a function of the output, which they save."""
 
     computes_bfloat16 = True
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Squash; saves y."""
+        """Return y, in chunks that fit the cache, and save it."""
         flat_x = x.reshape(-1)
         flat_y = array_namespace(x).empty_like(flat_x)
         for part in chunks(flat_x):
@@ -101,10 +105,10 @@ class _SavedOutput(_Activation):
 
     @abstractmethod
     def _squash(self, x: Array, y: Array) -> None:
-        """Write the output of one chunk into y."""
+        """Write the output of one chunk to y."""
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """``dy`` times the slope, in its place."""
+        """Multiply ``dy`` by the slope in place."""
         flat_dy, flat_y = dy.reshape(-1), saved.reshape(-1)
         for part in chunks(flat_dy):
             d = wide(flat_dy[part])
@@ -114,7 +118,7 @@ class _SavedOutput(_Activation):
 
     @abstractmethod
     def _slope(self, y: Array) -> Array:
-        """Return dy/dx, given y."""
+        """Return dy/dx as a new array, given y."""
 
 
 class Tanh(_SavedOutput):
@@ -141,13 +145,13 @@ class Sigmoid(_SavedOutput):
 
 
 class _SavedSlope(_Activation):
-    """An activation whose forward pass saves its slope, as large as the input would be."""
+    """Base of activations whose forward pass saves the slope, an array of the input's size."""
 
     computes_bfloat16 = True
-    _loop: Callable[..., None] | None = None  # one of `mpishard.nn.passes`
+    _loop: Callable[..., None] | None = None  # Loop of `mpishard.nn.passes` for numba, if any.
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Activate; saves the slope dy/dx."""
+        """Return y and save the slope dy/dx."""
         xp = array_namespace(x)
         flat_x = x.reshape(-1)
         flat_y = xp.empty_like(flat_x)
@@ -168,10 +172,10 @@ class _SavedSlope(_Activation):
 
     @abstractmethod
     def _activate(self, x: Array, y: Array, slope: Array | None) -> None:
-        """Write y and, unless it is None, the slope of one chunk."""
+        """Write the output of one chunk to y, and its slope to ``slope`` unless that is None."""
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """``dy`` times the saved slope, in its place."""
+        """Multiply ``dy`` by the saved slope in place."""
         if not is_bfloat16(dy):
             dy *= saved.reshape(dy.shape)
             return dy, None
@@ -196,7 +200,7 @@ class SiLU(_SavedSlope):
     """
 
     def _activate(self, x: Array, y: Array, slope: Array | None) -> None:
-        """The slope is dy/dx = s + y (1 - s)."""
+        """Write y, and the slope dy/dx = s + y (1 - s)."""
         xp, s = array_namespace(x), sigmoid(x)
         xp.multiply(x, s, out=y)
         if slope is not None:
@@ -215,7 +219,7 @@ class GELU(_SavedSlope):
     _loop = staticmethod(passes.gelu)
 
     def _activate(self, x: Array, y: Array, slope: Array | None) -> None:
-        """With h = (1 + tanh(u))/2, so that y = x h, the slope is h + 2 y (1 - h) du/dx."""
+        """Write y = x h with h = (1 + tanh(u)) / 2, and the slope h + 2 y (1 - h) du/dx."""
         xp = array_namespace(x)
         square = x * x
         h = square * (_GELU_SLOPE * _GELU_CUBIC)
@@ -237,15 +241,15 @@ class GELU(_SavedSlope):
 class Softmax(Layer):
     """Softmax over the last dim: y_v = exp(x_v) / sum_u exp(x_u).
 
-    Bishop, "Pattern recognition and machine learning", 2006, eq. 4.62. It has no parameters. A
-    classifier that is trained with `CrossEntropy` needs none: that loss takes logits.
+    Bishop, "Pattern recognition and machine learning", 2006, eq. 4.62. It has no parameters.
+    Classifiers that are trained with `CrossEntropy` need no `Softmax`: that loss takes logits.
     """
 
     category = LayerCategory.ACTIVATION
     computes_bfloat16 = True
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The input's shape, whose last dim must not be empty."""
+        """Return the input's shape, whose last dim must be at least 1."""
         if not input_shape or input_shape[-1] == 0:
             raise ValueError(
                 f"Softmax needs an input with a last dim of at least 1, got {input_shape}"
@@ -253,7 +257,7 @@ class Softmax(Layer):
         return input_shape
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Normalise the exponentials of each row, its largest element taken off; saves y."""
+        """Return and save y. exp cannot overflow, as each row's maximum is subtracted first."""
         xp = array_namespace(x)
         x_NV = x.reshape(-1, x.shape[-1])
         y_NV = xp.empty_like(x_NV)
@@ -267,7 +271,7 @@ class Softmax(Layer):
         return y, y if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """With the row sums of y dy: y (dy - sum), in the place of ``dy``."""
+        """Overwrite ``dy`` with the input's gradient y_v (dy_v - sum_u y_u dy_u)."""
         xp = array_namespace(dy)
         y_NV = saved.reshape(-1, saved.shape[-1])
         dy_NV = dy.reshape(y_NV.shape)
@@ -280,17 +284,18 @@ class Softmax(Layer):
 
 
 class SwiGLU(Layer):
-    """y = a s(a) b for x = [a | b], with the logistic function s: `SiLU` of one half as a gate.
+    """Gated activation y = a s(a) b for x = [a | b], with the logistic function s.
 
-    Between a linear layer to 2 F outputs and one from F: Shazeer, "GLU variants improve
-    transformer", 2020 (arXiv:2002.05202), eq. 6.
+    `SiLU` of the first half is the gate of the second. The layer stands between a linear layer with
+    2 F outputs and one with F inputs: Shazeer, "GLU variants improve transformer", 2020
+    (arXiv:2002.05202), eq. 6.
     """
 
     category = LayerCategory.ACTIVATION
     computes_bfloat16 = True
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., 2 F) -> (..., F)."""
+        """Return (..., F) for the shape (..., 2 F)."""
         if not input_shape or input_shape[-1] == 0 or input_shape[-1] % 2:
             raise ValueError(
                 f"SwiGLU needs samples whose last dim is even, got sample shape {input_shape}"
@@ -298,7 +303,7 @@ class SwiGLU(Layer):
         return (*input_shape[:-1], input_shape[-1] // 2)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Gate x of shape (..., 2 F); saves x itself."""
+        """Map x of shape (..., 2 F) to y of shape (..., F), and save x itself."""
         xp = array_namespace(x)
         y_NF = xp.empty((x.size // x.shape[-1], x.shape[-1] // 2), dtype=x.dtype)
         x_N2F = x.reshape(-1, x.shape[-1])
@@ -311,7 +316,7 @@ class SwiGLU(Layer):
         return y_NF.reshape(*x.shape[:-1], y_NF.shape[1]), x if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The gradient of x: dy b s (1 + a (1 - s)) beside dy a s."""
+        """Return the gradient [dy b s (1 + a (1 - s)) | dy a s] of x = [a | b]."""
         xp = array_namespace(dy)
         dx = xp.empty(saved.shape, dtype=dy.dtype)
         dx_N2F, x_N2F = (array.reshape(-1, saved.shape[-1]) for array in (dx, saved))

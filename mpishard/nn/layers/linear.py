@@ -21,8 +21,8 @@ from mpishard.nn.layers.layer import (
 )
 from mpishard.nn.layers.products import add_column_sums, product
 
-# A weight gradient is made in blocks of at least so many output rows: fewer and the matrix
-# product packs x anew too often, more and the scratch block leaves the cache.
+# Minimum number of output rows per block of a weight gradient. The matrix product packs x once per
+# block, so that smaller blocks cost time. The scratch memory of larger blocks leaves the cache.
 _MINIMUM_BLOCK_ROWS = 256
 
 
@@ -34,11 +34,11 @@ class Linear(Layer):
     inputs, outputs : int
         Sizes I and O of the last dim of the input and of the output.
     bias : bool
-        Whether there is a bias b of shape (O,), first 0.
+        Add a bias b of shape (O,), initially 0, to each output row.
     initializer : Initializer, optional
-        Initializer of the weight W of shape (O, I); `kaiming_uniform` of I if not given.
+        Initializer of the weight W of shape (O, I). The default is `kaiming_uniform` of I.
     tied_to : str, optional
-        Full name of another parameter of shape (O, I) that serves as W.
+        Full name of another parameter of shape (O, I), which is used as W.
 
     Raises
     ------
@@ -73,7 +73,7 @@ class Linear(Layer):
         return self._parameters
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., inputs) -> (..., outputs)."""
+        """Return (..., outputs) for the shape (..., inputs)."""
         if not input_shape or input_shape[-1] != self.inputs:
             raise ValueError(
                 f"Linear({self.inputs}, {self.outputs}) needs an input whose last dim is "
@@ -82,33 +82,34 @@ class Linear(Layer):
         return (*input_shape[:-1], self.outputs)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """2 I O for each row, those of the product."""
+        """Return 2 I O for each row: the operations of the product without the bias."""
         return 2 * self.inputs * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Map x of shape (..., I) to (..., O); saves x itself."""
+        """Map x of shape (..., I) to y of shape (..., O), and save x itself."""
         x_NI = x.reshape(-1, self.inputs)
         y_NO = product(x_NI, p["weight"].T, bias=p["bias"] if self.bias else None)
         return y_NO.reshape(*x.shape[:-1], self.outputs), x if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The input's gradient dy W, of shape (..., I)."""
+        """Return the input's gradient dy W, of shape (..., I)."""
         dx_NI = product(dy.reshape(-1, self.outputs), p["weight"])
         return dx_NI.reshape(saved.shape), (saved, dy)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add dy^T x into the weight's gradient and the sum of dy into the bias's."""
+        """Add dy^T x to the weight's gradient, and the sum of dy's rows to the bias's gradient."""
         x, dy = pending
         x_NI = x.reshape(-1, self.inputs)
         dy_NO = dy.reshape(-1, self.outputs)
-        # A rank without samples adds nothing; `clear_unwritten` clears the gradient.
+        # A rank without samples adds nothing. `clear_unwritten` later clears a gradient that is
+        # still unwritten.
         if x_NI.shape[0] == 0:
             return
         dw_OI = unwritten(g, "weight")
         if dw_OI is not None:
             product(dy_NO.T, x_NI, dw_OI)
         else:
-            # Block by block, so that the product is added while it is in the cache.
+            # The product is made in blocks, so that each block is added while it is in the cache.
             dw_OI = g["weight"]
             xp = array_namespace(dw_OI)
             outputs, inputs = dw_OI.shape
@@ -124,11 +125,11 @@ class Linear(Layer):
 
 
 class FeatureLinear(Linear):
-    """`Linear` in which inactive input features count as 0.
+    """A `Linear` layer that treats inactive input features as 0.
 
-    Whatever an inactive feature holds, NaN too, the output does not depend on it, and neither
-    it nor its column of the weight has a gradient. At first all are active. Parameters and errors
-    are those of `Linear`.
+    The output does not depend on the values of inactive features, not even on NaN. The gradients
+    of these features, and of their columns of the weight, are 0. All features are active at first.
+    The parameters, and the errors raised, are those of `Linear`.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -145,12 +146,12 @@ class FeatureLinear(Linear):
         self._active = self.checked(indices)
 
     def checked(self, indices: Iterable[int]) -> frozenset[int]:
-        """These indices, if each is that of a feature.
+        """Return the indices as a set, or refuse them if one is not the index of a feature.
 
         Raises
         ------
         ValueError
-            For one that is not.
+            If an index is not an integer in [0, inputs).
         """
         chosen = list(indices)
         wrong = [index for index in chosen if not is_size(index, 0) or int(index) >= self.inputs]
@@ -161,15 +162,16 @@ class FeatureLinear(Linear):
         return frozenset(int(index) for index in chosen)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Map x of shape (..., I) to (..., O); saves x, masked where a feature is inactive."""
+        """Map x of shape (..., I) to y of shape (..., O), and save x with inactive features 0."""
         if len(self._active) < self.inputs:
-            # The input is the caller's, and a product with a zero weight would hand on its NaN.
+            # The input is copied because it belongs to the caller. Features become 0 and not their
+            # weights, because the product of NaN and 0 is NaN.
             x = x.copy()
             self._clear_inactive(x)
         return super().forward(p, x, context)
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The input's gradient, 0 for inactive features."""
+        """Return the input's gradient, which is 0 for inactive features."""
         dx, pending = super().backward_input(p, saved, dy)
         self._clear_inactive(dx)
         return dx, pending

@@ -1,7 +1,8 @@
 """Matrix products of the layers, in the dtype of their operands.
 
-float32 and float64 are NumPy's and CuPy's. bfloat16 is multiplied by the processor's unit, by way
-of `mpishard.onednn`, with sums in float32; without that, as float32, which holds each operand.
+NumPy or CuPy multiplies float32 and float64. The processor's unit for bfloat16 multiplies bfloat16,
+through `mpishard.onednn`, and sums in float32. Without that unit NumPy multiplies the operands as
+float32, which represents each of them exactly.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from mpishard.onednn import library
 
 
 def product(a: Array, b: Array, out: Array | None = None, *, bias: Array | None = None) -> Array:
-    """``a @ b + bias``.
+    """Return ``a @ b + bias``.
 
     Parameters
     ----------
     a, b : Array
         Operands of one dtype, of shapes (..., N, K) and (..., K, M).
     out : Array, optional
-        Result, of shape (..., N, M), in the operands' dtype; of bfloat16 operands float32 too. A
-        new array in the operands' dtype if not given.
+        Array for the result, of shape (..., N, M) and the operands' dtype. float32 is possible for
+        bfloat16 operands, too. If not given, a new array of the operands' dtype is made.
     bias : Array, optional
-        Shape (M,).
+        Vector of shape (M,) that is added to each row.
     """
     if a.dtype != BFLOAT16:
         y = array_namespace(a).matmul(a, b, out=out)
@@ -37,7 +38,7 @@ def product(a: Array, b: Array, out: Array | None = None, *, bias: Array | None 
         return y
     if out is None:
         out = np.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
-    # Each element is rounded once, after the bias is added.
+    # The bias is added before the result is rounded, so that each element is rounded only once.
     one = library()
     if one is not None and out.size and a.shape[-1]:
         one.multiply(a, b, out, bias)
@@ -52,8 +53,11 @@ def product(a: Array, b: Array, out: Array | None = None, *, bias: Array | None 
 
 
 def add_column_sums(total_O: Array, values_NO: Array) -> None:
-    """Add the sums over the first dim into ``total_O``, which may be wider than the values."""
-    # A product with ones: NumPy's sum over the first dim takes twice as long.
+    """Add the sums of ``values_NO`` over its first dim to ``total_O``.
+
+    The dtype of ``total_O`` may be wider than that of the values.
+    """
+    # The sums are a product with ones, because NumPy's sum over the first dim takes twice as long.
     ones = array_namespace(values_NO).ones((1, values_NO.shape[0]), values_NO.dtype)
     if values_NO.dtype != BFLOAT16:
         total_O += ones[0] @ values_NO
@@ -62,16 +66,18 @@ def add_column_sums(total_O: Array, values_NO: Array) -> None:
     total_O += product(ones, values_NO, sums)[0]
 
 
-@functools.cache  # once in a process
+@functools.cache  # A process measures each dtype and size once.
 def products_per_second(dtype: DTypeLike, size: int = 256) -> float:
-    """Floating-point operations a second of a product of two square matrices, the best of five.
+    """Measure the floating-point operations per second of a product of two square matrices.
+
+    The result is that of the fastest of five products.
 
     Parameters
     ----------
     dtype : dtype
-        Of operands and result: float32, or bfloat16 as `product` computes it.
+        The dtype of operands and result, such as float32 or bfloat16.
     size : int
-        Rows and columns.
+        Number of rows, and of columns, of each matrix.
     """
     a, b, out = (np.ones((size, size), dtype) for _ in range(3))
     best = float("inf")
