@@ -24,6 +24,15 @@ LONG = np.ones(5000)
 SAMPLE = tuple(dtype for dtype in DTYPES if dtype.name in ("bool", "bfloat16", "float64"))
 
 
+def raising_rank_without_stderr():
+    """The descriptor is closed, as daemons do, and the next file that is opened would get it."""
+    backend = mpishard.init()
+    if backend.rank == 1:
+        os.close(2)
+        raise ValueError("nobody can read this")
+    backend.barrier()
+
+
 def raising_rank():
     backend = mpishard.init()
     backend.all_reduce(LONG)

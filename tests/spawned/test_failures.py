@@ -69,6 +69,16 @@ def test_what_was_printed_before_is_not_lost():
 
 
 @needs_mpi
+@pytest.mark.parametrize("by_run", [False, True])
+def test_a_rank_without_stderr_is_reported_too(by_run):
+    ended = job("raising_rank_without_stderr", by_run=by_run)
+    assert ended.code == 1, ended
+    said = ended.err if by_run else ended.out
+    assert "rank 1 of 2 failed before any collective; the job ends\n" in said, ended
+    assert "ValueError: nobody can read this" in said, ended
+
+
+@needs_mpi
 def test_a_rank_that_left_can_be_survived():
     ended = job("leaving_is_caught", 3)
     assert ended.code == 0, ended

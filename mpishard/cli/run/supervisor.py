@@ -33,6 +33,7 @@ from mpishard.cli.run.resizing import Resizing
 from mpishard.cli.wording import counted, say
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import PAGE_BYTES, RankState, records_in
+from mpishard.communication.failure.abort import UNSAID
 
 _GRACE_SECONDS = 3.5
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
@@ -214,6 +215,10 @@ class Supervisor:
 
     def _judge(self, launcher_code: int, seconds: float) -> Outcome:
         processes, records = self._processes, records_in(self._folder)
+        with suppress(OSError):  # no rank has left any
+            text = (self._folder / UNSAID).read_text(errors="replace")
+            sys.stderr.write(text)
+            sys.stderr.flush()
         remove_shared_memory(records)
         logs = RankLogs.of_job(records)
         end = JobEnd(

@@ -34,8 +34,10 @@ _LAUNCHER_SECONDS = 1.5
 _CALLS = 3
 """Number of collectives that the report of a failure shows."""
 _CALLS_DESCRIBED = 10
-STDERR = 2
-"""The descriptor of stderr, also if the script has replaced ``sys.stderr``."""
+STDOUT, STDERR = 1, 2
+"""The descriptors of stdout and stderr, also if the script has replaced ``sys.stderr``."""
+UNSAID = "unsaid"
+"""File in a job's folder with the text that ranks without stderr would have printed."""
 _BROKEN = (OSError, ValueError, AttributeError)
 """The errors of a stream that is broken, closed, or a user's object with few methods."""
 
@@ -303,13 +305,25 @@ def flush_output() -> None:
 
 
 def say(text: str) -> None:
-    """Print ``text`` to stderr, even if the script has replaced or closed that."""
+    """Print ``text`` to stderr, even if the script has replaced that.
+
+    If its descriptor is closed, `mpishard run` prints it. Without that it goes to stdout.
+    """
     try:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
     except _BROKEN:
-        with suppress(OSError):  # stderr itself is closed
-            os.write(STDERR, f"{text}\n".encode(errors="replace"))
+        data = f"{text}\n".encode(errors="replace")
+        try:
+            os.write(STDERR, data)
+        except OSError:
+            folder = settings.job_folder()
+            if folder is None or not folder.is_dir():  # it may be on another machine
+                with suppress(OSError):  # closed, too: nobody wants to know
+                    os.write(STDOUT, data)
+                return
+            with suppress(OSError), (folder / UNSAID).open("ab") as file:
+                file.write(data)
 
 
 def launched_ending() -> Ending:
@@ -326,7 +340,12 @@ def _set_deadline(code: int) -> None:
     deadline = threading.Timer(_DEADLINE_SECONDS, os._exit, (code,))
     deadline.daemon = True
     null = os.open(os.devnull, os.O_WRONLY)
-    # Python raises RuntimeError while it ends, and if the user may not have another thread.
+    if null <= STDERR:  # closed by the script: the report would go there
+        import fcntl  # not on every system that only trains in memory
+
+        lowest, null = null, fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, STDERR + 1)
+        os.close(lowest)
+    # Python starts no thread while it ends, and none if the user may have no more of them.
     with suppress(RuntimeError):
         faulthandler.dump_traceback_later(_DEADLINE_SECONDS + 0.5, exit=True, file=null)
     with suppress(RuntimeError):
