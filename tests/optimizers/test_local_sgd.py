@@ -102,9 +102,8 @@ def test_many_steps_are_the_textbooks(backend, rule, has_outer):
     if backend.rank == 0:
         expected = textbook(rule, has_outer, backend.world_size, steps)
         np.testing.assert_allclose(everyones, expected, rtol=0, atol=1e-12)
-        assert (
-            backend.world_size == 1 or (everyones[0] != everyones[1]).any()
-        )  # a period is under way
+        # The last period is not over.
+        assert backend.world_size == 1 or (everyones[0] != everyones[1]).any()
     assert optimizer.steps == steps
     optimizer.settle()
     everyones = backend.all_gather(model.local_parameter_shard[None].copy())
