@@ -56,9 +56,9 @@ SPARED = {
 # What no check reaches is for tests of its own, by function and text.
 _RESUME = "optimizers/test_resume.py"
 _LATE = "optimizers/test_async_sgd.py"
-_FIFTY_LATE = f"{_LATE}::test_fifty_steps_are_the_textbooks_on_every_rank"
+_MANY_LATE = f"{_LATE}::test_many_steps_are_the_textbooks_on_every_rank"
 _DROPPED = f"{_LATE}::test_a_buffer_is_written_to_when_its_dropped_message_has_ended"
-_COMPRESSED = "optimizers/test_compression.py::test_fifty_steps_are_the_textbooks"
+_COMPRESSED = "optimizers/test_compression.py::test_many_steps_are_the_textbooks"
 TESTED = {
     ("Engine.update_again", "self.world.all_reduce(squared)"):
         f"{_LATE}::test_what_is_pending_is_applied_as_by_later_steps",
@@ -71,8 +71,8 @@ TESTED = {
     ("ExchangedGradients.finish", "self._inner.finish()"): _COMPRESSED,
     ("DelayedSums.exchange", "self._stale[0].wait()"): _DROPPED,
     ("DelayedSums.expect", "self._stale.pop().wait()"): _DROPPED,
-    ("DelayedSums.exchange", "self.across.all_reduce_async(array)"): _FIFTY_LATE,
-    ("DelayedSums.exchange", "work.wait()"): _FIFTY_LATE,
+    ("DelayedSums.exchange", "self.across.all_reduce_async(array)"): _MANY_LATE,
+    ("DelayedSums.exchange", "work.wait()"): _MANY_LATE,
     ("_StaleState.wait_for_slow_ranks", "self._next_message(rank).wait()"):
         "optimizers/test_stale_synchronous.py::test_the_replay_of_what_arrived_is_the_textbooks",
     ("DelayedState.apply_pending",

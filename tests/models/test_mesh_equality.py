@@ -101,6 +101,16 @@ def candidates(world_size: int) -> Any:
     return np.column_stack([mesh, divided, *drawn])
 
 
+def costs(rows: Any) -> Any:
+    """Estimate the processor time of each row, in multiples of the cheapest row of one rank."""
+    column = dict(zip(NAMES, rows.T, strict=True))
+    of_tokens = np.isin(column["kind"], [FACTORS["kind"].index(kind) for kind in ("gpt", "tied")])
+    batches = np.where(column["accumulation"] == 0, 1, 2)  # three, each a third as large
+    micro_batches = np.array(FACTORS["micro_batches"])[column["micro_batches"]] ** 0.4
+    ranks = column["pipeline"] * column["tensor"] * column["replicas"]
+    return ranks * (1 + of_tokens) * batches * micro_batches * (1 + 0.5 * (column["tensor"] > 1))
+
+
 @functools.cache
 def sample() -> list[tuple[Any, ...]]:
     """Rows in which all pairs meet that do something.
@@ -108,9 +118,10 @@ def sample() -> list[tuple[Any, ...]]:
     In each world there is every mesh, and in those that run under MPI too every size of an axis
     meets what it decides. In all worlds together that is so of every size, and of the axes that
     are divided together, and every two values of two factors meet. Greedily: always the candidate
-    in which most pairs meet that have not yet met.
+    in which most pairs meet that have not yet met, for its cost.
     """
     drawn = {w: candidates(w) for w in WORLDS}
+    cost = {w: costs(rows) for w, rows in drawn.items()}
     shared = {w: pair_numbers(rows, OF_ALL_WORLDS) for w, rows in drawn.items()}
     missing = np.zeros(16**4, bool)
     for w, numbers in shared.items():
@@ -130,12 +141,13 @@ def sample() -> list[tuple[Any, ...]]:
         missing_here[own] = True
         missing_here[0] = False
         while (gain := missing_here[own].sum(axis=1)).any():
-            best = (100 * gain + missing[shared[w]].sum(axis=1)).argmax()
+            both = np.where(gain, 100 * gain + missing[shared[w]].sum(axis=1), 0)
+            best = (both / cost[w]).argmax()
             missing_here[own[best]] = False
             choose(w, best)
     while missing.any():  # where it costs least: 4 has most rows of its own, and under MPI too
-        gains = {w: missing[shared[w]].sum(axis=1) for w in WORLDS if w != 4}
-        w = max(gains, key=lambda w: gains[w].max() / w)
+        gains = {w: missing[shared[w]].sum(axis=1) / cost[w] for w in WORLDS if w != 4}
+        w = max(gains, key=lambda w: gains[w].max())
         choose(w, gains[w].argmax())
     return chosen
 

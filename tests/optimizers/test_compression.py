@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from computed_once import computed_once
 from layouts import wrap
+from textbook_steps import steps_for
 
 import mpishard as ms
 from mpishard import nn
@@ -303,15 +304,16 @@ ROWS = [
 
 @pytest.mark.parametrize(("world_size", "layout", "method"), ROWS)
 @in_worlds()
-def test_fifty_steps_are_the_textbooks(backend, method, layout):
+def test_many_steps_are_the_textbooks(backend, method, layout):
     size = backend.world_size
     rule = "sgd" if size % 2 else "adam"
     start = 10 if size in (2, 6) else 0
     model, optimizer = build(
         backend, method, rule, unit=1 if rule == "sgd" else 40, layout=layout, start_step=start
     )
-    found = train(model, optimizer, range(50))
-    expected, book, places = train_textbook(method, rule, model, 50, start_step=start)
+    steps = steps_for(size)
+    found = train(model, optimizer, range(steps))
+    expected, book, places = train_textbook(method, rule, model, steps, start_step=start)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
     assert (backend.all_gather(found[None]) == found).all()
     require_equal_copies(model)
@@ -426,17 +428,17 @@ in_layouts = pytest.mark.parametrize(
 
 
 @by_method
-@pytest.mark.parametrize("start_step", [0, 5])
+@pytest.mark.parametrize("start_step", [0, 3])
 @in_layouts
 @in_worlds()
 def test_a_checkpoint_has_the_errors_of_each_rank(backend, method, start_step, layout, shared_path):
     model, optimizer = build(backend, method, layout=layout, start_step=start_step)
-    train(model, optimizer, range(4))
-    ms.checkpoint.save(shared_path / "at4", model, optimizer)
-    expected = train(model, optimizer, range(4, 8))
+    train(model, optimizer, range(2))
+    ms.checkpoint.save(shared_path / "at2", model, optimizer)
+    expected = train(model, optimizer, range(2, 5))
     again, other = build(backend, method, layout=layout, start_step=start_step)
-    ms.checkpoint.load(shared_path / "at4", again, other)
-    assert train(again, other, range(4, 8)).tobytes() == expected.tobytes()
+    ms.checkpoint.load(shared_path / "at2", again, other)
+    assert train(again, other, range(2, 5)).tobytes() == expected.tobytes()
     for name in ("own", "reduced"):
         mine, expected = (getattr(o._state.errors, name) for o in (other, optimizer))
         assert mine.tobytes() == expected.tobytes()
@@ -466,38 +468,56 @@ def test_a_checkpoint_of_a_model_with_frozen_parameters(
     assert (whole != plain().get_parameters()).any()
 
 
-@by_method
-def test_another_layout_of_ranks_takes_the_same_sum_of_errors(method, tmp_path):
-    def errors(backend, layout, *, write=False):
-        model, optimizer = build(backend, method, layout=layout)
-        if write:
-            train(model, optimizer, range(3))
-            ms.checkpoint.save(tmp_path / "run", model, optimizer)
-        else:
-            ms.checkpoint.load(tmp_path / "run", model, optimizer)
-        state, sums = optimizer._state, []
-        for kind in ("own", "reduced"):
-            # All replicas' in the model's vector, each element of a replica once.
-            full = np.zeros(model.parameter_count)
-            vector, pieces = (getattr(state.errors, name) for name in (kind, kind + "_pieces"))
-            for region, values in state._regions_of(vector, pieces, writes=True):
-                entry = next(e for e in model.engine.placement.entries if e.name == region.name)
-                put_region(values, region, full[entry.start : entry.stop].reshape(entry.shape))
-            sums.append(backend.all_reduce(full))
-        kept = state.errors.factors if layout == "ddp" else {}
-        return np.concatenate([*sums, *(kept[name].ravel() for name in sorted(kept))])
+def sums_of_errors(backend, method, layout, *, write=None, read=None):
+    """Return the sums of all ranks' errors, as a checkpoint has them. Collective."""
+    model, optimizer = build(backend, method, layout=layout)
+    if write:
+        train(model, optimizer, range(3))
+        ms.checkpoint.save(write, model, optimizer)
+    else:
+        ms.checkpoint.load(read, model, optimizer)
+    state, sums = optimizer._state, []
+    for kind in ("own", "reduced"):
+        # All replicas' in the model's vector, each element of a replica once.
+        full = np.zeros(model.parameter_count)
+        vector, pieces = (getattr(state.errors, name) for name in (kind, kind + "_pieces"))
+        for region, values in state._regions_of(vector, pieces, writes=True):
+            entry = next(e for e in model.engine.placement.entries if e.name == region.name)
+            put_region(values, region, full[entry.start : entry.stop].reshape(entry.shape))
+        sums.append(backend.all_reduce(full))
+    kept = state.errors.factors if layout == "ddp" else {}
+    return np.concatenate([*sums, *(kept[name].ravel() for name in sorted(kept))])
 
-    for written in ("fsdp/2", "ddp", "1x2x2 fsdp"):
-        size = 8 if "x" in written else 4
-        expected = ms.run_in_threads(size, lambda b, on=written: errors(b, on, write=True))[0]
-        assert expected.any()
-        for size, layout in (
-            (1, "ddp"), (3, "ddp"), (5, "ddp"), (4, "fsdp/2"), (6, "zero1/3"), (4, "1x2"),
-            (4, "1x2x2 fsdp"),
-        ):  # fmt: skip
-            for found in ms.run_in_threads(size, errors, layout):
-                count = min(len(found), len(expected))  # without factors, if one has none
-                np.testing.assert_allclose(found[:count], expected[:count], rtol=0, atol=1e-13)
+
+@pytest.fixture(scope="module")
+def written_errors(tmp_path_factory):
+    """A function that returns a checkpoint with errors, and their sums."""
+
+    @computed_once
+    def write(method, size, layout):
+        path = tmp_path_factory.mktemp("errors") / "run"
+        return path, ms.run_in_threads(size, sums_of_errors, method, layout, write=path)[0]
+
+    return write
+
+
+@by_method
+@pytest.mark.parametrize("written", [(4, "fsdp/2"), (4, "ddp"), (8, "1x2x2 fsdp")])
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (1, "ddp"), (3, "ddp"), (5, "ddp"), (4, "fsdp/2"), (6, "zero1/3"), (4, "1x2"),
+        (4, "1x2x2 fsdp"),
+    ],
+)  # fmt: skip
+def test_another_layout_of_ranks_takes_the_same_sum_of_errors(
+    written_errors, written, size, layout, method
+):
+    path, expected = written_errors(method, *written)
+    assert expected.any()
+    for found in ms.run_in_threads(size, sums_of_errors, method, layout, read=path):
+        count = min(len(found), len(expected))  # without factors, if one has none
+        np.testing.assert_allclose(found[:count], expected[:count], rtol=0, atol=1e-13)
 
 
 def test_errors_that_other_ranks_have_left_arrive(tmp_path):

@@ -136,7 +136,7 @@ WAYS = [  # exchange, fragments, overlap, outer
 
 @pytest.mark.parametrize(("exchange", "fragments", "overlap", "outer"), WAYS)
 @in_worlds(2, 3)
-def test_fifty_steps_are_the_textbooks(backend, exchange, fragments, overlap, outer):
+def test_many_steps_are_the_textbooks(backend, exchange, fragments, overlap, outer):
     model, optimizer = build(
         backend, outer=outer, exchange=exchange, fragments=fragments, overlap=overlap
     )

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from computed_once import computed_once
+from textbook_steps import steps_for
 
 import mpishard as ms
 from mpishard import nn
@@ -72,13 +73,14 @@ def textbook(size, world, steps, period, outer):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @in_worlds(2, 4, 6)
-def test_fifty_steps_are_the_textbooks(backend, strategy):
+def test_many_steps_are_the_textbooks(backend, strategy):
     outer = SGD(0.7, momentum=0.9, nesterov=True) if strategy != "zero1" else None
     size = 3 if backend.world_size == 6 else 2
     model, optimizer = build(backend, strategy, SGD(1e-3, momentum=0.9), 4, size=size, outer=outer)
-    for step in range(50):
+    steps = steps_for(backend.world_size)
+    for step in range(steps):
         optimizer.step(model, *share(step, backend.rank, backend.world_size))
-    expected = textbook(size, backend.world_size, 50, 4, outer)
+    expected = textbook(size, backend.world_size, steps, 4, outer)
     mine = model.get_parameters()
     np.testing.assert_allclose(mine, expected[backend.rank // size], rtol=0, atol=1e-12)
     optimizer.settle()
@@ -93,7 +95,7 @@ def test_a_period_of_one_with_descent_is_ddp(backend, strategy):
     model, optimizer = build(backend, strategy, SGD(0.05), 1)
     config = ms.ShardingConfiguration(backend)
     other, exact = ms.DDPModel(plain(), config), ms.DDPOptimizer(SGD(0.05), config)
-    for step in range(50):
+    for step in range(20):
         batch = share(step, backend.rank, backend.world_size)
         losses = optimizer.step(model, *batch), exact.step(other, *batch)
         np.testing.assert_allclose(*losses, rtol=1e-12)
@@ -304,7 +306,7 @@ def test_a_pipeline_stage_may_be_frozen_as_a_whole(backend):
     assert (after != before).tolist() == [False] * (model.parameter_count - 27) + [True] * 27
 
 
-def fifty_steps(backend, mesh, inside, options):
+def many_steps(backend, mesh, inside, options):
     outer = None if inside == "ddp" else NESTEROV
     model, optimizer = build_mesh(
         backend, mesh, SGD(1e-3, momentum=0.9), outer=outer, inside=inside, **options
@@ -315,8 +317,9 @@ def fifty_steps(backend, mesh, inside, options):
     told = model.get_model_metadata().properties
     place = (replicas, model.mesh.replica_rank) if replicas > 1 else (None, None)
     assert (told.get("ReplicaCount"), told.get("ReplicaRank")) == place
-    mine = train(model, optimizer, range(50))
-    expected = textbook(mesh[2], model.data_size, 50, 4, outer)
+    steps = steps_for(backend.world_size)
+    mine = train(model, optimizer, range(steps))
+    expected = textbook(mesh[2], model.data_size, steps, 4, outer)
     np.testing.assert_allclose(mine, expected[model.mesh.replica_rank], rtol=0, atol=1e-12)
     if inside == "fsdp":  # each replica is sharded over all its ranks
         mesh_ranks = model.mesh.together.all_gather(np.array([model.local_parameter_shard.size]))
@@ -330,13 +333,13 @@ def fifty_steps(backend, mesh, inside, options):
 
 @on_meshes
 @in_worlds()
-def test_fifty_steps_of_meshes_are_the_textbooks(backend, mesh, inside, options):
-    fifty_steps(backend, mesh, inside, options)
+def test_many_steps_of_meshes_are_the_textbooks(backend, mesh, inside, options):
+    many_steps(backend, mesh, inside, options)
 
 
 @pytest.mark.parametrize(("mesh", "inside", "options"), IN_THREE_AXES)
-def test_fifty_steps_of_replicas_with_three_axes_are_the_textbooks(mesh, inside, options):
-    ms.run_in_threads(8, fifty_steps, mesh, inside, options)
+def test_many_steps_of_replicas_with_three_axes_are_the_textbooks(mesh, inside, options):
+    ms.run_in_threads(8, many_steps, mesh, inside, options)
 
 
 def steps_of_one_period(backend, mesh, inside, options):
