@@ -95,13 +95,6 @@ def checkpoint_to_resume(
     return newest
 
 
-def _ignores_own_folder(data: OptimizationInputData) -> bool:
-    """Return whether the script, started again, would not continue from its own checkpoints."""
-    if data.resume is None or isinstance(data.resume, bool):
-        return data.resume is False
-    return CheckpointFolder(data.resume).path != folder_of(data).path
-
-
 class RunCheckpoints:
     """The saves of one run, one at a time.
 
@@ -128,8 +121,13 @@ class RunCheckpoints:
         self._on_saved = on_saved
         self.folder = folder_of(data)
         self._rank = backend.rank
-        self._begins_anew = f"resume={data.resume!r}" if _ignores_own_folder(data) else ""
-        if self._begins_anew:
+        # The setting that keeps the same script, started again, from continuing this run.
+        self._begins_anew = ""
+        if data.resume is False or (
+            not isinstance(data.resume, bool | None)
+            and CheckpointFolder(data.resume).path != self.folder.path
+        ):
+            self._begins_anew = f"resume={data.resume!r}"
             allowed_ranks = 0, 0  # a run of any number of ranks would begin anew
         elif data.local_data:
             allowed_ranks = backend.world_size, backend.world_size
