@@ -173,8 +173,8 @@ class ShardingConfiguration:
         another type.
     ValueError
         If ``learning_rate`` is not above 0, the group size is below 1, ``gradient_leaves`` is not a
-        power of two, ``precision`` is another one, ``replica_size`` does not divide the world, or
-        "node" is given and the nodes do not each have the same number of consecutive ranks.
+        power of two, or ``precision`` is another one. If ``replica_size`` does not divide the
+        world, or is "node" and the nodes do not each have the same number of consecutive ranks.
     """
 
     def __init__(

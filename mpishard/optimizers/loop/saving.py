@@ -312,9 +312,9 @@ def check_position(
     Raises
     ------
     ValueError
-        If there is no position of a training loop, the order of samples would differ, each
-        rank brought its own data and the number of ranks is another now, or the names of the
-        user's own state differ.
+        If there is no position of a training loop, the order of samples would differ, or the names
+        of the user's own state differ. If each rank had its own data, and the number of ranks is
+        another now.
     FileNotFoundError, CheckpointError
         As `CheckpointReader`.
     """
