@@ -296,6 +296,7 @@ class _StaleState(ModelState):
         """Send this rank's gradient to the owners, and update the piece that this rank owns."""
         engine, rank = self.engine, self.model.rank
         assert isinstance(engine.gradients, ReplicatedGradients)
+        # Replicas differ from now on until `settle`, even if this batch has no samples.
         engine.replicas.drift(1.0)
         self.clocks[rank] += 1
         self._take_what_has_come()
