@@ -94,9 +94,9 @@ class ParquetColumns:
     KeyError
         If a file has no such column, naming those that it has.
     ValueError
-        If no column is named, a file is not a Parquet file, columns have samples of different
-        shapes, a file has values that the dtype of the first rows cannot hold, or a column has
-        missing values, lists of different lengths, or values that are not numbers.
+        If no column is named, or a file is not a Parquet file. For columns with samples of
+        different shapes, and files with values that the dtype of the first rows cannot hold. If a
+        column has missing values, lists of different lengths, or values that are not numbers.
     """
 
     def __init__(self, path: Any, columns: str | Sequence[str]) -> None:

@@ -306,6 +306,7 @@ class OwnRun:
         before = {name: state.copy() for name, state in self.state.items()}
         self._segments = segments
         self._update(rule, vector, gradients, self.state, self.steps)
+        # A copy, because the caller may change its array, and `reverse` compares it.
         self._before, self.gradients = before, gradients.copy()
         self.steps += 1
 

@@ -173,8 +173,8 @@ class ShardingConfiguration:
         another type.
     ValueError
         If ``learning_rate`` is not above 0, the group size is below 1, ``gradient_leaves`` is not a
-        power of two, ``precision`` is another one, ``replica_size`` does not divide the world, or
-        "node" is given and the nodes do not each have the same number of consecutive ranks.
+        power of two, or ``precision`` is another one. If ``replica_size`` does not divide the
+        world, or is "node" and the nodes do not each have the same number of consecutive ranks.
     """
 
     def __init__(
@@ -214,6 +214,7 @@ class ShardingConfiguration:
         self._replica_size = self._checked_replica_size(replica_size)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # A misspelled choice would otherwise be set, and have no effect.
         require_attribute(self, name, vars(ShardingConfiguration))
         super().__setattr__(name, value)
 
@@ -335,6 +336,8 @@ class ShardingConfiguration:
     allow_nonfinite: bool = _choice(
         "allow_nonfinite", as_flag, "True if training continues after an infinite or NaN loss."
     )
+
+    # The backend compares calls, so that it holds this choice.
 
     @property
     def check_collectives(self) -> bool:

@@ -108,7 +108,7 @@ class Placement:
     own_length : int
         Length of this rank's own flat vector.
     is_whole : bool
-        Whether the rank's own flat vector is the model's.
+        Whether the rank's own flat vector is the model's, and the rank counts and writes all of it.
 
     Raises
     ------
@@ -125,6 +125,7 @@ class Placement:
         # A cache, because checkpoints cut the same ranges at each save.
         self._cuts: dict[tuple[int, int, bool], list[tuple[Region, slice]]] = {}
         self._origin = {entry.name: entry for entry in self.entries}
+        # A tensor rank may hold whole parameters, and leave counting or writing to another one.
         self.is_whole = [held.entry for held in self.slices] == list(self.entries) and all(
             held.is_counted and held.written_range == (held.entry.start, held.entry.stop)
             for held in self.slices
@@ -190,6 +191,7 @@ class Placement:
         part : slice
             Its indices in the range.
         """
+        # By bisection, because a rank may hold thousands of slices, and most ranges are short.
         for held in itertools.islice(self.slices, bisect.bisect_right(self._stops, start), None):
             position = held.entry.start
             if position >= stop:

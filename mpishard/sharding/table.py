@@ -195,6 +195,7 @@ class Unit:
     def entries_of(self, entries: Sequence[ParameterEntry]) -> list[ParameterEntry]:
         """Return those of ``entries``, which are in flat order, that lie in the unit."""
         first = bisect_left(entries, self.start, key=_start)
+        # `bisect_right`, because a parameter without elements may lie at the unit's end.
         last = bisect_right(entries, self.stop, key=_start)
         return [entry for entry in entries[first:last] if entry.stop <= self.stop]
 

@@ -302,3 +302,32 @@ def test_goes_on_with_the_state_of_an_optimizer_that_waits(backend):
             np.testing.assert_array_equal(
                 own[piece.in_shard], waiting.state[name][piece.start : piece.stop]
             )
+
+
+class Halves:
+    """A black box of float16 whose mean gradient is 1/64."""
+
+    def __init__(self):
+        self.theta = np.zeros(6, np.float16)
+
+    def get_parameters(self):
+        return self.theta
+
+    def set_parameters(self, theta):
+        self.theta = theta
+
+    def compute_loss_and_gradients(self, x, y):
+        return 1.0, np.full(6, 1 / 64, np.float16)
+
+
+@in_worlds(2)
+def test_ranks_with_parameters_of_16_bits_count_more_steps_than_such_numbers_can(backend):
+    model, optimizer = build(backend, SGD(1.0), model=Halves())
+    optimizer.bind(model)
+    optimizer._state.clocks = [70_000, 70_000]
+    optimizer.step(model, np.zeros(3), None)
+    while optimizer.clocks != (70_001, 70_001):
+        assert not optimizer._state._closed
+        optimizer._state.wait_for_slow_ranks()
+    optimizer.settle()
+    np.testing.assert_allclose(model.get_parameters(), -1 / 64, rtol=0.01)

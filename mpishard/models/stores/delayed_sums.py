@@ -75,7 +75,14 @@ class DelayedSums(SumExchange):
         self._await(self._next)
         vector = self._ring[self._next]
         for part, array in zip(self.parts, values, strict=True):
-            _swap(vector[part.piece.in_shard], array)
+            own = vector[part.piece.in_shard]
+            # In chunks, so that no more memory than a chunk's is needed.
+            step = chunk_length(own)
+            for start in range(0, int(own.size), step):
+                place = slice(start, start + step)
+                kept = own[place].copy()
+                own[place] = array[place]
+                array[place] = kept
 
     def take_oldest(self, values: Sequence[Array]) -> None:
         """Write the oldest pending sums to ``values``. Collective."""
@@ -120,13 +127,3 @@ class DelayedSums(SumExchange):
             self._stale += works
             works.clear()
         self.pending = 0
-
-
-def _swap(first: Array, second: Array) -> None:
-    """Exchange two vectors in chunks, with no other memory than a chunk's."""
-    step = chunk_length(first)
-    for start in range(0, int(first.size), step):
-        part = slice(start, start + step)
-        kept = first[part].copy()
-        first[part] = second[part]
-        second[part] = kept

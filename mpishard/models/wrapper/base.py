@@ -130,6 +130,7 @@ class ShardedModelBase(IShardedModel):
     policy: Policy
     strategy: ClassVar[str]
     engine: Engine
+    """The one way in which the parameters change; after `close` every use of it raises."""
     _remembered: tuple[weakref.ref[Any], int] | None = None
 
     def __init__(self, wrapped_model: Any, config: ShardingConfiguration) -> None:
@@ -691,6 +692,7 @@ class ShardedModelBase(IShardedModel):
         if is_owned_by(self._wrapped_model, self):
             self.engine.abandon()
             give_up_ownership(self._wrapped_model, self)
+        # Dropping the engine frees its memory, unless a shallow copy shares it.
         self.engine = cast("Engine", _ClosedEngine(type(self).__name__))
 
     # ---------------------------------------------------------------------------- files and bytes

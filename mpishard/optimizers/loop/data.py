@@ -158,6 +158,7 @@ class OptimizationInputData:
     callbacks: Sequence[Any] = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # A misspelled argument would otherwise be set, and have no effect.
         require_attribute(self, name, self.__dataclass_fields__)
         super().__setattr__(name, value)
 

@@ -201,6 +201,7 @@ class Regression:
     def total(self, backend: CommunicationBackend) -> dict[str, float]:
         count, mean_K, deviations_K = self._moments
         mine = np.concatenate([[count, self._absolute], self._squared_K, mean_K, deviations_K])
+        # Gathered and merged by rank on every rank, so that all have the same bits.
         rows = backend.all_gather(mine[None])
         outputs = len(mean_K)
         absolute = float(rows[:, 1].sum())

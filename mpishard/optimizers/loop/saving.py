@@ -95,13 +95,6 @@ def checkpoint_to_resume(
     return newest
 
 
-def _ignores_own_folder(data: OptimizationInputData) -> bool:
-    """Return whether the script, started again, would not continue from its own checkpoints."""
-    if data.resume is None or isinstance(data.resume, bool):
-        return data.resume is False
-    return CheckpointFolder(data.resume).path != folder_of(data).path
-
-
 _FIRST_ONLY = (
     "a folder without checkpoints begins anew. Or give resume in the first start only, if "
     "mpishard.settings.restart_count() == 0"
@@ -134,8 +127,13 @@ class RunCheckpoints:
         self._on_saved = on_saved
         self.folder = folder_of(data)
         self._rank = backend.rank
-        self._begins_anew = f"resume={data.resume!r}" if _ignores_own_folder(data) else ""
-        if self._begins_anew:
+        # The setting that keeps the same script, started again, from continuing this run.
+        self._begins_anew = ""
+        if data.resume is False or (
+            not isinstance(data.resume, bool | None)
+            and CheckpointFolder(data.resume).path != self.folder.path
+        ):
+            self._begins_anew = f"resume={data.resume!r}"
             if self._rank == 0:
                 self._warn_of_restarts(may_lose_ranks=backend._begins_again)
             allowed_ranks = 0, 0  # a run of any number of ranks would begin anew
@@ -334,9 +332,9 @@ def check_position(
     Raises
     ------
     ValueError
-        If there is no position of a training loop, the order of samples would differ, each
-        rank brought its own data and the number of ranks is another now, or the names of the
-        user's own state differ.
+        If there is no position of a training loop, the order of samples would differ, or the names
+        of the user's own state differ. If each rank had its own data, and the number of ranks is
+        another now.
     FileNotFoundError, CheckpointError
         As `CheckpointReader`.
     """

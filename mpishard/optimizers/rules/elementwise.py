@@ -60,6 +60,7 @@ class SGD(Optimizer):
         return self.state_names if self.momentum else ()
 
     def body(self, learning_rate: float, weight_decay: float, context: UpdateContext) -> Body:
+        # A number, because all factors of compiled code have the dtype of the arrays.
         nesterov = float(self.nesterov)
         factors = context.gradient_scale, weight_decay, learning_rate, self.momentum, nesterov
         return Body(_sgd, factors)

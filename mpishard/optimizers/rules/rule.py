@@ -317,6 +317,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         return found
 
     def _option_ranges(self, segments: Sequence[Segment]) -> list[OptionRange]:
+        # Cached, because matching names with patterns takes longer than a small update.
         key = tuple(segments)
         if key not in self._spans:
             self._spans[key] = self.checked_options.ranges(

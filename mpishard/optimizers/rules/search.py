@@ -262,7 +262,7 @@ class LBFGS(SearchRule):
     is that of the last ``memory`` pairs of steps and changes of the gradient, on gamma times the
     identity (equation 7.20). The two loops go through the coefficients of the pairs, after one
     reduction of all dot products (Chen, Wang and Zhou, "Large-scale L-BFGS using MapReduce", NIPS
-    2014), so an update needs as many reductions with 20 pairs as with one. Constants and first
+    2014). So an update needs as many reductions with 20 pairs as with one. Constants and first
     steps are those of SciPy's L-BFGS-B, whose iterates it follows.
 
     One ``step`` evaluates the loss as often as its line search needs, mostly once, and returns the

@@ -73,6 +73,7 @@ class StrongWolfe:
         """
         self.trials += 1
         if not (math.isfinite(value) and math.isfinite(slope)):
+            # No later trial may be as long as one whose value is not finite.
             self.longest = self.high = self.step
             self.step = self.best[0] + _BACK * (self.step - self.best[0])
             return False
@@ -103,6 +104,7 @@ class StrongWolfe:
         """Set the bounds of the next trial, and keep it within them."""
         near, far = self.best[0], self.other[0]
         if self.is_bracketed:
+            # Interpolation may shrink one end of a bracket only: then it is cut in half.
             if abs(far - near) >= _SHRINKS * self.width_before:
                 self.step = near + 0.5 * (far - near)
             self.width_before, self.width = self.width, abs(far - near)
@@ -165,6 +167,7 @@ def _cubic(
     With ``beyond`` it is that number if the cubic has no minimizer on the far side of ``a``.
     """
     theta = 3 * (f_a - f_b) / (b - a) + g_a + g_b
+    # Divided by the largest number, so that squares neither overflow nor vanish.
     scale = max(abs(theta), abs(g_a), abs(g_b))
     gamma = scale * math.sqrt(max(0.0, (theta / scale) ** 2 - g_a / scale * (g_b / scale)))
     if b < a:

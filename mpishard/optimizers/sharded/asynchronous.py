@@ -32,6 +32,8 @@ from mpishard.sharding.configuration import by_node
 MOST_LATE = 1000
 """Most steps that a gradient may be late, or a rank behind."""
 
+_FIGURE_BYTES = 2 * np.dtype(np.float64).itemsize  # of a message: the weight and the clock
+
 
 class AsyncSGDOptimizer(ShardedOptimizerBase):
     """Updates with gradients of earlier steps, so that ranks need not wait.
@@ -247,9 +249,10 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
 class _StaleState(ModelState):
     """The rule's state for the piece that this rank owns, and the messages between ranks.
 
-    A message of rank r to rank q has, as one array: r's gradient of what q owns, the parameters
-    that r owns, the weight of the gradient, and r's clock, which is infinite in the last message
-    before `settle`.
+    A message of rank r to rank q has, as one array: r's gradient of the piece that q owns, the
+    parameters that r owns, the weight of the gradient, and r's clock, which is infinite in the last
+    message before `settle`. Weight and clock are the bytes of two float64 numbers: in float16 a
+    number above 2048 would not be exact.
 
     Attributes
     ----------
@@ -278,6 +281,7 @@ class _StaleState(ModelState):
             assert group is not None
             group._name_group("gradients")
             self._group = group
+        self._figures = _FIGURE_BYTES // model.dtype.itemsize  # elements of weight and clock
         self._coming: dict[int, Transfer] = {}
         self._closed: set[int] = set()
         self._has_taken = False  # parameters were received, and the program is not yet notified
@@ -303,6 +307,7 @@ class _StaleState(ModelState):
         """Send this rank's gradient to the owners, and update the piece that this rank owns."""
         engine, rank = self.engine, self.model.rank
         assert isinstance(engine.gradients, ReplicatedGradients)
+        # Replicas differ from now on until `settle`, even if this batch has no samples.
         engine.replicas.drift(1.0)
         self.clocks[rank] += 1
         self._take_what_has_come()
@@ -345,13 +350,13 @@ class _StaleState(ModelState):
     def _send(self, other: int, gradient: Array, weight: float, clock: float) -> None:
         mine = self.engine.parameters.owned(self._owned[self.model.rank])
         dtype = self.model.dtype
-        message = np.concatenate([gradient, *mine, np.array([weight, clock], dtype)])
+        message = np.concatenate([gradient, *mine, np.array([weight, clock]).view(dtype)])
         self._group.send_async(message, other)  # the backend keeps the message until it is sent
 
     def _next_message(self, rank: int) -> Transfer:
         """Return the receive of the next message of ``rank``."""
         if rank not in self._coming:
-            count = self._lengths[self.model.rank] + self._lengths[rank] + 2
+            count = self._lengths[self.model.rank] + self._lengths[rank] + self._figures
             self._coming[rank] = self._group.receive_async(rank, count, dtype=self.model.dtype)
         return self._coming[rank]
 
@@ -376,7 +381,7 @@ class _StaleState(ModelState):
         for piece, values in zip(pieces, self.engine.parameters.owned(pieces), strict=True):
             values[...] = message[position : position + piece.length]
             position += piece.length
-        weight, clock = float(message[-2]), float(message[-1])
+        weight, clock = message[-self._figures :].view(np.float64).tolist()
         if math.isinf(clock):
             self._closed.add(rank)
         else:

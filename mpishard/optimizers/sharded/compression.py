@@ -75,8 +75,8 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
                       parts: products of r columns and rows
     ================  =========================================================================
 
-    Of a matrix that is sharded inside a replica, "powersgd" takes the whole rows of each part as a
-    matrix of its own, and sends the elements of a row that is cut as they are.
+    If a matrix is sharded inside a replica, "powersgd" compresses the whole rows of each part as a
+    matrix of its own. The elements of a row that is cut are sent as they are.
 
     The first ``start_step`` steps send whole gradients, w(n) = b n, and have the bits of a
     `DDPOptimizer`. At the beginning of a training late gradients cost most.

@@ -92,11 +92,13 @@ class DelayedState(ModelState):
             super().update(updates, report)
             return
         pending = self.sums.pending  # with this step's
+        # Gradients that an error has dropped have no weight any more.
         self._weights = [*self._weights, report.weight][-pending:]
         self.norm = 0.0
         if pending > self._delay:
             assert report.gradient_norm is not None
             weight = self._weights[0]
+            # The engine has divided the norm of the late sums by this step's weight, not by theirs.
             self.norm = report.gradient_norm * report.weight / weight
             super().update(updates, replace(report, weight=weight, gradient_norm=self.norm))
 

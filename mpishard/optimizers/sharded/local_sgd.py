@@ -53,9 +53,9 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     `settle` exchanges all fragments at once, and the cycle begins anew.
 
     With ``start_step=N`` the replicas take their mean every ``start_period`` steps until step N,
-    with all fragments at once and without the outer rule, and the periods begin then: replicas
-    that change fast need to agree often, and what they change at the start costs most (Lin et al.,
-    "Don't Use Large Mini-batches, Use Local SGD", ICLR 2020, section 3, with a period of 1).
+    with all fragments at once and without the outer rule, and the periods begin then. Replicas
+    change fast at the start, and need to agree often (Lin et al., "Don't Use Large Mini-batches,
+    Use Local SGD", ICLR 2020, section 3, with a period of 1).
 
     A checkpoint has the inner state of each replica. The same number of replicas continues with the
     same bits. If N replicas continue a run of M, replica j takes the mean of the states of the

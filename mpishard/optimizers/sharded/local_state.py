@@ -119,10 +119,12 @@ class LocalState(ModelState):
                 f"fragments={count} are more than the model's {len(parts)} units that are trained: "
                 "give fewer, or a smaller minimum_parameter_group_size"
             )
+        # At even distances; the last one is due at the end of a cycle, which is step 0 of the next.
         fragments = [_Fragment(n * period // count % period) for n in range(1, count + 1)]
         total, before = sum(part.unit.length for part in parts), 0
         dtype, ledger = self.model.dtype, engine.layout.ledger
         for part in parts:
+            # The middle of a unit decides, so that fragments are about equally long.
             middle = before + part.unit.length / 2
             before += part.unit.length
             exchange: Exchange
@@ -186,6 +188,7 @@ class LocalState(ModelState):
         if (fragment := self._under_way) is not None:
             self._across.progress()
             age = self.since - fragment.began
+            # Half of the steps are for the way to the owners, and half for the way back.
             if age == (overlap + 1) // 2:
                 self._answer(fragment)
             if age == overlap:

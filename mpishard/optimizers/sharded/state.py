@@ -179,6 +179,7 @@ class ModelState(CheckpointState):
             "clip_value": rule.clip_value,
             "weight_decay": rule.weight_decay,
             "parameter_options": self._described,
+            # Bias corrections and schedules depend on it.
             "number of updates": self.steps,
         }
 
@@ -324,6 +325,7 @@ def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None)
                 "parameters, or look at the function and the data"
             )
             if is_first:
+                # No value of the function is known yet: the next step evaluates it again.
                 state.numbers.clear()
                 raise
             engine.move(lambda updates, report: state.run(rule.reject, updates, report))
