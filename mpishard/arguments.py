@@ -72,6 +72,21 @@ def as_count(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
+def as_index(name: str, value: Any, bound: int) -> int:
+    """Return ``value`` as an int in ``[0, bound)``.
+
+    Raises
+    ------
+    TypeError
+        As `as_integer`.
+    ValueError
+        Naming the argument and the range, if it is outside.
+    """
+    if not 0 <= as_integer(name, value) < bound:
+        raise ValueError(f"{name} {value} is outside [0, {bound})")
+    return int(value)
+
+
 def as_amount(name: str, value: Any) -> float:
     """Return ``value`` as a finite float of at least 0.
 
