@@ -91,5 +91,5 @@ def _numba() -> ModuleType | None:
     try:
         return importlib.import_module("numba")
     except ImportError as error:  # numba refuses releases of NumPy that it does not support
-        _log.info("loops run in NumPy, for numba cannot be imported: %s", error)
+        _log.info("loops run in NumPy, because numba cannot be imported: %s", error)
         return None

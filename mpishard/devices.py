@@ -29,7 +29,7 @@ def load_cupy() -> ModuleType:
         import cupy
     except ImportError as error:
         raise DeviceUnavailableError(
-            f"device='cuda' needs CuPy, which cannot be loaded ({error}). Mend: "
+            f"device='cuda' needs CuPy, which cannot be loaded ({error}). Fix: "
             "pip install 'mpishard[cuda12]', or 'mpishard[cuda13]' for a driver of CUDA 13"
         ) from error
     return cupy  # type: ignore[no-any-return]

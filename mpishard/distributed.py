@@ -312,7 +312,9 @@ PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
         if None not in (backend, configuration) and configuration is not None:
             own = configuration.communication_backend
             if own is not backend:
-                raise ValueError(f"the configuration's backend is {own!r}, and backend {backend!r}")
+                raise ValueError(
+                    f"the configuration's backend is {own!r}, and backend is {backend!r}; give one"
+                )
         self._strategy = _strategy(strategy)
         self._options |= _options(self._strategy, degrees)
         self._place = configuration or backend

@@ -151,8 +151,8 @@ def _exactly(stream: BinaryIO, length: int) -> bytes:
         part = stream.read(min(length - len(data), _PART_BYTES))
         if not part:
             raise ValueError(
-                f"the stream ended after {len(data)} of {length} bytes: it is not, or not all of, "
-                "what save_state() wrote"
+                f"the stream ended after {len(data)} of {length} bytes: it has no complete state "
+                "of save_state() at its position"
             )
         data += part
     return bytes(data)

@@ -117,7 +117,7 @@ class _Lines:
         if not known:
             raise ValueError(
                 f"{path} does not begin as a trace of mpishard does; it is torn, or another "
-                f"program's: {line[:60].strip()!r}"
+                f"program wrote it: {line[:60].strip()!r}"
             )
         self.about: dict[str, Any] = about
         if about["version"] != TRACE_VERSION:

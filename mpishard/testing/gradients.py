@@ -468,4 +468,4 @@ def _compare(what: str, found: _Vector, expected: _Vector, tolerance: float) -> 
     scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
     worst = float(np.abs(found - expected).max(initial=0.0)) / scale
     if not worst <= tolerance:
-        raise AssertionError(f"the {what} is off by {worst:.3g}, allowed is {tolerance:g}")
+        raise AssertionError(f"the {what} is off by {worst:.3g}, the tolerance is {tolerance:g}")

@@ -379,8 +379,8 @@ class StatusReader:
         failed = [(r, path) for r, path in enumerate(self._paths) if isinstance(path, str)]
         if failed and self.page.rank == 0:
             _logger.warning(
-                "reports on ranks that fail or wait will say less: rank %d could not share its "
-                "status page (%s). Training goes on", *failed[0],
+                "reports on ranks that fail or wait will be incomplete: rank %d could not share "
+                "its status page (%s). Training goes on", *failed[0],
             )  # fmt: skip
         here = {r: path for r in ranks if isinstance(path := self._paths[r], Path)}
         for rank in here.keys() - {self.page.rank}:
