@@ -127,6 +127,7 @@ class Call:
             dtype, size, nbytes = array.dtype, array.size, array.nbytes
             shape = dims = array.shape
             code, ndim = _DTYPE_CODES[dtype], len(dims)
+        # Python's hash of integers is the same in every process; 31 bits of it fit the header.
         counts_hash = -1 if counts is None else hash(counts) & 0x7FFFFFFF
         description = _DESCRIPTIONS[len(dims)].pack(
             kind, -1 if operation is None else operation, code, ndim, root, counts_hash, out_rows,

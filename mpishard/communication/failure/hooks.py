@@ -41,7 +41,7 @@ from mpishard.communication.failure.report import user_place
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
-_LATER_SECONDS = 2.0
+_LATER_SECONDS = 2.0  # between the limits of the watchdog, of faulthandler and of SIGALRM
 
 _live: list[CommunicationBackend] = []
 _hooked: set[str] = set()

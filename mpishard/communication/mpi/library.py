@@ -22,7 +22,7 @@ from mpishard.communication.failure.abort import finalizing, flush_output
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.1  # between two looks of the main thread at a call of another thread
 START_SECONDS = 10.0
 """Seconds that MPI may take to start on a busy machine before the wait for other ranks counts."""
 
