@@ -186,22 +186,22 @@ _ROOMS = {
         "ShardingConfiguration",
     ),
 }
-"""Room -> the public names in it. The rooms are loaded on first use (SPEC 1 of Scientific Python).
+"""Room -> its public names. The rooms are loaded on first use (SPEC 1 of Scientific Python).
 
-A process that only communicates, or prints a plan, is not kept waiting by models and optimizers.
+A process that only communicates, or prints a plan, does not wait for models and optimizers.
 """
 
 _HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 
 
 def load_rooms() -> None:
-    """Import all that is public: threads that did so at the same time could wait for each other."""
+    """Import all public names, because threads that import at the same time may deadlock."""
     for name in __all__:
         __getattr__(name)
 
 
 def __getattr__(name: str) -> object:
-    """A public name, or a room or module of the package, on first use."""
+    """Import a public name, or a room or module of the package, on first use."""
     if name in _HOMES:
         found: object = getattr(importlib.import_module(f"mpishard.{_HOMES[name]}"), name)
         globals()[name] = found
@@ -216,5 +216,5 @@ def __dir__() -> list[str]:
 
 
 if settings.launcher_variable() is not None:
-    # On a rank an exception ends the job, and orders of signals are kept, from here on.
+    # On a rank an exception ends the job, and preemption signals are received, from here on.
     importlib.import_module("mpishard.communication")

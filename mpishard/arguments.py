@@ -1,4 +1,4 @@
-"""Checks of users' arguments: each returns the checked value, or raises with the value given."""
+"""Checks of users' arguments, which return the checked value or raise with the given value."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-_RESERVED = "__metadata__"  # by safetensors, for a header's own entries
+_RESERVED = "__metadata__"  # reserved by safetensors for the entries of a header itself
 
 
 def as_number(name: str, value: Any) -> float:
-    """``value`` as a float.
+    """Return ``value`` as a float.
 
     Raises
     ------
@@ -30,7 +30,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def as_positive(name: str, value: Any) -> float:
-    """``value`` as a float that is above 0 and finite.
+    """Return ``value`` as a float that is above 0 and finite.
 
     Raises
     ------
@@ -45,12 +45,12 @@ def as_positive(name: str, value: Any) -> float:
 
 
 def as_integer(name: str, value: Any) -> int:
-    """``value`` as an int.
+    """Return ``value`` as an int.
 
     Raises
     ------
     TypeError
-        Naming the argument, if it is no integer; a bool is none.
+        Naming the argument, if it is no integer. A bool is refused, too.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -58,7 +58,7 @@ def as_integer(name: str, value: Any) -> int:
 
 
 def as_count(name: str, value: Any, least: int = 1) -> int:
-    """``value`` as an int that is not below ``least``.
+    """Return ``value`` as an int of at least ``least``.
 
     Raises
     ------
@@ -72,13 +72,30 @@ def as_count(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
-def as_amount(name: str, value: Any) -> float:
-    """``value`` as a finite float of at least 0.
+def as_index(name: str, value: Any, bound: int) -> int:
+    """Return ``value`` as an int in ``[0, bound)``.
 
     Raises
     ------
-    TypeError, ValueError
-        Naming the argument, if it is no number, or another one.
+    TypeError
+        As `as_integer`.
+    ValueError
+        Naming the argument and the range, if it is outside.
+    """
+    if not 0 <= as_integer(name, value) < bound:
+        raise ValueError(f"{name} {value} is outside [0, {bound})")
+    return int(value)
+
+
+def as_amount(name: str, value: Any) -> float:
+    """Return ``value`` as a finite float of at least 0.
+
+    Raises
+    ------
+    TypeError
+        As `as_number`.
+    ValueError
+        Naming the argument, if it is another number.
     """
     if not 0 <= as_number(name, value) < math.inf:
         raise ValueError(f"{name} must be 0 or more and finite, got {value}")
@@ -86,9 +103,9 @@ def as_amount(name: str, value: Any) -> float:
 
 
 def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
-    """``value``, which a function of ``owner`` returned as a loss, as a float.
+    """Return ``value``, a loss that a function of ``owner`` has returned, as a float.
 
-    An array of one element is a number, too. ``kind`` is "mean" or "sum", over the samples.
+    An array of one element is accepted. ``kind`` is "mean" or "sum", over the samples.
 
     Raises
     ------
@@ -104,12 +121,12 @@ def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
 
 
 def name_of(owner: Any) -> str:
-    """Name of a user's object in messages: its ``described_as``, or that of its class."""
+    """Return the name of a user's object for messages: ``described_as``, or its class name."""
     return getattr(owner, "described_as", None) or type(owner).__name__
 
 
 def as_flag(name: str, value: Any) -> bool:
-    """``value`` as a bool, which a string or number meant as one would silently not be.
+    """Return ``value`` as a bool. Strings and numbers are refused: "False" would count as True.
 
     Raises
     ------
@@ -127,7 +144,7 @@ def require_type(name: str, value: Any, *kinds: type) -> None:
     Raises
     ------
     TypeError
-        Naming the argument, the types and that of the value.
+        Naming the argument, the types, and the type of the value.
     """
     if not isinstance(value, kinds):
         known = " or ".join(kind.__name__ for kind in kinds)
@@ -136,8 +153,8 @@ def require_type(name: str, value: Any, *kinds: type) -> None:
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """End of an error about an unknown name: the known name that is nearest, if one is near."""
-    import difflib  # a process that makes no mistake needs none of it
+    """Return the end of an error about an unknown name, with the nearest known name if any."""
+    import difflib  # imported here, because only errors need it
 
     found = difflib.get_close_matches(given, list(known), 1)
     return f"; did you mean {found[0]}?" if found else ""
@@ -149,7 +166,7 @@ def require_attribute(owner: object, name: str, known: Iterable[str]) -> None:
     Raises
     ------
     AttributeError
-        With the known name that is nearest.
+        With the nearest known name.
     """
     if not name.startswith("_") and name not in known:
         raise AttributeError(f"{type(owner).__name__} has no {name}{nearest(name, known)}")
@@ -171,9 +188,9 @@ _ADAPTERS = {
 
 
 def adapter_hint(value: Any) -> str:
-    """Return the end of an error about an object of another library: the adapter for it.
+    """Return the end of an error about an object of another library, with the adapter for it.
 
-    The classes of the object are looked at by the names of their modules; no library is imported.
+    The library is recognised by the modules of the object's classes, and is not imported.
     """
     kinds = [value] if isinstance(value, type) or callable(value) else []
     for kind in [*type(value).__mro__, *kinds]:
@@ -190,12 +207,12 @@ _KINDS = {"float": as_number, "int": as_integer, "bool": as_flag}
 
 
 def take_plain_fields(record: Any) -> None:
-    """Make numbers and flags of a frozen dataclass Python's own, for JSON knows no NumPy scalar.
+    """Convert the number and flag fields of a frozen dataclass to Python's types, as JSON needs.
 
     Raises
     ------
     TypeError
-        Naming the first field that is no ``float``, ``int`` or ``bool`` and says it is one.
+        Naming the first field with a value that is not of its type: float, int or bool.
     """
     for field in fields(record):
         if field.type in _KINDS:
@@ -206,12 +223,12 @@ def take_plain_fields(record: Any) -> None:
 def check_name(name: str, kind: str) -> None:
     """Refuse a name under which a safetensors file cannot hold a tensor.
 
-    ``kind`` is the word for it in the error: "parameter" or "tensor".
+    ``kind`` is "parameter" or "tensor", for the error.
 
     Raises
     ------
     ValueError
-        For the name that the format reserves, and for one that UTF-8 cannot hold.
+        For the name that the format reserves, and for a name that cannot be written as UTF-8.
     """
     if name == _RESERVED:
         raise ValueError(
@@ -228,16 +245,16 @@ def check_name(name: str, kind: str) -> None:
 
 
 def check_path(name: str, path: Any) -> None:
-    """Refuse what names no place in the file system.
+    """Refuse a value that cannot be a path in the file system.
 
     Raises
     ------
     TypeError
         For an object that is neither a string nor a path.
     ValueError
-        For a blank string, for one with a NUL character, which no file system takes, for one that
-        the encoding of file names, which the locale chooses, cannot hold, and for one that begins
-        with "~", which shells replace by the home directory, and Python does not.
+        For a blank string, for a NUL character, which no file system takes, and for characters
+        that cannot be encoded as file names: the locale chooses that encoding. Also for a string
+        that begins with "~": shells replace that by the home directory, and Python does not.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{name} must be a string or a path, got {path!r}")
@@ -260,7 +277,7 @@ def check_path(name: str, path: Any) -> None:
 
 
 def is_size(value: Any, least: int = 1) -> bool:
-    """True if ``value`` is an integer, of Python or of NumPy, and at least ``least``."""
+    """Return whether ``value`` is an integer, of Python or of NumPy, and at least ``least``."""
     return isinstance(value, Integral) and int(value) >= least
 
 
@@ -270,7 +287,7 @@ def check_divides(name: str, number: int, of: str, whole: int) -> None:
     Raises
     ------
     ValueError
-        With both names, and the division.
+        With both names, the quotient and the remainder.
     """
     if whole % number:
         raise ValueError(
@@ -280,7 +297,7 @@ def check_divides(name: str, number: int, of: str, whole: int) -> None:
 
 
 def check_sizes(owner: str, **sizes: Any) -> None:
-    """Refuse sizes, given by name, that are no integers >= 1.
+    """Refuse sizes, given by name, that are not integers of 1 or more.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""bfloat16: the one rounding that the package makes, and the way back.
+"""bfloat16: the rounding to it, which is the same in the whole package, and the conversion back.
 
-bfloat16 has float32's 8 bits of exponent and 8 bits of precision, so that a rounded value is off
-by 2^-8 of it at most: Kalamkar et al., "A Study of BFLOAT16 for Deep Learning
-Training", 2019 (arXiv:1905.12322).
+bfloat16 has float32's 8 bits of exponent and 8 bits of precision. So the relative error of a
+rounded value is at most 2^-8: Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training",
+2019 (arXiv:1905.12322).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mpishard.compilation import compile_loop, numba_module
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 UNIT_ROUNDOFF = 2.0**-8
-"""Largest relative error of one rounding of a normal number: half the spacing 2^-7 at 1."""
+"""Largest relative error of one rounding of a normal number: half the spacing at 1, 2^-7."""
 
 
 def is_bfloat16(array: Array) -> bool:
-    """True if the elements of ``array`` are bfloat16."""
+    """Return whether the elements of ``array`` are bfloat16."""
     return bool(array.dtype == BFLOAT16)
 
 
@@ -48,50 +48,50 @@ def round_into(out: Array, values: Array) -> None:
         return
     source, target = (values.reshape(-1), out.reshape(-1)) if is_flat else (values, out)
     step = chunk_length(source) if is_flat else len(source)
-    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN stay what they are
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN are results
         for start in range(0, len(source), max(1, step)):
             target[start : start + step] = source[start : start + step]
 
 
 def rounded(values: Array) -> Array:
-    """A new array of ``values`` rounded by `round_into`."""
+    """Return a new array of ``values`` rounded by `round_into`."""
     out = np.empty(values.shape, BFLOAT16)
     round_into(out, values)
     return out
 
 
 def widened(values: Array) -> Array:
-    """A new float32 array of bfloat16 ``values``, exact."""
+    """Return a new float32 array of bfloat16 ``values``, which is exact."""
     return values.astype(np.float32)
 
 
-# Layers compute chunk by chunk: `wide` operands, results in `scratch`, which `store` rounds into
-# place. In every other dtype these are the operands and the places themselves, and nothing is done.
+# Layers compute bfloat16 chunk by chunk: from `wide` operands into `scratch`, which `store` rounds
+# into place. In every other dtype these are the operands and places themselves, without a copy.
 
 
 def wide_dtype(array: Array) -> np.dtype[Any]:
-    """Dtype in which a layer computes with ``array``: float32 for bfloat16, else its own."""
+    """Return the dtype in which a layer computes with ``array``: float32 for bfloat16."""
     return np.dtype(np.float32) if is_bfloat16(array) else np.dtype(array.dtype)
 
 
 def wide(array: Array) -> Array:
-    """``array`` itself; of bfloat16 a float32 copy."""
+    """Return ``array`` itself, or a float32 copy if it is bfloat16."""
     return widened(array) if is_bfloat16(array) else array
 
 
 def scratch(place: Array) -> Array:
-    """The array to compute what goes to ``place`` in: itself; for bfloat16 a new one of float32."""
+    """Return the array in which to compute ``place``: itself, or a new float32 for bfloat16."""
     return np.empty(place.shape, np.float32) if is_bfloat16(place) else place
 
 
 def store(place: Array, values: Array) -> None:
-    """Write ``values`` that were computed in the `scratch` or `wide` array of ``place`` there."""
+    """Round ``values``, computed in the `scratch` or `wide` array of ``place``, into ``place``."""
     if is_bfloat16(place):
         round_into(place, values)
 
 
 def _round(values: Any, out: Any) -> None:
-    """`round_into` on bits: half a spacing is added, one less where the last bit kept is 0."""
+    """Do `round_into` on bits: add half a spacing, one unit less if the last kept bit is 0."""
     for i in range(values.size):
         bits = values[i]
         if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
@@ -101,7 +101,7 @@ def _round(values: Any, out: Any) -> None:
             out[i] = (bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
 
 
-@functools.cache  # once in a process: to ask for numba takes longer than a chunk
+@functools.cache  # once in a process, because the search for numba takes longer than a chunk
 def _loop() -> Callable[..., None] | None:
     numba = numba_module()
     if numba is None:

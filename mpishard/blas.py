@@ -1,8 +1,8 @@
-"""The kernels that multiply NumPy's matrices: OpenBLAS's own choice is not always the fastest.
+"""The choice of OpenBLAS's kernels for NumPy's products; its own choice is not always the fastest.
 
-To import this module before NumPy makes the choice, for this process and those that it starts.
-OpenBLAS reads ``OPENBLAS_CORETYPE`` once, when NumPy is loaded. A choice is a function of the
-processor alone and not of a measurement, because other kernels give other bits.
+If this module is imported before NumPy, it makes the choice, for this process and the processes
+that it starts. OpenBLAS reads ``OPENBLAS_CORETYPE`` once, when NumPy is loaded. The choice is a
+function of the processor alone and not of a measurement, because other kernels give other bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ZEN_3_AND_4 = 25
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """Return the fields of the first core in ``/proc/cpuinfo``; none if there is no such file."""
+    """The fields of the first core in ``/proc/cpuinfo``; empty if there is no such file."""
 
     vendor: str
     family: int
@@ -28,7 +28,7 @@ class Processor:
 
     @classmethod
     def of_this_machine(cls) -> Processor:
-        """The processor that this process runs on."""
+        """Return the processor on which this process runs."""
         facts: dict[str, str] = {}
         try:
             text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
@@ -46,28 +46,28 @@ class Processor:
 
     @property
     def has_avx512(self) -> bool:
-        """True if it has the instructions of OpenBLAS's AVX-512 kernels."""
+        """Whether it has the instructions of OpenBLAS's AVX-512 kernels."""
         return self.flags >= _AVX512
 
     @property
     def splits_avx512(self) -> bool:
-        """True if it runs them in two halves, as Zen 4 does: then they gain nothing."""
+        """Whether it runs these in two halves, as Zen 4 does, so that they gain nothing."""
         return self.vendor == "AuthenticAMD" and self.family == _ZEN_3_AND_4
 
 
 def better_kernel(loaded: str | None, processor: Processor | None = None) -> str | None:
-    """OPENBLAS_CORETYPE that NumPy should be loaded with, or None if it is well as it is.
+    """Return the OPENBLAS_CORETYPE with which NumPy is faster; None if it needs no other.
 
-    On AVX-512 processors that it does not know by name, OpenBLAS takes its AVX2 kernels, which
-    multiply at half the speed of ``SkylakeX``. On Zen 4 it takes those of AVX-512, which are 5 to
-    30 % slower there than ``Haswell``, most so for narrow matrices.
+    OpenBLAS uses its AVX2 kernels on AVX-512 processors that it does not know by name. They
+    multiply at half the speed of ``SkylakeX``. On Zen 4 it uses its AVX-512 kernels, which are 5 to
+    30 % slower there than ``Haswell``, most of all for narrow matrices.
 
     Parameters
     ----------
     loaded : str or None
-        The kernels that OpenBLAS has chosen by itself; None if it is not used.
+        The kernels that OpenBLAS has chosen by itself; None if NumPy does not use OpenBLAS.
     processor : Processor, optional
-        Default: this machine's.
+        The processor. Default: that of this machine.
     """
     processor = processor or Processor.of_this_machine()
     if settings.openblas_kernel_is_set() or loaded is None or not processor.has_avx512:
@@ -80,8 +80,8 @@ def better_kernel(loaded: str | None, processor: Processor | None = None) -> str
 def choose_kernel(processor: Processor | None = None) -> None:
     """Set OPENBLAS_CORETYPE if NumPy is not loaded yet and the best kernels are known.
 
-    They are on Zen 4. Elsewhere it depends on what OpenBLAS would choose, which only a process
-    that has loaded it can tell, as ``mpishard run`` does for its ranks.
+    They are known on Zen 4. On other processors the best choice depends on OpenBLAS's own, which
+    only a process that has loaded it can tell. ``mpishard run`` does this for its ranks.
     """
     if "numpy" in sys.modules or settings.openblas_kernel_is_set():
         return
@@ -91,7 +91,7 @@ def choose_kernel(processor: Processor | None = None) -> None:
 
 
 def loaded_kernel() -> str | None:
-    """The kernels of the OpenBLAS that this process has loaded; None if it has none."""
+    """Return the kernels of the OpenBLAS that this process has loaded; None if it has none."""
     import threadpoolctl
 
     libraries = threadpoolctl.threadpool_info()

@@ -1,7 +1,6 @@
 """Loops that numba compiles, if it is installed, works with this NumPy, and is not switched off.
 
-Machine code is kept in numba's cache, and compiled anew in each process if there is no folder
-to keep it in.
+Machine code is kept in numba's cache. Without a folder for it each process compiles anew.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _log = logging.getLogger("mpishard")
 
 
 def numba_module() -> ModuleType | None:
-    """numba, if loops may be compiled in this process."""
+    """Return numba if loops may be compiled in this process, otherwise None."""
     return _numba() if settings.numba_is_allowed() else None
 
 
@@ -33,17 +32,17 @@ def compile_loop(
     sums_in_lanes: bool = False,
     **names: Any,
 ) -> Callable[..., None]:
-    """``loop`` as machine code, for one signature. It runs without Python's lock.
+    """Compile ``loop`` for one signature. The machine code runs without Python's lock.
 
     Parameters
     ----------
     loop : function
-        At the top of its module, where numba's cache finds it again. The operations of it are
-        not contracted, nor reassociated unless ``sums_in_lanes`` is True.
+        A function at the top level of its module, where numba's cache finds it again. Its
+        operations are not contracted, and not reassociated unless ``sums_in_lanes`` is True.
     signature : numba signature
         Types of its arguments.
     variant : str
-        Part, such as a dtype, that tells it from functions of the same name and code.
+        A part of its name, such as a dtype, which differs between functions of one name and code.
     sums_in_lanes : bool
         Whether sums may be made in the lanes of the processor's vectors, and then added up.
     names : object
@@ -54,9 +53,10 @@ def compile_loop(
     assert isinstance(loop, FunctionType)
     processor = importlib.import_module("llvmlite.binding").get_host_cpu_name()
     name = "_".join(filter(None, [loop.__name__, variant, processor]))
-    # A copy of ``loop`` with an entry of its own in numba's cache. Processes that add to one
-    # entry at the same time, for different dtypes or, if nodes share a folder, processors, may
-    # mix their code up: numba replaces an entry's index and its code one after the other.
+    # A copy of ``loop``, so that each variant and processor has its own entry in numba's cache.
+    # numba replaces the index of an entry and its code one after the other. So processes that
+    # wrote to one entry at the same time might mix up the code of different dtypes or, if nodes
+    # share the folder, of different processors.
     function = FunctionType(loop.__code__, {**loop.__globals__, **names}, name)
     function.__module__, function.__qualname__ = loop.__module__, name
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
@@ -90,6 +90,7 @@ def _says_that_it_compiles() -> Iterator[None]:
 
 @functools.cache
 def _say_that_it_compiles() -> None:
+    """Log the reason of a slow first step, once in a process."""
     _log.info("numba compiles loops, a second or two each; later starts load them")
 
 
@@ -99,6 +100,6 @@ def _numba() -> ModuleType | None:
         return None
     try:
         return importlib.import_module("numba")
-    except ImportError as error:  # it knows which releases of NumPy it can work with
-        _log.info("loops run in NumPy, for numba cannot be imported: %s", error)
+    except ImportError as error:  # numba refuses releases of NumPy that it does not support
+        _log.info("loops run in NumPy, because numba cannot be imported: %s", error)
         return None

@@ -1,6 +1,6 @@
 """Devices: host memory, or one of the node's GPUs.
 
-CuPy is imported here, when the first GPU is asked for, and nowhere else.
+Only this module imports CuPy, when a GPU is first asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpishard.errors import DeviceUnavailableError
 
 
 def load_cupy() -> ModuleType:
-    """``cupy``.
+    """Import and return ``cupy``.
 
     Raises
     ------
@@ -29,7 +29,7 @@ def load_cupy() -> ModuleType:
         import cupy
     except ImportError as error:
         raise DeviceUnavailableError(
-            f"device='cuda' needs CuPy, which cannot be loaded ({error}). Mend: "
+            f"device='cuda' needs CuPy, which cannot be loaded ({error}). Fix: "
             "pip install 'mpishard[cuda12]', or 'mpishard[cuda13]' for a driver of CUDA 13"
         ) from error
     return cupy  # type: ignore[no-any-return]
@@ -37,9 +37,9 @@ def load_cupy() -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Host memory (``"cpu"``), or a GPU: ``"cuda:1"``, or ``"cuda"`` for the thread's own.
+    """Host memory (``"cpu"``), or a GPU: ``"cuda:1"``, or ``"cuda"`` for the thread's own GPU.
 
-    The thread's own is CuPy's current device. A sharded wrapper makes that GPU number
+    The thread's own GPU is CuPy's current device. A sharded wrapper sets it to GPU number
     ``local_rank % device_count``, so that the ranks of a node share its GPUs evenly.
 
     Parameters
@@ -55,7 +55,7 @@ class Device:
 
     @classmethod
     def parse(cls, text: str | Device) -> Device:
-        """The device called ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; a `Device` is itself.
+        """Return the device ``"cpu"``, ``"cuda"`` or ``"cuda:1"``; a `Device` is returned as it is.
 
         Raises
         ------
@@ -80,43 +80,43 @@ class Device:
 
     @classmethod
     def of(cls, array: Array) -> Device:
-        """The device of ``array``."""
+        """Return the device of ``array``."""
         return cls("cuda", int(array.data.device_id)) if is_device_array(array) else HOST
 
     @property
     def is_gpu(self) -> bool:
-        """True if it is a GPU."""
+        """Whether the device is a GPU."""
         return self.kind == "cuda"
 
     @property
     def namespace(self) -> ModuleType:
-        """The module whose functions work on arrays that lie there: ``numpy`` or ``cupy``."""
+        """The module whose functions work on arrays on the device: ``numpy`` or ``cupy``."""
         return load_cupy() if self.is_gpu else np
 
     def for_rank(self, local_rank: int) -> Device:
-        """The GPU of the node's rank ``local_rank`` if no number was asked for."""
+        """Return the device with the GPU of the node's rank ``local_rank``, unless it has one."""
         if not self.is_gpu or self.index is not None:
             return self
         return Device("cuda", local_rank % _device_count(load_cupy()))
 
     def use(self) -> None:
-        """Make it the calling thread's device; without a number, and on the host, nothing."""
+        """Make the GPU the calling thread's device; do nothing without a number or on the host."""
         if self.index is not None:
             load_cupy().cuda.Device(self.index).use()
 
     def put(self, array: Array) -> Array:
-        """``array`` as it lies there: itself, or a copy."""
+        """Return ``array``, or a copy of it, on the device."""
         if not self.is_gpu:
             return to_host(array)
         self.use()
         if is_device_array(array):
             return beside(array, array)
         copy = self.namespace.empty(array.shape, array.dtype)
-        copy.set(np.asarray(array, order="C"))  # CuPy copies from contiguous memory alone
+        copy.set(np.asarray(array, order="C"))  # CuPy copies only from contiguous memory
         return copy
 
     def pinned(self, length: int, dtype: np.dtype[Any]) -> Array:
-        """Host memory of shape (length,) that a GPU reads and writes at full speed."""
+        """Allocate host memory, shape (length,), that the GPU reads and writes at full speed."""
         if not self.is_gpu:
             return np.empty(length, dtype)
         nbytes = length * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Wrapping by strategy, and starting a program on its ranks."""
+"""Functions that wrap models and optimizers by strategy, and run a program on its ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class DistributedStrategy(StrEnum):
-    """The ways to spread a model and its training over ranks; NONE leaves both as they are."""
+    """A way to spread a model and its training over ranks; NONE leaves both as they are."""
 
     NONE = "none"
     DDP = "ddp"
@@ -44,7 +44,7 @@ class DistributedStrategy(StrEnum):
     TENSOR_PARALLEL = "tensor"
     PIPELINE_PARALLEL = "pipeline"
     HYBRID = "hybrid"
-    # As the mirrored hierarchy spells them.
+    # Names in the spelling of the mirrored hierarchy.
     ZeRO1 = "zero1"
     ZeRO2 = "zero2"
     ZeRO3 = "zero3"
@@ -118,21 +118,22 @@ def as_distributed(
     ----------
     model_or_optimizer : object
         An optimizer of `mpishard.optimizers`, or a model (see `ShardedModelBase`). Wrapping a
-        model is collective: rank 0's first parameters are dealt to all.
+        model is collective: all ranks receive rank 0's first parameters.
     backend_or_config : CommunicationBackend or ShardingConfiguration
-        The backend, for default choices, or a configuration with yours.
+        The backend, with default settings, or a configuration with your own.
     strategy : {"fsdp", "ddp", "zero1", "zero2", "zero3", "tensor", "pipeline", "hybrid", "none"} \
 or DistributedStrategy
-        The strategy; "none" returns the object itself. Or a name of `register_strategy`.
+        The strategy, or a name of `register_strategy`; "none" returns the object itself.
     precision : {"bfloat16"}, optional
-        See `ShardingConfiguration`, of which it is a choice: the given configuration stays as it
-        is. Default: the configuration's.
+        The precision of `ShardingConfiguration`. A given configuration is not changed. Default:
+        the configuration's precision.
     **degrees
-        Of "tensor", "pipeline" and "hybrid", as `TensorParallelModel`, `PipelineParallelModel` and
-        `HybridShardedModel` describe them: ``pipeline_parallel_size``, ``tensor_parallel_size``,
-        ``data_parallel_size``, ``micro_batch_count`` (or ``num_micro_batches``), ``schedule``,
-        ``partition_strategy``, ``checkpoint_config``, ``sequence_parallel``,
-        ``data_parallel_strategy``, ``order``. Model and optimizer are given the same.
+        Options of "tensor", "pipeline" and "hybrid", which `TensorParallelModel`,
+        `PipelineParallelModel` and `HybridShardedModel` describe: ``pipeline_parallel_size``,
+        ``tensor_parallel_size``, ``data_parallel_size``, ``micro_batch_count`` (or
+        ``num_micro_batches``), ``schedule``, ``partition_strategy``, ``checkpoint_config``,
+        ``sequence_parallel``, ``data_parallel_strategy``, ``order``. Give the model and the
+        optimizer the same options.
 
     Returns
     -------
@@ -142,9 +143,9 @@ or DistributedStrategy
     Raises
     ------
     TypeError
-        For None; for an option that the strategy does not take, naming those it takes.
+        For None; for an option that the strategy does not take, naming those that it takes.
     ValueError
-        For an unknown strategy, naming those there are; for options that its class refuses.
+        For an unknown strategy, naming the known ones; for options that its class refuses.
 
     Examples
     --------
@@ -174,7 +175,8 @@ or DistributedStrategy
             + adapter_hint(model_or_optimizer)
         )
     hint = adapter_hint(model_or_optimizer)
-    if hint and not hasattr(model_or_optimizer, "get_parameters"):  # else it is a black box, too
+    # An object of another library may also be a black box, with the members of a model.
+    if hint and not hasattr(model_or_optimizer, "get_parameters"):
         raise TypeError(
             "as_distributed wraps models and optimizers, got a "
             f"{type(model_or_optimizer).__name__}{hint}"
@@ -188,11 +190,11 @@ or DistributedStrategy
     if isinstance(config, CommunicationBackend):
         config = ShardingConfiguration(config)
     if precision is not None:
-        # The given configuration may serve other models, too, and they keep their precision.
+        # A copy, because other models may use the given configuration, with its precision.
         config = copy.copy(config)
         config.precision = precision
     if isinstance(model_or_optimizer, IOptimizer):
-        # The class refuses an optimizer that it cannot run.
+        # The class itself refuses an optimizer that it cannot run.
         return optimizer_class(model_or_optimizer, config, **options)
     return model_class(model_or_optimizer, config, **options)
 
@@ -204,18 +206,18 @@ def register_strategy(
     *,
     options: Sequence[str] = (),
 ) -> None:
-    """Let `as_distributed` and its callers know a strategy of your own by name.
+    """Register a strategy of your own under a name for `as_distributed` and its callers.
 
-    Registering the same classes again, as each thread-rank of a test may do, changes nothing.
+    To register the same classes again, as each thread-rank of a test may do, changes nothing.
 
     Parameters
     ----------
     name : str
         Name for ``strategy=``: lower-case letters and digits.
     model_class : subclass of ShardedModelBase
-        Wraps models; called as ``model_class(model, config, **options)``.
+        The wrapper of models, called as ``model_class(model, config, **options)``.
     optimizer_class : subclass of ShardedOptimizerBase
-        Wraps optimizers, for models of `model_class`; called in the same way.
+        The wrapper of optimizers for models of `model_class`, called in the same way.
     options : sequence of str
         Names of the keyword arguments that both classes take.
 
@@ -224,7 +226,7 @@ def register_strategy(
     TypeError
         If a class is not a subclass of the right base.
     ValueError
-        If the name is not plain, or stands for other classes already.
+        If the name has other characters, or is registered for other classes already.
 
     Examples
     --------
@@ -256,12 +258,12 @@ def register_strategy(
 class TrainingBuilder:
     """A model and an optimizer, configured call by call and wrapped as a pair.
 
-    It does what `as_distributed` does, for those who like to chain calls.
+    It wraps both as `as_distributed` does, with calls that can be chained.
 
     Parameters
     ----------
     model, optimizer : object
-        Plain ones, as `as_distributed` takes them.
+        Plain objects, as `as_distributed` takes them.
 
     Examples
     --------
@@ -294,11 +296,11 @@ PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
         Parameters
         ----------
         backend : CommunicationBackend, optional
-            Default: the configuration's, or `mpishard.init`'s.
+            The backend. Default: that of the configuration, or of `mpishard.init`.
         strategy, degrees
             As for `as_distributed`.
         configuration : ShardingConfiguration, optional
-            Further choices.
+            Further settings.
 
         Raises
         ------
@@ -310,7 +312,9 @@ PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
         if None not in (backend, configuration) and configuration is not None:
             own = configuration.communication_backend
             if own is not backend:
-                raise ValueError(f"the configuration's backend is {own!r}, and backend {backend!r}")
+                raise ValueError(
+                    f"the configuration's backend is {own!r}, and backend is {backend!r}; give one"
+                )
         self._strategy = _strategy(strategy)
         self._options |= _options(self._strategy, degrees)
         self._place = configuration or backend
@@ -323,7 +327,7 @@ PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
         checkpoint_config: Any = None,
         micro_batch_count: int = 1,
     ) -> Self:
-        """Deal layers to stages, in strategy "pipeline" unless "hybrid" was chosen.
+        """Divide the layers into stages, with strategy "pipeline" unless "hybrid" was chosen.
 
         Parameters and errors are those of `PipelineParallelModel`.
         """
@@ -346,7 +350,7 @@ PipelineParallelOptimizer(AdamW, learning rate 0.001, 2 ranks, 0 updates))
 
 
 def _strategy(given: str | DistributedStrategy) -> str:
-    # As people write them: ZeRO-1, tensor_parallel, FSDP.
+    # Accepts usual spellings: ZeRO-1, tensor_parallel, FSDP.
     name = str(given).lower().replace("-", "").replace("_", "").removesuffix("parallel")
     known = [*map(str, _CLASSES), DistributedStrategy.NONE.value]
     if name not in known:
@@ -357,7 +361,7 @@ def _strategy(given: str | DistributedStrategy) -> str:
 
 
 def _options(strategy: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return ``given``, all of which the strategy's model must take."""
+    """Return the options ``given``; refuse those that the strategy does not take."""
     options = dict(given)
     if "num_micro_batches" in options:
         count = options.pop("num_micro_batches")
@@ -384,7 +388,7 @@ def _options(strategy: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_distributed_for_high_bandwidth(model: Any, backend: CommunicationBackend) -> Any:
-    """Fully sharded, with the choices of `ShardingConfiguration.create_for_high_bandwidth`.
+    """Wrap in FSDP with the settings of `ShardingConfiguration.create_for_high_bandwidth`.
 
     Parameters and errors are those of `as_distributed`.
     """
@@ -392,7 +396,7 @@ def as_distributed_for_high_bandwidth(model: Any, backend: CommunicationBackend)
 
 
 def as_distributed_for_low_bandwidth(model: Any, backend: CommunicationBackend) -> Any:
-    """Fully sharded, with the choices of `ShardingConfiguration.create_for_low_bandwidth`.
+    """Wrap in FSDP with the settings of `ShardingConfiguration.create_for_low_bandwidth`.
 
     Parameters and errors are those of `as_distributed`.
     """
@@ -421,39 +425,39 @@ def launch(
 ) -> T:
     """Run ``main(backend, *args)`` on every rank.
 
-    Started by a launcher (``mpirun``, ``srun``, ``mpishard run``) this process is one rank, and
-    ``main`` runs here. Started as plain ``python``, ``main`` runs on ``world_size`` threads of
-    this process.
+    If a launcher (``mpirun``, ``srun``, ``mpishard run``) started this process, it is one rank, and
+    ``main`` runs here. Otherwise ``main`` runs on ``world_size`` threads of this process.
 
     Parameters
     ----------
     main : callable
-        ``main(backend, *args)``.
+        The program of each rank, called as ``main(backend, *args)``.
     backend : {"auto", "mpi", "memory"}
-        "auto" is MPI where a launcher started the process, threads elsewhere.
+        "auto" is MPI if a launcher started the process, and threads otherwise.
     world_size : int, optional
-        Number of thread-ranks, default 1. Under a launcher its own number holds.
+        Number of thread-ranks, default 1. A launcher's number of ranks overrides it.
     on_failure : {"abort", "shrink"}
         The fate of the other ranks if one is killed, or raises an error that nobody catches. With
         "abort" the job ends. With "shrink" they raise `PeerError`, and ``main`` begins again, in
-        the same processes, on the smaller world of those that are left: it is to take up the newest
-        checkpoint. Under MPI that needs Open MPI, started by ``mpishard run --on-failure shrink``.
+        the same processes, on the smaller world of the remaining ranks. ``main`` must then load the
+        newest checkpoint. Under MPI this needs Open MPI, started by ``mpishard run --on-failure
+        shrink``.
 
     Returns
     -------
     object
-        What ``main`` returned on this rank; on threads, on the first rank that is left.
+        The result of ``main`` on this rank; on threads, that of the first remaining rank.
 
     Raises
     ------
     ValueError
-        For a world below 1, or a backend or ``on_failure`` of another name.
+        For a world size below 1, or a backend or ``on_failure`` of another name.
     MPIUnavailableError
-        Where MPI is asked for and cannot be had, or cannot do what ``on_failure`` asks for.
+        If MPI is asked for and is not available, or does not support ``on_failure``.
 
     Examples
     --------
-    A training that any rank may be lost from, written out::
+    A training run that survives the loss of any rank::
 
         def main(backend):
             model, optimizer = make_model(backend), make_optimizer(backend)
@@ -484,13 +488,14 @@ def launch(
 def _go_on(
     backend: CommunicationBackend, main: Callable[..., T], args: tuple[object, ...]
 ) -> tuple[int, T]:
-    """Run ``main`` to its end, anew wherever ranks are lost; the rank at last, and its result."""
+    """Run ``main`` to its end, anew each time ranks are lost; return the last rank, the result."""
     while True:
         backend._begins_again = True
         try:
             result = main(backend, *args)
             if backend.is_initialized:
-                backend.barrier()  # who has come to the end goes on with those that have not
+                # A rank that has finished waits here, and begins again if another one is lost.
+                backend.barrier()
         except PeerError:
             backend = backend.shrink()
         else:

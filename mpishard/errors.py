@@ -1,4 +1,4 @@
-"""Every exception that mpishard raises on purpose, and where it hangs.
+"""The exceptions of mpishard, and their tree.
 
 ::
 
@@ -10,17 +10,17 @@
     |   |-- CollectiveTimeoutError         (TimeoutError) a rank never arrived
     |   `-- MPIUnavailableError            MPI was asked for and is not there or not the launcher's
     |-- OutMismatchError (ValueError)      the ranks' out arrays do not fit
-    |-- ShardingError (RuntimeError)       a sharded model was used as its strategy cannot mean
+    |-- ShardingError (RuntimeError)       a use that the strategy of a sharded model forbids
     |   `-- StructureOnlyError             parameters asked of a model whose wrapper holds them
     |-- ReplicaError (RuntimeError)        the ranks' copies of a parameter differ
     |-- DeviceUnavailableError (RuntimeError)  a GPU was asked for; CuPy or the GPU is not there
     |-- NonFiniteLossError (ArithmeticError)
     |-- NoSampleError (ValueError)         a step in which all weights are 0, on all ranks
-    |-- MissingInterfaceError (RuntimeError)  a model was asked what its kind does not know
+    |-- MissingInterfaceError (RuntimeError)  a model does not implement an interface
     |   `-- MissingMemberError (NotImplementedError)  a user's model lacks a member
     |-- MissingLossError (RuntimeError)    gradients asked of a model that has no loss
     `-- CheckpointError (OSError)          a checkpoint that is torn, or does not fit the model
-    Preempted (SystemExit)               a training run was told to make room, and has saved
+    Preempted (SystemExit)               a training run was preempted, and has saved
 
 A wrong argument is a plain ``TypeError`` or ``ValueError``, raised before
 anything is communicated, written or changed.
@@ -58,7 +58,7 @@ class MpishardError(Exception):
 
 
 class CommunicationError(MpishardError, RuntimeError):
-    """Raised when ranks cannot talk to each other as asked."""
+    """Raised when ranks cannot communicate as requested."""
 
 
 class NotInitializedError(CommunicationError):
@@ -68,11 +68,11 @@ class NotInitializedError(CommunicationError):
 class CollectiveMismatchError(CommunicationError):
     """Raised on every rank when the ranks called collectives that do not belong together.
 
-    No data was mixed when it is raised. The message lists each rank's call, where in the script it
-    was made and in which function of this package, and names the odd ones out if most ranks
-    agree, or where the ranks parted. Cause: a branch that depends on the rank, or arrays whose
-    dtype or shape does. Mend: make the call on all ranks, with the arguments that the collective's
-    table entry says must match.
+    No data was mixed when it is raised. The message lists each rank's call, with its line in the
+    script and the function of this package that was called there. It names the odd ones out if most
+    ranks agree, or the call at which the ranks parted. Cause: a branch that depends on the rank, or
+    an array whose dtype or shape does. Fix: make the call on all ranks, with equal values of the
+    arguments that must match, as the method's documentation says.
     """
 
 
@@ -80,7 +80,7 @@ class OutMismatchError(MpishardError, ValueError):
     """Raised on every rank if the ``out`` arrays of a collective do not fit the data.
 
     Their rows are not the sum of the ranks' rows, or one overlaps an array that other ranks read.
-    The message names the ranks. Nothing was written, and the world goes on.
+    The message names the ranks. Nothing was written, and collectives can still be called.
     """
 
 
@@ -92,9 +92,9 @@ class PeerError(CommunicationError):
     message : str
         The event, with the origin rank and the collective.
     rank : int
-        The rank where the failure began, by its number in the root world: also where the
-        collective is one of a group that was split off, or of an axis of a mesh. -1 if it was
-        a thread that is no rank, or if nobody failed and another rank called ``shrink()``.
+        The rank where the failure began, by its number in the root world, even if the collective
+        is one of a group that was split off, or of an axis of a mesh. -1 if a thread that is no
+        rank failed, or if no rank failed and another one called ``shrink()``.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -102,7 +102,7 @@ class PeerError(CommunicationError):
         self.rank = rank
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is raised in one process may be told in another.
+        # The error may be sent to another process, and pickle would call ``cls(message)`` only.
         return type(self), (str(self), self.rank), self.__dict__
 
 
@@ -110,8 +110,8 @@ class CollectiveTimeoutError(CommunicationError, TimeoutError):
     """Raised when a rank waited longer than the time limit for the others to arrive.
 
     The message names the ranks that did not arrive and their present activity, with a table of all
-    ranks. In memory every rank that waits in a collective raises it, with the words of the first;
-    under MPI the job ends (exit code 124) with the same words.
+    ranks. In memory every rank that waits in a collective raises it, with the message of the first.
+    Under MPI the job ends (exit code 124) with this message.
     """
 
 
@@ -120,11 +120,11 @@ class MPIUnavailableError(CommunicationError):
 
 
 class ShardingError(MpishardError, RuntimeError):
-    """Raised when a sharded model or optimizer is used in a way its strategy cannot mean."""
+    """Raised when a sharded model or optimizer is used in a way that its strategy forbids."""
 
 
 class StructureOnlyError(ShardingError):
-    """Raised when parameters are asked of a model whose wrapper holds them now."""
+    """Raised when a model without parameters, which its wrapper holds now, is asked for them."""
 
 
 class ReplicaError(MpishardError, RuntimeError):
@@ -144,9 +144,9 @@ class NoSampleError(MpishardError, ValueError):
 
 
 class MissingInterfaceError(MpishardError, RuntimeError):
-    """Raised when a model is asked what its kind does not know, naming the interface.
+    """Raised when a model does not implement an interface, which the message names.
 
-    So do a model's features, which only linear models know.
+    An example are the features of a model, which only linear models know.
     """
 
 
@@ -155,7 +155,7 @@ class MissingMemberError(MissingInterfaceError, NotImplementedError):
 
 
 class MissingLossError(MpishardError, RuntimeError):
-    """Raised when a gradient is asked of a model without a loss, and no loss is given."""
+    """Raised when the gradient of a model without a loss is computed, and no loss is given."""
 
 
 class CheckpointError(MpishardError, OSError):
@@ -163,18 +163,19 @@ class CheckpointError(MpishardError, OSError):
 
 
 class Preempted(SystemExit):
-    """Raised on every rank when a signal told a run to make room, and its checkpoint is written.
+    """Raised on every rank when a signal has preempted a run, and its checkpoint is written.
 
-    A SystemExit, and no Exception: if nobody catches it, ``with`` and ``finally`` run, all ranks
-    leave in good order, and the process ends with `code`, 75. The same command goes on from the
-    checkpoint. A script that has something to do before it ends catches it, and raises it again.
+    It is a SystemExit and no Exception. If nobody catches it, ``with`` and ``finally`` run, all
+    ranks leave in good order, and the process ends with `code`, 75. The same command goes on from
+    the checkpoint. If a script has work to do before it ends, it catches the error, and raises it
+    again.
 
     Parameters
     ----------
     message : str
-        The checkpoint that was saved, and its place.
+        The step, and the checkpoint that was saved.
     step : int
-        Updates that the run has made.
+        Number of updates that the run has made.
     code : int
         The exit code of the process.
     """

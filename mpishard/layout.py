@@ -10,10 +10,10 @@ __all__ = ["LeafLayout", "ShardLayout", "even_sizes"]
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """An even split of ``length`` elements over ``world_size`` ranks, remainder to the first.
+    """An even split of ``length`` elements over ``world_size`` ranks.
 
-    Rank ``r`` owns ``length // world_size`` elements, one more if
-    ``r < length % world_size``. Ranks beyond the length own nothing.
+    Rank ``r`` owns ``length // world_size`` elements, and one more if ``r < length % world_size``.
+    If there are more ranks than elements, the last ranks own nothing.
 
     Parameters
     ----------
@@ -46,19 +46,19 @@ class ShardLayout:
             raise ValueError(f"world_size must be 1 or more, got {self.world_size}")
 
     def start(self, rank: int) -> int:
-        """Index of the first element that ``rank`` owns."""
+        """Return the index of the first element that ``rank`` owns."""
         self._check_rank(rank)
         base, rest = divmod(self.length, self.world_size)
         return rank * base + min(rank, rest)
 
     def size(self, rank: int) -> int:
-        """Number of elements that ``rank`` owns."""
+        """Return the number of elements that ``rank`` owns."""
         self._check_rank(rank)
         base, rest = divmod(self.length, self.world_size)
         return base + (rank < rest)
 
     def slice(self, rank: int) -> slice:
-        """The elements that ``rank`` owns, as a slice."""
+        """Return the elements that ``rank`` owns, as a slice."""
         start = self.start(rank)
         return slice(start, start + self.size(rank))
 
@@ -69,7 +69,7 @@ class ShardLayout:
         return (base + 1,) * rest + (base,) * (self.world_size - rest)
 
     def owner(self, index: int) -> int:
-        """The rank that owns the element at ``index``.
+        """Return the rank that owns the element at ``index``.
 
         Raises
         ------
@@ -89,7 +89,7 @@ class ShardLayout:
 
 @functools.lru_cache(maxsize=4096)
 def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
-    """`ShardLayout.sizes`, remembered: a training step asks for the same ones each time."""
+    """Return `ShardLayout.sizes` from a cache, because each training step uses the same sizes."""
     return ShardLayout(length, world_size).sizes
 
 
@@ -97,17 +97,18 @@ def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
 class LeafLayout:
     """A batch, cut into leaves that are dealt to the ranks in turn.
 
-    ``ShardLayout(samples, leaves)`` cuts, whatever the number of ranks; of P ranks rank r has the
-    leaves r, r + P, r + 2P, .. . So the ranks' n-th leaves together are P adjacent ones: a whole
-    subtree of the tree in which all leaves are summed. If P does not divide the leaves, they are
-    dealt to the largest power of two of ranks, and the others have as many leaves without samples.
+    ``ShardLayout(samples, leaves)`` cuts the batch, whatever the number of ranks. With P ranks,
+    rank r has the leaves r, r + P, r + 2P, .. . So the ranks' n-th leaves together are P adjacent
+    ones: a whole subtree of the tree in which all leaves are summed. If P does not divide the
+    leaves, they are dealt to the largest power of two of ranks. The other ranks then have as many
+    leaves without samples.
 
     Parameters
     ----------
     samples : int
         Number of samples of the global batch, 0 or more.
     leaves : int
-        Into how many leaves it is cut; a multiple of `computing`.
+        Number of leaves, a multiple of `computing`.
     world_size : int
         Number of ranks, 1 or more.
 
@@ -145,7 +146,7 @@ class LeafLayout:
         return world if self.leaves % world == 0 else 1 << (world.bit_length() - 1)
 
     def slices(self, rank: int) -> list[slice]:
-        """The samples of each leaf of ``rank``, as slices of the global batch, in order."""
+        """Return the samples of each leaf of ``rank``, as slices of the global batch, in order."""
         if rank >= self.computing:
             return [slice(self.samples, self.samples)] * (self.leaves // self.computing)
         cut = ShardLayout(self.samples, self.leaves)

@@ -11,26 +11,25 @@ _silence = logging.NullHandler()
 
 
 def set_up_logging(rank: int, *, is_process: bool) -> None:
-    """Make the package's logger ready, as MPISHARD_LOG says; a level set by the user stays.
+    """Set up the package's logger with the level of MPISHARD_LOG, or that set by the user.
 
-    If neither says anything, the level is ``info``.
-
-    Callers log on rank 0 alone, so thread-ranks can share one logger. A process that is another
-    rank keeps silent; at level ``debug`` each process writes ``mpishard-rank<r>.log``.
+    Without either the level is ``info``. Most messages are logged on rank 0 only, so thread-ranks
+    can share one logger. Processes of other ranks log nothing. At level ``debug`` each process
+    writes ``mpishard-rank<r>.log`` instead.
 
     Parameters
     ----------
     rank : int
         The rank that starts.
     is_process : bool
-        Whether this process is that rank; else a thread of it is.
+        Whether the rank is this process, and not a thread of it.
     """
     level = settings.log_level()
     if level is not None:
         _logger.setLevel(level.upper())
     elif _logger.level == logging.NOTSET and not _logger.hasHandlers():
         _logger.setLevel(logging.INFO)
-    if _silence in _logger.handlers and rank == 0:  # it was another rank in a larger world
+    if _silence in _logger.handlers and rank == 0:  # was another rank before ranks were lost
         _logger.removeHandler(_silence)
         _logger.propagate = True
     if level == "debug" and is_process:

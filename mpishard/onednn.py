@@ -1,9 +1,9 @@
 """Products of bfloat16 matrices on the processor's bfloat16 unit, by oneDNN's C API.
 
 oneDNN (https://uxlfoundation.github.io/oneDNN, formerly MKL-DNN) is called through ctypes, which
-lets go of Python's lock meanwhile. Every thread has its own engine, stream and primitives,
-because oneDNN's scratch memory belongs to the thread that creates a primitive. A product is
-computed by the thread that asks for it, so that its bits do not depend on the number of cores.
+releases Python's lock meanwhile. Every thread has its own engine, stream and primitives, because
+oneDNN's scratch memory belongs to the thread that creates a primitive. The calling thread alone
+computes a product, so that its bits do not depend on the number of cores.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class _Argument(ctypes.Structure):
 
 @functools.cache
 def processor_has_unit() -> bool:
-    """True if the processor multiplies bfloat16 by itself (AVX512-BF16 or AMX-BF16)."""
+    """Return whether the processor has a bfloat16 unit (AVX512-BF16 or AMX-BF16)."""
     return bool(_UNITS & Processor.of_this_machine().flags)
 
 
 @functools.cache
 def library() -> Library | None:
-    """The oneDNN library of this process, if there is one that the processor has a unit for.
+    """Return the oneDNN library; None without one, or on a processor without a bfloat16 unit.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def library() -> Library | None:
 
 
 def reason_for_none() -> str:
-    """The reason why `library` gives none."""
+    """Return the reason why `library` returns None."""
     if not processor_has_unit():
         return "the processor has no unit for bfloat16 (AVX512-BF16 or AMX-BF16)"
     if settings.onednn_library() == "off":
@@ -78,8 +78,8 @@ def reason_for_none() -> str:
 
 
 def _places() -> Iterator[str]:
-    """Paths at which a library may lie: of the wheel, of conda, of the system."""
-    # Each takes longer to import than this module, and few programs look for a library.
+    """Yield paths at which a library may lie: of the wheel, of conda, of the system."""
+    # Imported here, because each takes longer than this module, and few programs need them.
     import ctypes.util
     import importlib.metadata
 
@@ -107,7 +107,7 @@ class Library:
     Attributes
     ----------
     path, version : str
-        Where it is, and its version.
+        The path, and the version of the library.
 
     Raises
     ------
@@ -126,12 +126,12 @@ class Library:
         self.version = f"{version.major}.{version.minor}.{version.patch}"
         if version.major != _VERSION:
             raise ValueError(f"MPISHARD_ONEDNN: {path} is oneDNN {self.version}, needs version 3")
-        # Primitives and streams are used by one thread at a time, and thread-ranks multiply
-        # together.
+        # Only one thread may use a primitive or stream at a time, and thread-ranks multiply at the
+        # same time.
         self._threads = threading.local()
 
     def multiply(self, a: Array, b: Array, out: Array, bias: Array | None = None) -> None:
-        """``out = a @ b + bias``; sums are made in float32, and each element is rounded once.
+        """Compute ``out = a @ b + bias`` with sums in float32; each element is rounded once.
 
         Parameters
         ----------
@@ -145,12 +145,13 @@ class Library:
         Raises
         ------
         RuntimeError
-            If oneDNN refuses, with its status.
+            If a call of oneDNN fails, with its status.
         """
         arrays = [a, b, out] if bias is None else [a, b, out, bias]
         primitives: dict[Any, _Product] | None = getattr(self._threads, "primitives", None)
         if primitives is None:
-            # One thread for each product: cores are the ranks'. Of this calling thread alone.
+            # One thread for each product, because other ranks use the other cores. OpenMP keeps
+            # this limit for each calling thread.
             limit = getattr(self.c, "omp_set_num_threads", None)
             if limit is not None:
                 limit(1)
@@ -162,7 +163,7 @@ class Library:
         key = tuple([(x.shape, x.strides, x.dtype.char) for x in arrays])
         product = primitives.get(key)
         if product is None:
-            if len(primitives) >= _MOST_PRIMITIVES:  # batches of ever other sizes
+            if len(primitives) >= _MOST_PRIMITIVES:  # for batches whose sizes always change
                 primitives.clear()
             product = primitives[key] = _Product(self, self._threads.engine, arrays)
         product.run(self._threads.stream, arrays)
@@ -175,7 +176,7 @@ class Library:
 
 
 class _Product:
-    """A matmul primitive for arrays of given shapes, strides and dtypes, and its memory objects."""
+    """A matmul primitive for arrays of certain shapes, strides and dtypes, with its memory."""
 
     def __init__(self, library: Library, engine: ctypes.c_void_p, arrays: list[Array]) -> None:
         self._c = c = library.c
@@ -201,7 +202,7 @@ class _Product:
 
     @staticmethod
     def _description(library: Library, array: Array, dims: int) -> ctypes.c_void_p:
-        missing = dims - array.ndim  # a bias has fewer
+        missing = dims - array.ndim  # a bias has one dim
         shape = (1,) * missing + array.shape
         sizes = [array.shape[0] if missing else 0] * missing
         # oneDNN counts strides in elements.
@@ -218,7 +219,8 @@ class _Product:
     def run(self, stream: ctypes.c_void_p, arrays: list[Array]) -> None:
         """Compute with other arrays of the same layout."""
         for memory, array in zip(self._memories, arrays, strict=True):
-            # The first field of NumPy's array struct: ``ctypes.data`` takes ten times as long.
+            # The address is the first field of NumPy's array struct. ``array.ctypes.data`` would
+            # take ten times as long.
             data = ctypes.c_void_p.from_address(id(array) + object.__basicsize__)
             self._c.dnnl_memory_set_data_handle(memory, data)
         self._check(

@@ -1,4 +1,4 @@
-"""The cost of a run, before it runs: a schedule with times, and its picture."""
+"""Estimates of a run before it starts: the time line of a pipeline schedule, and its picture."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Timeline:
     Parameters
     ----------
     schedule_name : str
-        The schedule's.
+        Name of the schedule.
     num_stages, num_micro_batches, virtual_stages_per_rank : int
-        Ranks P, micro-batches M, stages of a rank V.
+        Number of ranks P, of micro-batches M, and of stages per rank V.
     times : StageTimes
-        Times of the run.
+        Times of the stages' operations.
     ranks : tuple of tuple of TimedOperation
         The operations of each rank, in order.
     peak_live : tuple of float
-        Of each rank, the most micro-batches between the beginning of their forward and the end of
-        their backward, of the input if the halves are apart. One that is so in one of a rank's
-        V stages counts 1/V.
+        Largest number of live micro-batches on each rank. A micro-batch is live from the beginning
+        of its forward to the end of its backward, or of the input's half if the halves are apart.
+        In each of a rank's V stages it counts 1/V.
     peak_held : tuple of float
-        The same, to the end of the parameters' half: as long as anything is kept of them.
+        The same with the end of the parameters' half, until which memory is kept.
     peak_activation_bytes : tuple of float, optional
         Largest number of bytes that each rank keeps for backward, if `simulate` was given sizes.
     """
@@ -67,7 +67,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Time from the first operation of all to the end of the last."""
+        """Time from the start to the end of the last operation of all ranks."""
         return max(timed[-1].end for timed in self.ranks)
 
     @property
@@ -77,23 +77,22 @@ class Timeline:
 
     @property
     def work(self) -> list[float]:
-        """Time that each rank computes."""
+        """Computing time of each rank."""
         return [sum(operation.duration for operation in timed) for timed in self.ranks]
 
     @property
     def bubble_fraction(self) -> float:
-        """1 - work / (the longest span of a rank from its first start to its last end).
+        """The fraction 1 - work / (the longest span of a rank from first start to last end).
 
-        It is what papers speak of. The work is that of the mean rank.
+        This is the bubble fraction of the literature. The work is the mean over the ranks.
         """
         return bubble_fraction(self.ranks)
 
     @property
     def idle_fraction(self) -> float:
-        """1 - work / makespan: the loss in a step that all ranks begin and end together.
+        """The fraction 1 - work / makespan: the loss in a step that all ranks begin together.
 
-        A rank that begins late because the first micro-batch comes late waits, too: the bubble
-        fraction leaves that out.
+        It includes the wait of a rank for its first micro-batch, unlike the bubble fraction.
         """
         work = sum(self.work) / self.num_stages
         return max(0.0, 1 - work / self.makespan) if self.makespan else 0.0
@@ -113,17 +112,17 @@ def simulate(
     Parameters
     ----------
     schedule : IPipelineSchedule
-        Schedule that is run.
+        The schedule.
     num_stages, num_micro_batches : int
-        Ranks P and micro-batches M.
+        Number of ranks P and of micro-batches M.
     times : StageTimes, optional
-        Of each global stage: a rank with V stages takes V of them for a micro-batch. Default: 1
-        for forward and for each half of backward, no communication.
+        Times of each global stage; a rank with V stages takes V of them for a micro-batch. Default:
+        1 for forward and for each half of backward, and 0 for communication.
     activation_bytes : float or sequence of float, optional
-        Bytes that a global stage keeps of a micro-batch for backward: one number for all, or one
-        for each.
+        Bytes of a micro-batch that a global stage keeps for backward: one number for all stages, or
+        one for each.
     pending_bytes : float or sequence of float, optional
-        Bytes left of that between backward's halves, if they are apart; default all.
+        Bytes of these that are kept between backward's halves, if they are apart. Default: all.
 
     Returns
     -------
@@ -133,8 +132,8 @@ def simulate(
     Raises
     ------
     ValueError
-        If `check_schedule` would raise it, for times or sizes of another number of stages,
-        negative ones, and pending bytes without activation bytes.
+        If `check_schedule` refuses the schedule; for times or sizes of another number of stages;
+        for negative ones; for pending bytes without activation bytes.
 
     Examples
     --------
@@ -168,7 +167,7 @@ def simulate(
 def _sizes(
     activation_bytes: Amounts | None, pending_bytes: Amounts | None, num_global_stages: int
 ) -> tuple[list[float], list[float]]:
-    """Bytes of each global stage, kept until the backward of the input, and from then on."""
+    """Return the bytes of each global stage until the backward of the input, and after it."""
     if activation_bytes is None and pending_bytes is not None:
         raise ValueError("pending_bytes are a part of activation_bytes, which are not given")
     activations = 0.0 if activation_bytes is None else activation_bytes
@@ -185,7 +184,7 @@ def _sizes(
 def _peaks(
     timed: Sequence[TimedOperation], activations: Sequence[float], pending: Sequence[float]
 ) -> tuple[int, int, float]:
-    """The most that one rank holds: live, held at all (micro-batches x stages), and bytes."""
+    """Return one rank's peaks of live and held (micro-batch, stage) pairs, and of bytes."""
     live = held = peak_live = peak_held = 0
     nbytes = peak_bytes = 0.0
     for operation, stage, _, _ in timed:
@@ -199,7 +198,7 @@ def _peaks(
             nbytes -= activations[stage]
         elif kind is PipelineOperationType.BACKWARD_INPUT:
             live -= 1
-            # What the backward of the parameters still needs stays; all else is free.
+            # Only the bytes for the backward of the parameters are kept.
             nbytes += pending[stage] - activations[stage]
         else:
             held -= 1
@@ -208,24 +207,24 @@ def _peaks(
     return peak_live, peak_held, peak_bytes
 
 
-# Three hues that the common kinds of colour blindness tell apart, and of three lightnesses.
+# Three hues that differ for people with the common kinds of colour blindness, and in lightness.
 _FORWARD = BLUE
 _INPUT = "#f0a830"
 _WEIGHT = "#7fc6a4"
 
-_WIDTH = 9.6  # inches of a figure, of which the bars have about _BARS
-_BARS = 8.9
-_DIGIT = 0.055  # inches of a digit of a label
+_WIDTH = 9.6  # width of a figure in inches
+_BARS = 8.9  # approximate width of the bars in it
+_DIGIT = 0.055  # width in inches of a digit of a label
 _FONT = 6.5
-_ROW = 0.19  # inches of a rank, where that gives a picture of
-_TALLEST = 80.0  # inches at most
+_ROW = 0.19  # height of a rank in inches, unless the figure would be higher than _TALLEST
+_TALLEST = 80.0
 
 
 def plot_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) -> None:
     """Draw timelines below each other as a PNG, all to one scale.
 
-    Bars carry the micro-batch's number if it fits. Later virtual stages of a rank are paler;
-    a combined backward is a bar in the colours of both halves.
+    Bars have the micro-batch's number if it fits. Later virtual stages of a rank are paler. A
+    combined backward is a bar in the colours of both halves.
 
     Parameters
     ----------
@@ -246,7 +245,7 @@ def plot_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) 
     row = min(_ROW, _TALLEST / sum(timeline.num_stages for timeline in timelines))
     heights = [0.5 + row * timeline.num_stages for timeline in timelines]
     figure = new_figure("plot_timelines", _WIDTH, sum(heights) + 0.65)
-    from matplotlib.patches import Patch  # after new_figure, which says how to get matplotlib
+    from matplotlib.patches import Patch  # after new_figure, whose error says how to install it
 
     rows = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, height_ratios=heights)
     longest = max(timeline.makespan for timeline in timelines)
@@ -266,7 +265,7 @@ def plot_timelines(path: str | os.PathLike[str], timelines: Sequence[Timeline]) 
 
 
 def _draw(axes: Any, timeline: Timeline, inches: float, row: float) -> None:
-    """One timeline; ``inches`` are those of one unit of time, ``row`` those of a rank."""
+    """Draw a timeline; ``inches`` is the width of a unit of time, ``row`` the height of a rank."""
     count = timeline.num_stages * timeline.virtual_stages_per_rank
     input_times = timeline.times.of_stages(PipelineOperationType.BACKWARD_INPUT, count)
     shortest = min(done.duration for timed in timeline.ranks for done in timed) * inches
@@ -286,7 +285,7 @@ def _draw(axes: Any, timeline: Timeline, inches: float, row: float) -> None:
                     fontsize=_FONT, color="white" if is_dark else "#222222",
                 )  # fmt: skip
         edges = [(o.start, o.duration) for o in timed]
-        line = min(0.6, 9 * shortest)  # points: an eighth of the shortest bar at most
+        line = min(0.6, 9 * shortest)  # in points, at most an eighth of the shortest bar
         axes.broken_barh(edges, (rank - 0.42, 0.84), facecolor="none", edgecolor="white", lw=line)
     for (rank, colour), spans in bars.items():
         axes.broken_barh(spans, (rank - 0.42, 0.84), facecolor=colour, lw=0, zorder=0.9)
@@ -307,7 +306,7 @@ def _draw(axes: Any, timeline: Timeline, inches: float, row: float) -> None:
 
 
 def _parts(done: TimedOperation, input_time: float) -> list[tuple[str, float, float]]:
-    """Colour, start and end of the halves of an operation."""
+    """Return colour, start and end of an operation, or of both halves of a backward."""
     kind = done.operation.type
     if kind is PipelineOperationType.BACKWARD:
         middle = done.start + input_time
@@ -321,7 +320,7 @@ def _parts(done: TimedOperation, input_time: float) -> list[tuple[str, float, fl
 
 
 def _paler(colour: str, fade: float) -> str:
-    """``colour`` mixed with that part of white."""
+    """Return ``colour`` mixed with white, which has the fraction ``fade``."""
     parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * fade):02x}" for part in parts)
 
@@ -335,18 +334,18 @@ _LETTERS = {
 
 
 def text_chart(timeline: Timeline, width: int = 100) -> str | None:
-    """One line for each rank, and time to the right.
+    """Draw a timeline as text: a line for each rank, with time to the right.
 
-    F is a forward, B a backward, or its input's half, W the parameters' half, with the
-    micro-batch's number; what follows until the operation ends is filled with ``=``, and a dot is
-    time in which the rank waits. In every other virtual stage the letters are small ones.
+    F is a forward, B a backward or its input's half, and W the parameters' half. The number of the
+    micro-batch follows, and ``=`` until the operation ends. A dot is time in which the rank waits.
+    Every second virtual stage of a rank has lower-case letters.
 
     Parameters
     ----------
     timeline : Timeline
-        Timeline that is drawn.
+        The timeline.
     width : int
-        Columns that there are.
+        Number of columns.
 
     Returns
     -------
@@ -373,11 +372,11 @@ def text_chart(timeline: Timeline, width: int = 100) -> str | None:
         line = ""
         for operation, _, start, end in timed:
             letter = _LETTERS[operation.type]
-            # Lower case tells neighbouring stages of a rank apart in one column.
+            # The case of one letter distinguishes neighbouring stages of a rank.
             if operation.virtual_stage_index % 2:
                 letter = letter.lower()
-            # To the nearest column. 1e-9, because a sum of times may miss the middle between two
-            # columns by a rounding error, and all of them are to fall to one side.
+            # Rounded to the nearest column. A sum of times may miss the middle between two columns
+            # by a rounding error, and 1e-9 makes all of these fall to the same side.
             first, behind = (math.floor(time * columns + 0.5 + 1e-9) for time in (start, end))
             line = line.ljust(first, ".")
             line += f"{letter}{operation.micro_batch_index}".ljust(behind - first, "=")

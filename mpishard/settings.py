@@ -1,6 +1,6 @@
-"""Every environment variable that mpishard reads, and the limits that are not worth one.
+"""The environment variables that mpishard reads, and fixed limits without a variable.
 
-No other module of the package touches `os.environ`.
+No other module of the package uses `os.environ`.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ __all__ = [
 ]
 
 MAXIMUM_DIMS = 8
-"""Dims that an array on the wire may have."""
+"""Largest number of dims of an array that is sent."""
 
 MAXIMUM_TAG = 16382
-"""Just below half of the tag bound that MPI guarantees; the other half is the package's own."""
+"""Largest tag: just below half of MPI's guaranteed bound. The package uses the other half."""
 
 CALL_LOG_LENGTH = 256
-"""Collectives that a rank's call log remembers."""
+"""Number of collectives in a rank's call log."""
 
 MEMORY_TIMEOUT = 30.0
 """Seconds that a thread-rank waits for the others before `CollectiveTimeoutError`."""
 
 TRACE_EVENTS = 200_000
-"""Events of a rank's trace, unless told otherwise; what comes then is counted and not kept."""
+"""Default for the largest number of events in a rank's trace; further ones are only counted."""
 
 EXIT_FAILURE = 1
 """Exit code of an MPI job in which a rank raised, or left before the others."""
@@ -100,18 +100,18 @@ EXIT_KILLED = 137
 """Exit code of `mpishard run` if a rank was killed (SIGKILL); another signal n gives 128 + n."""
 
 EXIT_PREEMPTED = 75
-"""Exit code of a preempted job: it has saved, and is to be started again later.
+"""Exit code of a preempted job, which has saved and can be started again later.
 
-EX_TEMPFAIL of sysexits.h. `mpishard run` passes it on, and does not restart the job itself.
+It is EX_TEMPFAIL of sysexits.h. `mpishard run` ends with it, too, and does not restart the job.
 """
 
 _LAUNCHERS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def launcher_variable() -> str | None:
-    """Name of the variable that shows that a launcher started this process, or None.
+    """Return the name of the variable that a launcher has set for this process, or None.
 
-    SLURM_NTASKS alone is no launcher: it is set in the batch script too.
+    SLURM_NTASKS alone shows no launcher, because it is also set in the batch script.
     """
     for name in (*_LAUNCHERS, "PMIX_RANK"):
         if name in os.environ:
@@ -120,29 +120,29 @@ def launcher_variable() -> str | None:
 
 
 def _number(*names: str, variables: Mapping[str, str] = os.environ) -> int | None:
-    """The value of the first of these variables that is a decimal number."""
+    """Return the value of the first of these variables that is a decimal number."""
     found = (variables.get(name, "") for name in names)
     return next((int(value) for value in found if value.isdecimal()), None)
 
 
 def launched_world_size() -> int | None:
-    """Number of processes that the launcher started, if it says so."""
+    """Return the number of processes that the launcher started, if it is known."""
     return _number(*_LAUNCHERS)
 
 
 def launched_local_size() -> int | None:
-    """Number of processes that the launcher started on this machine, if it says so."""
+    """Return the number of processes that the launcher started here, if it is known."""
     return _number("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def launched_rank(variables: Mapping[str, str] = os.environ) -> int | None:
-    """The number of a process among those of its launcher, if its ``variables`` say so."""
+    """Return the number of a process among those of its launcher, if its ``variables`` have it."""
     names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
     return _number(*names, variables=variables)
 
 
 def pmi_descriptor() -> int | None:
-    """PMI_FD: the descriptor on which this process talks to Hydra, MPICH's launcher."""
+    """PMI_FD: the descriptor of this process's connection to Hydra, MPICH's launcher."""
     return None if is_slurm_step() else _number("PMI_FD")
 
 
@@ -155,10 +155,10 @@ _OF_LAUNCHERS = (
 
 
 def outside_launcher() -> dict[str, str]:
-    """The environment without the variables that a launcher set for this process's own job.
+    """Return the environment without the variables that a launcher set for this process's job.
 
-    With it this process can start another job. If no launcher started this process, nothing is
-    left out, because each variable is then the user's.
+    This process can start another job with it. If no launcher started this process, nothing is left
+    out, because the user has set the variables.
     """
     if launcher_variable() is None:
         return dict(os.environ)
@@ -166,13 +166,13 @@ def outside_launcher() -> dict[str, str]:
 
 
 def open_mpi_starts_for_root() -> bool:
-    """True if the user lets Open MPI's launcher run as root (OMPI_ALLOW_RUN_AS_ROOT, _CONFIRM)."""
+    """Return whether OMPI_ALLOW_RUN_AS_ROOT and _CONFIRM let Open MPI's launcher run as root."""
     names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     return all(os.environ.get(name) == "1" for name in names)
 
 
 def launch_identity() -> tuple[str, ...]:
-    """The launchers' names of the job and of this process in it."""
+    """Return the launchers' identifiers of the job and of this process in it."""
     names = (
         "PMI_RANK", "PMI_SIZE", "PMI_ID", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK",
         "OMPI_COMM_WORLD_RANK", "PALS_APID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID",
@@ -181,23 +181,23 @@ def launch_identity() -> tuple[str, ...]:
 
 
 def is_fault_tolerant() -> bool:
-    """True if Open MPI was started with ``--with-ft ulfm``, which sets OMPI_MCA_mpi_ft_enable."""
-    value = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - as Open MPI spells it
+    """Return whether Open MPI was started with ``--with-ft ulfm`` (OMPI_MCA_mpi_ft_enable)."""
+    value = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - Open MPI's spelling
     return value.lower() in ("1", "true", "yes")
 
 
 def write(name: str, value: str) -> None:
-    """Set a variable of this process, and of those that it starts from now on."""
+    """Set a variable of this process, and of the processes that it starts from now on."""
     os.environ[name] = value
 
 
 def write_default(name: str, value: str) -> None:
-    """The same, unless it is set already."""
+    """Set a variable as `write` does, unless it is set already."""
     os.environ.setdefault(name, value)
 
 
 def rank_process() -> str:
-    """MPISHARD_RANK_PROCESS: which process is the rank; empty if none has said so."""
+    """MPISHARD_RANK_PROCESS: the identity of the rank's process; empty if it is not set."""
     return os.environ.get("MPISHARD_RANK_PROCESS", "")
 
 
@@ -207,35 +207,35 @@ def write_rank_process(text: str) -> None:
 
 
 def is_slurm_step() -> bool:
-    """True if srun started this process."""
+    """Return whether srun started this process."""
     return "SLURM_STEP_NUM_TASKS" in os.environ
 
 
 def is_slurm_allocation() -> bool:
-    """True if this process runs inside an allocation of SLURM (SLURM_JOB_ID)."""
+    """Return whether this process runs inside an allocation of SLURM (SLURM_JOB_ID)."""
     return slurm_job() is not None
 
 
 def slurm_job() -> str | None:
-    """SLURM_JOB_ID, the allocation that this process runs in; None outside."""
+    """SLURM_JOB_ID: the allocation in which this process runs; None outside of one."""
     return os.environ.get("SLURM_JOB_ID") or None
 
 
 def slurm_plugin() -> str | None:
-    """SLURM_MPI_TYPE: the plugin by which srun tells ranks of each other, if it is set."""
+    """SLURM_MPI_TYPE: srun's plugin by which ranks find each other, if it is set."""
     return os.environ.get("SLURM_MPI_TYPE") or None
 
 
 def pmix_rank() -> int:
-    """PMIX_RANK, 0 if it is not set or no number."""
+    """PMIX_RANK; 0 if it is not set or no number."""
     return _number("PMIX_RANK") or 0
 
 
 def pmix_launcher() -> str | None:
-    """Name of the launcher that started this process, if ranks can reach it by PMIx alone."""
+    """Return the name of the launcher, if ranks can reach it only by PMIx; otherwise None."""
     if "PMIX_NAMESPACE" not in os.environ or {"PMI_FD", "PMI_PORT", "PMI_SIZE"} & os.environ.keys():
         return None
-    # Slurm sets PMIX variables as well, and its own name helps the user more.
+    # Slurm sets PMIx's variables as well, but its own name is more useful in an error.
     if is_slurm_step():
         return "srun --mpi=pmix"
     version = os.environ.get("OMPI_VERSION")
@@ -243,7 +243,7 @@ def pmix_launcher() -> str | None:
 
 
 def program_folders() -> list[Path]:
-    """The folders of PATH."""
+    """Return the folders of PATH."""
     return [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
 
 
@@ -253,13 +253,13 @@ def cpus_per_task() -> int | None:
 
 
 def blas_thread_variables() -> dict[str, str]:
-    """The variables by which the user chose the number of BLAS threads, with their values."""
+    """Return the variables with which the user set the number of BLAS threads, and their values."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def blas_threads_are_set() -> bool:
-    """True if the user chose the number of BLAS threads."""
+    """Return whether the user set the number of BLAS threads."""
     return bool(blas_thread_variables())
 
 
@@ -276,7 +276,7 @@ def log_level() -> str | None:
 
 
 def is_debugging() -> bool:
-    """True if MPISHARD_LOG is ``debug``."""
+    """Return whether MPISHARD_LOG is ``debug``."""
     return os.environ.get("MPISHARD_LOG", "").lower() == "debug"
 
 
@@ -300,31 +300,31 @@ def check() -> None:
 
 
 def alike() -> dict[str, str]:
-    """The settings that must be the same on every rank of a job: variable -> value here."""
+    """Return the settings that must be the same on every rank of a job, with this rank's values."""
     return {
         "MPISHARD_ARENA": os.environ.get("MPISHARD_ARENA", "auto").lower(),
         "MPISHARD_CUDA_AWARE": str(int(cuda_aware())),
-        # Each machine may have a folder of its own, but all ranks record or none.
+        # The folder may differ between machines, but either all ranks record or none does.
         "MPISHARD_TRACE": "not set" if trace_folder() is None else "set",
         "MPISHARD_VIRTUAL_NODES": str(virtual_nodes()),
     }
 
 
 def mpi_timeout() -> float:
-    """MPISHARD_TIMEOUT: seconds that an MPI rank waits for the others; 0 is for ever."""
+    """MPISHARD_TIMEOUT: seconds that an MPI rank waits for the others; 0 means no limit."""
     return _seconds("MPISHARD_TIMEOUT", 300.0)
 
 
 def mpi_warning() -> float:
-    """MPISHARD_WARN_AFTER: seconds of waiting after which an MPI rank says so; 0 is never."""
+    """MPISHARD_WARN_AFTER: seconds of a wait after which an MPI rank warns; 0 means never."""
     return _seconds("MPISHARD_WARN_AFTER", 30.0)
 
 
 def exit_timeout() -> float:
     """MPISHARD_EXIT_TIMEOUT: seconds that an MPI rank waits, after its work, for the others to end.
 
-    One hour by default, because a rank may have work of its own after the last collective; 0 is
-    for ever. A rank that has finished reports after `mpi_warning` which ranks it waits for.
+    The default is one hour, because a rank may have work of its own after the last collective; 0
+    means no limit. After `mpi_warning` a rank that has finished names the ranks for which it waits.
     """
     return _seconds("MPISHARD_EXIT_TIMEOUT", 3600.0)
 
@@ -343,7 +343,7 @@ def _seconds(name: str, default: float) -> float:
 
 
 def _choice(name: str, *choices: str) -> str:
-    """The value of a variable, in lower case: one of the choices, the first by default."""
+    """Return the value of a variable in lower case: one of the choices, the first by default."""
     text = os.environ.get(name, choices[0]).lower()
     if text not in choices:
         *others, last = choices
@@ -354,17 +354,17 @@ def _choice(name: str, *choices: str) -> str:
 def shares_memory() -> bool:
     """MPISHARD_ARENA: ``auto``, the default, lets the ranks of a node share memory.
 
-    ``off`` does not, so that everything travels as messages.
+    ``off`` does not, so that all data travel as messages.
     """
     return _choice("MPISHARD_ARENA", "auto", "off") == "auto"
 
 
-@functools.cache  # once in a process: each update of a step asks
+@functools.cache  # once in a process, because each update of a step calls it
 def numba_is_allowed() -> bool:
-    """MPISHARD_NUMBA: ``auto``, the default, compiles loops if numba is there; ``off`` does not.
+    """MPISHARD_NUMBA: ``auto``, the default, compiles loops if numba is installed; ``off`` never.
 
-    Updates, copies and roundings have the same bits. Attention, GELU and layer norms in float32
-    and bfloat16 do not: sums and exponentials are rounded elsewhere.
+    Updates, copies and roundings have the same bits in both cases. Attention, GELU and layer norms
+    in float32 and bfloat16 do not, because sums and exponentials are rounded in other places.
     """
     return _choice("MPISHARD_NUMBA", "auto", "off") == "auto"
 
@@ -378,9 +378,9 @@ def onednn_library() -> str:
 
 
 def cuda_aware() -> bool:
-    """MPISHARD_CUDA_AWARE: ``1`` hands MPI pointers to GPU memory; ``0``, the default, never.
+    """MPISHARD_CUDA_AWARE: ``1`` passes pointers to GPU memory to MPI; ``0``, the default, never.
 
-    A library that is not built for it crashes or reads rubbish, so nothing else switches it on.
+    A library that is not built for it crashes or reads wrong data, so only the user switches it on.
     """
     return _choice("MPISHARD_CUDA_AWARE", "0", "1") == "1"
 
@@ -389,7 +389,7 @@ _CUDA_HINTS = ("MPICH_GPU_SUPPORT_ENABLED", "OMPI_MCA_opal_cuda_support", "MV2_U
 
 
 def cuda_aware_hint() -> str | None:
-    """The variable that says that the MPI library can read GPU memory; None if none does."""
+    """Return a variable that suggests that the MPI library can read GPU memory, or None."""
     for name in _CUDA_HINTS:
         if os.environ.get(name, "").lower() in ("1", "true", "yes"):
             return f"{name}={os.environ[name]}"
@@ -402,10 +402,9 @@ def visible_gpus() -> str | None:
 
 
 def virtual_nodes() -> int:
-    """MPISHARD_VIRTUAL_NODES: how many nodes each node pretends to be; 1 if not set.
+    """MPISHARD_VIRTUAL_NODES: number of nodes that each node simulates; 1 if it is not set.
 
-    Ranks of different pretended nodes share no memory, so that one machine can show what several
-    would do.
+    Ranks of different simulated nodes share no memory, as if they ran on several machines.
     """
     text = os.environ.get("MPISHARD_VIRTUAL_NODES", "1")
     if not text.isdecimal() or int(text) < 1:
@@ -414,7 +413,7 @@ def virtual_nodes() -> int:
 
 
 def trace_folder() -> Path | None:
-    """MPISHARD_TRACE: the folder for traces of the whole run, one of each rank; None: none."""
+    """MPISHARD_TRACE: the folder for traces of the whole run, one per rank; None without it."""
     text = os.environ.get("MPISHARD_TRACE", "")
     if not text:
         return None
@@ -431,7 +430,7 @@ def verification() -> tuple[Path, int] | None:
 
 
 def job_folder() -> Path | None:
-    """MPISHARD_JOB_FOLDER: where each rank writes ``rank-*.calls``, a `StatusPage`; None: nowhere.
+    """MPISHARD_JOB_FOLDER: the folder of the ranks' ``rank-*.calls``, each a `StatusPage`, or None.
 
     `mpishard run` sets it, reads the files when the job has ended, and removes the folder.
     """
@@ -440,9 +439,9 @@ def job_folder() -> Path | None:
 
 
 def restart_count() -> int:
-    """MPISHARD_RESTART: how many times `mpishard run` has started this job again.
+    """MPISHARD_RESTART: number of times that `mpishard run` has restarted this job.
 
-    0 in the first start, and if something else started the process.
+    It is 0 after the first start, and if `mpishard run` did not start this process.
     """
     return _number("MPISHARD_RESTART") or 0
 
@@ -459,15 +458,15 @@ _REMOTE_SHELLS = ("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm_rsh_agent", "OMPI_MCA_
 
 
 def remote_shell(is_hydra: bool) -> str:
-    """The program by which a launcher reaches other machines: ssh, unless it is told another.
+    """Return the program with which a launcher reaches other machines: ssh by default.
 
     Parameters
     ----------
     is_hydra : bool
-        Whether the launcher is MPICH's, which is told so by HYDRA_LAUNCHER_EXEC; Open MPI's by
-        PRTE_MCA_plm_ssh_agent and its older names, of which the first that is set counts.
+        Whether the launcher is MPICH's, which reads HYDRA_LAUNCHER_EXEC. Open MPI's launcher reads
+        PRTE_MCA_plm_ssh_agent and its older names; the first that is set counts.
     """
-    # Open MPI is told several programs, as `ssh : rsh`, and takes the first that is there.
+    # Open MPI's variable may name several programs, as `ssh : rsh`, of which the first is used.
     names = ("HYDRA_LAUNCHER_EXEC",) if is_hydra else _REMOTE_SHELLS
     chosen = next((os.environ[name] for name in names if os.environ.get(name)), "ssh")
     return chosen if is_hydra else chosen.partition(":")[0].strip()
@@ -481,24 +480,24 @@ _FORWARDED_PREFIXES = (
 
 
 def forwarded_variables() -> list[str]:
-    """Variables that ranks on other machines need as well, if a launcher passes on none."""
+    """Return the variables that ranks on other machines need, for launchers that pass none on."""
     return sorted(name for name in os.environ if name.startswith(_FORWARDED_PREFIXES))
 
 
 def environment() -> dict[str, str]:
-    """All variables of this process, for one that it starts."""
+    """Return all variables of this process, for a process that it starts."""
     return dict(os.environ)
 
 
 def openblas_kernel_is_set() -> bool:
-    """True if the user chose the kernels of OpenBLAS, with OPENBLAS_CORETYPE."""
+    """Return whether the user chose the kernels of OpenBLAS, with OPENBLAS_CORETYPE."""
     return "OPENBLAS_CORETYPE" in os.environ
 
 
 def terminal_columns() -> int | None:
     """MPISHARD_COLUMNS: width of the terminal that shows this process's output, or None.
 
-    The launcher sets it: the output of a rank is a pipe even if a terminal is at its end.
+    `mpishard run` sets it, because the output of a rank is a pipe even if a terminal is at its end.
     """
     value = os.environ.get("MPISHARD_COLUMNS", "")
     return int(value) if value.isdecimal() else None

@@ -1,8 +1,8 @@
 """Estimators of scikit-learn that are trained on ranks.
 
 `ShardedClassifier` and `ShardedRegressor` train a model of mpishard, by default an MLP, inside
-``fit``: on threads, or on the job's ranks if a launcher started the program. Predictions are made
-by each process itself. This module imports scikit-learn; ``import mpishard`` does not.
+``fit``: on threads, or on the job's ranks if a launcher started the program. Each process makes its
+predictions by itself. This module imports scikit-learn; ``import mpishard`` does not.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         """A plain model with the fitted parameters, made anew at each call."""
         check_is_fitted(self, "parameters_")
         model = self._made(self.seed_)
-        # The estimator keeps numbers alone, so that it can be pickled, whatever the model holds.
+        # The estimator keeps only the parameters, so that it can be pickled whatever the model is.
         model.set_parameters(self.parameters_)
         return model
 
     def _design_for(self, outputs: int) -> None:
-        """Note the design of the model; settings that change later are for the next fit."""
+        """Store the design of the model; later changes of the settings hold for the next fit."""
         if self.model is not None and not callable(self.model):
             raise TypeError(
                 "model must be a function (features, outputs, seed) that returns a model, got a "
@@ -89,10 +89,9 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         raise NotImplementedError
 
     def _train(self, x: Array, y: Array) -> Self:
-        # Drawn by scikit-learn's rules: a RandomState that several estimators share goes on with
-        # each fit.
+        # Drawn as scikit-learn does, so each fit advances a RandomState that estimators share.
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        if current_backend.get() is not None:  # called by a rank: all of its world call it
+        if current_backend.get() is not None:  # a thread-rank called fit, as all of its world do
             trained = self._on_rank(init(), x, y, seed)
         else:
             trained = launch(self._on_rank, x, y, seed, world_size=self.world_size)
@@ -102,17 +101,20 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
     def _on_rank(
         self, backend: CommunicationBackend, x: Array, y: Array, seed: int
     ) -> tuple[int, Array, list[float]]:
-        """Train on one rank; the same on all: seed, all parameters, the loss of each epoch."""
+        """Train on this rank; return seed, all parameters, and the loss of each epoch.
+
+        The results are the same on all ranks.
+        """
         checksums = [zlib.crc32(np.ascontiguousarray(array).data) for array in (x, y)]
         if (backend.all_gather(np.array([checksums])) != checksums).any():
             raise ValueError(
                 "fit was given different data on different ranks: load the same on every rank, and "
                 "give a random_state to whatever splits or shuffles them"
             )
-        # Without a random_state each process drew its own.
+        # Without a random_state each process has drawn a seed of its own.
         seed = int(backend.broadcast(np.array([seed]))[0])
         optimizer = AdamW(self.learning_rate) if self.optimizer is None else self.optimizer
-        # A rule belongs to one rank; the estimator's own stays as it was given.
+        # A copy, because each rank needs its own rule, and the estimator's must not change.
         sharded = as_distributed(copy.deepcopy(optimizer), backend, self.strategy)
         result = sharded.optimize(
             OptimizationInputData(
@@ -137,8 +139,8 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
     Parameters
     ----------
     model : callable, optional
-        ``model(features, outputs, seed)`` returns a model of `mpishard`, with a loss: it is called
-        on every rank. For pickles it must be a function of a module. Default: an `MLP`.
+        Called on every rank as ``model(features, outputs, seed)``; returns a model of `mpishard`
+        with a loss. To pickle the estimator it must be a function of a module. Default: an `MLP`.
     hidden : sequence of int
         Sizes of the hidden layers of the default model.
     optimizer : object, optional
@@ -148,11 +150,12 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
     epochs : int
         Passes over the training data.
     batch_size : int
-        Samples of a batch of all ranks, at most the number of samples.
+        Number of samples in a batch of all ranks, at most the number of samples.
     strategy : str
         As for `as_distributed`: "ddp", "zero1", "zero2", "fsdp" and so on.
     world_size : int
-        Number of thread-ranks. Under a launcher, or if a rank calls ``fit``, its world is used.
+        Number of thread-ranks. Under a launcher its job is used, and if a rank calls ``fit``, the
+        rank's world.
     random_state : int, RandomState or None
         Source of the first parameters and of the order of samples.
 
@@ -189,8 +192,8 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         Raises
         ------
         TypeError, ValueError
-            For data that scikit-learn refuses, settings that mpishard refuses, and a model whose
-            outputs are not as many as the classes need.
+            For data that scikit-learn refuses, settings that mpishard refuses, and a model with
+            another number of outputs than the classes need.
         """
         x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
         check_classification_targets(labels)
@@ -212,16 +215,16 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         return self._train(x, targets)
 
     def predict_proba(self, X: Any) -> np.ndarray[Any, Any]:
-        """Probability of each class, shape (n, classes), in the order of ``classes_``."""
+        """Return the probability of each class, shape (n, classes), in order of ``classes_``."""
         logits = self._outputs(X).astype(np.float64)
-        if logits.shape[1] < len(self.classes_):  # one logit, that of the second class
+        if logits.shape[1] < len(self.classes_):  # one logit is that of the second class
             logits = np.concatenate([np.zeros_like(logits), logits], axis=1)
         exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
         result: np.ndarray[Any, Any] = exponentials / exponentials.sum(axis=1, keepdims=True)
         return result
 
     def predict(self, X: Any) -> np.ndarray[Any, Any]:
-        """The likeliest class of each sample, shape (n,)."""
+        """Return the most probable class of each sample, shape (n,)."""
         probabilities = self.predict_proba(X)
         found: np.ndarray[Any, Any] = self.classes_[probabilities.argmax(axis=1)]
         return found
@@ -263,7 +266,7 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
         return self._train(x, columns.astype(x.dtype, copy=False))
 
     def predict(self, X: Any) -> np.ndarray[Any, Any]:
-        """Predictions, of the shape that the targets had."""
+        """Return the predictions, in the shape of the targets: (n,) or (n, outputs)."""
         found = self._outputs(X)
         return found[:, 0] if self._is_flat else found
 

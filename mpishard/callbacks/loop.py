@@ -1,4 +1,4 @@
-"""Callbacks in a loop that the user has written."""
+"""Callbacks in a training loop of the user's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("mpishard")
 
 
 class LoopHooks:
-    """The calls of a loop to its callbacks; `running` makes it.
+    """The calls of a loop to its callbacks; `running` makes this object.
 
     Parameters
     ----------
@@ -31,13 +31,14 @@ class LoopHooks:
     preemption : Preemption
         Receives the order to save and end.
     step : int
-        Updates made before.
+        Number of updates made before.
 
     Attributes
     ----------
     saves : bool
-        Whether the loop is to save now, on all ranks: since a callback has asked for it since the
-        last `step` or `checkpoint` began, or the job is to save and end.
+        Whether the loop is to save now, on all ranks: because a callback has asked for it in or
+        after the last `step`, and `checkpoint` was not called since; or because the job is to save
+        and end.
     stops : bool
         Whether the loop is to end now, on all ranks.
     """
@@ -59,7 +60,7 @@ class LoopHooks:
         gradient_norm: Any = None,
         **values: Any,
     ) -> bool:
-        """Tell that an update is done; return whether the loop is to end. Collective.
+        """Report an update; return whether the loop is to end. Collective.
 
         The ranks exchange a few bytes, so that all of them end, or save, after the same step.
 
@@ -68,11 +69,11 @@ class LoopHooks:
         loss : float
             Mean loss of the step.
         samples : float
-            Samples, or tokens, of all ranks in this step.
+            Number of samples, or tokens, of all ranks in this step.
         epoch, learning_rate, gradient_norm
             As in `Record`.
         **values
-            Logged with the step, as by `Run.log`.
+            Values that are logged with the step, as by `Run.log`.
         """
         now = time.perf_counter()
         self.saves = False
@@ -87,7 +88,7 @@ class LoopHooks:
         return self._agree()
 
     def evaluate(self, loss: Any, **others: float) -> bool:
-        """Tell the validation loss; return whether the loop is to end. Collective, as `step`.
+        """Report the validation loss; return whether the loop is to end. Collective.
 
         ``others``, such as ``accuracy``, are written beside it.
         """
@@ -97,7 +98,7 @@ class LoopHooks:
         return self._agree()
 
     def checkpoint(self, path: PathLike) -> None:
-        """Tell that a checkpoint was written to ``path``."""
+        """Report a checkpoint that was written to ``path``."""
         self.saves = False
         self.run.call("on_checkpoint", replace(self.record, checkpoint=Path(path)))
 
@@ -114,7 +115,7 @@ class LoopHooks:
 
 
 def _number(value: Any) -> float:
-    # PyTorch warns of float() of a loss that has a graph.
+    # PyTorch warns if float() is called on a loss with a graph; item() gives no warning.
     return float(value.item() if hasattr(value, "item") else value)
 
 
@@ -127,7 +128,7 @@ def running(
     step: int = 0,
     unit: str = "samples",
 ) -> Iterator[LoopHooks]:
-    """Call callbacks in a loop of your own. Collective at its begin and end, as are its steps.
+    """Call callbacks in a loop of your own. Collective at its begin, its steps and its end.
 
     SIGTERM and SIGUSR1 to any rank end the loop after the same step on all ranks:
     `LoopHooks.step` returns True, `LoopHooks.saves` is True, and the block ends with `Preempted`
@@ -141,16 +142,16 @@ def running(
     backend : CommunicationBackend
         The ranks that train together.
     total_steps : int, optional
-        Updates at the end of the loop, if known.
+        Number of updates at the end of the loop, if known.
     step : int
-        Updates made before, of a loop that goes on from a checkpoint.
+        Number of updates before a loop that goes on from a checkpoint.
     unit : str
         Unit of the steps' ``samples``.
 
     Raises
     ------
     TypeError, ValueError
-        For what is no callback, no backend, no unit, or no number of steps.
+        For an object that is no callback, no backend, no unit, or no number of steps.
     Preempted
         At the end, if the job was ordered to save and end.
 

@@ -1,4 +1,4 @@
-"""Preemption: a signal orders a run to save and end, on all ranks at the same step."""
+"""Preemption: a signal orders a run to save and end, after the same step on all ranks."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ PREEMPTING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """The signals that order a run which saves checkpoints to save and end."""
 
 _ONE_ORDER_SECONDS = 1.0
-"""SLURM, srun and `mpishard run` each pass one order on: it arrives several times."""
+"""Seconds in which signals are one order, which SLURM, srun and `mpishard run` each pass on."""
 
 
 class Preemption:
-    """Receives `PREEMPTING_SIGNALS` for all ranks, from ``__enter__`` to ``__exit__``.
+    """The receiver of `PREEMPTING_SIGNALS` for all ranks, from ``__enter__`` to ``__exit__``.
 
-    A SIGUSR1 that came before, to a rank that a launcher started, counts if nothing has obeyed it
-    yet (`mpishard.communication.failure.watchdog`).
+    An earlier SIGUSR1, to a rank that a launcher started, counts if nothing has obeyed it yet
+    (`mpishard.communication.failure.watchdog`).
 
-    One rank that receives a signal is enough: all learn of it in `is_asked`. A second SIGTERM, more
-    than a second after the first, goes to the handler that was there before. So does, at the end,
-    a signal that the run did not obey, unless an exception ends the run, which says more.
+    One rank that receives a signal is enough: all ranks learn of it in `is_asked`. A second
+    SIGTERM, more than a second after the first, is passed to the earlier handler. At the end a
+    signal that the run did not obey is sent again, to the earlier handler, unless an exception ends
+    the run.
 
-    Only the main thread of a process receives signals, and a thread-rank never runs there. A
-    handler that the user has set stays in place.
+    Only the main thread of a process receives signals, and no thread-rank runs there. A handler
+    that the user has set stays in place.
 
     Parameters
     ----------
     backend : CommunicationBackend
         The ranks that train together.
     resumable_by : tuple of int
-        The fewest and the most ranks that can go on from what the run saves; (0, 0) if that is
-        not known. `mpishard resize` changes the ranks of a run within these.
+        The fewest and the most ranks that can resume from the run's checkpoint; (0, 0) if they are
+        not known. `mpishard resize` changes the number of ranks within these limits.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Preemption:
         received: list[signal.Signals] = []
         if self._is_main_thread:
             received = [number for number in PREEMPTING_SIGNALS if is_free(number)]
-        # If no rank can receive signals, as in a world of threads, no step communicates for them.
+        # If no rank can receive signals, as in a world of threads, `is_asked` needs no exchange.
         self._may_be_asked = any(self._any_of(bool(received), self._is_told))
         for number in received:
             self._before[number] = signal.signal(number, self._receive)
@@ -83,11 +84,11 @@ class Preemption:
                 os.kill(os.getpid(), number)
 
     def is_asked(self) -> bool:
-        """Return whether any rank was ordered to end. Collective: a few bytes for each rank."""
+        """Return whether any rank was ordered to end. Collective, with a few bytes per rank."""
         return self._may_be_asked and self.is_asked_or()[0]
 
     def is_asked_or(self, *flags: bool) -> list[bool]:
-        """Return `is_asked`, and of each flag whether any rank has set it. Collective, as small."""
+        """Return `is_asked`, and for each flag whether any rank has set it. Collective."""
         is_told = self._may_be_asked and self._is_told
         self._is_obeyed, *said = self._any_of(is_told, *flags)
         if self._is_obeyed and self._is_main_thread:
@@ -96,7 +97,7 @@ class Preemption:
 
     @property
     def _is_told(self) -> bool:
-        """True if this rank was ordered to save and end."""
+        """Whether this rank was ordered to save and end."""
         return bool(self._received) or (self._is_main_thread and preemption_notice.is_given)
 
     def _any_of(self, *flags: bool) -> list[bool]:
@@ -107,7 +108,7 @@ class Preemption:
         return [bool(flag) for flag in said]
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a process forked by the rank, such as a data loader
+        if os.getpid() != self._process:  # in a process that the rank forked: a data loader, say
             self._pass_on(number)
             return
         if number == signal.SIGTERM:

@@ -1,4 +1,4 @@
-"""A run as its callbacks see it: the figures of a step, and wishes to stop, save and log."""
+"""A run and its callbacks: the figures of a step, and requests to stop, save and log."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ class Record:
     Attributes
     ----------
     step : int
-        Updates made, those before a resumed checkpoint included.
+        Number of updates made, those before a resumed checkpoint included.
     epoch : int or None
-        Epoch of the last update, from 0; None in a loop that does not tell it.
+        Epoch of the last update, from 0; None if the loop does not report it.
     loss : float
         Mean loss over all ranks' samples before the last update; NaN before the first one.
     samples : float
-        Weight of that loss: samples, or tokens, of all ranks together.
+        Weight of that loss: number of samples, or tokens, of all ranks together.
     learning_rate, gradient_norm : float or None
-        Of the last update; the norm of the mean gradient is taken before clipping.
+        Learning rate of the last update, and norm of its mean gradient before clipping.
     seconds : float
-        Time since this run began, on this rank.
+        Seconds since this run began, on this rank.
     step_seconds : float
-        Time of the last step, on this rank.
+        Seconds of the last step, on this rank.
     memory : int or None
-        Bytes in the memory ledger of this rank; None in a loop that does not tell it.
+        Bytes in the memory ledger of this rank; None if the loop does not report them.
     score : float or None
         In ``on_evaluate``: the validation loss or, without validation data, the mean training
         loss of the epoch. Otherwise None.
     validation : mapping of str to float
-        In ``on_evaluate``: ``loss`` on the validation data and, of classes, ``accuracy``.
+        In ``on_evaluate``: ``loss`` on the validation data and, for classes, ``accuracy``.
     checkpoint : Path or None
-        In ``on_checkpoint``: the folder that was written. Otherwise None.
+        In ``on_checkpoint``: the folder of the checkpoint. Otherwise None.
     """
 
     step: int = 0
@@ -71,22 +71,22 @@ class Record:
 
 @dataclass(slots=True)
 class Wishes:
-    """A rank's wishes since they were last sent, and those of all ranks since they were last read.
+    """Requests of this rank that were not sent yet, and requests of all ranks that were not read.
 
-    Both are ``[stop, save]``, and above 0 if wished. They travel as summands of an all-reduce.
+    Both are ``[stop, save]``, above 0 if requested. They travel as summands of an all-reduce.
     """
 
     own: list[float] = field(default_factory=lambda: [0.0, 0.0])
     received: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def exchanged(self, sums: Sequence[float]) -> None:
-        """Note the sums over all ranks of what they have sent."""
+        """Record the sums of the requests that all ranks have sent."""
         self.own[:] = 0.0, 0.0
-        # Added up, because wishes may be sent several times before the run reads them.
+        # Added up, because requests may be sent several times before the run reads them.
         self.received[:] = [old + float(new) for old, new in zip(self.received, sums, strict=True)]
 
     def take(self) -> tuple[bool, bool]:
-        """Return whether any rank has wished to stop, and to save; forget it."""
+        """Return whether any rank has requested to stop, and to save; then clear both."""
         stops, saves = self.received
         self.received[:] = 0.0, 0.0
         return stops > 0, saves > 0
@@ -108,7 +108,7 @@ def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
         name = type(callback).__name__
         if isinstance(callback, type):
             raise TypeError(f"callbacks must be objects, got the class {callback.__name__}")
-        # A misspelled method would never be called, and nobody would notice.
+        # A misspelled method would never be called, without an error.
         found = [each for each in dir(callback) if each.startswith("on_")]
         strange = [each for each in found if each not in HOOKS]
         if strange:
@@ -119,7 +119,7 @@ def check_callbacks(callbacks: Any) -> tuple[Any, ...]:
 
 
 def names_of(callbacks: Sequence[Any]) -> list[str]:
-    """Return the class of each callback, with a number from the second of a class on."""
+    """Return the class name of each callback, with a number from the second of a class on."""
     kinds = [type(callback).__name__ for callback in callbacks]
     counts = [kinds[:place].count(kind) for place, kind in enumerate(kinds)]
     return [
@@ -128,7 +128,7 @@ def names_of(callbacks: Sequence[Any]) -> list[str]:
 
 
 class Run:
-    """A run of training: calls its callbacks, and takes their wishes.
+    """A run of training, which calls its callbacks and receives their requests.
 
     Each method of a callback is called as ``callback.on_step(run, record)``. Callbacks that are
     context managers are entered before ``on_start`` and left at the end, however the run ends.
@@ -136,11 +136,11 @@ class Run:
     Parameters
     ----------
     callbacks : sequence of object
-        As `check_callbacks` returns them, in the order in which they are called.
+        The callbacks from `check_callbacks`, in the order in which they are called.
     backend : CommunicationBackend
         The ranks that train together.
     model : object
-        The sharded model; None in a loop that does not tell it.
+        The sharded model; None if the loop does not give it.
     total_steps : int, optional
         Number of updates at the end of the run, if it is known.
     unit : str
@@ -198,7 +198,7 @@ class Run:
     def stop(self, reason: str = "") -> None:
         """End the run on all ranks, after the same step: the next one at the latest.
 
-        One rank is enough. ``reason`` is logged by rank 0.
+        It is enough if one rank calls it. Rank 0 logs the ``reason``.
         """
         self.wishes.own[0] = 1.0
         self._reason = self._reason or ": ".join(filter(None, [self._calling, reason]))
@@ -239,7 +239,7 @@ class Run:
 
     @property
     def listens_to_steps(self) -> bool:
-        """True if a callback has ``on_step``; a loop need not measure a step for the others."""
+        """Whether a callback has ``on_step``. If not, a loop need not measure its steps."""
         return bool(self._methods["on_step"])
 
     def enter(self, stack: ExitStack) -> None:
@@ -266,7 +266,7 @@ class Run:
     def call(self, hook: str, record: Record) -> None:
         """Call one of `HOOKS` of each callback.
 
-        An exception passes, with a note of the callback.
+        An exception is raised with a note that names the callback.
         """
         for name, method in self._methods[hook]:
             self._calling = name
@@ -282,13 +282,13 @@ class Run:
         self.logged.clear()
 
     def stopped(self, step: int) -> None:
-        """Tell why the run ends early, after ``step``, if callbacks have asked for it. Collective.
+        """Report why callbacks end the run early, after ``step``. Collective.
 
-        Called on all ranks, when they have agreed.
+        All ranks call it, when they have agreed to stop.
         """
         own = json.dumps([self.rank, self._reason]) if self._reason else ""
         ranks: dict[str, list[int]] = {}
-        # Each reason is told once, with the ranks that gave it.
+        # Each reason is reported once, with the ranks that gave it.
         for text in all_texts(self.backend, own):
             rank, reason = json.loads(text)
             ranks.setdefault(reason, []).append(rank)

@@ -1,4 +1,4 @@
-"""Early stopping: the best evaluation so far, and when to stop."""
+"""Early stopping: the best evaluation so far, and the decision to stop."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpishard.callbacks.run import Record, Run
 class EarlyStopping:
     """The best of the evaluations so far, and whether to go on.
 
-    The best is the one with the lowest score. Early stopping asks for more: an evaluation counts
-    as an improvement if its score lies at least ``tolerance`` below that of the last
-    improvement, and training is to stop after ``patience`` evaluations in a row that were none
+    The best evaluation is the one with the lowest score. Early stopping requires more: an
+    evaluation counts as an improvement if its score lies at least ``tolerance`` below that of the
+    last improvement. Training stops after ``patience`` evaluations in a row without improvement
     (after Prechelt, "Early Stopping - But When?", in "Neural Networks: Tricks of the Trade", 1998,
-    which compares several such criteria). A score that is not a number is never the best and
-    never an improvement.
+    which compares several such criteria). A score of NaN is never the best and never an
+    improvement.
 
     `optimize` makes one from its ``patience`` and ``tolerance``, and then also returns the best
     parameters.
@@ -28,9 +28,9 @@ class EarlyStopping:
     Parameters
     ----------
     patience : int or None
-        Evaluations without improvement after which to stop; None: never.
+        Number of evaluations without improvement after which training stops; None: never.
     tolerance : float
-        Least improvement that counts, in units of the score.
+        Smallest improvement that counts, in units of the score.
 
     Raises
     ------
@@ -65,19 +65,18 @@ class EarlyStopping:
             self.waited = 0
         else:
             self.waited += 1
-        # Apart from patience: an improvement below the tolerance is the best so far, too.
+        # An improvement smaller than the tolerance does not count, but is the best so far.
         if score < self.best_score:
             self.best_score, self.best_step = score, step
 
     def on_start(self, run: Run, record: Record) -> None:
-        """Forget the run before, if this one begins anew."""
-        # A run that resumes goes on with the evaluations before.
+        """Forget the evaluations of an earlier run, unless this run resumes it."""
         if record.step == 0:
             self.best_score = self.reference = math.inf
             self.best_step, self.waited = None, 0
 
     def on_evaluate(self, run: Run, record: Record) -> None:
-        """Observe the score; stop the run if patience is at its end."""
+        """Record the score, and stop the run if the patience is exhausted."""
         if record.score is not None:
             self.observe(record.step, record.score)
         if self.is_exhausted:
@@ -85,11 +84,11 @@ class EarlyStopping:
 
     @property
     def is_exhausted(self) -> bool:
-        """True if patience is at its end."""
+        """Whether the patience is exhausted."""
         return self.patience is not None and self.waited >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the part that a checkpoint saves, for JSON."""
+        """Return the state that a checkpoint saves as JSON."""
         return {k: v for k, v in asdict(self).items() if k not in {"patience", "tolerance"}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -19,22 +19,22 @@ from mpishard.observe.progress import Progress
 
 
 class _Writer:
-    """Writes the figures of steps and evaluations on rank 0, from ``on_start`` to the end."""
+    """A writer of the figures of steps and evaluations on rank 0, from ``on_start`` to the end."""
 
-    _opened_by = 0  # thread: ranks that are threads may share a callback
+    _opened_by = 0  # identity of the thread, because thread-ranks may share a callback
 
     @property
     def _is_open(self) -> bool:
         return self._opened_by == threading.get_ident()
 
     def on_start(self, run: Run, record: Record) -> None:
-        """Open on rank 0."""
+        """Open the output on rank 0."""
         if run.rank == 0:
             self._open(run, record)
             self._opened_by = threading.get_ident()
 
     def on_step(self, run: Run, record: Record) -> None:
-        """Write the figures of a step, and what callbacks before this one have logged."""
+        """Write the figures of a step, and the values that earlier callbacks have logged."""
         if self._is_open:
             figures = {
                 "epoch": record.epoch,
@@ -48,7 +48,7 @@ class _Writer:
             self._write(record.step, {k: v for k, v in figures.items() if v is not None})
 
     def on_evaluate(self, run: Run, record: Record) -> None:
-        """Write what was measured on the validation data."""
+        """Write the figures of the validation data, and logged values."""
         figures = {f"validation_{name}": value for name, value in record.validation.items()}
         if self._is_open and (figures or run.logged):
             self._write(record.step, {**figures, **run.logged})
@@ -74,9 +74,9 @@ class _Writer:
 
 
 class JSONLines(_Writer):
-    """One JSON object per line and step: the short form is ``metrics=`` of a run.
+    """A file with one JSON object per line and step; ``metrics=`` of a run is its short form.
 
-    A run that resumes goes on in the same file; see `mpishard.observe.MetricsWriter`.
+    A resumed run goes on in the same file; see `mpishard.observe.MetricsWriter`.
 
     Parameters
     ----------
@@ -101,10 +101,10 @@ class JSONLines(_Writer):
 class CSVFile(_Writer):
     """A table with a row for each step and each evaluation.
 
-    Rows are appended, and with the system at once. A figure that comes later than the first row
-    gets a column of its own, empty above: the table is then written anew beside the file, which it
-    replaces. A run that resumes goes on in the same file; rows after the step that it resumes from
-    are dropped, and so is a row without its end.
+    Rows are appended and flushed at once. A figure that first appears in a later row gets a column
+    of its own, which is empty in earlier rows: the table is then written anew, and replaces the
+    file. A resumed run goes on in the same file. Rows after the step from which it resumes are
+    dropped, and so is an incomplete row.
 
     Parameters
     ----------
@@ -122,12 +122,12 @@ class CSVFile(_Writer):
         self._begin(record.step)
 
     def _begin(self, last_step: float) -> None:
-        """Keep the rows up to this step, under the columns of now; go on after them."""
+        """Write the rows up to ``last_step`` under the present columns, and go on after them."""
         text = ""
         if last_step and self._path.exists():
             with self._path.open(newline="", encoding="utf-8", errors="replace") as stream:
                 text = stream.read()
-        # A row without its end was cut by a full disk or a crash.
+        # A last row without a line break was cut by a full disk or a crash.
         rows = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
         kept = [row for row in rows if int(row["step"]) <= last_step]
         self._columns += [n for n in rows.fieldnames or () if n not in self._columns]
@@ -141,8 +141,7 @@ class CSVFile(_Writer):
 
     def _write(self, step: int, figures: dict[str, Any]) -> None:
         new = [name for name in figures if name not in self._columns]
-        # A new column: the table is written anew, with all of its rows.
-        if new:
+        if new:  # the table is written anew, with all of its rows, for the new columns
             self._columns += new
             self._stream.close()
             self._begin(math.inf)
@@ -159,7 +158,7 @@ class TensorBoard(_Writer):
     Parameters
     ----------
     folder : path
-        Folder of the event files; a run that resumes goes on in the same one.
+        Folder of the event files. A resumed run goes on in the same folder.
 
     Raises
     ------
@@ -179,7 +178,7 @@ class TensorBoard(_Writer):
         self._folder = Path(folder)
 
     def _open(self, run: Run, record: Record) -> None:
-        # Steps after the checkpoint that a run resumes from are made again, and shown once.
+        # A resumed run repeats the steps after its checkpoint: earlier events of these are purged.
         purge = record.step + 1 if record.step else None
         self._events = self._kind(str(self._folder), purge_step=purge, flush_secs=10)
 
@@ -200,8 +199,8 @@ class WandB(_Writer):
     Parameters
     ----------
     **options
-        Of ``wandb.init``: project, name, config and the like. A run that resumes goes on in the
-        same run of W&B with ``id=...`` and ``resume="allow"``.
+        Arguments of ``wandb.init``: project, name, config and the like. With ``id=...`` and
+        ``resume="allow"`` a resumed run goes on in the same run of W&B.
 
     Raises
     ------
@@ -228,7 +227,7 @@ class WandB(_Writer):
 
 
 class ProgressLine(_Writer):
-    """The line of progress: the short form is ``progress=True`` of a run."""
+    """The line of progress; ``progress=True`` of a run is its short form."""
 
     def _open(self, run: Run, record: Record) -> None:
         self._line = Progress(run.total_steps, start=record.step, unit=f"{run.unit}/s")
@@ -248,7 +247,7 @@ class ProgressLine(_Writer):
             self._line.validation(record.step, record.validation["loss"], accuracy)
 
     def on_stop(self, run: Run, record: Record) -> None:
-        """Show why the run ended early."""
+        """Show the reason of an early end."""
         if self._is_open:
             self._line.conclude(run.ending)
 

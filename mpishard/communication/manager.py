@@ -59,7 +59,7 @@ class CommunicationManager(metaclass=_WithState):
         require_type("backend", backend, CommunicationBackend)
         if _given() is not None:
             raise CommunicationError(
-                "the CommunicationManager has a backend already; shutdown() lets it go"
+                "the CommunicationManager has a backend already; call its shutdown() first"
             )
         backend.initialize()
         _backend.set(backend)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from mpishard.arguments import as_count, as_integer, require_type
+from mpishard.arguments import as_count, as_index, as_integer, require_type
 from mpishard.communication.contract.backend import CommunicationBackend
 
 Axis = Literal["replica", "pipeline", "tensor", "data"]
@@ -215,16 +215,12 @@ class ProcessMesh:
     def _rank_at(self, coordinates: dict[str, int]) -> int:
         rank = 0
         for axis in self.order:
-            size, coordinate = self._size[axis], coordinates[axis]
-            if not 0 <= coordinate < size:
-                raise ValueError(f"{axis} coordinate {coordinate} is outside [0, {size})")
-            rank = rank * size + coordinate
+            size = self._size[axis]
+            rank = rank * size + as_index(f"{axis} coordinate", coordinates[axis], size)
         return rank
 
     def _place_of(self, rank: int) -> dict[str, int]:
-        world_size = math.prod(self._size.values())
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is outside [0, {world_size})")
+        as_index("rank", rank, math.prod(self._size.values()))
         found: dict[str, int] = {}
         for axis in reversed(self.order):
             rank, found[axis] = divmod(rank, self._size[axis])

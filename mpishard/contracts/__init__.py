@@ -1,13 +1,13 @@
 """The interfaces of models, losses and optimizers.
 
-The names mirror a documented class hierarchy. A class implements what it can do: members that a
-model cannot fulfil raise, naming the interface, when they are first called. A black box needs
-only ``get_parameters``, ``set_parameters`` and ``compute_gradients``, and need not derive from
-anything here.
+The names mirror a documented class hierarchy. A class implements the members that it can. A member
+that a model does not implement raises an error, which names the interface, when it is called. A
+black box needs only ``get_parameters``, ``set_parameters`` and ``compute_gradients``, and need not
+derive from these classes.
 
-Begin with ``parameters.py``, a model as a flat vector. ``models.py`` has what else a model may do,
-``layered.py`` models that are chains of layers, ``optimizers.py`` optimizers. This room imports
-arrays and errors alone.
+Begin with ``parameters.py``, a model as a flat vector. ``models.py`` has the other interfaces of
+models, ``layered.py`` models that are chains of layers, ``optimizers.py`` optimizers. This room
+imports only arrays and errors.
 """
 
 from mpishard.contracts.layered import (

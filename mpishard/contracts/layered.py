@@ -29,7 +29,7 @@ class LayerCategory(StrEnum):
     COMPOSITE = "composite"
     OTHER = "other"
 
-    # As the mirrored hierarchy spells its enumerations.
+    # Names in the spelling of the mirrored hierarchy.
     Dense = DENSE
     Convolution = CONVOLUTION
     Pooling = POOLING
@@ -50,25 +50,25 @@ class LayerInfo:
     Parameters
     ----------
     index : int
-        Its place among the layers, from 0.
+        Index among the layers, from 0.
     name : str
-        Its name, the first word of its parameters' names.
+        Name of the layer, the first word of its parameters' names.
     category : LayerCategory
         Purpose of the layer.
     layer : object
         The layer.
     parameter_offset, parameter_count : int
-        Its range of the flat vector. A parameter that is another layer's too counts there.
+        Range in the flat vector. A parameter that two layers share counts for one of them.
     input_shape, output_shape : tuple of int
         Shape of one sample, without the batch dim.
     is_trainable : bool
         Whether training changes a parameter that it uses.
     estimated_flops : int
-        Floating-point operations of one sample's forward pass, about; a multiplication and an
-        addition are two. Backward is about twice as many.
+        Approximate number of floating-point operations of one sample's forward pass; a
+        multiplication and an addition are two. Backward has about twice as many.
     estimated_activation_memory : int
-        Bytes of one sample's outputs, of the layer and of layers inside it: about what a forward
-        pass leaves for backward.
+        Bytes of one sample's outputs, of the layer and of layers inside it. A forward pass keeps
+        about as many bytes for backward.
     """
 
     index: int
@@ -99,7 +99,7 @@ class ILayeredModel(ABC):
 
     @abstractmethod
     def get_layer_info(self, index: int) -> LayerInfo:
-        """Facts about one layer.
+        """Return the facts about one layer.
 
         Raises
         ------
@@ -108,13 +108,13 @@ class ILayeredModel(ABC):
         """
 
     def get_all_layer_info(self) -> list[LayerInfo]:
-        """Facts about all layers, in order."""
+        """Return the facts about all layers, in order."""
         return [self.get_layer_info(index) for index in range(self.layer_count)]
 
     def validate_partition_point(self, after: int) -> bool:
-        """True if the model may be cut behind layer ``after``.
+        """Return whether the model may be cut after layer ``after``.
 
-        It may if a layer follows, and takes the shape that ``after`` gives.
+        It may if another layer follows, whose input shape is the output shape of ``after``.
 
         Raises
         ------
@@ -122,20 +122,20 @@ class ILayeredModel(ABC):
             For an index outside [0, layer_count).
         """
         info = self.get_layer_info(after)
-        # Behind the last layer there is nothing left to be a stage.
+        # After the last layer no layer is left for a second stage.
         if after == self.layer_count - 1:
             return False
         return info.output_shape == self.get_layer_info(after + 1).input_shape
 
     def extract_sub_model(self, start: int, end: int) -> ILayeredModel:
-        """A model of the layers ``layers[start:end]``, which shares their parameters.
+        """Return a model of the layers ``layers[start:end]``, which shares their parameters.
 
         Raises
         ------
         ValueError
             For a range that is empty, or reaches outside the layers.
         MissingMemberError
-            If the model cannot.
+            If the model does not implement it.
         """
         raise MissingMemberError(f"{type(self).__name__} does not implement extract_sub_model")
 
@@ -150,7 +150,7 @@ class ILayeredModel(ABC):
         """The one dtype of parameters and activations."""
 
     def check_input(self, x: Array) -> None:
-        """Refuse the inputs that `as_input` refuses, without a copy to the model's device.
+        """Refuse an input that `as_input` refuses, without a copy to the model's device.
 
         Raises
         ------
@@ -160,7 +160,7 @@ class ILayeredModel(ABC):
         self.as_input(x)
 
     def as_input(self, x: Array) -> Array:
-        """``x`` as the first layer takes it: in the model's dtype, unless integers are tokens.
+        """Return ``x`` as the first layer takes it: in the model's dtype, unless it has tokens.
 
         Raises
         ------
@@ -171,44 +171,44 @@ class ILayeredModel(ABC):
 
     @abstractmethod
     def fill_parameters(self, start: int, out: Array) -> None:
-        """Write the parameters of the flat range that begins at ``start`` into ``out``."""
+        """Write the range of the flat vector from ``start`` on into ``out``, as long as that."""
 
     @abstractmethod
     def release_parameters(self, holder: str) -> None:
-        """Let the parameters go: ``holder`` has them now, and errors will name it."""
+        """Drop the parameters, which ``holder`` has now; later errors name it."""
 
     @abstractmethod
     def reclaim_parameters(self, parameters: Array) -> None:
-        """Hold ``parameters``, which a holder gives back: the opposite of `release_parameters`."""
+        """Take back ``parameters`` from the holder: the opposite of `release_parameters`."""
 
 
 class IPipelineDecomposableModel(ABC):
-    """Backward in two halves, so that a pipeline can put off the one that nobody waits for.
+    """A model with backward in two halves, so that a pipeline can delay the second one.
 
-    Qi et al., "Zero bubble pipeline parallelism", 2023 (arXiv:2401.10241), section 2: B, the
-    gradient of the input, is what the stage before waits for; W, that of the parameters, is not.
+    Qi et al., "Zero bubble pipeline parallelism", 2023 (arXiv:2401.10241), section 2: the previous
+    stage waits for B, the gradient of the input, but not for W, the gradient of the parameters.
     """
 
     @abstractmethod
     def compute_activation_gradients(self, x: Array, target: Array) -> tuple[Array, Any]:
-        """B: the mean loss's gradient with respect to ``x``, and the values that W needs.
+        """Compute B: the mean loss's gradient with respect to ``x``, and the values that W needs.
 
         Returns
         -------
         dx : Array
             In the shape of ``x``; None if the input has no gradient (token numbers).
         cached : object
-            For one call of `compute_weight_gradients`.
+            The values for one call of `compute_weight_gradients`.
         """
 
     @abstractmethod
     def compute_weight_gradients(self, x: Array, target: Array, cached: Any) -> Array:
-        """W: the mean loss's gradient of shape (parameter_count,), from the values that B cached.
+        """Compute W: the mean loss's gradient, shape (parameter_count,), from the values of B.
 
-        ``x`` and ``target`` are those that B had.
+        ``x`` and ``target`` are those of B.
 
         Raises
         ------
         ValueError
-            If ``cached`` is not of this model, or was used before.
+            If ``cached`` is that of another model, or was used before.
         """

@@ -16,13 +16,13 @@ from mpishard.errors import MissingInterfaceError, MissingMemberError
 
 
 class IFeatureAware(ABC):
-    """Input features in use. Only the linear models know theirs.
+    """The input features that a model uses. Only linear models know theirs.
 
     Members that a model does not implement raise `MissingInterfaceError`, a RuntimeError.
     """
 
     def get_active_feature_indices(self) -> Iterable[int]:
-        """Indices of the features in use."""
+        """Return the indices of the features in use."""
         raise MissingInterfaceError(f"{type(self).__name__} does not implement IFeatureAware")
 
     def set_active_feature_indices(self, indices: Iterable[int]) -> None:
@@ -30,15 +30,15 @@ class IFeatureAware(ABC):
         raise MissingInterfaceError(f"{type(self).__name__} does not implement IFeatureAware")
 
     def is_feature_used(self, index: int) -> bool:
-        """True if the feature is in use."""
+        """Return whether the feature is in use."""
         return index in set(self.get_active_feature_indices())
 
 
 class IFeatureImportance(ABC):
-    """Importance of each input feature."""
+    """The importance of each input feature."""
 
     def get_feature_importance(self) -> dict[str, float]:
-        """Importance by feature name; `MissingInterfaceError` if the model knows none."""
+        """Return the importance by feature name; `MissingInterfaceError` if it is not known."""
         raise MissingInterfaceError(f"{type(self).__name__} does not implement IFeatureImportance")
 
 
@@ -49,20 +49,20 @@ class ILossFunction(ABC):
     def forward(
         self, prediction: Array, target: Array, training: bool = True
     ) -> tuple[float, float, Any]:
-        """Sum of the losses, sum of their weights, and the values that `backward` needs.
+        """Return the sum of the losses, the sum of their weights, and the values for `backward`.
 
-        Nothing need be kept for `backward` if ``training`` is False.
+        The values may be None if ``training`` is False.
         """
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
-        """Refuse targets that `forward` could not take; nothing is communicated before."""
+        """Refuse targets that `forward` could not take. Called before any communication."""
 
     @abstractmethod
     def backward(self, saved: Any) -> Array:
-        """Gradient of the *sum* with respect to the prediction."""
+        """Return the gradient of the *sum* with respect to the prediction."""
 
     def derivative(self, prediction: Array, target: Array) -> Array:
-        """Gradient of the mean loss with respect to the prediction, in its shape."""
+        """Return the gradient of the mean loss with respect to the prediction, in its shape."""
         _, weight, saved = self.forward(prediction, target)
         gradient = self.backward(saved)
         if weight:
@@ -70,7 +70,7 @@ class ILossFunction(ABC):
         return gradient
 
     def __call__(self, prediction: Array, target: Array) -> float:
-        """Mean loss: the sum divided by the weight (0 if there is no weight)."""
+        """Return the mean loss: the sum divided by the weight; 0 if the weight is 0."""
         total, weight, _ = self.forward(prediction, target, training=False)
         return total / weight if weight else 0.0
 
@@ -82,27 +82,27 @@ class ModelMetadata:
     Parameters
     ----------
     name : str
-        The model's name: its class, unless it has another.
+        The model's name: that of its class, unless it has another.
     version : str
-        Version of the model, as its author counts.
+        Version of the model, chosen by its author.
     training_date : datetime
-        When it was trained, with time zone; the present if not given.
+        Time of training, with time zone. Default: the present.
     properties : dict
-        Anything else, by name.
+        Other properties, by name.
     feature_count : int
-        Number of features of one sample; 0 if the model does not know.
+        Number of features of one sample; 0 if it is not known.
     complexity : int
         Number of parameters.
     description : str
-        One line for people.
+        One line of text.
     additional_info : dict
-        Other facts for tools to show, beside `properties`.
+        Other facts that tools can show, beside `properties`.
     model_data : bytes
-        Bytes from ``serialize``, to keep metadata and model together; empty unless set.
+        Bytes from ``serialize``, which keep metadata and model together; empty unless set.
     feature_importance : dict of str to float
-        Importance by feature name; empty for a model that knows no features.
+        Importance by feature name; empty for a model that does not know its features.
     model_type : str
-        The kind of model: its class.
+        The kind of model: the name of its class.
     """
 
     name: str
@@ -122,7 +122,7 @@ class ModelMetadata:
         self.properties[key] = value
 
     def remove_property(self, key: str) -> bool:
-        """Remove one property; whether it was there."""
+        """Remove one property; return whether it was there."""
         was_there = key in self.properties
         self.properties.pop(key, None)
         return was_there
@@ -132,8 +132,8 @@ class ModelMetadata:
 class DynamicShapeInfo:
     """The dims that may differ from one batch to the next.
 
-    The number of samples always may. Dims are counted in a *sample's* shape, without the batch
-    dim: (0,) for a model of sequences of shape (T, D) says that T may differ.
+    The number of samples may always differ. Dims are counted in the shape of a *sample*, without
+    the batch dim: for sequences of shape (T, D), (0,) means that T may differ.
     """
 
     dynamic_input_dims: tuple[int, ...] = ()
@@ -141,57 +141,57 @@ class DynamicShapeInfo:
 
 
 class IModelShape(ABC):
-    """Shapes of one sample, without the batch dim; unless a model knows better, none."""
+    """Shapes of one sample, without the batch dim; by default they are not known."""
 
     def get_input_shape(self) -> list[int]:
-        """Shape of one sample; [] if the model has none to tell."""
+        """Return the shape of one sample; [] if it is not known."""
         return []
 
     def get_output_shape(self) -> list[int]:
-        """Shape of one sample's prediction; [] if the model has none to tell."""
+        """Return the shape of one sample's prediction; [] if it is not known."""
         return []
 
     def get_dynamic_shape_info(self) -> DynamicShapeInfo:
-        """The dims of those shapes that may differ from batch to batch."""
+        """Return the dims of these shapes that may differ from batch to batch."""
         return DynamicShapeInfo()
 
 
 class IModel(ABC):
-    """Something that learns and predicts."""
+    """A model that can be trained and makes predictions."""
 
     @abstractmethod
     def train(self, x: Array, y: Array) -> float:
-        """One step of training; the loss before it."""
+        """Make one step of training; return the loss before it."""
 
     @abstractmethod
     def predict(self, x: Array) -> Array:
-        """Outputs for inputs."""
+        """Return the predictions for inputs ``x``."""
 
     def get_model_metadata(self) -> ModelMetadata:
-        """The model's description of itself."""
+        """Return the model's description of itself."""
         return ModelMetadata(type(self).__name__, model_type=type(self).__name__)
 
 
 class ICloneable(ABC):
-    """Copies. Neither communicates."""
+    """A model that can be copied, without communication."""
 
     def clone(self) -> Self:
-        """A shallow copy, which shares the arrays."""
+        """Return a shallow copy, which shares the arrays."""
         return copy.copy(self)
 
     def deep_copy(self) -> Self:
-        """A copy with arrays of its own."""
+        """Return a copy with arrays of its own."""
         return copy.deepcopy(self)
 
 
 class IGradientComputable(ABC):
-    """Gradients without an update."""
+    """A model that computes gradients without an update."""
 
     @abstractmethod
     def compute_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None
     ) -> Array:
-        """Gradient of the mean loss, shape (parameter_count,); parameters stay unchanged.
+        """Return the gradient of the mean loss, shape (parameter_count,); change no parameter.
 
         Raises
         ------
@@ -201,24 +201,24 @@ class IGradientComputable(ABC):
 
     @abstractmethod
     def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
-        """``theta -= learning_rate * gradients``; ValueError if the length differs."""
+        """Do ``theta -= learning_rate * gradients``; ValueError if the length differs."""
 
 
 class IJitCompilable(ABC):
-    """Computation graphs."""
+    """A model that can export its computation graph."""
 
     @property
     def supports_jit_compilation(self) -> bool:
-        """True if `export_computation_graph` works."""
+        """Whether `export_computation_graph` is implemented."""
         return False
 
     def export_computation_graph(self, input_nodes: list[Any]) -> Any:
-        """The output node of the graph that `predict` computes.
+        """Return the output node of the graph that `predict` computes.
 
         Parameters
         ----------
         input_nodes : list of nodes
-            If empty, the model's input node is appended. Otherwise its node is taken as the
+            If it is empty, the model's input node is appended. Otherwise its node is used as the
             model's input, so that graphs can be joined.
 
         Returns
@@ -232,7 +232,7 @@ class IJitCompilable(ABC):
         TypeError
             For None.
         MissingMemberError
-            If the model cannot: a NotImplementedError.
+            If the model does not implement it: a NotImplementedError.
         """
         if input_nodes is None:
             raise TypeError("input_nodes must be a list, got None")
@@ -246,15 +246,15 @@ class IFullModel(
     IModel, ICheckpointableModel, IParameterizable, IFeatureAware, IFeatureImportance, ICloneable,
     IGradientComputable, IJitCompilable, IModelShape,
 ):  # fmt: skip
-    """Everything a model may be asked. As a context manager it is closed on exit."""
+    """A model with all interfaces. It is a context manager, which closes the model on exit."""
 
     @property
     def default_loss_function(self) -> ILossFunction | None:
-        """The loss that is used if none is given; None if there is none."""
+        """The loss that is used if none is given; None if the model has none."""
         return None
 
     def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
-        """``theta -= learning_rate * gradients``."""
+        """Do ``theta -= learning_rate * gradients``; ValueError if the length differs."""
         parameters = self.get_parameters()
         # NumPy would broadcast a gradient of one element over all parameters.
         if gradients.shape != parameters.shape:
@@ -266,7 +266,7 @@ class IFullModel(
         self.set_parameters(parameters)
 
     def close(self) -> None:
-        """Free the model's memory. Idempotent. By default a model has nothing to free."""
+        """Free the model's memory. Idempotent. By default there is nothing to free."""
 
     def __enter__(self) -> Self:
         return self
@@ -281,7 +281,7 @@ class IFullModel(
 
 
 class IShardedModel(IFullModel):
-    """A model whose parameters live on several ranks."""
+    """A model whose parameters are spread over several ranks."""
 
     @property
     @abstractmethod
@@ -306,11 +306,11 @@ class IShardedModel(IFullModel):
     @property
     @abstractmethod
     def sharding_configuration(self) -> Any:
-        """The choices this model was made with."""
+        """The `ShardingConfiguration` of this model."""
 
     @abstractmethod
     def gather_full_parameters(self) -> Array:
-        """All parameters in layer order, on every rank. Collective."""
+        """Return all parameters in layer order, on every rank. Collective."""
 
     @abstractmethod
     def synchronize_gradients(self) -> Array | None:
@@ -318,4 +318,4 @@ class IShardedModel(IFullModel):
 
 
 ShardedModel = IShardedModel
-"""`IShardedModel`, as users write it."""
+"""A shorter name of `IShardedModel`."""

@@ -10,22 +10,22 @@ from mpishard.arrays import Array
 
 
 class IOptimizer(ABC):
-    """Something that finds parameters for data."""
+    """An object that finds parameters for data."""
 
     @abstractmethod
     def optimize(self, input_data: Any) -> Any:
-        """Train the model of ``input_data`` on its data; an `OptimizationResult`."""
+        """Train the model of ``input_data`` on its data; return an `OptimizationResult`."""
 
     @abstractmethod
     def get_options(self) -> Mapping[str, Any]:
-        """The choices this optimizer was made with."""
+        """Return the settings of this optimizer, by name."""
 
     @abstractmethod
     def reset(self) -> None:
         """Forget all state."""
 
     def should_early_stop(self) -> bool:
-        """True if training should end now."""
+        """Return whether training should end now."""
         return False
 
 
@@ -34,33 +34,33 @@ class IGradientBasedOptimizer(IOptimizer):
 
     @abstractmethod
     def get_current_learning_rate(self) -> float:
-        """The rate that the next update uses."""
+        """Return the learning rate of the next update."""
 
     @property
     @abstractmethod
     def last_computed_gradients(self) -> Array | None:
-        """The gradient of the last update; None before one."""
+        """The gradient of the last update; None before the first."""
 
     @abstractmethod
     def update_parameters(self, parameters: Any, gradients: Any) -> Any:
-        """One update of a vector, a matrix or a list of them; the arguments stay as they are."""
+        """Return updated values of a vector, a matrix or a list of them; change no argument."""
 
     @abstractmethod
     def apply_gradients(self, *given: Any) -> Any:
-        """One update of a model, which it gives: ``(gradients, model)``.
+        """Update a model and return it; the arguments are ``(gradients, model)``.
 
-        With ``(original_parameters, gradients, model)`` it begins at the parameters from before a
-        step that the model has made meanwhile.
+        With ``(original_parameters, gradients, model)`` the update begins at
+        ``original_parameters``: those before a step that the model has made meanwhile.
         """
 
     @abstractmethod
     def reverse_update(self, updated: Array, gradients: Array) -> Array:
-        """The parameters before the last update.
+        """Return the parameters before the last update.
 
         Raises
         ------
         RuntimeError
-            If there is none to reverse, or it cannot be reversed.
+            If there was no update, or it cannot be reversed.
         """
 
 
@@ -85,7 +85,7 @@ class IShardedOptimizer(IOptimizer):
     @property
     @abstractmethod
     def sharding_configuration(self) -> Any:
-        """The choices this optimizer was made with."""
+        """The `ShardingConfiguration` of this optimizer."""
 
     @abstractmethod
     def synchronize_optimizer_state(self) -> None:
@@ -94,7 +94,7 @@ class IShardedOptimizer(IOptimizer):
         Raises
         ------
         NotImplementedError
-            If state is sharded, and so exists once.
+            If the state is sharded: each part of it exists on one rank only.
         """
 
     @property

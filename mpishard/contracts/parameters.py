@@ -12,7 +12,7 @@ from mpishard.arrays import Array, array_namespace
 
 
 class IParameterSource(ABC):
-    """Something that parameters can be read from: a flat vector, shape (parameter_count,)."""
+    """A source of parameters: a flat vector, shape (parameter_count,), that can be read."""
 
     @property
     @abstractmethod
@@ -21,13 +21,13 @@ class IParameterSource(ABC):
 
     @abstractmethod
     def get_parameters(self) -> Array:
-        """A copy of the flat vector."""
+        """Return a copy of the flat vector."""
 
     def get_parameter_chunks(self) -> Iterator[Array]:
-        """Yield the parameters in order, part by part, so that no second whole need be held.
+        """Yield the parameters in order, in chunks, so that no second whole vector is needed.
 
-        End to end, raveled, the chunks are the flat vector. Each belongs to the caller. Where
-        the parts are is the model's choice; unless it knows better, there is one.
+        The raveled chunks, end to end, are the flat vector. Each chunk belongs to the caller. The
+        model chooses their bounds; by default there is one chunk.
         """
         yield self.get_parameters()
 
@@ -37,7 +37,7 @@ class IParameterizable(IParameterSource):
 
     @abstractmethod
     def set_parameters(self, parameters: Array) -> None:
-        """Take the values of a flat vector, a copy.
+        """Set the parameters to a copy of a flat vector.
 
         Raises
         ------
@@ -48,7 +48,7 @@ class IParameterizable(IParameterSource):
         """
 
     def set_parameter_chunks(self, chunks: Iterable[Array]) -> None:
-        """Take the values of chunks as `get_parameter_chunks` yields them.
+        """Set the parameters to the values of chunks such as `get_parameter_chunks` yields.
 
         Raises
         ------
@@ -64,18 +64,18 @@ class IParameterizable(IParameterSource):
         self.set_parameters(parts[0][0].concatenate([part for _, part in parts]))
 
     def with_parameters(self, parameters: Array) -> Self:
-        """A new model with these parameters; errors are those of `set_parameters`."""
+        """Return a new model with these parameters; errors are those of `set_parameters`."""
         model = copy.deepcopy(self)
         model.set_parameters(parameters)
         return model
 
     @property
     def supports_parameter_initialization(self) -> bool:
-        """True if there are parameters to give first values to."""
+        """Whether the model has parameters, which need first values."""
         return self.parameter_count > 0
 
     def sanitize_parameters(self, parameters: Array) -> Array:
-        """``parameters`` as this model would have them: as they are, unless it knows better."""
+        """Return ``parameters`` in the form that this model needs; by default unchanged."""
         return parameters
 
 
@@ -87,15 +87,15 @@ _PART_BYTES = 1 << 26
 
 
 class IModelSerializer(ABC):
-    """Bytes and files."""
+    """A model that can be written as bytes and as files."""
 
     @abstractmethod
     def serialize(self) -> bytes:
-        """The model's parameters as bytes."""
+        """Return the model's parameters as bytes."""
 
     @abstractmethod
     def deserialize(self, data: bytes) -> None:
-        """Take parameters from bytes of `serialize`."""
+        """Set the parameters to those in the bytes of `serialize`."""
 
     @abstractmethod
     def save_model(self, path: PathLike) -> None:
@@ -103,40 +103,40 @@ class IModelSerializer(ABC):
 
     @abstractmethod
     def load_model(self, path: PathLike) -> None:
-        """Take parameters from ``path``."""
+        """Set the parameters to those in ``path``, a directory of `save_model`."""
 
 
 class ICheckpointableModel(IModelSerializer):
-    """Streams.
+    """A model that can be written to streams.
 
-    A state is written as its length, 8 bytes, least significant first, and what ``serialize``
-    gives: states may follow each other, and other data, in one stream.
+    A state is written as its length, 8 bytes, least significant first, and the bytes of
+    ``serialize``. So one stream may have several states and other data, one after the other.
     """
 
     def save_state(self, stream: BinaryIO) -> None:
-        """Write the model to a binary stream, from where the stream stands.
+        """Write the model to a binary stream, from the stream's position on.
 
         Raises
         ------
         TypeError
-            For what cannot be written to.
+            For an object that cannot be written to.
         """
         if not hasattr(stream, "write"):
             raise TypeError(f"save_state needs a binary stream, got {type(stream).__name__}")
         data = self.serialize()
-        # The length first, because other data may follow in the same stream.
+        # The length comes first, because other data may follow in the same stream.
         stream.write(len(data).to_bytes(_LENGTH_BYTES, "little"))
         stream.write(data)
 
     def load_state(self, stream: BinaryIO) -> None:
-        """Take a model that `save_state` wrote from a stream's position on, and no byte more.
+        """Set the parameters to a state of `save_state`, and read no byte behind that state.
 
         Raises
         ------
         TypeError
-            For what cannot be read from.
+            For an object that cannot be read from.
         ValueError
-            If the stream ends too early or holds something else; nothing has changed then.
+            If the stream ends too early or has other data; nothing has changed then.
         """
         if not hasattr(stream, "read"):
             raise TypeError(f"load_state needs a binary stream, got {type(stream).__name__}")
@@ -147,12 +147,12 @@ class ICheckpointableModel(IModelSerializer):
 def _exactly(stream: BinaryIO, length: int) -> bytes:
     data = bytearray()
     while len(data) < length:
-        # In parts: a length that is none, of another file, must not ask for memory.
+        # Read in parts, because the wrong length in another file must not allocate its memory.
         part = stream.read(min(length - len(data), _PART_BYTES))
         if not part:
             raise ValueError(
-                f"the stream ended after {len(data)} of {length} bytes: it is not, or not all of, "
-                "what save_state() wrote"
+                f"the stream ended after {len(data)} of {length} bytes: it has no complete state "
+                "of save_state() at its position"
             )
         data += part
     return bytes(data)

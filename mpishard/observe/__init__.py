@@ -5,7 +5,8 @@ Begin with ``progress.py``, the line on the terminal, and ``metrics.py``, the fi
 benchmarks, and ``plots.py`` draws; matplotlib is imported there.
 
 ``trace.py`` records each rank's time line, ``trace_reader.py`` reads and merges those of a job, and
-``trace_summary.py`` computes where the time went. This room imports communication.
+``trace_summary.py`` computes the shares of computing, waiting and idling. This room imports
+communication.
 """
 
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger

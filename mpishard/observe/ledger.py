@@ -18,46 +18,49 @@ class Place(StrEnum):
     """Host or GPU memory."""
 
     HOST = "host"
-    DEVICE = "device"  # of a GPU
+    DEVICE = "device"  # memory of a GPU
 
 
 class MemoryCategory(StrEnum):
-    """The purposes of memory."""
+    """The purpose of memory."""
 
-    PARAMETERS = "parameters"  # what the rank owns, or the replica
+    PARAMETERS = "parameters"  # the rank's own parameters, or its replica
     GRADIENTS = "gradients"  # reduced gradients that wait for the update
     OPTIMIZER_STATE = "optimizer_state"
     GATHERED = "gathered"  # full parameters of the units in use
     FULL_GRADIENTS = "full_gradients"  # a unit's gradient before it is reduced
-    BEST_PARAMETERS = "best_parameters"  # what a training loop keeps of its best evaluation
+    BEST_PARAMETERS = "best_parameters"  # parameters of a training loop's best evaluation
     SCRATCH = "scratch"
 
 
 class MemoryLedger:
-    """Allocates arrays and counts their bytes until they are freed.
+    """An account of arrays: it counts their bytes until they are freed.
 
-    Counts are of what is really allocated: an entry leaves the ledger when its array is garbage,
-    not when somebody says so.
+    The counts are those of memory that is really allocated. An entry leaves the ledger when Python
+    frees its array, and not by a call.
     """
 
     def __init__(self) -> None:
-        # The last view of shared memory may be let go by another thread, or by the garbage
-        # collector while this one holds the lock.
+        # Another thread may drop the last view of shared memory. The garbage collector may drop it
+        # on this thread while it holds the lock, which must therefore be reentrant.
         self._lock = threading.RLock()
-        # By category, and by category and place.
+        # Bytes by category, and by category and place.
         self._held: Counter[_Key] = Counter()
         self._peak: Counter[_Key] = Counter()
 
     def allocate(
         self, category: MemoryCategory, length: int, dtype: np.dtype[Any], device: Device = HOST
     ) -> Array:
-        """An uninitialised vector of ``length`` elements on ``device``, under ``category``."""
+        """Allocate an uninitialised vector of ``length`` elements on ``device``, and count it."""
         array = device.namespace.empty(length, dtype)
         self.book(category, array, array.nbytes)
         return array
 
     def book(self, category: MemoryCategory, array: Array, nbytes: int) -> None:
-        """Count ``nbytes`` of ``array`` until it is garbage: this rank's part of shared memory."""
+        """Count ``nbytes`` under ``category`` until Python frees ``array``.
+
+        They may be fewer than its bytes: this rank's part of an array in shared memory.
+        """
         place = Place.DEVICE if is_device_array(array) else Place.HOST
         with self._lock:
             for key in (category, (category, place)):
@@ -71,15 +74,15 @@ class MemoryLedger:
             self._held[category, place] -= nbytes
 
     def held(self, category: MemoryCategory, place: Place | str | None = None) -> int:
-        """Bytes held now; in ``place``, ``"host"`` or ``"device"``, or both together."""
+        """Return the bytes held now in ``place``, ``"host"`` or ``"device"``; in both without."""
         return self._held[_key(category, place)]
 
     def peak(self, category: MemoryCategory, place: Place | str | None = None) -> int:
-        """Most bytes held at once since construction or `reset_peaks`, as `held`."""
+        """Return the most bytes held at once since construction or `reset_peaks`; see `held`."""
         return self._peak[_key(category, place)]
 
     def reset_peaks(self) -> None:
-        """Start measuring peaks from the bytes that are held now."""
+        """Set all peaks to the bytes that are held now."""
         self._peak = Counter(self._held)
 
     @property
@@ -88,7 +91,7 @@ class MemoryLedger:
         return sum(self.as_dict().values())
 
     def as_dict(self) -> dict[str, int]:
-        """Bytes held now, by category name; categories that hold nothing are left out."""
+        """Return the bytes held now, by category name; categories without bytes are left out."""
         return {
             str(key): held
             for key, held in tuple(self._held.items())

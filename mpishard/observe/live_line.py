@@ -1,4 +1,4 @@
-"""A line of a terminal that is drawn over and over, below all other output."""
+"""A line of a terminal that is drawn again and again, below all other output."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class LiveLine:
     Parameters
     ----------
     stream : text file
-        A terminal, or a pipe to a launcher whose output is one.
+        A terminal, or a pipe to a launcher whose output is a terminal.
     total_steps : float
-        Steps at which the bar is full; infinity if nobody knows: there is no bar then.
+        Number of steps at which the bar is full; infinity if it is not known, and without a bar.
     columns : int, optional
-        Width of the launcher's terminal; default that of ``stream``.
+        Width of the launcher's terminal. Default: the width of ``stream``.
     """
 
     def __init__(self, stream: TextIO, total_steps: float, columns: int | None) -> None:
@@ -33,7 +33,8 @@ class LiveLine:
         self._console = _PatientConsole(
             file=stream, force_terminal=True, force_jupyter=False, width=columns
         )
-        # What others print must go above the line; of streams that are not ours we know nothing.
+        # Other output must be printed above the line. rich can redirect only sys.stdout and
+        # sys.stderr, which is right only if the line is drawn on sys.stdout.
         is_standard = stream is sys.stdout
         self._live = Live(
             console=self._console,
@@ -44,19 +45,19 @@ class LiveLine:
 
     @property
     def can_draw(self) -> bool:
-        """True if the terminal can draw over a line."""
+        """Whether the terminal can draw over a line."""
         return not self._console.is_dumb_terminal
 
     def start(self) -> None:
-        """Take the terminal."""
+        """Begin to draw on the terminal."""
         self._live.start()
 
     def show(self, position: str, step: int, words: str) -> None:
-        """Draw the line anew."""
+        """Draw the line anew: ``position``, the bar at ``step``, and ``words``."""
         left, right = Text(position), Text(words)
         width = self._console.width
         space = width - left.cell_len - right.cell_len - 5
-        if space < _BAR // 3 or self._total == math.inf:  # there is no room for a bar, or no end
+        if space < _BAR // 3 or self._total == math.inf:  # no room for a bar, or no known end
             line = Text("  ").join([left, right])
             line.truncate(max(1, width - 1), overflow="crop")
             line.no_wrap = True
@@ -70,12 +71,12 @@ class LiveLine:
         self._live.update(grid, refresh=True)
 
     def stop(self) -> None:
-        """Leave the line as it is, and the terminal to others."""
+        """Stop drawing; the line stays as it is."""
         self._live.stop()
 
 
 class _PatientConsole(Console):
-    """A console that does not end the process if nobody reads its output."""
+    """A console that raises on a broken pipe, on which rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

@@ -13,36 +13,36 @@ from typing import Any, Self
 
 
 class MetricsWriter:
-    """Appends one JSON object per line, written out at once, so that a run can be watched.
+    """The writer of a file with one JSON object per line, flushed at once.
 
-    A run that resumes goes on in the same file: lines behind the step that it resumes from are
-    dropped when the file is opened, so that every step stands there once. A line that a killed
-    run left half written is dropped too.
+    A resumed run goes on in the same file. Lines after the step from which it resumes are dropped
+    when the file is opened, so that the file has every step once. An incomplete line of a killed
+    run is dropped too.
 
-    Use as a context manager, or `close`.
+    Use it as a context manager, or call `close`.
 
     Parameters
     ----------
     path : path
         The file; missing parents are made.
     resume_step : int, optional
-        Keep the lines up to this step: 0 begins anew. Default: keep all.
+        Keep the lines up to this step; 0 begins anew. Default: keep all.
 
     Raises
     ------
     ValueError
-        If the file holds lines that are no metrics; it is then unchanged.
+        If the file has lines that are no metrics. It is not changed then.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         before = 0.0
-        if self.path.is_file():  # and not /dev/null, of which nothing is kept
+        if self.path.is_file():  # not a device such as /dev/null, which has no lines to keep
             before = _keep(self.path, math.inf if resume_step is None else resume_step)
         self._stream = self.path.open("a", encoding="utf-8")
-        # A resumed run goes on from the time of the last line that was kept: its times rise with
-        # its steps, and a curve over time has no fold.
+        # The time of a resumed run goes on from the last line that was kept, so that times rise
+        # with steps, and a curve over time does not go back.
         self._began = time.monotonic() - before
 
     def write(self, step: int, **values: Any) -> None:
@@ -51,11 +51,11 @@ class MetricsWriter:
         Parameters
         ----------
         step : int
-            Steps done.
+            Number of steps done.
         **values : JSON values or NumPy scalars
-            loss, learning_rate, gradient_norm and the like. ``time``, in seconds, is added
-            if it is not given: since the file was opened, and on top of the last time in a file
-            that is continued. Infinities and NaN, which JSON does not know, become null.
+            Figures such as loss, learning_rate and gradient_norm. If ``time`` is not given, the
+            seconds since the file was opened are added, plus the last time in a file that is
+            continued. Infinities and NaN, which JSON does not have, become null.
         """
         values.setdefault("time", round(time.monotonic() - self._began, 6))
         record = {"step": int(step), **{name: _plain(value) for name, value in values.items()}}
@@ -74,7 +74,7 @@ class MetricsWriter:
         try:
             yield
         except OSError as error:
-            error.filename = str(self.path)  # a full disk does not say for what
+            error.filename = str(self.path)  # the error of a full disk names no file
             raise
 
     def __enter__(self) -> Self:
@@ -85,16 +85,16 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a metrics file, in order.
+    """Return the lines of a metrics file, in order.
 
-    A last line without its end, which a run is writing or was killed in, is left out.
+    A last line without its line break is left out: a run is writing it, or was killed in it.
 
     Raises
     ------
     FileNotFoundError
         If there is no file.
     ValueError
-        If a line is no metrics, naming it.
+        If a line is no metrics; the message names the line.
     """
     return parse_metrics(Path(path).read_text(encoding="utf-8", errors="replace"), path)
 
@@ -102,14 +102,14 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the whole lines of ``text``, which was read from ``path``; see `read_metrics`."""
     records = []
-    # What follows the last line break was being written when it was read.
+    # The text after the last line break is an incomplete line.
     for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
             record = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise ValueError(  # noqa: TRY004 - it is the file that is wrong
+            raise ValueError(  # noqa: TRY004 - not an argument but the file is wrong
                 f"{path}, line {number} has no step: {line[:60]}"
             )
         records.append(record)
@@ -118,10 +118,10 @@ def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[dict[str, Any
 
 def _keep(path: Path, step: float) -> float:
     """Drop lines after ``step``, by writing a new file and renaming it; return the last time."""
-    # Here, because it imports safetensors, which `mpishard doctor` does without.
+    # Imported here, because it imports safetensors, without which `mpishard doctor` must work.
     from mpishard.checkpoint.format.disk import replace_file
 
-    # A run that resumes repeats the steps after its checkpoint, and writes their lines again.
+    # A resumed run repeats the steps after its checkpoint, and writes their lines again.
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     replace_file(path, ["".join(json.dumps(record) + "\n" for record in kept).encode()])
     times = [time for record in kept if isinstance(time := record.get("time"), int | float)]
@@ -131,7 +131,6 @@ def _keep(path: Path, step: float) -> float:
 def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         value = value.item()
-    # JSON has no NaN and no infinity.
     if isinstance(value, float) and not math.isfinite(value):
-        return None
+        return None  # JSON has neither NaN nor infinity
     return value

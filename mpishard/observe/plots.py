@@ -1,4 +1,4 @@
-"""Pictures of runs and of measurements, with one look; matplotlib is imported here."""
+"""Pictures of runs and of measurements, in one style, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _GRID = "#e3e6e8"
 
 
 def new_figure(what: str, width: float = 7.2, height: float = 4.2) -> Any:
-    """An empty figure with a canvas of its own: no window, no state shared between threads.
+    """Return an empty figure with a canvas of its own: no window, no state shared by threads.
 
     Raises
     ------
     ImportError
-        If matplotlib is not installed; the message names ``what`` needs it.
+        If matplotlib is not installed; the message says that ``what`` needs it.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -38,24 +38,24 @@ def new_figure(what: str, width: float = 7.2, height: float = 4.2) -> Any:
         raise ImportError(f"{what} needs matplotlib: pip install 'mpishard[plot]'") from error
     figure: Any = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    # Notebooks ask an object for its picture; pyplot, which would tell them how, is not loaded.
+    # Notebooks call this method to show an object. pyplot would register one, but is not loaded.
     figure._repr_png_ = lambda: _png(figure)
     return figure
 
 
 def _png(figure: Any) -> bytes:
-    from PIL import Image  # which matplotlib needs, too
+    from PIL import Image  # installed with matplotlib, which needs it
 
     stream = io.BytesIO()
     figure.canvas.draw()
     picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
-    # A chart has few colours: a palette of 256 shows them all, in a third of the bytes.
+    # A chart has few colours, so a palette of 256 is enough, and takes a third of the bytes.
     picture.quantize(256, dither=Image.Dither.NONE).save(stream, "png", optimize=True)
     return stream.getvalue()
 
 
 def plain_axes(axes: Any, title: str, grid: str) -> None:
-    """Title on the left, a pale grid along ``grid``, no frame at the top and right."""
+    """Set a title on the left and a pale grid along ``grid``; hide the top and right frame."""
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=12)
     axes.grid(axis=grid, color=_GRID)
     axes.set_axisbelow(True)
@@ -76,13 +76,13 @@ class Curve:
     Parameters
     ----------
     label : str
-        In the legend.
+        Text in the legend.
     x, y : sequence of float
         Values of one length.
     spread : sequence of (float, float), optional
         Lowest and highest y of each point.
     modelled : bool
-        A model's line, dashed and without points, in the colour of the curve before it.
+        Whether it is a model's line: dashed and without points, in the colour of the curve before.
     """
 
     label: str
@@ -103,12 +103,12 @@ class Panel:
     curves : sequence of Curve
         In the order of the legend.
     logarithmic : {"xy", "x", ""}
-        The logarithmic axes; y begins at 0 if it is none of them, and not ``close``.
+        The logarithmic axes. A linear y axis begins at 0 unless ``close``.
     boundary : (float, str), optional
-        An x from which on something holds, and what: shaded.
+        The x from which on the panel is shaded, and the text beside it.
     close : bool
-        Whether y shows just the values, as of losses; the first fiftieth of each curve, which may
-        fall steeply, counts for nothing.
+        Whether the y axis is limited to the values, as for losses. The first fiftieth of each
+        curve, which may fall steeply, is not considered.
     """
 
     title: str
@@ -134,7 +134,7 @@ def plot_panels(path: str | os.PathLike[str], panels: Sequence[Panel]) -> Any:
     Returns
     -------
     matplotlib.figure.Figure
-        The picture; as the last value of a notebook cell it shows itself.
+        The picture. A notebook shows it if it is the last value of a cell.
 
     Raises
     ------
@@ -158,7 +158,7 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
             style = {"linestyle": (0, (4, 3)), "linewidth": 1.2, "alpha": 0.8}
         else:
             paint = colours[curve.label]
-            # Points of a measurement are marked; those of a long run would hide its line.
+            # Points of a measurement have markers; those of a long run would hide its line.
             style = {"marker": "o" if len(curve.x) <= 50 else "", "markersize": 4, "linewidth": 1.6}
         axes.plot(curve.x, curve.y, label=curve.label, color=paint, **style)
         if curve.spread:
@@ -168,7 +168,7 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
         begin, text = panel.boundary
         left, right = axes.get_xlim()
         axes.axvspan(begin, right, color=GREY, alpha=0.08, linewidth=0)
-        # Drawing the span has widened them.
+        # axvspan has widened the limits.
         axes.set_xlim(left, right)
         axes.text(
             begin, 0.02, f" {text}", transform=axes.get_xaxis_transform(), color=GREY, fontsize=8
@@ -179,7 +179,7 @@ def _draw_panel(axes: Any, panel: Panel, colours: Mapping[str, str]) -> None:
     if "y" in panel.logarithmic:
         from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
-        # Numbers as people write them, and some between the powers of ten if there are few.
+        # Plain numbers instead of powers of ten, and some between these if the axis has few.
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     elif panel.close:
@@ -223,9 +223,9 @@ def plot_loss_curve(
     path : path, optional
         The PNG to write; missing parents are made. None writes no file.
     training : sequence of (int, float), or path
-        Step and loss of each step; drawn pale, with their moving average on top. Or the metrics
-        file of a run (`MetricsWriter`, ``metrics=`` of a run), or the folder that it is in: then
-        its validation losses are drawn too.
+        Step and loss of each step, drawn pale, with their moving average on top. Or the metrics
+        file of a run (`MetricsWriter`, ``metrics=`` of a run), or its folder; the validation losses
+        of the file are then drawn too.
     validation : sequence of (int, float)
         Step and loss of each validation.
     baseline : (str, float), optional
@@ -233,20 +233,20 @@ def plot_loss_curve(
     title : str
         Text above the picture.
     unit : str
-        Unit of the losses, as ``"nats per byte"``.
+        Unit of the losses, such as ``"nats per byte"``.
 
     Returns
     -------
     matplotlib.figure.Figure
-        The picture; as the last value of a notebook cell it shows itself.
+        The picture. A notebook shows it if it is the last value of a cell.
 
     Raises
     ------
     ImportError
         If matplotlib is not installed; the message says how to get it.
     FileNotFoundError, ValueError
-        If `training` names no metrics file, or one that is damaged; if ``path`` is named like
-        one, which the picture would overwrite.
+        If ``training`` names no metrics file, or a damaged one; if ``path`` has the name of a
+        metrics file, which the picture would overwrite.
     """
     if path is not None and Path(path).suffix in (".jsonl", ".json"):
         raise ValueError(
@@ -272,7 +272,7 @@ def plot_loss_curve(
 
 
 def losses_of(run: str | os.PathLike[str]) -> tuple[Points, Points]:
-    """Return steps and losses of a run's metrics: of its training, and of its validations.
+    """Return the steps and losses in a run's metrics: those of training, those of validation.
 
     Parameters
     ----------
@@ -331,21 +331,21 @@ def _draw(
             linewidth=1.4,
             label=f"{name} ({loss:.3f})",
         )
-    # All but the first steep fall, which would press the rest flat.
+    # Without the first steep fall, which would flatten the rest.
     others = [] if baseline is None else [baseline[1]]
     _fit_y(axes, [*losses[losses.size // 50 :], *validation[1], *others])
 
 
 def _finite(points: Points) -> np.ndarray[Any, Any]:
-    """Steps and losses as rows, shape (2, n), without those that cannot be drawn."""
+    """Return steps and losses as rows, shape (2, n), without those that are not finite."""
     table = np.array([(step, loss) for step, loss in points], np.float64).reshape(-1, 2)
     kept: np.ndarray[Any, Any] = table[np.isfinite(table).all(axis=1)].T
     return kept
 
 
 def moving_mean(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
-    """Mean over a centred window of ``width`` values, shorter at both ends."""
-    # From running sums, so that a wide window takes no longer than a narrow one.
+    """Return the mean over a centred window of ``width`` values, shorter at both ends."""
+    # Computed from running sums, so that a wide window takes no longer than a narrow one.
     sums = np.concatenate([[0.0], np.cumsum(values)])
     places = np.arange(values.size)
     low = np.maximum(places - width // 2, 0)

@@ -1,4 +1,4 @@
-"""One line that tells how training goes."""
+"""The line of progress of a training run."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from mpishard.arguments import as_count, require_type
 if TYPE_CHECKING:
     from mpishard.observe.live_line import LiveLine
 
-_WINDOW = 15.0  # seconds that throughput is averaged over
-_REFRESH = 0.1  # seconds between two pictures of the live line
+_WINDOW = 15.0  # seconds over which throughput is averaged
+_REFRESH = 0.1  # least seconds between two updates of the live line
 
 
 class Progress:
     """Step, loss, throughput and time left, on a terminal as one live line.
 
     If the stream is no terminal it prints plain lines: the first step, then at most one every
-    ``interval`` seconds, one for each validation, and the last step. A stream that cannot be
-    written ends the output and never the training.
+    ``interval`` seconds, one for each validation, and the last step. An error of the stream ends
+    the output and never the training.
 
-    Use as a context manager; the ranks that do not print pass ``enabled=False``.
+    Use it as a context manager. Ranks that do not print pass ``enabled=False``.
 
     Parameters
     ----------
     total_steps : int or None
-        Steps of the whole run, those before ``start`` included; None if nobody knows.
+        Steps of the whole run, those before ``start`` included; None if it is not known.
     start : int
-        Steps that a resumed run has behind it.
+        Number of steps before a resumed run.
     unit : str
         Unit of throughput: ``"tokens/s"``, ``"samples/s"``.
     enabled : bool
-        False: print nothing.
+        Whether to print at all.
     stream : text file, optional
-        Default ``sys.stdout``.
+        The output. Default: ``sys.stdout``.
     live : bool, optional
-        Draw the live line; default if the stream is a terminal, or the launcher's is.
+        Whether to draw the live line. Default: if the stream, or the launcher's, is a terminal.
     interval : float
-        Seconds between plain lines.
+        Least seconds between plain lines.
     stamp : str
         Format (`time.strftime`) of the time before each plain line, if the stream is no terminal.
     clock : callable
-        Seconds as `time.monotonic` gives them.
+        Returns seconds, as `time.monotonic`.
 
     Raises
     ------
@@ -100,13 +100,12 @@ class Progress:
         self._amount = 0.0
         self._began = self._now = self._shown = 0.0
         self._is_shown = True
-        self._marks: deque[tuple[float, float]] = deque()  # (time, amount until then)
+        self._marks: deque[tuple[float, float]] = deque()  # (time, amount processed before it)
 
     def __enter__(self) -> Self:
         if self._enabled:
             self._began = self._now = self._clock()
-            # The first step is shown at once.
-            self._shown = -math.inf
+            self._shown = -math.inf  # so that the first step is shown at once
             self._marks.append((self._began, 0.0))
             self._attempt(self._open)
         return self
@@ -127,18 +126,18 @@ class Progress:
             self._attempt(lambda: self._print(line))
 
     def conclude(self, line: str) -> None:
-        """Print a line after the last step, when the live line has ended."""
+        """Set the line to print after the last step, when the live line has ended."""
         self._closing = line
 
     def update(self, step: int, *, loss: float, amount: float = 0.0) -> None:
-        """Tell that a step is done.
+        """Report a step that is done.
 
         Parameters
         ----------
         step : int
-            Steps done, this one and those before ``start`` included.
+            Number of steps done, this one and those before ``start`` included.
         loss : float
-            Its loss.
+            Loss of the step.
         amount : float
             Amount that all ranks together processed, in the numerator of ``unit``.
         """
@@ -148,7 +147,7 @@ class Progress:
         self._amount += float(amount)
         self._now = self._clock()
         self._marks.append((self._now, self._amount))
-        # Two marks stay in any case: a rate needs two.
+        # At least two marks stay, because a rate needs two.
         while len(self._marks) > 2 and self._marks[1][0] <= self._now - _WINDOW:
             self._marks.popleft()
         self._is_shown = False
@@ -157,9 +156,9 @@ class Progress:
             self._attempt(self._show)
 
     def validation(self, step: int, loss: float, accuracy: float | None = None) -> None:
-        """Tell the loss, and of classes the accuracy, on the validation data after ``step`` steps.
+        """Report the validation loss after ``step`` steps, and the accuracy for classes.
 
-        The time since the last `update` counts as validation, and not against throughput.
+        The time since the last `update` counts as validation, and not for throughput.
         """
         if not self._enabled:
             return
@@ -204,14 +203,16 @@ class Progress:
     # ------------------------------------------------------------------------------------ output
 
     def _open(self) -> None:
-        # Under mpishard run this stream is a pipe, and the launcher says what is at its end.
+        # Under `mpishard run` this stream is a pipe, and the launcher tells the width of the
+        # terminal at its end.
         columns = settings.terminal_columns() if self._stream is sys.stdout else None
         is_terminal = self._stream.isatty() or columns is not None
         if is_terminal:
             self._stamp = ""
         if not (is_terminal if self._wants_live is None else self._wants_live):
             return
-        from mpishard.observe.live_line import LiveLine  # programs without one do without rich
+        # Imported here, so that programs without a live line do not import rich.
+        from mpishard.observe.live_line import LiveLine
 
         live = LiveLine(self._stream, self._total, columns)
         if live.can_draw:
@@ -232,10 +233,10 @@ class Progress:
         self._stream.flush()
 
     def _attempt(self, action: Callable[[], Any]) -> None:
-        """Do something with the stream; give up on it if it cannot."""
+        """Do ``action``, which writes to the stream; end the output if it fails."""
         try:
             action()
-        except Exception:  # noqa: BLE001 - whatever a terminal does, training goes on
+        except Exception:  # noqa: BLE001 - no error of a terminal may end training
             self._enabled = False
             live, self._live = self._live, None
             if live is not None:

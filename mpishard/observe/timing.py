@@ -13,35 +13,35 @@ import numpy as np
 from mpishard.communication import CommunicationBackend
 
 _BLOCK_SECONDS = 2e-3
-"""Calls shorter than this are timed several at once: a clock and a barrier cost microseconds."""
+"""Shorter calls are timed in blocks of this length, because clock and barrier take microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times of one thing that was done again and again.
+    """Times of the repeats of one call or step.
 
     Parameters
     ----------
     seconds : tuple of float
-        One for each repeat, in order; at least one.
+        Seconds of each repeat, in order; at least one.
     """
 
     seconds: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The middle one."""
+        """Median of the times in seconds."""
         return float(np.median(self.seconds))
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """A quarter of the times is below the first, a quarter above the second."""
+        """The lower and the upper quartile of the times, in seconds."""
         low, high = np.quantile(self.seconds, (0.25, 0.75))
         return float(low), float(high)
 
     @property
     def spread(self) -> float:
-        """The distance of the quartiles as a part of the median."""
+        """Distance of the quartiles as a fraction of the median."""
         low, high = self.quartiles
         return (high - low) / self.median if self.median else 0.0
 
@@ -49,16 +49,16 @@ class Timing:
 def time_chain(step: Callable[[], object], repeats: int, warmup: int = 0) -> Timing:
     """Time steps that follow each other as in training, without a barrier between them.
 
-    The collectives of a step keep the ranks together, so that any rank's times are the job's.
+    The collectives of a step keep the ranks together, so any rank's times are those of the job.
 
     Parameters
     ----------
     step : callable
         Function that is timed.
     repeats : int
-        Number of repeats, 1 or more.
+        Number of timed steps, 1 or more.
     warmup : int
-        Steps before the first that counts.
+        Number of steps before these, which are not timed.
     """
     for _ in range(warmup):
         step()
@@ -72,10 +72,10 @@ def time_chain(step: Callable[[], object], repeats: int, warmup: int = 0) -> Tim
 def time_alternately(
     backend: CommunicationBackend, calls: Sequence[Callable[[], object]], repeats: int
 ) -> list[Timing]:
-    """Time several calls in turn, all ranks at once. Collective.
+    """Time several calls in turn, on all ranks at once. Collective.
 
-    What disturbs the machine for a while then disturbs all of them. A repeat is a block of as
-    many calls as take about two milliseconds, begun together; its time is that of the slowest
+    A disturbance of the machine then affects all of the calls. A repeat is a block of as many calls
+    as take about two milliseconds, which all ranks begin together. Its time is that of the slowest
     rank.
 
     Parameters
@@ -85,14 +85,14 @@ def time_alternately(
     calls : sequence of callable
         Functions that are timed; every rank calls each.
     repeats : int
-        Number of times that each is timed, 1 or more.
+        Number of repeats of each call, 1 or more.
 
     Returns
     -------
     list of Timing
         Seconds of one call, for each of ``calls``; the same on every rank.
     """
-    for call in calls:  # first use: buffers, connections, pages
+    for call in calls:  # not timed: the first use allocates buffers, connections and pages
         call()
     # Most calls are collectives, so every rank must make the same number of them in a block.
     first = np.array([[_seconds_of(backend, call, 1) for call in calls]])
@@ -107,7 +107,7 @@ def time_alternately(
 
 
 def _seconds_of(backend: CommunicationBackend, call: Callable[[], object], length: int) -> float:
-    """Seconds of one of ``length`` calls in a row that all ranks begin together."""
+    """Return the mean seconds of ``length`` calls in a row, which all ranks begin together."""
     backend.barrier()
     start = time.perf_counter()
     for _ in range(length):
@@ -116,10 +116,11 @@ def _seconds_of(backend: CommunicationBackend, call: Callable[[], object], lengt
 
 
 def proportional_memory(pid: int | str = "self") -> int | None:
-    """Resident memory of a process in bytes; what n processes share counts as an n-th for each.
+    """Return the proportional set size (PSS) of a process in bytes.
 
-    The proportional set size (PSS) of Linux: added up over the ranks of a node it is what the
-    node holds. None on systems that do not tell, and for a process that has ended.
+    This is its resident memory, in which memory that n processes share counts as an n-th for each.
+    So the sum over the ranks of a node is the memory of all of them. It is None on systems other
+    than Linux, and for a process that has ended.
     """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
@@ -129,7 +130,7 @@ def proportional_memory(pid: int | str = "self") -> int | None:
 
 
 def memory_while(step: Callable[[], object], repeats: int) -> tuple[int, int] | None:
-    """Resident memory between steps and, sampled every 2 ms, its greatest value inside them.
+    """Return the resident memory after the steps, and its peak in them, sampled every 2 ms.
 
     Returns
     -------

@@ -29,20 +29,20 @@ def trace(
 ) -> Iterator[None]:
     """Record the activity of every rank inside the block, in ``folder/rank_<r>.json``. Collective.
 
-    Collectives, messages and steps are recorded by themselves; `span` adds what else matters.
-    ``mpishard trace merge`` makes one file of them, ``mpishard trace summary`` prints the shares of
-    computing, waiting and idling. A trace that is in the folder is replaced. Files are written
-    between steps, about once a second, and when the context ends, by an exception too; a rank that
-    is killed leaves the events written so far. Setting ``MPISHARD_TRACE`` records a whole run.
+    Collectives, messages and steps are recorded automatically; `span` adds other parts. ``mpishard
+    trace merge`` makes one file of the files, and ``mpishard trace summary`` prints the shares of
+    computing, waiting and idling. An earlier trace in the folder is replaced. Files are written
+    between steps, about once a second, and at the end of the block, also after an exception. If a
+    rank is killed, the events written so far remain. ``MPISHARD_TRACE`` records a whole run.
 
-    Time is that of the host: work that a GPU does later is not seen.
+    Times are those of the host: work that a GPU does later does not appear.
 
     Parameters
     ----------
     folder : path
-        Folder of the trace; it is made.
+        Folder of the trace, which is made if it is missing.
     backend : CommunicationBackend, optional
-        The world that is recorded, with all that was split from it. Default: that of `init`.
+        The recorded world, with all worlds split off it. Default: that of `init`.
     maximum_events : int
         Largest number of events of each rank. Events beyond it are counted and not kept.
 
@@ -98,7 +98,7 @@ def span(name: str, **arguments: str | float) -> AbstractContextManager[None]:
     name : str
         Name of the part: ``forward``, ``backward_input``.
     **arguments : str or number
-        Shown with it: ``micro_batch``, ``stage``.
+        Facts that are shown with the part: ``micro_batch``, ``stage``.
 
     Examples
     --------
@@ -111,7 +111,9 @@ def span(name: str, **arguments: str | float) -> AbstractContextManager[None]:
 
 
 def step_span(number: int) -> AbstractContextManager[None]:
-    """Show what is done inside as step ``number``; engines do. Idle is what a step leaves unused.
+    """Mark the block as step ``number`` in the trace, if one is recorded. Engines call it.
+
+    Idle time is counted inside of steps only.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Traces read back: a job's folder, rank by rank on one time line, or a merged file."""
+"""Readers of traces: of a job's folder, rank by rank on one time line, or of a merged file."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Ending:
     Parameters
     ----------
     reason : str
-        ``finished``, or what ended it.
+        ``finished``, or the reason of an early end.
     until : float
         End of the last event, in microseconds of the job's time line.
     dropped : int
-        Events that were more than the file's maximum.
+        Number of events beyond the file's maximum, which were not kept.
     """
 
     reason: str
@@ -42,7 +42,7 @@ class Ending:
 
     @property
     def is_early(self) -> bool:
-        """True if the rank did not come to its end."""
+        """Whether the rank ended before the end of its program."""
         return self.reason != "finished"
 
 
@@ -54,9 +54,9 @@ class JobTrace(ABC):
     job : str
         Name of the job.
     ranks : list of dict
-        Facts of each rank in order: ``rank``, ``node``, ``host``, and how its clock was aligned.
+        Facts of each rank in order: ``rank``, ``node``, ``host``, and the alignment of its clock.
     endings : dict
-        End of each rank, once `events` has come to its end.
+        End of each rank; complete when `events` has come to its end.
     """
 
     job: str
@@ -72,24 +72,24 @@ class JobTrace(ABC):
 
     @abstractmethod
     def events(self) -> Iterator[dict[str, Any]]:
-        """Every event, ``ts`` counted from the job's start, in no order; rank by rank.
+        """Yield every event, rank by rank, with ``ts`` counted from the job's start.
 
         Raises
         ------
         ValueError
-            If a file is damaged, naming the line.
+            If a file is damaged; the message names the line.
         """
 
 
 def open_trace(path: str | os.PathLike[str]) -> JobTrace:
-    """The trace in a folder of ``rank_<r>.json``, or in a file that was merged of them.
+    """Return the trace in a folder of ``rank_<r>.json``, or in a file that was merged from one.
 
     Raises
     ------
     FileNotFoundError
-        If there is none, or ranks are missing, which are named.
+        If there is none, or if ranks are missing, which are named.
     ValueError
-        If files are no traces, or of different jobs.
+        If a file is no trace, or the files are those of different jobs.
     """
     path = Path(path)
     if path.is_dir():
@@ -100,7 +100,7 @@ def open_trace(path: str | os.PathLike[str]) -> JobTrace:
 
 
 class _Lines:
-    """One trace file: its first line, its events, and its last line if it has one."""
+    """A trace file: its first line, its events, and its last line if it has one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,7 +117,7 @@ class _Lines:
         if not known:
             raise ValueError(
                 f"{path} does not begin as a trace of mpishard does; it is torn, or another "
-                f"program's: {line[:60].strip()!r}"
+                f"program wrote it: {line[:60].strip()!r}"
             )
         self.about: dict[str, Any] = about
         if about["version"] != TRACE_VERSION:
@@ -138,11 +138,11 @@ class _Lines:
                     else:
                         yield json.loads(line.removeprefix(","))
                 except (ValueError, KeyError):
-                    torn = number  # half a line, where the process was killed: if it is the last
+                    torn = number  # the last line may be cut, if the process was killed in it
 
 
 class _Folder(JobTrace):
-    """The files that the ranks of a job have left."""
+    """The trace in the files of a job's ranks."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class _Folder(JobTrace):
         for path in sorted(folder.glob("rank_*.json")):
             lines = _Lines(path)
             rank = lines.about.get("rank", -1)
-            # Its first line says whose it is: a copy under another name would count twice.
+            # The first line names the rank: a copy under another name would count twice.
             if path != rank_file(folder, rank):
                 whose = f"rank {rank}" if rank >= 0 else "all ranks"
                 raise ValueError(f"{path} is the trace of {whose}; it was renamed")
@@ -160,7 +160,7 @@ class _Folder(JobTrace):
                 f"no trace of a rank (rank_<r>.json) is in {folder}; `mpishard trace run`, "
                 "MPISHARD_TRACE=FOLDER or mpishard.observe.trace(FOLDER) records one"
             )
-        # A folder that was used twice has files of both jobs: their clocks have no common origin.
+        # A folder that was used twice may have files of two jobs, without a common clock.
         jobs: dict[str, list[int]] = {}
         for rank, lines in sorted(found.items()):
             jobs.setdefault(lines.about["job"], []).append(rank)
@@ -181,7 +181,7 @@ class _Folder(JobTrace):
         self.ranks = [found[rank].about for rank in range(world_size)]
         self.job = self.ranks[0]["job"]
         self._files = [found[rank] for rank in range(len(found))]
-        # The ranks of a node share a clock, and one of them measured it best.
+        # The ranks of a node share a clock: all take the most exact measurement of it.
         clocks: dict[int, tuple[float, float]] = {}
         for about in sorted(self.ranks, key=lambda about: about["clock_uncertainty_us"]):
             best = about["clock_offset_us"], about["clock_uncertainty_us"]
@@ -205,7 +205,7 @@ class _Folder(JobTrace):
 
 
 class _Merged(JobTrace):
-    """A file that `merge_traces` wrote."""
+    """The trace in a file that `merge_traces` wrote."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def merge_traces(trace: JobTrace, path: str | os.PathLike[str]) -> None:
     OSError
         If the file cannot be written.
     """
-    # Here, because it imports safetensors, which `mpishard doctor` does without.
+    # Imported here, because it imports safetensors, without which `mpishard doctor` must work.
     from mpishard.checkpoint.format.disk import replace_file
 
     path = Path(path)
@@ -256,7 +256,7 @@ def merge_traces(trace: JobTrace, path: str | os.PathLike[str]) -> None:
 
 
 def _merged(trace: JobTrace) -> Iterator[str]:
-    """The parts of the one file of all ranks."""
+    """Yield the parts of the merged file."""
     about = {"job": trace.job, "world_size": trace.world_size, "ranks": trace.ranks}
     yield first_line(about)
     comma = ""
@@ -271,10 +271,11 @@ def _merged(trace: JobTrace) -> Iterator[str]:
 
 
 def _with_arrows(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The events, and two more for each message whose sender and receiver are both among them.
+    """Yield the events, and the two ends of an arrow for each message with both of its sides.
 
-    The k-th message of a world, sender, receiver and tag is the same on both sides. What arrives
-    before it was sent was sent before the trace began, or the clocks are wrong: it has no arrow.
+    The k-th message of a world, sender, receiver and tag is the same on both sides. A message that
+    arrives before it was sent has no arrow: the clocks are wrong, or a message that was sent before
+    the trace began has shifted the numbers of one side.
     """
     waiting: dict[tuple[Any, ...], dict[str, Any]] = {}
     count = 0
@@ -290,7 +291,7 @@ def _with_arrows(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             waiting[key] = event
             continue
         sent, received = sorted((event, other), key=lambda e: bool(e["name"] == "receive"))
-        # The last nanosecond of the receiver's span is still inside of it.
+        # An arrow must end inside the receiver's span: a nanosecond before its end.
         arrival = received["ts"] + max(0.0, received["dur"] - 0.001)
         if sent["ts"] <= arrival:
             count += 1

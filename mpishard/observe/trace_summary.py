@@ -1,4 +1,4 @@
-"""Figures of a trace: how much of a rank's steps is computing, waiting, idle; what waits cost."""
+"""Figures of a trace: the shares of computing, waiting and idling, and the cost of collectives."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ _Spans = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """One rank's time in its steps; without steps, from its first event to its last.
+    """The time of one rank in its steps; without steps, from its first event to its last.
 
-    ``computing``, ``waiting`` and ``idle`` add up to ``seconds``: idle is what is neither inside a
-    `span` nor inside a collective, a receive or a wait. ``in_flight`` is time in which a collective
-    or message of the rank was under way, ``hidden`` the part of it in which the rank did not wait.
+    ``computing``, ``waiting`` and ``idle`` add up to ``seconds``. Idle time is neither inside a
+    `span` nor inside a collective, a receive or a wait. ``in_flight`` is the time in which a
+    collective or message of the rank was under way. ``hidden`` is the part of it in which the rank
+    did not wait.
 
     Parameters
     ----------
     rank, node, steps : int
-        Who, where, and how many steps.
+        The rank, its node, and its number of steps.
     seconds, computing, waiting, idle, in_flight, hidden : float
-        Seconds.
+        Times in seconds.
     last : float
-        The part of the comparable collectives to which this rank came last.
+        The fraction of its collectives, with other ranks in the trace, to which it came last.
     """
 
     rank: int
@@ -53,13 +54,13 @@ class CallTotals:
     Parameters
     ----------
     kind, group : str
-        ``all_reduce``; the mesh axis, or the world that it was called on.
+        The method, such as ``all_reduce``; the mesh axis, or the world, on which it was called.
     calls, nbytes : int
-        Calls of all ranks, and the bytes of the arrays that they passed.
+        Number of calls of all ranks, and bytes of the arrays that they passed.
     in_flight, waiting : float
-        Seconds, all ranks added up.
+        Seconds, added up over all ranks.
     median_wait : float
-        Seconds that a rank waited in one call.
+        Median of the seconds that a rank waited in one call.
     """
 
     kind: str
@@ -78,16 +79,16 @@ class TraceSummary:
     Parameters
     ----------
     ranks : list of RankShares
-        In order.
+        The times of each rank, in rank order.
     calls : list of CallTotals
-        Those that were waited for longest first.
+        The calls, those with the longest waits first.
     step_seconds : float
-        Median over the steps of the longest that a rank took; NaN without steps.
+        Median over the steps of the time of the slowest rank, in seconds; NaN without steps.
     bubble : float
         Median over the steps of 1 - (mean computing time of a rank's passes) / (the longest time
         of a rank from its first pass to the end of its last); NaN without passes.
     uncertainty : float
-        Seconds by which times of different nodes may be wrong to each other.
+        Largest error, in seconds, of the difference of times on different nodes.
     """
 
     ranks: list[RankShares]
@@ -101,10 +102,10 @@ class _RankEvents:
     """Spans of one rank, as (start, end) in microseconds."""
 
     def __init__(self) -> None:
-        # By category: step, compute, wait, communication; and the passes among what is computed.
+        # By category: step, compute, wait, communication; and "pass", the passes in compute.
         self.spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self.numbers: list[int] = []
-        """Number of each step."""
+        """The numbers of the steps, in the order of their spans."""
 
     def add(self, event: dict[str, Any]) -> None:
         times = event["ts"], event["ts"] + event["dur"]
@@ -141,18 +142,18 @@ class _Calls:
                 self._joined[rank].append(collective)
         else:
             occurrence = (rank, given["group"], given.get("sequence", event["ts"]))
-            # One call may be waited for in several spans; the median is of calls.
+            # A rank may wait for one call in several spans, and the median is that of calls.
             waits = self._waits[kind]
             waits[occurrence] = waits.get(occurrence, 0.0) + event["dur"]
 
     def share_last(self, rank: int) -> float:
-        """The part of this rank's collectives to which it came last."""
-        # A collective that only one rank recorded tells nothing of who was last.
+        """Return the fraction of this rank's collectives to which it came last."""
+        # Without collectives that only one rank recorded, to which no rank came last.
         met = [self._latest[c] for c in self._joined[rank] if self._latest[c][2] > 1]
         return sum(last == rank for _, last, _ in met) / len(met) if met else 0.0
 
     def totals(self) -> list[CallTotals]:
-        """By kind and group, those that were waited for longest first."""
+        """Return the totals by kind and group, those with the longest waits first."""
         found = []
         for (kind, group), flights in self._flights.items():
             waits = list(self._waits[kind, group].values())
@@ -167,7 +168,7 @@ class _Calls:
 
 
 def summarize_trace(trace: JobTrace) -> TraceSummary:
-    """Add up a trace. Its ``endings`` are known afterwards.
+    """Compute the figures of a trace, whose ``endings`` are complete afterwards.
 
     Raises
     ------
@@ -177,7 +178,7 @@ def summarize_trace(trace: JobTrace) -> TraceSummary:
     ranks = {about["rank"]: _RankEvents() for about in trace.ranks}
     calls = _Calls()
     for event in trace.events():
-        # X is a span with a length; other events name rows, or are the ends of arrows.
+        # Phase X is a span; other events name rows, or are the ends of arrows.
         if event["ph"] == "X":
             ranks[event["pid"]].add(event)
             calls.add(event)
@@ -204,10 +205,10 @@ def _shares(about: dict[str, Any], events: _RankEvents, last: float) -> RankShar
         within = np.array([[min(s for s, _ in everything), max(e for _, e in everything)]])
 
     def covered(*spans: Iterable[tuple[float, float]]) -> float:
-        """Seconds inside the steps that any of ``spans`` covers."""
+        """Return the seconds inside the steps that any of ``spans`` covers."""
         any_of = union([one for some in spans for one in some])
         both = union([*map(tuple, any_of), *map(tuple, within)])
-        # |A and B| = |A| + |B| - |A or B|: spans nest and overlap, so lengths cannot be added up.
+        # |A and B| = |A| + |B| - |A or B|, because spans nest and overlap.
         return (_length(any_of) + _length(within) - _length(both)) / 1e6
 
     seconds = _length(within) / 1e6
@@ -223,10 +224,10 @@ def _shares(about: dict[str, Any], events: _RankEvents, last: float) -> RankShar
 
 
 def _of_steps(ranks: list[_RankEvents]) -> tuple[list[float], list[float]]:
-    """Length of each step that all ranks have, and its bubble if there are passes.
+    """Return the length of each step that all ranks have, and its bubble if it has passes.
 
-    The k-th step of every rank is the same one; passes that accumulate follow each other under one
-    number and are one step. Numbers themselves begin anew with another model.
+    The k-th step is the same on every rank. It is found by its place, because step numbers begin
+    anew with another model.
     """
     by_rank = []
     for events in ranks:
@@ -235,20 +236,20 @@ def _of_steps(ranks: list[_RankEvents]) -> tuple[list[float], list[float]]:
         previous = None
         for number, (start, end) in zip(events.numbers, events.spans["step"], strict=True):
             inside, blocked = _clipped(passes, start, end), _clipped(waits, start, end)
-            # Passes that accumulate gradients follow each other under one number: one step.
+            # Passes that accumulate gradients have one number, and are one step.
             if number != previous:
                 measured.append([0.0, 0.0, np.inf, -np.inf])
             previous, now = number, measured[-1]
             now[0] += end - start
             if len(inside):
-                # Waiting inside a pass, as for a gathered unit, is not work.
+                # A wait inside a pass, such as that for a gathered unit, is no work.
                 any_of = union([*map(tuple, inside), *map(tuple, blocked)])
                 now[1] += _length(any_of) - _length(blocked)
                 now[2] = min(now[2], inside[0, 0])
                 now[3] = max(now[3], inside[-1, 1])
         by_rank.append(measured)
     lengths, bubbles = [], []
-    for found in zip(*by_rank, strict=False):  # a rank that died has fewer
+    for found in zip(*by_rank, strict=False):  # a killed rank has fewer steps
         lengths.append(max(length for length, *_ in found))
         longest = max(end - start for _, _, start, end in found)
         if longest > 0:
@@ -257,7 +258,7 @@ def _of_steps(ranks: list[_RankEvents]) -> tuple[list[float], list[float]]:
 
 
 def union(spans: Iterable[tuple[float, ...]]) -> _Spans:
-    """Union of ``spans``, shape (n, 2): ascending, none touching the next."""
+    """Return the union of ``spans``, shape (n, 2): ascending spans that do not touch."""
     ordered = np.array(sorted(spans), np.float64).reshape(-1, 2)
     if not len(ordered):
         return ordered
@@ -273,13 +274,13 @@ def _length(spans: _Spans) -> float:
 
 
 def _clipped(spans: _Spans, start: float, end: float) -> _Spans:
-    """The part of disjoint, ascending ``spans`` that lies in ``[start, end]``."""
+    """Return the part of disjoint, ascending ``spans`` that lies in ``[start, end]``."""
     low = int(np.searchsorted(spans[:, 1], start, "right"))
     high = int(np.searchsorted(spans[:, 0], end, "left"))
     return np.clip(spans[low:high], start, end)
 
 
 def _family(group: str) -> str:
-    """The name of a world without its color: parts of one split are counted together."""
+    """Return the name of a world without its color: groups of one split are counted together."""
     head, slash, tail = group.rpartition("/")
     return f"{head}{slash}{tail.partition('.')[0]}" if slash else group

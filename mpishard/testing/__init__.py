@@ -1,8 +1,8 @@
-"""Checks that backends and models of your own can run: conformance, random sequences, gradients.
+"""Checks for backends and models of your own: conformance, random sequences, gradients.
 
 Begin with ``gradients.py``, which checks layers and models, and ``communication.py``, the
-conformance suite of backends. The suite is made of ``reductions.py``, which also computes the
-expected results the plain way, ``twins.py`` and ``refusals.py``. ``fuzz.py`` runs the random
+conformance suite of backends. The suite consists of ``reductions.py``, which also computes the
+expected results in a simple way, ``twins.py`` and ``refusals.py``. ``fuzz.py`` runs the random
 sequences that ``fuzz_plan.py`` draws. ``worlds.py`` runs one test on threads and under MPI. The
 package itself imports nothing from here.
 """

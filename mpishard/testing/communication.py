@@ -8,9 +8,9 @@ threads, under mpiexec, or by a launcher of your own::
 
     run_in_threads(4, CommunicationConformance().run)
 
-A check compares with results that each rank computes alone, from the inputs of all ranks, by
-straightforward code of its own: a list of slots for the tree of a reduction, ``concatenate`` for a
-gather. It raises AssertionError on the ranks that got something else.
+A check compares with results that each rank computes alone, from the inputs of all ranks, by simple
+code of its own: a list of slots for the tree of a reduction, ``concatenate`` for a gather. It
+raises AssertionError on the ranks that got another result.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ class CommunicationConformance(
     Parameters
     ----------
     dtypes : sequence of dtype
-        Those that travel on the backend. Default: all of the contract.
+        The dtypes that the backend can send. Default: all of the contract.
     """
 
     @classmethod
     def names(cls) -> list[str]:
-        """The checks, in the order in which `run` calls them."""
+        """Return the names of the checks, in the order in which `run` calls them."""
         parts = [*CommunicationConformance.__bases__, CommunicationConformance]
         return [name for part in parts for name in vars(part) if name.startswith("check_")]
 
     def run(self, backend: CommunicationBackend) -> None:
-        """Call every check twice: the second finds state that the first left behind."""
+        """Call every check twice: the second call finds state that the first has left behind."""
         for name in self.names():
             for _ in range(2):
                 getattr(self, name)(backend)
 
     def check_split(self, backend: CommunicationBackend) -> None:
-        """Colors, None, keys that turn the order round, and groups beside the world."""
+        """Splits with colors, None and keys that reverse the order; groups beside the world."""
         world, rank = backend.world_size, backend.rank
         sub = backend.split(rank % 2)
         assert sub is not None
@@ -71,7 +71,8 @@ class CommunicationConformance(
         outer = backend.all_reduce_async(np.full(300, float(rank)))
         inner = sub.all_reduce_async(np.full(400, float(rank)))
         if sub.rank % 2:
-            # Its peers of the group wait for the world first: each needs the other's help.
+            # This rank waits for the group first and its peers for the world, so both operations
+            # must progress in either wait.
             inner.wait()
         assert outer.wait()[0] == sum(range(world))
         assert inner.wait()[0] == sum(members)
@@ -94,7 +95,7 @@ class CommunicationConformance(
         backend.barrier()
 
     def check_allocate_shared(self, backend: CommunicationBackend) -> None:
-        """One array for a node, in which collectives give the bits that they give elsewhere."""
+        """Collectives on an array that a node shares give the same bits as on private arrays."""
         world, rank, nodes = backend.world_size, backend.rank, backend.nodes
         for dtype in self.dtypes:
             for length in (3, 1001):
@@ -126,7 +127,7 @@ class CommunicationConformance(
                 assert_same(mine, total, "all_reduce in shared memory")
 
     def check_traffic(self, backend: CommunicationBackend) -> None:
-        """The bytes booked are those of the contract, headers not among them."""
+        """The counted bytes are those of the contract, without headers."""
         world, rank = backend.world_size, backend.rank
         others = world - 1
         for length in (0, 1, world + 1, 1001):
@@ -173,7 +174,7 @@ class CommunicationConformance(
         backend.traffic.reset()
 
     def check_results_are_ones_own(self, backend: CommunicationBackend) -> None:
-        """Writing into a result changes nobody else's arrays; reused inputs leak nowhere."""
+        """A write into a result, or into an input afterwards, changes no other array."""
         world, rank = backend.world_size, backend.rank
         for size in (4, 2000):
             mine = np.full(size, float(rank))

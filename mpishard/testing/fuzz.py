@@ -1,10 +1,10 @@
-"""Random sequences of collectives, the same on all ranks, checked against results computed alone.
+"""Random sequences of collectives, the same on all ranks; each rank computes the results alone.
 
-A sequence is a function of its seed and of the world size: collectives and messages of all kinds,
-dtypes, shapes, operations, roots and counts, in the world and in groups of it, in memory of their
-own and in memory that a node shares, blocking and issued ahead. Each rank chooses the order in
-which it waits for the calls that it has issued. `fuzz_plan` draws a sequence; `fuzz_sequence` runs
-it.
+A sequence is a function of its seed and of the world size. It has collectives and messages of all
+kinds, dtypes, shapes, operations, roots and counts, in the world and in groups of it. Their arrays
+lie in private memory or in memory that a node shares; the calls block or are issued ahead. Each
+rank chooses the order in which it waits for the calls that it has issued. `fuzz_plan` draws a
+sequence; `fuzz_sequence` runs it.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ def fuzz_sequence(
     Parameters
     ----------
     backend : CommunicationBackend
-        This rank's; all ranks call with the same arguments.
+        The backend of this rank. All ranks call with the same other arguments.
     seed : int
         Seed of the sequence, 0 or more.
     length : int
         Number of steps, collectives and messages, that are drawn.
     mismatch : bool
-        Let one rank, in one step, call what does not match. The step must be refused on every
-        rank that takes part in it, and all others must go well.
+        Let one rank make a call that does not match in one step. The step must be refused on every
+        rank that takes part in it, and all others must succeed.
 
     Returns
     -------
     int
-        Number of collectives that this rank made and that went well.
+        Number of this rank's collectives that succeeded.
 
     Raises
     ------
     AssertionError
-        For a wrong result, a call that was refused though it was right, or one that was not
-        refused though it was wrong; a note names the seed and the step.
+        For a wrong result, a right call that was refused, or a wrong call that was not. A note
+        names the seed and the step.
 
     Examples
     --------
@@ -62,7 +62,7 @@ def fuzz_sequence(
 
 
 class _Run:
-    """One rank on its way through a sequence."""
+    """The run of one rank through a sequence."""
 
     def __init__(
         self, backend: CommunicationBackend, seed: int, length: int, *, mismatch: bool
@@ -72,7 +72,7 @@ class _Run:
         self._plan = draw_plan(seed, backend.world_size, length)
         self._spoiled = spoil(self._plan, seed) if mismatch else None
         self._at = self._plan[0]
-        # What this rank alone decides: when it waits, and for what.
+        # A generator of this rank alone chooses its waits, which may differ between ranks.
         self._generator = np.random.default_rng([seed, backend.rank, 1])
         self._groups: dict[int, CommunicationBackend] = {0: backend}
         self._memory: dict[int, Array | None] = {}
@@ -184,7 +184,7 @@ class _Run:
         return array
 
     def _place(self, step: Step, array: Array, at: int) -> Array:
-        """``array`` in the memory of the node, ``at`` a byte of it; or where it is."""
+        """Return a copy of ``array`` at byte ``at`` of the node's memory; itself without memory."""
         memory = self._memory.get(step.group)
         if at < 0 or memory is None:
             return array
@@ -195,7 +195,7 @@ class _Run:
     def _arguments(
         self, backend: CommunicationBackend, step: Step
     ) -> tuple[tuple[Any, ...], dict[str, Any], Check]:
-        """Arguments of this rank, and the check of its result."""
+        """Return the arguments and options of this rank's call, and the check of its result."""
         rank, world, method = backend.rank, backend.world_size, step.method
         inputs: list[Any] = [self._input(step, peer) for peer in range(world)]
         mine = inputs[rank].copy()

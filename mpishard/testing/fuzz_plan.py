@@ -12,7 +12,7 @@ from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.testing.reductions import even_sizes, operations
 
 SHARED_BYTES = 1 << 20
-"""Bytes that the steps of one group share out among them."""
+"""Bytes of the memory of one group, which its steps divide among themselves."""
 
 _METHODS = (
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "gather", "all_to_all",
@@ -28,37 +28,39 @@ class Step:
     Parameters
     ----------
     number : int
-        Its place in the sequence.
+        Index of the step in the sequence.
     method : str
         A collective, ``split``, ``allocate_shared``, or ``message`` from one rank to another.
     group : int
-        Group that calls: 0 is the world, others are made by splits.
+        The calling group: 0 is the world, others are made by splits.
     dtype : dtype
+        Dtype of the arrays.
     rows : tuple of int
         Rows of each rank's array.
     trailing : tuple of int
         The other dims.
     operation : ReductionOperation
+        Operation of a reduction.
     root : int
-        Also the sender of a message.
+        Root of a collective, or sender of a message.
     counts : tuple of int
         Rows of each rank's piece.
     is_twin : bool
-        Issued, and waited for later.
+        Whether the call is issued now and waited for later.
     has_out : bool
-        Whether the result goes into an array that was given; of a message, whether the receive
-        is issued and waited for later.
+        Whether the result goes into a given array; for a message, whether the receive is issued
+        now and waited for later.
     is_adversarial : bool
-        Whether the order of a sum shows.
+        Whether the result of a sum depends on its order.
     at, out_at : int
         Bytes of the memory of the group's nodes at which the ranks' arrays, and their common
-        result, begin; -1 stands for memory of each rank's own.
+        result, begin. -1 stands for private memory of each rank.
     stride : int
-        Bytes from one rank's array there to the next one's.
+        Bytes between the arrays of consecutive ranks in shared memory.
     target, tag : int
         Target and tag of a message.
     colors, keys, children
-        Of a split: each rank's, and the number of the group of each color.
+        For a split: color and key of each rank, and the number of the group of each color.
     """
 
     number: int
@@ -83,7 +85,7 @@ class Step:
     children: dict[int, int] = field(default_factory=dict)
 
     def place(self, rank: int) -> int:
-        """The byte where the array of ``rank`` begins in shared memory; -1 for none."""
+        """Return the byte of shared memory at which the array of ``rank`` begins, or -1."""
         return -1 if self.at < 0 else self.at + rank * self.stride
 
     def __str__(self) -> str:
@@ -100,7 +102,7 @@ class Step:
 
 
 class _Drawing:
-    """A sequence that is being drawn."""
+    """A sequence under construction."""
 
     def __init__(self, seed: int, world_size: int) -> None:
         self.generator = np.random.default_rng([seed, world_size])
@@ -170,7 +172,7 @@ class _Drawing:
         return tuple(int(n) for n in np.diff([0, *cuts, rows]))
 
     def _shared(self, step: Step) -> Step:
-        """``step`` with arrays, or a result, in the memory that its group shares."""
+        """Return ``step`` with arrays, or a result, in the memory that its group shares."""
         row = step.dtype.itemsize * int(np.prod(step.trailing))
         stride = -(-max(step.rows) * row // 64) * 64
         total = sum(step.rows) if step.method == "all_gather" else step.rows[0]
@@ -187,7 +189,7 @@ class _Drawing:
 
 
 def draw_plan(seed: int, world_size: int, length: int) -> list[Step]:
-    """The sequence of ``seed`` for a world: ``length`` steps, and those that they need."""
+    """Return the sequence of ``seed``: ``length`` steps, and the splits and memory for them."""
     drawing = _Drawing(seed, world_size)
     splits = drawing.below(3) if drawing.chance(0.5) else 0
     shares = drawing.chance(0.5)
@@ -214,7 +216,7 @@ class Spoiled:
 
 
 def spoil(plan: list[Step], seed: int) -> Spoiled | None:
-    """A step of ``plan`` made wrong on one rank; None if nobody has a peer to differ from."""
+    """Return a step of ``plan`` made wrong on one rank; None if no step has several ranks."""
     generator = np.random.default_rng([seed, len(plan), 2])
     steps = [step for step in plan if step.method in _METHODS and len(step.rows) > 1]
     if not steps:
@@ -227,7 +229,7 @@ def spoil(plan: list[Step], seed: int) -> Spoiled | None:
     longer = tuple(n + 1 for n in step.rows)
     plain = {"operation": ReductionOperation.SUM, "has_out": False, "at": -1}
     changes: dict[str, dict[str, Any]] = {
-        # What the other one takes, whatever this one was.
+        # Arguments that every collective takes, because the new one may be any.
         "method": plain | {
             "method": _METHODS[(place + 1 + sum(step.rows) % (len(_METHODS) - 1)) % len(_METHODS)],
             "rows": (step.rows[0],) * size,
@@ -254,4 +256,4 @@ _DIFFERENCES = {
     "dims": (*_REDUCTIONS, "all_gather", "gather"),
     "root": ("broadcast", "scatter", "gather"),
 }
-"""Possible difference -> the collectives that must refuse it."""
+"""Each possible difference -> the collectives that must refuse it."""

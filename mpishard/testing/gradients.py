@@ -1,4 +1,4 @@
-"""Analytic gradients against central differences; and layers split over ranks against whole ones.
+"""Checks of gradients against central differences, and of split layers against whole ones.
 
 The numeric derivative is (f(t + h) - f(t - h)) / 2h with h near the cube root of the dtype's
 epsilon, which balances truncation against rounding (Press et al., "Numerical recipes", 3rd ed.,
@@ -21,8 +21,8 @@ from mpishard.tensor import TensorParallelLayer
 
 _Vector = np.ndarray[Any, Any]
 
-# A parameter whose derivatives are below this part of the model's largest is judged against
-# that part: the rounding of the loss would otherwise pass for an error of the gradient.
+# The error of a parameter with tiny derivatives is taken relative to this fraction of the model's
+# largest derivative. Otherwise the rounding of the loss would count as an error of the gradient.
 _FLOOR = 1e-3
 
 
@@ -32,7 +32,7 @@ class GradientMismatchError(AssertionError):
     Attributes
     ----------
     errors : dict of str to float
-        Worst relative error of each parameter, worst parameter first.
+        Largest relative error of each parameter, the worst parameter first.
     """
 
     def __init__(self, errors: Mapping[str, float], tolerance: float) -> None:
@@ -55,17 +55,17 @@ def check_gradients(
     samples: int | None = 32,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Compare a model's ``compute_gradients(x, y)`` with differences of its mean loss.
+    """Compare a model's ``compute_gradients(x, y)`` with central differences of its mean loss.
 
     Parameters
     ----------
     model : object
-        With ``get_parameters``, ``set_parameters`` and ``compute_gradients``, and either
-        ``compute_loss_and_gradients`` or ``predict``. Its parameters are as before afterwards.
+        A model with ``get_parameters``, ``set_parameters`` and ``compute_gradients``, and either
+        ``compute_loss_and_gradients`` or ``predict``. Its parameters are restored afterwards.
     x, y : array_like
-        One batch, as the model takes it.
+        Inputs and targets of one batch, as the model takes them.
     loss : callable, optional
-        ``loss(prediction, target) -> mean``; if not given, what
+        ``loss(prediction, target) -> mean``. Default: the loss that
         ``compute_loss_and_gradients`` returns, or the model's ``default_loss_function``.
     tolerance : float, optional
         Largest relative error; 1e-6 for float64 parameters and 3e-2 for others if not given.
@@ -77,7 +77,7 @@ def check_gradients(
     Returns
     -------
     dict of str to float
-        Worst relative error by parameter name, worst first. A model without
+        Largest relative error by parameter name, worst first. A model without
         ``parameter_table`` or ``parameter_entries`` has the one name "parameters".
 
     Raises
@@ -127,14 +127,18 @@ def check_layer_gradients(
     tolerance: float = 1e-6,
     samples: int | None = None,
 ) -> dict[str, float]:
-    """Check a layer against differences, and against what `Layer` promises its callers.
+    """Check a layer against central differences, and against the promises of `Layer`.
 
-    In float64, with perturbed first parameters and f = sum(r * y) for a random r: the gradient
-    of the input and of every parameter; that input and parameters are left as they are; that
-    nothing is saved without ``training``, and that the output is then the same, or, of a layer
-    that `is_random`, the same in every pass of one context; that gradients are added;
-    that `backward` and the two halves give the same bits, even if the caller overwrites the
-    input's gradient between the halves; that `backward` without the input's gradient does, too.
+    The check is made in float64, with perturbed first parameters, and f = sum(r * y) for a random
+    r. It tests these points:
+
+    * The gradients of the input and of every parameter are right.
+    * Input and parameters are not changed.
+    * Nothing is saved without ``training``, and the output is then the same. The output of a layer
+      that `is_random` is the same in every pass of one context.
+    * Gradients are added to the values that are there.
+    * `backward` and the two halves give the same bits, even if the caller overwrites the input's
+      gradient between the halves. So does `backward` without the input's gradient.
 
     Parameters
     ----------
@@ -152,14 +156,14 @@ def check_layer_gradients(
     Returns
     -------
     dict of str to float
-        Worst relative error by name, worst first; the input's is called "input".
+        Largest relative error by name, worst first; that of the input is called "input".
 
     Raises
     ------
     GradientMismatchError
         If a gradient is off by more than the tolerance.
     AssertionError
-        If another promise is broken; the message says which.
+        If a promise of `Layer` is broken, which the message names.
     """
     generator = parameter_generator(seed, "check_layer_gradients")
     x = np.array(x)
@@ -183,7 +187,7 @@ def check_layer_gradients(
 
 
 class _Checker:
-    """Collects the errors of one check, array by array."""
+    """The errors of one check, collected array by array."""
 
     def __init__(self, samples: int | None, seed: int) -> None:
         self._samples = samples
@@ -193,7 +197,7 @@ class _Checker:
     def add(
         self, name: str, values: _Vector, gradient: _Vector, evaluate: Callable[[], float]
     ) -> None:
-        """Differences of ``evaluate()`` as elements of ``values`` are moved in place."""
+        """Add the differences of ``evaluate()`` when elements of ``values`` are moved in place."""
         indices = np.arange(values.size)
         if self._samples is not None and self._samples < values.size:
             indices = np.sort(self._generator.choice(indices, self._samples, replace=False))
@@ -204,7 +208,13 @@ class _Checker:
         self._pairs[name] = (gradient.reshape(-1)[indices].astype(np.float64), numeric)
 
     def verdict(self, tolerance: float) -> dict[str, float]:
-        """Worst relative error by name, worst first, or the error that says which are wrong."""
+        """Return the largest relative error by name, worst first.
+
+        Raises
+        ------
+        GradientMismatchError
+            If one is above the tolerance.
+        """
         largest = {
             name: max((float(np.abs(part).max(initial=0.0)) for part in pair), default=0.0)
             for name, pair in self._pairs.items()
@@ -214,7 +224,7 @@ class _Checker:
         for name, (analytic, numeric) in self._pairs.items():
             worst = float(np.abs(analytic - numeric).max(initial=0.0))
             errors[name] = worst / max(largest[name], floor) if worst else 0.0
-        # NaN compares false with everything; the key puts it first.
+        # NaN compares False with every number, so the key replaces it by infinity: it comes first.
         errors = dict(sorted(errors.items(), key=lambda item: -np.nan_to_num(item[1], nan=np.inf)))
         if any(not error <= tolerance for error in errors.values()):
             raise GradientMismatchError(errors, tolerance)
@@ -224,22 +234,22 @@ class _Checker:
 def _difference(
     values: _Vector, place: tuple[np.intp, ...], evaluate: Callable[[], float]
 ) -> float:
-    """The central difference of ``evaluate()`` with respect to one element."""
+    """Return the central difference of ``evaluate()`` with respect to one element."""
     middle = values[place]
-    # The error of a central difference grows with step^2, and that of rounding with eps / step:
-    # their sum is least near the cube root of eps.
+    # The error of a central difference grows with step^2, and that of rounding with eps / step.
+    # Their sum is smallest near the cube root of eps.
     step = float(np.cbrt(np.finfo(values.dtype).eps)) * max(1.0, abs(float(middle)))
     values[place] = middle + step
     above, high = float(values[place]), evaluate()
     values[place] = middle - step
     below, low = float(values[place]), evaluate()
     values[place] = middle
-    # By the distance between the two numbers that were stored: sums with the step were rounded.
+    # The divisor is the distance of the stored numbers, because ``middle + step`` was rounded.
     return (high - low) / (above - below)
 
 
 def perturbed_parameters(layer: Layer, generator: np.random.Generator) -> dict[str, _Vector]:
-    """First parameters moved at random, so that none is exactly 0 or 1."""
+    """Return first parameters moved at random, so that none is exactly 0 or 1."""
     return {
         name: spec.initializer(generator, spec.shape) + 0.1 * generator.standard_normal(spec.shape)
         for name, spec in layer.walk_parameters()
@@ -247,7 +257,7 @@ def perturbed_parameters(layer: Layer, generator: np.random.Generator) -> dict[s
 
 
 def _loss_function(model: Any, x: Any, y: Any, loss: Any) -> Callable[[], float]:
-    """A function of no arguments: the model's mean loss on the batch."""
+    """Return a function without arguments that computes the model's mean loss on the batch."""
     if loss is None and hasattr(model, "compute_loss_and_gradients"):
         return lambda: float(model.compute_loss_and_gradients(x, y)[0])
     chosen = loss if loss is not None else getattr(model, "default_loss_function", None)
@@ -262,16 +272,16 @@ def _loss_function(model: Any, x: Any, y: Any, loss: Any) -> Callable[[], float]
 def check_layer_promises(
     layer: Layer, values: Mapping[str, _Vector], x: _Vector, r: _Vector
 ) -> tuple[_Vector, dict[str, _Vector]]:
-    """Check that a layer keeps what `Layer` promises, for one input and gradient of the output.
+    """Check the promises of `Layer` for one input and one gradient of the output.
 
-    Frozen arrays raise if they are written to.
+    Input and parameters are read-only arrays, which raise if the layer writes to them.
 
     Returns
     -------
     dx : Array
-        The input's gradient, whose values are not checked.
+        The gradient of the input. Its values are not checked here.
     gradients : dict of str to Array
-        The parameters', by name; nor are theirs.
+        The gradients of the parameters, by name. Their values are not checked here.
     """
     p, frozen_x = nested(_frozen(values)), _frozen({"x": x})["x"]
     y, saved = layer.forward(p, frozen_x, Context())
@@ -294,7 +304,7 @@ def check_layer_promises(
         _promise(dx is dx_half, "only one of backward and backward_input gives a gradient")
     else:
         _promise(np.array_equal(dx, dx_half), "backward_input and backward differ")
-        # What a pending array shares with the input's gradient is lost now, as it is in a chain.
+        # Overwritten, as in a chain of layers, to detect pending arrays that share this memory.
         dx_half[...] = np.nan
     layer.backward_weight(pending, nested(halves))
 
@@ -328,7 +338,7 @@ def _promise(kept: bool, message: str) -> None:
 
 
 def _frozen(arrays: Mapping[str, _Vector]) -> dict[str, _Vector]:
-    """Read-only copies."""
+    """Return read-only copies."""
     copies = {name: array.copy() for name, array in arrays.items()}
     for copy in copies.values():
         copy.flags.writeable = False
@@ -351,22 +361,25 @@ def check_parallel_layer(
 ) -> None:
     """Compare a split layer with the whole one. Collective: all ranks of the layer's group call it.
 
-    In float64, with perturbed first parameters and a random gradient of the output, all the same
-    on every rank: the output, the input's gradient and every parameter's are this rank's part of
-    the whole layer's; so are the first values; what the ranks hold covers each parameter that is
-    split once. And the layer keeps what `Layer` promises its callers, as `check_layer_gradients`
-    says, also if gradients are written into memory that nobody has cleared.
+    The check is made in float64, with perturbed first parameters and a random gradient of the
+    output, all the same on every rank. It tests these points:
+
+    * The first values, the output, and the gradients of the input and of every parameter are this
+      rank's part of those of the whole layer.
+    * The parts of all ranks cover each element of a split parameter once.
+    * The layer keeps the promises that `check_layer_gradients` tests, also if gradients are written
+      into memory that was not cleared.
 
     Parameters
     ----------
     layer : TensorParallelLayer
-        This rank's.
+        The layer of this rank.
     whole : Layer
-        Computes the same on one rank; its parameters have the same names.
+        The same layer on one rank; its parameters have the same names.
     x : array_like
         The whole layer's input, with its batch dim.
     take_input, take_output : callable
-        This rank's part of the whole layer's input and output; all of it, unless given.
+        Return this rank's part of the whole layer's input and output. Default: all of it.
     seed : int
         Seed of parameters and the output's gradient.
     tolerance : float
@@ -375,7 +388,7 @@ def check_parallel_layer(
     Raises
     ------
     AssertionError
-        Saying what differs, or which promise is broken.
+        Naming the array that differs, or the promise that is broken.
     """
     generator = parameter_generator(seed, "check_parallel_layer")
     x = np.array(x)
@@ -403,7 +416,7 @@ def check_parallel_layer(
 
 
 def _held(layer: TensorParallelLayer, name: str, value: _Vector) -> _Vector:
-    """Part of this rank in the whole parameter ``value``."""
+    """Return this rank's part of the whole parameter ``value``."""
     parts = [value[tuple(slice(*r) for r in box)].reshape(-1) for box in layer.boxes(name)]
     return np.concatenate([value[:0].reshape(-1), *parts]).reshape(layer.parameters[name].shape)
 
@@ -411,7 +424,7 @@ def _held(layer: TensorParallelLayer, name: str, value: _Vector) -> _Vector:
 def _check_parameters(
     layer: TensorParallelLayer, whole: Layer, wholes: Mapping[str, _Vector]
 ) -> None:
-    """Names and shapes, first values, and that each element is held once or by all."""
+    """Check names, first values, and that each element is held by one rank or by all."""
     if list(layer.parameters) != list(wholes) or list(layer.whole_parameters) != list(wholes):
         raise AssertionError(
             f"the layer has {list(layer.parameters)}, the whole layer {list(wholes)}"
@@ -426,7 +439,7 @@ def _check_parameters(
         for box in layer.boxes(name):
             holders[tuple(slice(*r) for r in box)] += 1
         layer.backend.all_reduce(holders)
-        # Parameters that are not split stand whole on every rank.
+        # Every rank holds a whole copy of each parameter that is not split.
         count = 1 if layer.is_split(name) else layer.backend.world_size
         if (holders != count).any():
             raise AssertionError(f"not every element of {name} is held by {count} ranks")
@@ -435,7 +448,7 @@ def _check_parameters(
 def _written_gradients(
     layer: Layer, values: Mapping[str, _Vector], x: _Vector, r: _Vector
 ) -> dict[str, _Vector]:
-    """The parameters' gradients, in memory that held NaN."""
+    """Return the parameters' gradients, written into memory that held NaN."""
     table = ParameterTable(layer.walk_parameters())
     flat = np.full(table.length, math.nan)
     targets = GradientTargets(
@@ -455,4 +468,4 @@ def _compare(what: str, found: _Vector, expected: _Vector, tolerance: float) -> 
     scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
     worst = float(np.abs(found - expected).max(initial=0.0)) / scale
     if not worst <= tolerance:
-        raise AssertionError(f"the {what} is off by {worst:.3g}, allowed is {tolerance:g}")
+        raise AssertionError(f"the {what} is off by {worst:.3g}, the tolerance is {tolerance:g}")

@@ -1,6 +1,6 @@
-"""Reductions and movements of arrays that a backend must compute, to the bit.
+"""Checks of reductions and movements of arrays, which a backend must compute to the bit.
 
-The expected results are computed the plain way, because every rank knows all inputs.
+Every rank knows all inputs, so it computes the expected results by itself, with simple code.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SUM, PRODUCT, MIN, MAX, AVERAGE = ReductionOperation
 ADVERSARIAL_VALUES = (
     1e16, 1.0, -1e16, 5e-324, -5e-324, 2.2e-308, 1e308, -1e308, 0.1, -0.0, 0.0, 3.0, np.nan, np.inf,
 )  # fmt: skip
-"""Numbers whose sum, or least or largest, depends on the order in which they are combined."""
+"""Numbers whose sum, minimum or maximum depends on the order in which they are combined."""
 
 
 def tree_reduce(arrays: Sequence[Array], operation: ReductionOperation) -> Array:
-    """Combine ``arrays`` in the contract's tree order, the plain way.
+    """Combine ``arrays`` in the contract's tree order, with simple code.
 
     In round k slot i absorbs slot i + 2**k, for i a multiple of 2**(k+1), if it exists. 16-bit
     floats are combined as float32; AVERAGE divides once, at the end.
@@ -56,7 +56,7 @@ def expected_result(
     root: int = 0,
     counts: Sequence[int] = (),
 ) -> Any:
-    """The result of a collective on one rank, the plain way.
+    """Return the result of a collective on one rank, computed with simple code.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def expected_result(
     rank : int
         The rank that gets the result.
     operation, root, counts
-        As of the collective; without ``counts`` pieces are even.
+        Arguments of the collective; without ``counts`` pieces are even.
     """
     if method in ("all_reduce", "reduce_scatter", "broadcast", "scatter"):
         is_reduced = method in ("all_reduce", "reduce_scatter")
@@ -83,7 +83,7 @@ def expected_result(
 
 
 def assert_same(actual: Any, expected: Any, what: str) -> None:
-    """Same shape, dtype and bits; NaNs are equal whatever their payload.
+    """Require the same shape, dtype and bits; NaNs are equal whatever their payload.
 
     ``expected`` is an array, a list of them, or None.
     """
@@ -105,11 +105,11 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
 
 
 def values(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: int = 0) -> Array:
-    """The input of ``rank``, which every rank can compute; an array of the caller's own."""
+    """Return the input of ``rank``, which every rank can compute, as a new array."""
     return _drawn(dtype, shape, rank, salt).copy()
 
 
-@functools.lru_cache(maxsize=1024)  # to draw costs more than most collectives on it
+@functools.lru_cache(maxsize=1024)  # to draw an array takes longer than most collectives on it
 def _drawn(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: int) -> Array:
     generator = np.random.default_rng([rank, salt, 7])
     if dtype.kind == "b":
@@ -118,7 +118,7 @@ def _drawn(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: 
         return generator.integers(0, 100, shape).astype(dtype)
     real = generator.standard_normal(shape)
     if dtype.kind == "c":
-        # Whole numbers: how a complex product is rounded depends on the processor's loop.
+        # Whole numbers, because the rounding of a complex product depends on the processor's loop.
         return (np.round(4 * real) + 1j * np.round(4 * generator.standard_normal(shape))).astype(
             dtype
         )
@@ -126,17 +126,17 @@ def _drawn(dtype: np.dtype[Any], shape: int | tuple[int, ...], rank: int, salt: 
 
 
 def bounds(sizes: Sequence[int], rank: int) -> slice:
-    """The range of ``rank`` if parts of these sizes stand end to end."""
+    """Return the range of ``rank`` if parts of these sizes lie end to end."""
     return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
 
 def even_sizes(length: int, world_size: int) -> list[int]:
-    """The split of ``length`` over the ranks, remainder to the first."""
+    """Return the even split of ``length`` over the ranks, with the remainder on the first."""
     return [length // world_size + (rank < length % world_size) for rank in range(world_size)]
 
 
 def shapes(world_size: int) -> list[tuple[int, ...]]:
-    """Empty, shorter than the world, around its size, long, and of several dims."""
+    """Return shapes: empty, shorter than the world, about its size, long, of several dims."""
     lengths = sorted({0, 1, world_size - 1, world_size, world_size + 1, 1000})
     return [(n,) for n in lengths] + [(0, 3), (world_size + 2, 3), (5, 0), (7, 2, 3)]
 
@@ -144,7 +144,7 @@ def shapes(world_size: int) -> list[tuple[int, ...]]:
 def assert_raises(
     kind: type[Exception], call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> str:
-    """The message of the error that ``call`` raises; it must be a ``kind``."""
+    """Return the message of the error that ``call`` raises, which must be a ``kind``."""
     try:
         call(*args, **kwargs)
     except kind as error:
@@ -158,7 +158,7 @@ class CommunicationChecks:
     Parameters
     ----------
     dtypes : sequence of dtype
-        Those that travel on the backend. Default: all of the contract.
+        The dtypes that the backend can send. Default: all of the contract.
     """
 
     def __init__(self, dtypes: Sequence[np.dtype[Any]] = DTYPES) -> None:
@@ -171,7 +171,7 @@ class CommunicationChecks:
 
 
 def operations(dtype: np.dtype[Any]) -> list[ReductionOperation]:
-    """The operations that have a meaning for ``dtype``."""
+    """Return the operations that have a meaning for ``dtype``."""
     found = [ReductionOperation.SUM, ReductionOperation.PRODUCT]
     if dtype.kind != "c":
         found += [ReductionOperation.MIN, ReductionOperation.MAX]
@@ -181,10 +181,10 @@ def operations(dtype: np.dtype[Any]) -> list[ReductionOperation]:
 
 
 class ReductionChecks(CommunicationChecks):
-    """The checks of `CommunicationConformance` of all_reduce and reduce_scatter."""
+    """The part of `CommunicationConformance` that checks all_reduce and reduce_scatter."""
 
     def check_all_reduce(self, backend: CommunicationBackend) -> None:
-        """Every dtype, shape and operation, in place and into ``out``."""
+        """Reductions of every dtype, shape and operation, in place and into ``out``."""
         world = backend.world_size
         for dtype, shape in self._cases(world):
             inputs = [values(dtype, shape, rank) for rank in range(world)]
@@ -201,7 +201,7 @@ class ReductionChecks(CommunicationChecks):
             assert_same(mine, inputs[backend.rank], "all_reduce input with out=")
 
     def check_reduce_scatter(self, backend: CommunicationBackend) -> None:
-        """Every dtype, shape and operation; counts of one's own; ``strict``, ``out``."""
+        """Reductions of every dtype, shape and operation; with counts, ``strict`` and ``out``."""
         world, rank = backend.world_size, backend.rank
         for dtype, shape in self._cases(world):
             inputs = [values(dtype, shape, peer, 1) for peer in range(world)]
@@ -218,13 +218,13 @@ class ReductionChecks(CommunicationChecks):
             piece = backend.reduce_scatter(inputs[rank].copy(), counts=all_on_last)
             assert_same(piece, expected[bounds(all_on_last, rank)], "reduce_scatter counts=")
             mine, strict = inputs[rank].copy(), shape[0] % world == 0
-            # In the input, where its own part is and where it is not; or beside it.
+            # ``out`` lies in the input, on this rank's own part or not; or in other memory.
             out = mine[: even[rank]] if len(shape) < 3 else np.ones_like(mine[: even[rank]])
             assert backend.reduce_scatter(mine, strict=strict, out=out) is out
             assert_same(out, expected[bounds(even, rank)], f"reduce_scatter strict={strict}, out=")
 
     def check_accumulation(self, backend: CommunicationBackend) -> None:
-        """16-bit floats are combined in float32 and rounded once, or never if ``out`` is."""
+        """16-bit floats are combined in float32, and rounded once; never if ``out`` is float32."""
         world, rank = backend.world_size, backend.rank
         # ``much + 1`` is ``much`` in 16 bits, and twice ``high`` is infinite in float16.
         narrow = {"float16": (2048.0, 60000.0), "bfloat16": (256.0, 256.0)}
@@ -251,7 +251,7 @@ class ReductionChecks(CommunicationChecks):
                 assert_same(wide, exact, f"reduce_scatter of {name} into float32")
 
     def check_tree_order(self, backend: CommunicationBackend) -> None:
-        """Sums of numbers whose order shows, short (in headers) and long, and one by one."""
+        """Sums that depend on their order, of short arrays (in headers) and of long ones."""
         world = backend.world_size
         numbers = np.array(ADVERSARIAL_VALUES)
         names = ("float16", "bfloat16", "float32", "float64", "complex128")
@@ -278,10 +278,10 @@ class ReductionChecks(CommunicationChecks):
 
 
 class MovementChecks(CommunicationChecks):
-    """The checks of `CommunicationConformance` of collectives that combine nothing."""
+    """The part of `CommunicationConformance` that checks collectives without a reduction."""
 
     def check_all_gather(self, backend: CommunicationBackend) -> None:
-        """Even, uneven and empty contributions; into ``out``, and from any part of ``out``."""
+        """Gathers of even, uneven and empty arrays; into ``out``, and from any part of ``out``."""
         world, rank = backend.world_size, backend.rank
         for dtype, shape in self._cases(world):
             for rows in ([shape[0]] * world, [(peer * 3) % (world + 1) for peer in range(world)]):
@@ -291,7 +291,7 @@ class MovementChecks(CommunicationChecks):
                 what = f"all_gather {dtype.name} rows {rows} of {list(trailing)}"
                 result = backend.all_gather(inputs[rank].copy())
                 assert_same(result, expected, what)
-                result[...] = 0  # a result that is another rank's buffer shows below
+                result[...] = 0  # if it is another rank's buffer, a comparison below fails
                 out = np.zeros(expected.shape, dtype)
                 mine = inputs[rank].copy()
                 if rows[0] != rows[-1]:
@@ -334,7 +334,7 @@ class MovementChecks(CommunicationChecks):
             for counts in (None, first_takes_all):
                 sizes = counts or even_sizes(shape[0], world)
                 mine = sent.copy() if rank == root else None
-                strict = shape[0] % world == 0  # the root's business alone, as counts are
+                strict = shape[0] % world == 0  # only the root looks at it, and at counts
                 piece = backend.scatter(
                     mine, root, counts=counts if rank == root else None, strict=strict
                 )
@@ -345,7 +345,7 @@ class MovementChecks(CommunicationChecks):
                     assert_same(mine, sent, f"{what}, input")
 
     def check_gather(self, backend: CommunicationBackend) -> None:
-        """To every root, with uneven and empty contributions."""
+        """Gathers to every root, of uneven and empty arrays."""
         world, rank = backend.world_size, backend.rank
         for dtype, shape in self._cases(world):
             root = shape[0] % world
@@ -356,7 +356,7 @@ class MovementChecks(CommunicationChecks):
             assert_same(result, expected, f"gather {dtype.name} rows {rows}")
 
     def check_all_to_all(self, backend: CommunicationBackend) -> None:
-        """Parts of any shape, empty ones among them."""
+        """Exchanges of parts of any shape, empty ones among them."""
         world, rank = backend.world_size, backend.rank
 
         def part(dtype: np.dtype[Any], source: int, target: int) -> Array:
@@ -371,7 +371,7 @@ class MovementChecks(CommunicationChecks):
                 array[...] = 0
 
     def check_barrier(self, backend: CommunicationBackend) -> None:
-        """Nobody goes on before all have come."""
+        """No rank leaves a barrier before all have come to it."""
         world, rank, nodes = backend.world_size, backend.rank, backend.nodes
         for late in range(world):
             if rank == late:
@@ -381,7 +381,7 @@ class MovementChecks(CommunicationChecks):
             went = time.monotonic()
             arrivals = backend.all_gather(np.array([came]))
             for peer, arrival in enumerate(arrivals):
-                # Of other nodes' clocks nothing is known.
+                # The clocks of other nodes cannot be compared with this one.
                 assert nodes[peer] != nodes[rank] or arrival <= went, (
                     f"rank {rank} left a barrier before rank {peer} came"
                 )

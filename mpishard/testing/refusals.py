@@ -1,4 +1,4 @@
-"""Calls that a communication backend must refuse, and live on."""
+"""Checks of wrong calls, which a communication backend must refuse and go on after."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.errors import CollectiveMismatchError, PeerError
 from mpishard.testing.reductions import CommunicationChecks, assert_raises, assert_same
 
-SUM, MAX = ReductionOperation.SUM, ReductionOperation.MAX
+MAX, AVERAGE = ReductionOperation.MAX, ReductionOperation.AVERAGE
 _WITHOUT_TWIN = ("split", "allocate_shared")
 
 
@@ -25,15 +25,15 @@ class Ask(NamedTuple):
 
     method: str
     arguments: tuple[Any, ...] = ()
-    options: dict[str, Any] = {}  # noqa: RUF012 - nobody writes into it
+    options: dict[str, Any] = {}  # noqa: RUF012 - it is never changed
 
     @property
     def has_twin(self) -> bool:
-        """True if it can be issued without waiting for it."""
+        """Whether the method has an ``_async`` twin."""
         return self.method not in _WITHOUT_TWIN
 
     def make(self, backend: CommunicationBackend, *, twin: bool = False) -> Any:
-        """Call the method, or issue its twin and wait for that; return the result."""
+        """Call the method, or issue its twin and wait; return the result."""
         if twin and self.has_twin:
             work = getattr(backend, f"{self.method}_async")(*self.arguments, **self.options)
             return work.wait()
@@ -41,7 +41,7 @@ class Ask(NamedTuple):
 
 
 class Arguments:
-    """The arrays of one rank's call, all ones; `check` finds whether they still are.
+    """The arrays of one rank's call, all ones; `check` tests that they still are.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Arguments:
     length : int
         Rows of an array, an even number.
     memory : Array, optional
-        Bytes of this rank in which arrays lie; by default each has memory of its own.
+        Bytes of this rank for its arrays; by default each array has memory of its own.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Arguments:
         self._made: list[Array] = []
 
     def ones(self, *shape: int, dtype: DTypeLike = np.float64) -> Array:
-        """An array of ``shape``, by default (length,)."""
+        """Return an array of ones of ``shape``, by default (length,)."""
         shape = shape or (self.length,)
         if self._memory is None:
             array = np.empty(shape, dtype)
@@ -78,7 +78,7 @@ class Arguments:
         return array
 
     def check(self, what: str) -> None:
-        """Raise AssertionError if anybody wrote into an array."""
+        """Raise AssertionError if the elements of an array have changed."""
         for array in self._made:
             assert_same(array, np.ones(array.shape, array.dtype), f"an array given to {what}")
 
@@ -93,13 +93,13 @@ class Mismatch:
     Parameters
     ----------
     collective : str
-        The method that the many call.
+        The method that all other ranks call.
     difference : str
-        Difference that the error must name.
+        The difference that the error must name.
     name : str
-        Call of the odd rank.
+        The call of the odd rank, in words.
     many, odd : callable
-        Make a rank's call of its `Arguments`.
+        Make the call of the other ranks, and of the odd one, from the rank's `Arguments`.
     """
 
     collective: str
@@ -113,7 +113,7 @@ class Mismatch:
 
     @property
     def is_of_kind(self) -> bool:
-        """True if the odd rank calls another collective."""
+        """Whether the odd rank calls another collective."""
         return self.difference == "kind or order"
 
 
@@ -139,7 +139,7 @@ def _counts(a: Arguments) -> list[int]:
 _REDUCTIONS, _GATHERS = ("all_reduce", "reduce_scatter"), ("all_gather", "gather")
 _ROOTED = ("broadcast", "scatter", "gather")
 
-# Methods, difference, name, and the call of the odd rank where the others make the right one.
+# Methods, difference, name, and the call of the odd rank; the others make the right call.
 _ODD: tuple[tuple[tuple[str, ...], str, str, Callable[[str, Arguments], Ask]], ...] = (
     (_REDUCTIONS, "operation", "another operation", lambda m, a: Ask(m, (a.ones(), MAX))),
     (_REDUCTIONS, "shape", "a row less", lambda m, a: Ask(m, (a.ones(a.length - 1),))),
@@ -210,13 +210,13 @@ def _mismatches() -> Iterator[Mismatch]:
 
 
 MISMATCHES = tuple(_mismatches())
-"""Every pair of different collectives, and all that must match in each collective."""
+"""Every pair of different collectives, and each argument that must match in a collective."""
 
 
 def refusal(
     backend: CommunicationBackend, ask: Ask, odd_rank: int, *, twin: bool, what: str
 ) -> str:
-    """The message with which ``ask`` is refused, on all ranks alike.
+    """Make the call of ``ask``, and return the message of its refusal, the same on all ranks.
 
     Raises
     ------
@@ -228,7 +228,7 @@ def refusal(
     except CollectiveMismatchError as error:
         message = str(error)
     except PeerError:
-        raise  # another rank knows better
+        raise  # another rank has failed, and its error is the one to report
     except Exception as error:
         raise AssertionError(f"CollectiveMismatchError was not raised for {what}") from error
     else:
@@ -249,13 +249,11 @@ def refusal(
     return message
 
 
-MAX, AVERAGE = ReductionOperation.MAX, ReductionOperation.AVERAGE
-
 Refusal = tuple[type[Exception], Callable[[], Any]]
 
 
 class RefusalChecks(CommunicationChecks):
-    """The checks of `CommunicationConformance` that end in an error."""
+    """The part of `CommunicationConformance` that checks refused calls."""
 
     def check_refusals(self, backend: CommunicationBackend) -> None:
         """Calls that are wrong on one rank alone are refused there, before any communication."""
@@ -264,23 +262,23 @@ class RefusalChecks(CommunicationChecks):
         fixed.flags.writeable = False
         cases = [*_wrong_arrays(backend), *_wrong_arguments(backend), *_wrong_messages(backend)]
         for number, (kind, call) in enumerate(cases):
-            # By one rank alone: if the call communicated, it would wait for the others.
+            # Only one rank makes the call. If the call communicated, it would wait for the others.
             if number % world == rank:
                 assert_raises(kind, call)
-        # Nobody minds a read-only array that is only read.
+        # A read-only array is accepted if it is only read.
         assert_same(backend.all_reduce(fixed, out=np.ones(3)), fixed, "read-only input")
         assert_same(backend.broadcast(fixed if rank == 0 else None), fixed, "read-only root")
         assert backend.all_reduce(np.ones(1))[0] == world
 
     def check_mismatches(self, backend: CommunicationBackend) -> None:
-        """Calls that do not belong together raise on every rank, and the backend lives on."""
+        """Calls that do not match raise on every rank, and the backend works afterwards."""
         world, rank = backend.world_size, backend.rank
         if world == 1:
             return
         names = list(COLLECTIVES)
         for number, mismatch in enumerate(MISMATCHES):
             if mismatch.is_of_kind:
-                # Of all pairs of collectives a sample that has each of them on either side.
+                # A sample of all pairs of collectives, in which each is once on either side.
                 following = names[(names.index(mismatch.collective) + 1) % len(names)]
                 if mismatch.name != f"calls {following}":
                     continue
@@ -292,7 +290,7 @@ class RefusalChecks(CommunicationChecks):
                 message = refusal(backend, ask, odd, twin=twin, what=str(mismatch))
                 assert mismatch.difference in message, f"{mismatch}: {message}"
                 arguments.check(str(mismatch))
-        # Works beside refused ones.
+        # Right calls beside refused ones.
         last = rank == world - 1
         short = backend.all_reduce_async(np.ones(2 if last else 3))
         good = backend.all_reduce_async(np.ones(700))
@@ -305,7 +303,7 @@ class RefusalChecks(CommunicationChecks):
 
 
 def _wrong_arrays(backend: CommunicationBackend) -> Iterator[Refusal]:
-    """Arrays that no collective takes, given to each collective and its twin."""
+    """Yield calls of each collective and its twin with arrays that none of them takes."""
     world, root = backend.world_size, backend.rank
     dims = np.ones((1,) * 9)
     bad = [
@@ -341,7 +339,7 @@ def _wrong_arrays(backend: CommunicationBackend) -> Iterator[Refusal]:
 
 
 def _wrong_arguments(backend: CommunicationBackend) -> Iterator[Refusal]:
-    """Other wrong arguments: operations, roots, counts, results, each in both twins."""
+    """Yield calls, and their twins, with wrong operations, roots, counts and results."""
     world, rank = backend.world_size, backend.rank
     ok, fixed = np.zeros(3), np.zeros(3)
     fixed.flags.writeable = False
@@ -398,7 +396,7 @@ def _wrong_arguments(backend: CommunicationBackend) -> Iterator[Refusal]:
 
 
 def _wrong_messages(backend: CommunicationBackend) -> Iterator[Refusal]:
-    """Ranks, tags and counts that point to point refuses."""
+    """Yield sends and receives with wrong ranks, tags and counts."""
     world, rank, ok = backend.world_size, backend.rank, np.zeros(3)
     wrong = [(rank, 0), (world, 0), (-1, 0)]
     if world > 1:

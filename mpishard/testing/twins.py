@@ -1,4 +1,4 @@
-"""Collectives issued and waited for later, and messages from one rank to another."""
+"""Checks of collectives that are issued and waited for later, and of messages between ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SUM = ReductionOperation.SUM
 
 
 class TwinChecks(CommunicationChecks):
-    """The checks of `CommunicationConformance` of the ``_async`` twins."""
+    """The part of `CommunicationConformance` that checks the ``_async`` twins."""
 
     def check_async_orders(self, backend: CommunicationBackend) -> None:
-        """Issued in one order, waited for in another on each rank; short and long mixed."""
+        """Twins of short and long arrays, for which each rank waits in another order."""
         world, rank = backend.world_size, backend.rank
         dtype = np.dtype(np.float64)
         lengths = [5, 3000, 1, 0, 2000, 7, 1000]
@@ -60,13 +60,13 @@ class TwinChecks(CommunicationChecks):
             assert_same(result, expected, f"{kind}_async [{lengths[k]}]")
             assert work.done
             assert work.wait() is result
-        # A blocking call overtakes nothing that was issued before it.
+        # A blocking call completes although an earlier twin has not been waited for.
         pending = backend.all_reduce_async(np.full(500, 1.0))
         assert backend.all_reduce(np.array([2]))[0] == 2 * world
         assert_same(pending.wait(), np.full(500, float(world)), "a work behind a blocking call")
 
     def check_twins(self, backend: CommunicationBackend) -> None:
-        """Twins give the bits of the blocking calls, of every dtype, several under way at once."""
+        """Twins, several under way at once, give the bits of the blocking calls in every dtype."""
         shapes = ((5,), (backend.world_size + 40, 3))
         for dtype in self.dtypes:
             sets = [self._calls(backend, dtype, shape) for shape in shapes]
@@ -82,7 +82,7 @@ class TwinChecks(CommunicationChecks):
     def _calls(
         backend: CommunicationBackend, dtype: np.dtype[Any], shape: tuple[int, ...]
     ) -> Iterator[tuple[str, Callable[[], tuple[Any, ...]]]]:
-        """The collectives, and what makes the arguments of one call of each."""
+        """Yield the collectives, each with a function that makes the arguments of one call."""
         world, rank = backend.world_size, backend.rank
         mine = values(dtype, shape, rank, 9)
         root = shape[0] % world
@@ -96,7 +96,7 @@ class TwinChecks(CommunicationChecks):
         yield "all_to_all", lambda: ([mine[peer % shape[0] :] for peer in range(world)],)
 
     def check_twin_arguments(self, backend: CommunicationBackend) -> None:
-        """``out``, ``counts`` and arrays that receive are the twins', too."""
+        """Twins also take ``out``, ``counts`` and arrays that receive."""
         world, rank = backend.world_size, backend.rank
         for length in (world + 1, 3000):
             counts = [0] * (world - 1) + [length]
@@ -125,7 +125,7 @@ class TwinChecks(CommunicationChecks):
             assert_same(mine, inputs[rank], "the input of twins")
 
     def check_barrier_twin(self, backend: CommunicationBackend) -> None:
-        """A barrier that was issued is not done before all have issued theirs."""
+        """An issued barrier is not done before all ranks have issued theirs."""
         world, rank = backend.world_size, backend.rank
         if world == 1:
             assert backend.barrier_async().wait() is None
@@ -148,10 +148,10 @@ def _copied(array: Array, operation: ReductionOperation) -> tuple[Any, ...]:
 
 
 class TransferChecks(CommunicationChecks):
-    """The checks of `CommunicationConformance` of point to point."""
+    """The part of `CommunicationConformance` that checks messages between two ranks."""
 
     def check_point_to_point(self, backend: CommunicationBackend) -> None:
-        """In order for each tag, whatever order the tags are received in; shapes are kept."""
+        """Messages keep their order for each tag, in any order of the tags, and their shapes."""
         world, rank = backend.world_size, backend.rank
         if world == 1:
             return
@@ -161,7 +161,7 @@ class TransferChecks(CommunicationChecks):
                 for tag in (0, 7):
                     mine = values(dtype, size, rank, 100 * tag + number)
                     backend.send(mine, right, tag)
-                    mine[...] = 0  # what was sent is a copy
+                    mine[...] = 0  # must not change the message, which is a copy
             for tag in (7, 0):
                 for number, size in enumerate((0, 3, 5000)):
                     got = backend.receive(left, size, tag)
@@ -178,7 +178,7 @@ class TransferChecks(CommunicationChecks):
         backend.barrier()
 
     def check_async_point_to_point(self, backend: CommunicationBackend) -> None:
-        """Receives issued ahead, sends without copies, both mixed with the blocking ones."""
+        """Receives issued ahead and sends without copies, mixed with blocking ones."""
         world, rank = backend.world_size, backend.rank
         if world == 1:
             return
@@ -208,18 +208,18 @@ class TransferChecks(CommunicationChecks):
             got = {key: coming[key].wait() for key in keys}
             for sent, work in going:
                 work.wait()
-                sent[...] = 0  # is the sender's again
+                sent[...] = 0  # must not change the message, which has been sent
             for key in keys:
                 expected = message(dtype, left, *key)
                 assert_same(got[key], expected, f"receive_async tag {key[0]}")
-                got[key][...] = 0  # and what came is the receiver's
+                got[key][...] = 0  # the received array belongs to the receiver
             assert coming[keys[0]].wait() is got[keys[0]], "a second wait gives another array"
         backend.barrier()
         self._check_receives_in_line(backend, left, right)
 
     @staticmethod
     def _check_receives_in_line(backend: CommunicationBackend, left: int, right: int) -> None:
-        """Receives of all kinds in one queue; the message of a cancelled one goes to the next."""
+        """Receives of all kinds share one queue; a cancelled one leaves its message to the next."""
         for size in (2, 4000):
             first = backend.receive_async(left, size, dtype=np.float64)
             given_up = backend.receive_async(left, size, dtype=np.float64)
@@ -235,7 +235,7 @@ class TransferChecks(CommunicationChecks):
             for work in sends:
                 work.wait()
             assert_raises(ValueError, sends[0].cancel)
-            # Messages that are not the one expected are refused, and those behind them are not.
+            # Unexpected messages are refused, and later ones with other tags are received.
             wrong = backend.receive_async(left, size, 1, dtype=np.float32)
             fewer = backend.receive_async(left, size + 1, 2, dtype=np.float64)
             backend.send(np.full(size, 1.0), right, 1)

@@ -1,7 +1,7 @@
 """One test body for thread-ranks in plain pytest and for processes under mpiexec.
 
-pytest is needed, and imported when the decorator is used. The fixture ``backend``, which makes
-the MPI backend of a test, is the test suite's own; see ``tests/conftest.py``.
+The decorator needs pytest, and imports it when it is used. The fixture ``backend``, which makes the
+MPI backend of a test, belongs to the test suite; see ``tests/conftest.py``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def in_worlds(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
     Plain ``pytest`` runs the body on thread-ranks, once for each size. Under
     ``mpiexec -n N python -m pytest --with-mpi`` each process runs it as one rank, if N is among
-    the sizes. Without sizes the test says them itself, as values of the parameter ``world_size``.
-    The body takes ``backend``, and any fixtures and parameters; thread-ranks share them, processes
-    have their own (``shared_path`` is one folder in both).
+    the sizes. Without sizes the test gives them itself, as values of the parameter ``world_size``.
+    The body takes ``backend``, and any fixtures and parameters. Thread-ranks share these, and
+    processes have their own; ``shared_path`` is one folder in both cases.
 
     Examples
     --------

@@ -189,7 +189,7 @@ def test_numba_that_refuses_this_numpy(anew, monkeypatch, tmp_path, caplog):
         assert not is_compiled(SGD(), arrays(count=2))
         assert not is_compiled(SGD(), arrays(count=2))
     assert [record.message for record in caplog.records] == [
-        "loops run in NumPy, for numba cannot be imported: Numba needs NumPy 1.26 or less"
+        "loops run in NumPy, because numba cannot be imported: Numba needs NumPy 1.26 or less"
     ]
 
 

@@ -42,6 +42,6 @@ def test_open_mpi_s_launcher_and_mpich_s_library_are_both_named(ranks: int) -> N
     assert "unsupported PMI version" not in ended.stderr + ended.stdout
     named = f"MPICH Version: {version('mpich').partition('.post')[0]}"
     assert "Open MPI 5" in ended.stderr
-    assert f"and mpi4py loads {named}, which cannot join a job of it. Mend: start with `mpish" in (
+    assert f"and mpi4py loads {named}, which cannot join a job of it. Fix: start with `mpish" in (
         " ".join(ended.stderr.split())
     )

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpishard import settings
-from mpishard.arguments import as_integer
+from mpishard.arguments import as_count, as_index, as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.contract.arena import PRIVATE, Arena, Nodes, Places, Regions
 from mpishard.communication.contract.call import (
@@ -29,7 +29,6 @@ from mpishard.communication.contract.call import (
     check_array,
     check_out,
     check_peer,
-    check_root,
     piece_sizes,
     sent_by_all_reduce,
 )
@@ -490,7 +489,7 @@ class CommunicationBackend(ITransport):
 
     def broadcast_async(self, array: Array | None, root: int = 0) -> Work:
         """Issue a `broadcast` without waiting for it."""
-        check_root(root, self.world_size)
+        as_index("root", root, self.world_size)
         if array is not None or self.rank == root:
             check_array(array, "broadcast", is_written=self.rank != root)
         sent = 0
@@ -550,7 +549,7 @@ class CommunicationBackend(ITransport):
         strict: bool = False,
     ) -> Work:
         """Issue a `scatter` without waiting for it."""
-        check_root(root, self.world_size)
+        as_index("root", root, self.world_size)
         pieces: tuple[int, ...] | None = None
         sent, sends = None, {"scatter": 0}
         if self.rank == root:
@@ -592,7 +591,7 @@ class CommunicationBackend(ITransport):
 
     def gather_async(self, array: Array, root: int = 0) -> Work:
         """Issue a `gather` without waiting for it."""
-        check_root(root, self.world_size)
+        as_index("root", root, self.world_size)
         check_array(array, "gather", needs_dim=True)
         sends = {"gather": 0 if self.rank == root else array.nbytes}
         call = Call.describe(Kind.GATHER, array, root=root, sends=sends)
@@ -749,8 +748,8 @@ class CommunicationBackend(ITransport):
         self._ready()
         if not self._is_root:
             raise CommunicationError(
-                f"{self.describe()} was split off another world, which is the one to shrink(); "
-                "split that again then"
+                f"{self.describe()} was split off another world: call shrink() of that world, and "
+                "split the new one again"
             )
         heir = self._shrink()
         for world in self._session.worlds():
@@ -1036,8 +1035,7 @@ class CommunicationBackend(ITransport):
     def _check_receive(self, source: int, count: int, tag: int) -> None:
         self._ready()
         check_peer(source, tag, self.rank, self.world_size)
-        if as_integer("count", count) < 0:
-            raise ValueError(f"count must be 0 or more, got {count}")
+        as_count("count", count, least=0)
 
     # -------------------------------------------------------------------------- the end of a world
 

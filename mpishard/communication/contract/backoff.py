@@ -14,6 +14,8 @@ _SPINS = 300
 """Polls without a pause: about 0.2 ms, in which most peers arrive if they run at the same time."""
 
 _LOOK_SECONDS = 0.05
+# Seconds of a wait after which a rank dozes. With more ranks than cores it is soon, because the
+# others need the core to arrive.
 _CROWDED_DOZE_AFTER = 0.002
 _DOZE_AFTER = 2.0
 LONG_POLL = 1e-3

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from mpishard import settings
-from mpishard.arguments import as_integer
+from mpishard.arguments import as_index, as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
 from mpishard.errors import CommunicationError
@@ -127,6 +127,7 @@ class Call:
             dtype, size, nbytes = array.dtype, array.size, array.nbytes
             shape = dims = array.shape
             code, ndim = _DTYPE_CODES[dtype], len(dims)
+        # Python's hash of integers is the same in every process; 31 bits of it fit the header.
         counts_hash = -1 if counts is None else hash(counts) & 0x7FFFFFFF
         description = _DESCRIPTIONS[len(dims)].pack(
             kind, -1 if operation is None else operation, code, ndim, root, counts_hash, out_rows,
@@ -376,17 +377,17 @@ def check_out(out: Array, shape: tuple[int, ...], dtype: np.dtype[Any], name: st
         )
 
 
-def check_root(root: int, world_size: int) -> None:
-    """Refuse a root that is no rank: TypeError if it is no integer, otherwise ValueError."""
-    if not 0 <= as_integer("root", root) < world_size:
-        raise ValueError(f"root {root} is outside [0, {world_size})")
-
-
 def check_peer(rank: int, tag: int, own_rank: int, world_size: int) -> None:
-    """Refuse a peer that is not another rank, and a wrong tag; errors as `check_root`."""
-    if not 0 <= as_integer("rank", rank) < world_size:
-        raise ValueError(f"rank {rank} is outside [0, {world_size})")
-    if rank == own_rank:
+    """Refuse a peer that is not another rank, and a wrong tag.
+
+    Raises
+    ------
+    TypeError
+        For a rank or tag that is no integer.
+    ValueError
+        For another number.
+    """
+    if as_index("rank", rank, world_size) == own_rank:
         raise ValueError(f"rank {rank} cannot send to or receive from itself")
     if not 0 <= as_integer("tag", tag) <= settings.MAXIMUM_TAG:
         raise ValueError(f"tag must be in [0, {settings.MAXIMUM_TAG}], got {tag}")

@@ -59,7 +59,7 @@ PAGE_BYTES = _FIRST_ROW + _ROWS * _ROW.size
 """Size of the file of a status page."""
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | os.O_CLOEXEC
 
-_PLACES_KEPT = 1024
+_PLACES_KEPT = 1024  # in the cache of `StatusPage.record`, which is cleared when it is full
 PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 """The folder of this package, with a separator at its end."""
 # The user's line is not in files with these paths: contextlib, because of this package's context
@@ -379,8 +379,8 @@ class StatusReader:
         failed = [(r, path) for r, path in enumerate(self._paths) if isinstance(path, str)]
         if failed and self.page.rank == 0:
             _logger.warning(
-                "reports on ranks that fail or wait will say less: rank %d could not share its "
-                "status page (%s). Training goes on", *failed[0],
+                "reports on ranks that fail or wait will be incomplete: rank %d could not share "
+                "its status page (%s). Training goes on", *failed[0],
             )  # fmt: skip
         here = {r: path for r in ranks if isinstance(path := self._paths[r], Path)}
         for rank in here.keys() - {self.page.rank}:

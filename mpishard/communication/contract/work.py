@@ -64,7 +64,8 @@ class Session:
         self.broken: CommunicationError | None = None
         """The error of every call after one that was cut off; None if none was."""
         self._rank = rank
-        self._lock = threading.RLock()  # held by the thread that communicates now
+        # Held by the thread that communicates now. Reentrant, because `split` calls collectives.
+        self._lock = threading.RLock()
         self._thread = 0  # the identity of the thread that communicated last, for the error
         self._worlds: list[weakref.ref[Any]] = []
 

@@ -27,10 +27,10 @@ from mpishard.communication.failure.report import failure_report
 from mpishard.communication.failure.stall import describe_stall, longest_waiting, rank_table
 from mpishard.errors import PeerError
 
-_REPORT_GRACE_SECONDS = 1.0
-_OUTPUT_SECONDS = 0.25
-_DEADLINE_SECONDS = 3.0
-_LAUNCHER_SECONDS = 1.5
+_REPORT_GRACE_SECONDS = 1.0  # for the rank that reports, which then ends this one
+_OUTPUT_SECONDS = 0.25  # for the launcher to read the report
+_DEADLINE_SECONDS = 3.0  # for the whole end of a process
+_LAUNCHER_SECONDS = 1.5  # between the SIGTERM of a launcher that ends the job and its SIGKILL
 _CALLS = 3
 """Number of collectives that the report of a failure shows."""
 _CALLS_DESCRIBED = 10

@@ -41,7 +41,7 @@ from mpishard.communication.failure.report import user_place
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
-_LATER_SECONDS = 2.0
+_LATER_SECONDS = 2.0  # between the limits of the watchdog, of faulthandler and of SIGALRM
 
 _live: list[CommunicationBackend] = []
 _hooked: set[str] = set()
@@ -178,6 +178,6 @@ def helper_error() -> MPIUnavailableError:
         f"({settings.rank_process().partition(' ')[0]}) started it, and no launcher did, so that "
         "it is no rank and has no place in the world. Let the rank call the collectives; for one "
         'rank of its own use init("memory"), for ranks of its own mpishard.run_in_threads or '
-        "mpishard run. Where this process is to be the rank, and the other is not, import "
-        "mpishard here alone"
+        "mpishard run. If this process is to be the rank, and the other is not, import mpishard "
+        "only in this one"
     )

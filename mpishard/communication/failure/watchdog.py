@@ -43,7 +43,7 @@ from mpishard.communication.failure.abort import (
     say,
 )
 
-_STUCK_SECONDS = 2.0
+_STUCK_SECONDS = 2.0  # after Ctrl-C, without a step of the main thread
 
 
 def is_free(number: signal.Signals) -> bool:

@@ -48,7 +48,7 @@ from mpishard.errors import CommunicationError, PeerError
 _QUICK_ROUNDS, _QUICK_POLLS = 8, 8
 """Rounds, and polls in each, before a longer wait begins: most short messages come by then."""
 
-_STIR_EVERY = 8
+_STIR_EVERY = 8  # polls of a wait between two calls that let MPI progress its requests
 _IN_SHRINK = "in shrink() for the other ranks that are left"
 
 _worlds: weakref.WeakSet[MPICommunicationBackend] = weakref.WeakSet()

@@ -22,7 +22,7 @@ from mpishard.communication.failure.abort import finalizing, flush_output
 from mpishard.communication.failure.watchdog import watchdog
 from mpishard.errors import MPIUnavailableError
 
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.1  # between two looks of the main thread at a call of another thread
 START_SECONDS = 10.0
 """Seconds that MPI may take to start on a busy machine before the wait for other ranks counts."""
 
@@ -73,7 +73,7 @@ def load_mpi() -> ModuleType:
         raise
     except (ImportError, RuntimeError) as error:
         raise MPIUnavailableError(
-            f"MPI was asked for, and mpi4py cannot be loaded ({error}). Mend: "
+            f"MPI was asked for, and mpi4py cannot be loaded ({error}). Fix: "
             "pip install 'mpishard[mpi]' brings mpi4py and an MPICH of its own; on a cluster, "
             "pip install 'mpishard[mpi4py]' with the site's MPI module loaded"
         ) from error
@@ -216,7 +216,7 @@ def check_machine(library: str) -> None:
     if is_mpich and launcher is not None and "pmix" not in library.lower():
         raise MPIUnavailableError(
             f"{launcher} started this process, and mpi4py loads {_family(library)}, which cannot "
-            f"join a job of it. Mend: start with {_fitting_launcher('`srun --mpi=pmi2`')}"
+            f"join a job of it. Fix: start with {_fitting_launcher('`srun --mpi=pmi2`')}"
         )
     if short := _short_descriptors(ranks) or (_short_memory(ranks) if is_mpich else ""):
         raise MPIUnavailableError(f"MPI cannot start on this machine: {short}")
@@ -309,7 +309,7 @@ def check_launched_world(world_size: int, library: str) -> None:
     raise MPIUnavailableError(
         f"the launcher started {launched} processes ({variable} is set: {launcher_name()}), but "
         f"the MPI library that mpi4py loads is another one ({_family(library)}) and sees a world "
-        "of one. Each process would train alone. Mend: start with "
+        "of one. Each process would train alone. Fix: start with "
         + _fitting_launcher("`srun --mpi=pmi2` (`srun --mpi=list` names others)")
     )
 
@@ -323,6 +323,6 @@ def _fitting_launcher(srun: str) -> str:
     # srun needs a plugin that fits the MPI library, and often uses none by default.
     return f"{srun}, or " * settings.is_slurm_step() + (
         "`mpishard run`, which takes the mpiexec that belongs to the library, or with that mpiexec "
-        "by its full path (it lies beside python where MPI was installed as a wheel); or install "
+        "by its full path (it lies beside python if MPI was installed as a wheel); or install "
         "an mpi4py that is built for the launcher's MPI"
     )

@@ -24,9 +24,9 @@ from mpishard.communication.contract.work import Steps, Waitable
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_LARGE_BYTES = 1 << 30
+_LARGE_BYTES = 1 << 30  # a length above 2^31 - 1 would overflow MPI's C int
 _BLOCK_BYTES = 1 << 20  # counted in these blocks, up to 2 PiB fit in a C int
-_TRIES = 16
+_TRIES = 16  # calls of MPI in one test of requests
 
 _HEAD_LENGTH = 3 + settings.MAXIMUM_DIMS
 _HEAD_BYTES = 8 * _HEAD_LENGTH
@@ -144,6 +144,7 @@ class MessageChannel:
         self._pool = ScratchPool()
         self.bytes_all = _LARGE_BYTES
         """Most bytes that a rank sends to all others in one round of `spread` or `broadcast`."""
+        # At least one element of complex128, the widest dtype.
         self.bytes_each = max(16, self.ROUND_BYTES // max(1, self._world_size - 1))
         """Most bytes that a rank sends to each other rank in one round of `reduce` or `move`."""
 

@@ -25,7 +25,7 @@ from mpishard.communication.contract.work import Steps, Waitable
 from mpishard.communication.mpi.messages import Pending
 
 _NONCE_BYTES = 16
-_PATH_BYTES = 112
+_PATH_BYTES = 112  # fixed, because an all-gather needs rows of one length
 _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _log = logging.getLogger("mpishard")

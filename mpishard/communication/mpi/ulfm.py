@@ -27,8 +27,8 @@ from mpishard.communication.contract.matching import who
 from mpishard.errors import MPIUnavailableError, PeerError
 
 _STIRS = 16  # calls after which Open MPI has read the notices of its launcher
-_LEARN_SECONDS = 1.0
-_UNNOTICED_SECONDS = 2.0
+_LEARN_SECONDS = 1.0  # for MPI to name the lost rank after an error that names none
+_UNNOTICED_SECONDS = 2.0  # after which the watchdog takes it that MPI overlooks a loss
 
 
 def check_survivable(library_version: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from mpishard import settings
+from mpishard.arguments import as_count, as_index
 from mpishard.arrays import (
     Array,
     address,
@@ -57,7 +58,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     Raises
     ------
     TypeError
-        If the id is not a string.
+        If the rank or the world size is no integer, or the id is not a string.
     ValueError
         If the rank is outside the world, the world size is below 1, or the id is blank.
     """
@@ -72,10 +73,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         *,
         timeout: float = settings.MEMORY_TIMEOUT,
     ) -> None:
-        if world_size < 1:
-            raise ValueError(f"world_size must be 1 or more, got {world_size}")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is outside [0, {world_size})")
+        as_index("rank", rank, as_count("world_size", world_size))
         if not isinstance(environment_id, str):
             raise TypeError(f"environment_id must be a string, got {environment_id!r}")
         if not environment_id.strip():

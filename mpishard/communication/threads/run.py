@@ -33,10 +33,10 @@ current_backend: ContextVar[InMemoryCommunicationBackend | None] = ContextVar(
 _logger = logging.getLogger("mpishard")
 _numbers = itertools.count()
 _LISTEN_SECONDS = 0.5
-_GRACE_SECONDS = 5.0
-_INTERRUPT_SECONDS = 2.0
+_GRACE_SECONDS = 5.0  # for the other ranks to end after a failure
+_INTERRUPT_SECONDS = 2.0  # for all ranks to end after Ctrl-C
 
-
+# Made once, because it looks through all loaded libraries.
 _thread_pools = functools.cache(threadpoolctl.ThreadpoolController)
 
 

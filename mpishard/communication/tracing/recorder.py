@@ -36,11 +36,13 @@ from mpishard.arrays import Array
 
 _log = logging.getLogger("mpishard")
 
+# Events are written at the end of a step, if a second or these events have passed since the last
+# write. A rank without steps writes when its buffer is full.
 _FLUSH_NANOSECONDS = 1_000_000_000
 _FLUSH_EVENTS = 1024
 _BUFFERED_EVENTS = 16384
-_ROUNDS = 16
-_TAG = settings.MAXIMUM_TAG
+_ROUNDS = 16  # questions of a rank to rank 0 for its clock
+_TAG = settings.MAXIMUM_TAG  # the tag that a script is least likely to use
 
 TRACE_FORMAT = "mpishard trace"
 TRACE_VERSION = 1
