@@ -5,12 +5,12 @@ layers with a loss and one flat vector of parameters. The chapters, in the order
 import each other:
 
 * ``layers``: descriptions of parameters, forward and backward; no layer holds an array.
-* ``losses``: weighted sums, so that averages over ranks and micro-batches come out right.
+* ``losses``: weighted sums, so that averages over ranks and micro-batches are correct.
 * ``graph``: a model's computation as nodes that a program can walk.
 * ``models``: `Model`, and the models that users name: MLP, GPT, linear models.
 
-``products.py`` has the layers' matrix products, and ``passes.py`` their compiled loops. This room
-imports arrays, contracts, sharding, and the files of plain models from checkpoint.
+``layers/products.py`` has the layers' matrix products, and ``passes.py`` their compiled loops. This
+room imports arrays, contracts, sharding, and the files of plain models from checkpoint.
 """
 
 from __future__ import annotations

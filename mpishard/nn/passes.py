@@ -1,11 +1,9 @@
-"""Passes of layers over float32 and bfloat16 activations, as loops that numba compiles.
+"""Loops over float32 and bfloat16 activations, which numba compiles.
 
-NumPy makes a chain of operations, each of which reads and writes a chunk, and widens bfloat16
-before and rounds it after: half of the time that a GPT spends outside its products. A loop reads
-each element once, computes in float32, and rounds once when it writes. Layers compute without
-these loops in float64, on a GPU, and where numba is not installed: see `compiled`.
-
-Shape suffixes: N rows, D width; of attention N is the rows of scores of one block, S its keys.
+With NumPy a pass is a chain of operations. Each reads and writes a chunk, and bfloat16 is widened
+before it and rounded after it, which takes half of a GPT's time outside its products. A loop reads
+each element once, computes in float32, and rounds once when it writes. Layers do without these
+loops in float64, on a GPU, and if numba is not installed: see `compiled`.
 """
 
 from __future__ import annotations
@@ -28,32 +26,33 @@ _LOG2_E, _LN_2 = _F(math.log2(math.e)), _F(math.log(2.0))
 _SLOPE = _F(math.sqrt(2.0 / math.pi))
 _CUBIC = _F(math.sqrt(2.0 / math.pi) * 0.044715)
 _ZERO, _HALF, _ONE, _TWO, _SIX = _F(0.0), _F(0.5), _F(1.0), _F(2.0), _F(6.0)
-_LEAST, _MOST = _F(-126.0), _F(127.0)  # exponents of normal numbers
-# exp(r) for abs(r) <= ln(2) / 2: the terms of its series that float32 sees.
+_LEAST, _MOST = _F(-126.0), _F(127.0)  # Range of the exponents of normal float32 numbers.
+# Coefficients of the series of exp(r). For abs(r) <= ln(2) / 2 float32 cannot show later terms.
 _C2, _C3, _C4, _C5, _C6 = _F(1 / 2), _F(1 / 6), _F(1 / 24), _F(1 / 120), _F(1 / 720)
 
 _lock = threading.Lock()
-# By name of the loop and character of the dtype, which NumPy hands out without making an object.
+# Keys are the loop's name and the dtype's character, which NumPy returns without making an object.
 _compiled: dict[tuple[str, str], Callable[..., None] | None] = {}
 
 
 def compiled(loop: Callable[..., None], like: Array) -> Callable[..., None] | None:
-    """``loop`` for arrays in the dtype of ``like``; None if NumPy or CuPy must compute.
+    """Return ``loop``, compiled for the dtype of ``like``, or None if NumPy or CuPy must compute.
 
-    The compiled function takes bfloat16 as `bits`, and contiguous arrays, as ``like`` must be.
+    The compiled function takes C-contiguous arrays, and bfloat16 arrays as `bits`. The result is
+    None if ``like`` is not C-contiguous.
     """
     if type(like) is not np.ndarray or not like.flags.c_contiguous:
         return None
     key = loop.__name__, like.dtype.char
-    if key not in _compiled:  # asked for in every pass, so that the lock is for the first alone
-        with _lock:  # thread-ranks come here at the same time, and one of them compiles
+    if key not in _compiled:  # Every pass calls this, so that only the first takes the lock.
+        with _lock:  # Thread-ranks arrive at the same time, and only one of them compiles.
             if key not in _compiled:
                 _compiled[key] = _compile(loop, like.dtype)
     return _compiled[key]
 
 
 def bits(array: Array) -> Array:
-    """``array`` itself, or the bits of a bfloat16 one, which numba cannot read otherwise."""
+    """Return ``array``, or its bits as uint16 if it is bfloat16, a dtype that numba lacks."""
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
 
@@ -71,7 +70,11 @@ def _compile(loop: Callable[..., None], dtype: np.dtype[Any]) -> Callable[..., N
 
 
 def _type(numba: ModuleType, kind: str, kinds: dict[str, Any]) -> Any:
-    """The numba type of an argument: ``narrow2=`` is a 2-D array in the layer's dtype, written."""
+    """Return the numba type of an argument of `_SIGNATURES`.
+
+    ``narrow2=`` is a 2-D array of the layer's dtype (``wide2=``: of float32), which is written.
+    Without ``=`` it is read only.
+    """
     if kind in ("float", "int"):
         return numba.float32 if kind == "float" else numba.int64
     name, dims = kind.rstrip("=")[:-1], int(kind.rstrip("=")[-1])
@@ -94,7 +97,7 @@ def _load_bits(array: Any, i: Any) -> Any:
 
 
 def _store_bits(array: Any, i: Any, value: Any) -> None:
-    """Round as `mpishard.bfloat16.round_into` does."""
+    """Round to the nearest bfloat16, ties to even, with the bits of `bfloat16.round_into`."""
     word = np.float32(value).view(np.uint32)
     even = np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1))
     rounded = np.uint32(np.uint32(word + np.uint32(0x7FFF)) + even)
@@ -104,7 +107,7 @@ def _store_bits(array: Any, i: Any, value: Any) -> None:
 
 
 def _exp(x: Any) -> Any:
-    """exp(x) = 2^n exp(r), off by 2 units of the last place; NaN stays NaN."""
+    """Return exp(x) = 2^n exp(r), with an error of 2 units in the last place; NaN stays NaN."""
     power = x * _LOG2_E
     power = _LEAST if power < _LEAST else power  # noqa: FURB136 - max would lose NaN
     power = _MOST if power > _MOST else power  # noqa: FURB136
@@ -114,7 +117,7 @@ def _exp(x: Any) -> Any:
     return series * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-load, store, exp = _load, _store, _exp  # which `compile_loop` replaces by machine code
+load, store, exp = _load, _store, _exp  # `compile_loop` replaces these by compiled functions.
 
 _SIGNATURES = {
     "add": "narrow1= narrow1",
@@ -125,22 +128,22 @@ _SIGNATURES = {
     "softmax_forward": "wide2= narrow2= wide1= float int int",
     "softmax_backward": "wide2= wide2= narrow2= narrow2= wide1 float int int",
 }
-"""The arguments of each loop: see `_type`."""
+"""Types of the arguments of each loop: see `_type`."""
 
 
 # ------------------------------------------------------------------------------------ the loops
 
 
 def add(d: Any, other: Any) -> None:
-    """Add ``other`` to d, in its place; to each row of d if it is one row."""
+    """Add ``other`` to d in place; if ``other`` is one row, to each row of d."""
     width = other.size
-    for n in range(d.size // width):  # a range with a step would not become vector operations
+    for n in range(d.size // width):  # LLVM does not vectorize a range with a step.
         for i in range(width):
             store(d, n * width + i, load(d, n * width + i) + load(other, i))
 
 
 def gelu(x: Any, y: Any, slope: Any) -> None:
-    """Write GELU of x in its tanh form, and dy/dx: as `mpishard.nn.GELU`."""
+    """Write y, the GELU of x in its tanh form, and the slope dy/dx, as `mpishard.nn.GELU` does."""
     for i in range(x.size):
         value = load(x, i)
         square = value * value
@@ -155,7 +158,7 @@ def gelu(x: Any, y: Any, slope: Any) -> None:
 
 
 def scale(d: Any, factors: Any) -> None:
-    """Multiply d by the factors, in its place."""
+    """Multiply d by the factors in place."""
     for i in range(d.size):
         store(d, i, load(d, i) * load(factors, i))
 
@@ -163,7 +166,7 @@ def scale(d: Any, factors: Any) -> None:
 def norm_forward(
     x: Any, weight: Any, bias: Any, epsilon: Any, y: Any, h: Any, inverse: Any
 ) -> None:
-    """Layer normalisation: write the result, the normalised input, and 1 / deviation by row."""
+    """Write the layer norm y, the normalised input h, and 1 / standard deviation of each row."""
     rows, width = x.shape
     for n in range(rows):
         total = _ZERO
@@ -183,7 +186,7 @@ def norm_forward(
 
 
 def norm_backward(d: Any, h: Any, weight: Any, inverse: Any, dweight: Any, dbias: Any) -> None:
-    """The input's gradient in the place of d; adds those of weight and bias."""
+    """Overwrite d with the input's gradient, and add the gradients of weight and bias."""
     rows, width = d.shape
     for n in range(rows):
         mean_d = mean_dh = _ZERO
@@ -193,6 +196,7 @@ def norm_backward(d: Any, h: Any, weight: Any, inverse: Any, dweight: Any, dbias
             mean_dh += part * load(h, (n, i))
         mean_d /= _F(width)
         mean_dh /= _F(width)
+        # Two loops, because each writes one array only: see `softmax_backward`.
         for i in range(width):
             dweight[i] += load(d, (n, i)) * load(h, (n, i))
         for i in range(width):
@@ -207,8 +211,8 @@ def softmax_forward(
 ) -> None:
     """Write the softmax of factor * scores over the keys that each row sees, and 0 for the others.
 
-    Row n sees ``first + n % queries + 1`` keys; all if ``queries`` is 0. ``logs`` holds what is
-    subtracted from each row before, and then the log of its denominator.
+    Row n sees ``first + n % queries + 1`` keys, or all keys if ``queries`` is 0. On entry ``logs``
+    has the number to subtract from each row; on return the log of the row's denominator.
     """
     rows, keys = scores.shape
     for n in range(rows):
@@ -231,12 +235,17 @@ def softmax_backward(
     scores: Any, dweights: Any, weights: Any, dscores: Any, logs: Any, factor: Any, first: Any,
     queries: Any,
 ) -> None:  # fmt: skip
-    """Write the softmax and its input's gradient, factor * softmax (dweights - their mean)."""
+    """Write the softmax w of factor * scores, and the gradient of the scores.
+
+    The gradient is factor * w * (dweights - sum over the row's keys of w * dweights). ``logs`` is
+    as `softmax_forward` leaves it; ``scores`` is overwritten.
+    """
     rows, keys = scores.shape
     for n in range(rows):
         seen = keys if queries == 0 else first + n % queries + 1
         log, mean = logs[n], _ZERO
-        # One array for each loop: LLVM asks at run time whether arrays overlap, and not of many.
+        # Each loop writes one array. LLVM vectorizes it after a test at run time that arrays do not
+        # overlap, and gives up if a loop has too many of them.
         for i in range(seen):
             scores[n, i] = exp(factor * scores[n, i] - log)
         for i in range(seen):
@@ -254,14 +263,14 @@ def softmax_backward(
 
 
 def added(a: Array, b: Array, out: Array | None = None) -> Array:
-    """``a + b``; bfloat16 is added in float32, and rounded once.
+    """Return ``a + b``; bfloat16 arrays are added in float32, and rounded once.
 
     Parameters
     ----------
     a, b : Array
         Arrays of one dtype. ``b`` has the shape of ``a``, or of its last dims.
     out : Array, optional
-        Result; may be ``a``. A new array if not given.
+        Array for the result, which may be ``a``. If not given, a new array is made.
     """
     if not is_bfloat16(a):
         return array_namespace(a).add(a, b, out=out)
@@ -271,7 +280,7 @@ def added(a: Array, b: Array, out: Array | None = None) -> Array:
         loop(bits(total.reshape(-1)), bits(b.reshape(-1)))
         return total
     total = np.empty(a.shape, a.dtype) if out is None else out
-    is_row = b.size != a.size  # added to each row of a
+    is_row = b.size != a.size  # Then b is added to each row of a.
     shape = (-1, b.size) if is_row else -1
     flat_a, flat_b, flat_total = a.reshape(shape), b.reshape(-1), total.reshape(shape)
     for part in chunks(flat_a):

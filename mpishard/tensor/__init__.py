@@ -1,13 +1,13 @@
-"""Tensor parallelism: each rank of a group computes a part of every layer that splits.
+"""Tensor parallelism: each rank of a group computes a part of every layer that can be split.
 
 Begin with ``linear.py``: linear layers that are split by columns, by rows, or as ZeRO stage 3 does.
-``layer.py`` is what split layers share, with `DimSplit`, the partition of a dim. ``vocabulary.py``,
-``attention.py`` and ``sequence.py`` split other layers and the loss; ``regions.py`` has the
-operators at the edges of a split region.
+``layer.py`` has the base of split layers, and `DimSplit`, the partition of a dim.
+``vocabulary.py``, ``attention.py`` and ``sequence.py`` split other layers and the loss.
+``regions.py`` has the operators at the edges of a split region.
 
-``partitioner.py`` turns a model's chain of layers into one rank's part of it: ``partition.py``
-finds the runs of layers that are split together. ``inference.py`` predicts on the threads of one
-process. This room imports nn, sharding, communication and contracts.
+``partitioner.py`` makes one rank's part of a model's chain of layers. ``partition.py`` finds the
+layers that are split together. ``inference.py`` predicts on the threads of one process. This room
+imports nn, sharding, communication and contracts.
 """
 
 from mpishard.tensor.attention import (

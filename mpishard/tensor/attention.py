@@ -1,4 +1,4 @@
-"""Self-attention and a transformer block, whose heads are dealt to the ranks."""
+"""Self-attention and a transformer block whose heads are distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mpishard.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class _SequenceChain(Sequential):
-    """A chain on inputs of shape (B, T, D), which it checks before the ranks communicate."""
+    """Chain for inputs of shape (B, T, D), which it checks before the ranks communicate."""
 
     def __init__(self, children: Mapping[str, Layer], embed_dim: int) -> None:
         super().__init__(children)
         self.embed_dim = int(embed_dim)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(T, D) -> (T, D)."""
+        """Return the input's shape (T, D)."""
         if len(input_shape) != 2 or input_shape[1] != self.embed_dim:
             raise ValueError(
                 f"{type(self).__name__} needs an input of shape (batch, time, {self.embed_dim}), "
@@ -34,43 +34,46 @@ class _SequenceChain(Sequential):
         return super().output_shape(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """x_BTD -> y_BTD, refused if the shape is another. Collective."""
-        # Before the first layer communicates, or the other ranks would wait for this one.
+        """Map x_BTD to y_BTD, after a check of the shape. Collective."""
+        # If a layer failed after the first one has communicated, the other ranks would wait.
         self.output_shape(x.shape[1:])
         return super().forward(p, x, context)
 
 
 class TensorParallelAttention(_SequenceChain):
-    """Multi-head self-attention, the heads dealt evenly to the ranks.
+    """Multi-head self-attention whose heads are distributed evenly over the ranks.
 
-    Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), section 3, figure 3b. A chain of
-    three layers: ``qkv``, a `ColumnParallelLinear` without bias (see `mpishard.nn.Attention`) to
-    the queries, keys and values of this rank's heads; ``core``, which attends; ``projection``, a
-    `RowParallelLinear` that sums over the ranks. It trains like any layer, and sends one
-    all-reduce forward and one backward, each of the size of the output: 2 (t - 1) Y bytes for
-    each over t ranks.
+    Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), section 3, figure 3b. It is a chain of
+    three layers. ``qkv`` is a `ColumnParallelLinear` to the queries, keys and values of this rank's
+    heads, without bias (see `mpishard.nn.Attention`). ``core`` computes attention. ``projection``
+    is a `RowParallelLinear`, which sums over the ranks.
+
+    The chain trains like any layer. It sends one all-reduce forward and one backward, each of the
+    size of the output: 2 (t - 1) Y bytes each, summed over t ranks, for an output of Y bytes.
 
     Parameters
     ----------
     backend : CommunicationBackend
         The tensor group.
     embed_dim : int
-        Size D of the last dim of input and output, x_BTD -> y_BTD.
+        Size D of the last dim of input x_BTD and output y_BTD.
     num_heads : int
-        Heads H; a multiple of the group's size, and a divisor of D.
+        Number H of heads: a multiple of the group's size, and a divisor of D.
     causal : bool
-        Whether a position sees itself and what came before, or all positions.
+        If True, a position sees itself and earlier positions; if False, all positions.
     num_kv_heads : int, optional
-        Heads of keys and values, each shared by as many heads of queries (see
-        `mpishard.nn.Attention`): a multiple of the group's size, and a divisor of H. Default: H.
+        Number of heads of keys and of values, each shared by equally many heads of queries (see
+        `mpishard.nn.Attention`): a multiple of the group's size, and a divisor of H. The default
+        is H.
 
     Raises
     ------
     TypeError
-        For no backend.
+        If ``backend`` is not a `CommunicationBackend`.
     ValueError
-        For sizes that are no integers >= 1, and heads that do not divide the width or cannot be
-        dealt evenly, as `partition_chain` need not; when it runs, for inputs of another shape.
+        If a size is not an integer >= 1, or the heads do not divide the width or cannot be
+        distributed evenly (`partition_chain` allows that). During a pass: if the input has another
+        shape.
     """
 
     def __init__(
@@ -93,11 +96,11 @@ class TensorParallelAttention(_SequenceChain):
 
 
 class TensorParallelPagedAttention:
-    """Causal `TensorParallelAttention` that reads many sequences, their past in blocks of memory.
+    """Causal `TensorParallelAttention` for predictions, with a cache of many sequences.
 
-    For prediction. Each rank keeps the keys and values of its own heads: see
-    `mpishard.nn.KeyValueCache`, in which sequences begin (`add`), and give their blocks back
-    (`free`). Begin and free the same sequences on all ranks, in the same order.
+    Each rank caches the keys and values of its own heads in blocks of memory. A sequence begins
+    with ``cache.add`` and releases its blocks with ``cache.free``: see `mpishard.nn.KeyValueCache`.
+    All ranks must begin and free the same sequences in the same order.
 
     Parameters
     ----------
@@ -106,19 +109,20 @@ class TensorParallelPagedAttention:
     block_count : int
         Number of blocks that all sequences share.
     block_size : int
-        Positions of a block.
+        Number of positions per block.
 
     Attributes
     ----------
     layer : TensorParallelAttention
-        The layers, of which ``layer.walk_parameters()`` names the parameters.
+        The chain of layers. ``layer.walk_parameters()`` names the parameters.
     cache : KeyValueCache
-        The blocks.
+        The cache.
 
     Raises
     ------
     TypeError, ValueError
-        As `TensorParallelAttention`; ValueError also for blocks that are no integers >= 1.
+        As for `TensorParallelAttention`. ValueError also if a size of blocks is not an integer
+        >= 1.
 
     Examples
     --------
@@ -154,12 +158,13 @@ class TensorParallelPagedAttention:
         self.cache = KeyValueCache(block_count, block_size)
 
     def forward(self, p: Parameters, x: Array, sequences: Sequence[int]) -> Array:
-        """Read T more positions of each sequence: x_BTD -> y_BTD. Collective.
+        """Map x_BTD, the next T positions of each sequence, to y_BTD. Collective.
 
         Raises
         ------
         ValueError
-            For another shape, unknown sequences, or too few free blocks; before anything changes.
+            If the shape is another, a sequence is unknown, or there are too few free blocks.
+            Nothing has changed then.
         """
         self.layer.output_shape(x.shape[1:])
         if len(x) != len(sequences):
@@ -176,9 +181,9 @@ def attention_layers(
     causal: bool,
     num_kv_heads: int | None = None,
 ) -> dict[str, Layer]:
-    """The layers of attention over this rank's heads: ``qkv``, ``core``, ``projection``.
+    """Return the layers of attention over this rank's heads: ``qkv``, ``core``, ``projection``.
 
-    Errors are those of `TensorParallelAttention`, in the name of ``owner``.
+    Errors are those of `TensorParallelAttention`; their messages name ``owner``.
     """
     require_type("backend", backend, CommunicationBackend)
     groups = num_heads if num_kv_heads is None else num_kv_heads
@@ -193,7 +198,7 @@ def attention_layers(
     check_divides("num_heads", num_heads, "embed_dim", embed_dim)
     check_divides("num_kv_heads", groups, "num_heads", num_heads)
     size, shared = embed_dim // num_heads, num_heads // groups
-    # Each rank's queries are those that share its keys and values: attention exchanges nothing.
+    # A rank has the queries that share its keys and values, so that ``core`` sends nothing.
     return {
         "qkv": ColumnParallelLinear(
             backend, embed_dim, embed_dim + 2 * groups * size, bias=False, parts=(shared, 1, 1),
@@ -205,39 +210,41 @@ def attention_layers(
 
 
 class TensorParallelTransformerBlock(_SequenceChain):
-    """Attention and a two-layer perceptron, each behind a norm and with a way around it.
+    """Transformer block: attention and a two-layer perceptron, each in a residual branch.
 
     y = z + W2 f(W1 norm(z)) with z = x + attention(norm(x)): the block of GPT-2, split as in
-    Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), figure 4. A chain of two `Residual`,
-    ``attention`` of ``norm``, ``qkv``, ``core`` and ``projection`` (see
-    `TensorParallelAttention`), and ``mlp`` of ``norm``, ``expansion``, ``activation`` and
-    ``projection``. It trains like any layer, and sends two all-reduces forward and two backward,
-    each of the size of the output.
+    Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), figure 4. It is a chain of two
+    `Residual` layers: ``attention`` with ``norm``, ``qkv``, ``core`` and ``projection`` (see
+    `TensorParallelAttention`), and ``mlp`` with ``norm``, ``expansion``, ``activation`` and
+    ``projection``. The chain trains like any layer. It sends two all-reduces forward and two
+    backward, each of the size of the output.
 
     Parameters
     ----------
     backend : CommunicationBackend
         The tensor group.
     embed_dim : int
-        Size D of the last dim of input and output, x_BTD -> y_BTD.
+        Size D of the last dim of input x_BTD and output y_BTD.
     num_heads : int
-        Heads; a multiple of the group's size, and a divisor of D.
+        Number H of heads: a multiple of the group's size, and a divisor of D.
     ffn_dim : int
-        Outputs of W1, which are dealt evenly or with one more to the first ranks.
+        Number of outputs of W1. If the group's size does not divide it, the first ranks have one
+        more each.
     activation : callable
-        Makes the layer f, which works element by element: `ReLU`, `GELU` or another class.
+        Function that makes the element-wise layer f: `ReLU`, `GELU` or another class.
     causal : bool
-        Whether a position sees itself and what came before, or all positions.
+        If True, a position sees itself and earlier positions; if False, all positions.
     num_kv_heads : int, optional
-        Heads of keys and values, each shared by as many heads of queries (see
-        `mpishard.nn.Attention`): a multiple of the group's size, and a divisor of H. Default: H.
+        Number of heads of keys and of values, each shared by equally many heads of queries (see
+        `mpishard.nn.Attention`): a multiple of the group's size, and a divisor of H. The default
+        is H.
 
     Raises
     ------
     TypeError
-        For no backend, or an activation that makes no layer.
+        If ``backend`` is not a `CommunicationBackend`, or ``activation()`` is not a layer.
     ValueError
-        As `TensorParallelAttention`, and for a ``ffn_dim`` below the number of ranks.
+        As for `TensorParallelAttention`, and if ``ffn_dim`` is below the number of ranks.
     """
 
     def __init__(

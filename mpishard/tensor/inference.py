@@ -10,7 +10,7 @@ from mpishard.communication.threads.run import run_in_threads
 
 
 class TensorParallelInference:
-    """Runs a tensor-parallel model without MPI."""
+    """Predictions of a tensor-parallel model without MPI."""
 
     @staticmethod
     def forward_in_process(
@@ -18,7 +18,7 @@ class TensorParallelInference:
         input: Array,  # noqa: A002 - the mirrored name
         build_rank: Callable[[CommunicationBackend], Callable[[Array], Array]],
     ) -> Array:
-        """Predict with ``world_size`` thread-ranks, each of which holds its part of the model.
+        """Predict with ``world_size`` thread-ranks, each with its part of the model.
 
         Parameters
         ----------
@@ -27,8 +27,8 @@ class TensorParallelInference:
         input : Array
             Input of every rank's model.
         build_rank : callable
-            ``build_rank(backend)`` makes a rank's part on the rank's own thread, and returns what
-            computes with it, such as the ``predict`` of a `mpishard.nn.Model`.
+            ``build_rank(backend)`` makes a rank's part on the rank's own thread. It returns the
+            function that maps input to output, such as the ``predict`` of a `mpishard.nn.Model`.
 
         Returns
         -------
@@ -38,9 +38,9 @@ class TensorParallelInference:
         Raises
         ------
         ValueError
-            For a world below 1.
+            If ``world_size`` is below 1.
         RuntimeError
-            If a rank fails, naming it; its own error is the cause.
+            If a rank fails. The message names the rank, and its error is the cause.
 
         Examples
         --------
@@ -69,7 +69,8 @@ class TensorParallelInference:
         try:
             return run_in_threads(world_size, forward)[0]
         except Exception as error:
-            # The other ranks raise that one of them failed; the first failure is the cause.
+            # Other ranks raise a PeerError because of this rank. `run_in_threads` raises the first
+            # failure, and only its rank is named.
             ranks = [rank for rank, own in failed.items() if own is error]
             if not ranks:
                 raise

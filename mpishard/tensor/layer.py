@@ -21,11 +21,11 @@ from mpishard.sharding.regions import box_shape
 
 @dataclass(frozen=True, slots=True)
 class DimSplit:
-    """A dim of ``parts`` blocks, each dealt to the ranks in runs of elements.
+    """Partition of a dim of ``parts`` blocks, each distributed over the ranks in runs of elements.
 
-    Queries, keys and values side by side are three blocks, and a run is an attention head. The
-    runs of each block go to the ranks as `ShardLayout` deals them, so that a rank has as many
-    of each block.
+    If queries, keys and values are side by side, there are three blocks, and a run is an attention
+    head. `ShardLayout` distributes the runs of each block over the ranks. A rank therefore has the
+    same number of runs of each block.
 
     Parameters
     ----------
@@ -34,9 +34,9 @@ class DimSplit:
     world_size : int
         Number of ranks.
     parts : int or tuple of int
-        Number of blocks of one size. Or, for blocks of different sizes with the same number of
-        runs, how many times ``multiple`` a run of each block is: (4, 1, 1) for attention in which
-        4 heads of queries share one head of keys and values.
+        Number of blocks of equal size. A tuple is for blocks of different sizes with the same
+        number of runs: it has the size of a run of each block in units of ``multiple``. For
+        attention in which 4 heads of queries share one head of keys and values it is (4, 1, 1).
     multiple : int
         Number of elements of a run.
 
@@ -87,12 +87,12 @@ class DimSplit:
         return ShardLayout(self.size // (sum(self._widths) * self.multiple), self.world_size)
 
     def within_block(self, rank: int) -> tuple[int, int]:
-        """The range ``(start, stop)`` that ``rank`` has of a block whose runs are ``multiple``."""
+        """Return the range ``(start, stop)`` of ``rank`` in a block with runs of ``multiple``."""
         runs = self._runs.slice(rank)
         return runs.start * self.multiple, runs.stop * self.multiple
 
     def ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """The ranges of the dim that ``rank`` has, one for each part."""
+        """Return the ranges of the dim that ``rank`` has, one for each part."""
         low, high = self.within_block(rank)
         block = self._runs.length * self.multiple
         starts = itertools.accumulate((width * block for width in self._widths), initial=0)
@@ -102,12 +102,12 @@ class DimSplit:
         )
 
     def local_size(self, rank: int) -> int:
-        """Number of elements of the dim that ``rank`` has."""
+        """Return the number of elements of the dim that ``rank`` has."""
         low, high = self.within_block(rank)
         return sum(self._widths) * (high - low)
 
     def require_local(self, owner: str, shape: tuple[int, ...], rank: int) -> None:
-        """Refuse a sample whose last dim is not what ``rank`` has: a ValueError of ``owner``."""
+        """Raise a ValueError, naming ``owner``, if a sample's last dim is not that of ``rank``."""
         local = self.local_size(rank)
         if not shape or shape[-1] != local:
             raise ValueError(
@@ -116,7 +116,10 @@ class DimSplit:
             )
 
     def take(self, x: Array, rank: int) -> Array:
-        """The slice of x (..., size) that ``rank`` has: C-contiguous; x itself if it is all."""
+        """Return the slice of x, shape (..., size), that ``rank`` has, as a C-contiguous array.
+
+        If there is one rank and x is C-contiguous, it is x itself.
+        """
         xp = array_namespace(x)
         if self.world_size == 1:
             return xp.ascontiguousarray(x)
@@ -124,9 +127,13 @@ class DimSplit:
         return xp.ascontiguousarray(own[0]) if len(own) == 1 else xp.concatenate(own, axis=-1)
 
     def gather(self, backend: CommunicationBackend, x: Array) -> Array:
-        """The whole (..., size), of each rank's last dim. Collective; one message, one copy."""
+        """Return the whole array (..., size) from each rank's slice x of its last dim. Collective.
+
+        This takes one all-gather and one copy.
+        """
         xp = array_namespace(x)
         rows = math.prod(x.shape[:-1])
+        # all_gather joins the ranks' arrays end to end; the loop puts them side by side.
         flat = backend.all_gather(xp.ascontiguousarray(x).reshape(-1))
         whole = xp.empty((rows, self.size), dtype=x.dtype)
         start = 0
@@ -142,11 +149,11 @@ class DimSplit:
 
 
 class TensorParallelLayer(Layer):
-    """A layer whose parameters are slices of a whole layer's.
+    """Base of layers whose parameters are slices of a whole layer's parameters.
 
-    It holds no arrays. `parameters` are the slices that this rank has; their first values are
-    those slices of the first values that the whole layer would have. All ranks of the group call
-    it together and, unless it says otherwise, on the same samples.
+    Such a layer holds no arrays. `parameters` are the slices of this rank; their initial values are
+    slices of the initial values of the whole layer. All ranks of the group must call the layer
+    together and, unless its docstring says otherwise, on the same samples.
 
     Parameters
     ----------
@@ -156,7 +163,7 @@ class TensorParallelLayer(Layer):
     Raises
     ------
     TypeError
-        For no backend.
+        If ``backend`` is not a `CommunicationBackend`.
     """
 
     computes_bfloat16 = True
@@ -167,36 +174,36 @@ class TensorParallelLayer(Layer):
 
     @property
     def whole_parameters(self) -> Mapping[str, ParameterSpec]:
-        """The parameters of the whole layer, in table order; none, unless a layer has some."""
+        """Parameters of the whole layer, in table order. The default is none."""
         return {}
 
     def boxes(self, name: str) -> tuple[Box, ...]:
-        """Boxes of this rank in the whole parameter ``name``, one below the other.
+        """Return this rank's boxes of the whole parameter ``name``, in the order of their rows.
 
-        All of it, unless a layer splits it.
+        The default is the whole parameter.
         """
         return (whole_box(self.whole_parameters[name].shape),)
 
     def is_split(self, name: str) -> bool:
-        """True if the ranks hold different slices of ``name``; if not, all hold all of it."""
+        """True if the ranks hold different slices of ``name``, False if all hold all of it."""
         shape = self.whole_parameters[name].shape
         return sum(math.prod(box_shape(box)) for box in self.boxes(name)) != math.prod(shape)
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """The slices that this rank has."""
+        """Slices of the parameters that this rank has."""
         return {
             name: slice_of(spec, self.boxes(name)) for name, spec in self.whole_parameters.items()
         }
 
 
 def slice_of(spec: ParameterSpec, boxes: tuple[Box, ...]) -> ParameterSpec:
-    """The parameter that holds ``boxes`` of another, one below the other along dim 0."""
+    """Return the description of a parameter that has ``boxes`` of another, joined along dim 0."""
     first, *others = (box_shape(box) for box in boxes)
     shape = (first[0] + sum(other[0] for other in others), *first[1:])
 
     def initialize(generator: np.random.Generator, _: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        # The whole parameter is made and cut, so that values do not depend on the world size.
+        # The whole parameter is made and then cut, so that values do not depend on the world size.
         full = spec.initializer(generator, spec.shape)
         parts = [full[tuple(slice(low, high) for low, high in box)] for box in boxes]
         return np.concatenate(parts)

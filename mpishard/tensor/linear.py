@@ -1,9 +1,9 @@
-"""Linear layers whose weight is dealt to the ranks: by rows, by columns, or in pieces.
+"""Linear layers whose weight is split over the ranks: by rows, by columns, or in pieces.
 
 Shape suffixes: N all leading dims taken together, I inputs, O outputs, R outputs of this rank,
 C inputs of this rank; B batch, T time. t is the size of the tensor group. The first two layers are
-those of Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), section 3: a column-parallel layer
-and a row-parallel one behind it need one all-reduce forward and one backward.
+those of Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), section 3. A column-parallel layer
+followed by a row-parallel layer needs one all-reduce forward and one backward.
 """
 
 from __future__ import annotations
@@ -46,22 +46,31 @@ from mpishard.tensor.regions import (
 
 
 class SplitLinear(TensorParallelLayer):
-    """A linear map y = activation(x W^T + b) whose weight W of shape (O, I) is split over ranks.
+    """Base of linear maps y = activation(x W^T + b) whose weight W (O, I) is split over ranks.
 
     Parameters
     ----------
     backend : CommunicationBackend
         The ranks.
     input_size, output_size : int
-        I and O, of the whole layer.
+        Sizes I and O of the whole layer.
     activation : Layer or None
-        Applied element by element to the output.
+        Element-wise layer that is applied to the output.
     bias : bool
-        Whether there is a bias b of shape (O,), first 0.
+        Add a bias b of shape (O,), initially 0.
     initializer : Initializer, optional
-        Initializer of the whole W; `kaiming_uniform` of I if not given, as of `mpishard.nn.Linear`.
+        Initializer of the whole W. The default is `kaiming_uniform` of I, as in
+        `mpishard.nn.Linear`.
     tied_to : str, optional
-        Full name of another parameter that serves as W.
+        Full name of another parameter, which is used as W.
+
+    Raises
+    ------
+    TypeError
+        If ``backend`` is not a `CommunicationBackend`, or the activation is not a layer.
+    ValueError
+        If a size is not an integer >= 1, or the activation is not element-wise, has parameters or
+        is random.
     """
 
     category = LayerCategory.DENSE
@@ -84,7 +93,7 @@ class SplitLinear(TensorParallelLayer):
                 raise TypeError(
                     f"activation must be a layer, such as ReLU(), or None; got {activation!r}"
                 )
-            # It is computed on this rank's part of the outputs, which it must not relate to others.
+            # The activation sees only this rank's outputs, so that it must not mix outputs.
             mixes = isinstance(activation, Softmax)
             if mixes or next(activation.walk_parameters(), None) or activation.is_random:
                 raise ValueError(
@@ -106,23 +115,24 @@ class SplitLinear(TensorParallelLayer):
         return self._whole
 
     def set_from_full_weights(self, weight: Array, bias: Array | None = None) -> None:
-        """Let the first values of models that are built from this layer be slices of these.
+        """Set the initial values of models that are later built from this layer.
 
-        The layer itself holds no parameters: a model that has been built keeps its own.
+        The values are slices of the arguments. A model that has been built keeps its own values,
+        because the layer holds no parameters.
 
         Parameters
         ----------
         weight : Array
             The whole W, shape (output_size, input_size).
         bias : Array, optional
-            Shape (output_size,); if not given, the bias starts as it did.
+            The bias, shape (output_size,). If not given, its initial values stay as they are.
 
         Raises
         ------
         TypeError
-            For arguments that are no arrays of real numbers.
+            If an argument is not an array of real numbers.
         ValueError
-            For other shapes, a bias of a layer without one, and if W is another parameter.
+            If a shape is another, the layer has no bias, or W is tied to another parameter.
         """
         given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         values = {name: self._checked(name, array) for name, array in given.items()}
@@ -153,7 +163,7 @@ class SplitLinear(TensorParallelLayer):
         return self.activation.forward({}, y, context)
 
     def _before_activation(self, saved: Any, dy: Array) -> Array:
-        """The gradient of the activation's input, in the place of ``dy`` or a new array."""
+        """Return the gradient of the activation's input, which may be ``dy`` or a new array."""
         if self.activation is None:
             return dy
         return self.activation.backward_input({}, saved, dy)[0]
@@ -164,10 +174,11 @@ def _constant(values: np.ndarray[Any, Any]) -> Initializer:
 
 
 class ColumnParallelLinear(SplitLinear):
-    """y = activation(x W^T + b); each rank computes some outputs, with its rows of W and b.
+    """Linear map whose outputs are split: each rank computes some, with its rows of W and b.
 
-    All ranks have the same input, or, with ``sequence_parallel``, their slices of it along time.
-    Bytes sent, summed over t ranks, for an input of S bytes and an output of Y, both whole:
+    y = activation(x W^T + b). All ranks have the same input or, with ``sequence_parallel``, their
+    slices of it along time. Bytes sent, summed over t ranks, for a whole input of S bytes and a
+    whole output of Y bytes:
 
     ==================== ============================== ==========================================
     ..                   forward                        backward
@@ -179,7 +190,7 @@ class ColumnParallelLinear(SplitLinear):
     gather_output        (t - 1) Y more                 0 more
     ==================== ============================== ==========================================
 
-    In `backward` these travel while the weight's gradient is computed.
+    In `backward` these collectives overlap with products.
 
     Parameters
     ----------
@@ -188,30 +199,30 @@ class ColumnParallelLinear(SplitLinear):
     input_size, output_size : int
         Sizes I and O of the last dim of the input and of the whole output.
     gather_output : bool
-        Whether each rank gets the whole output, on which all then compute the same.
+        If True, each rank gets the whole output. All ranks must then compute the same with it.
     activation : Layer, optional
-        Such as ``ReLU()``: element by element, without parameters.
+        Element-wise layer without parameters, such as ``ReLU()``.
     bias : bool
-        Whether there is a bias b of shape (O,), first 0.
+        Add a bias b of shape (O,), initially 0.
     initializer : Initializer, optional
-        Initializer of the whole W of shape (O, I); `kaiming_uniform` of I if not given.
+        Initializer of the whole W of shape (O, I). The default is `kaiming_uniform` of I.
     tied_to : str, optional
-        Full name of another parameter that serves as W, split in the same way.
+        Full name of another parameter, split in the same way, which is used as W.
     parts : int or tuple of int
         Number of equal blocks of outputs (queries, keys, values), or the blocks' sizes: see
         `DimSplit`.
     multiple : int
-        Length of a run in a block, such as the size of a head; ranks may differ by one run.
+        Length of a run in a block, such as the size of a head. The ranks' numbers of runs may
+        differ by one.
     sequence_parallel : bool
-        Whether the input is this rank's slice of dim 1: (B, T / t, I) -> (B, T, R).
+        If True, the input is this rank's slice of dim 1, (B, T / t, I), and the output (B, T, R).
 
     Raises
     ------
     TypeError
-        For no backend, or an activation that is no layer.
+        If ``backend`` is not a `CommunicationBackend`, or the activation is not a layer.
     ValueError
-        For sizes that are no integers >= 1 or that do not divide, and if there are fewer runs
-        than ranks.
+        If a size is not an integer >= 1 or does not divide, or there are fewer runs than ranks.
 
     Attributes
     ----------
@@ -245,28 +256,28 @@ class ColumnParallelLinear(SplitLinear):
 
     @property
     def local_output_size(self) -> int:
-        """R, the number of outputs that this rank computes."""
+        """Number R of outputs that this rank computes."""
         return self.split.local_size(self.backend.rank)
 
     def boxes(self, name: str) -> tuple[Box, ...]:
-        """The rows of W, or the elements of b, of this rank's outputs: a box for each part."""
+        """Return a box for each part: the rows of W, or elements of b, of this rank's outputs."""
         rest = self.whole_parameters[name].shape[1:]
         return tuple((rows, *whole_box(rest)) for rows in self.split.ranges(self.backend.rank))
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., I) -> (..., R), or (..., O) if gathered; (T / t, I) -> (T, R) of slices."""
+        """Return (..., R) for (..., I), or (..., O) if gathered; (T, ...) for slices of T / t."""
         *leading, _ = self._local.output_shape(input_shape)
         if self.sequence_parallel:
             leading = [_needs_time(self, input_shape) * self.backend.world_size, *leading[1:]]
         return (*leading, self.output_size if self.gather_output else self.local_output_size)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """2 I R for each row: this rank's part of the product."""
+        """Return 2 I R for each row: this rank's part of the product."""
         rows = math.prod(self.output_shape(input_shape)[:-1])
         return 2 * self.input_size * self.local_output_size * rows
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Map x of shape (..., I); saves x, or its slice, and the activation's saved values.
+        """Map x of shape (..., I), and save x (or its slice) and the activation's saved values.
 
         Collective if the input is a slice or the output is gathered.
         """
@@ -278,7 +289,7 @@ class ColumnParallelLinear(SplitLinear):
         return y, (x, activation_saved) if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The input's gradient, summed over the ranks. Collective."""
+        """Return the input's gradient, summed over the ranks. Collective."""
         x, dy = saved[0], self._local_gradient(saved[1], dy)
         return self._reduce(_product(dy, p["weight"]))(), (x, dy)
 
@@ -293,35 +304,41 @@ class ColumnParallelLinear(SplitLinear):
         self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
     ) -> Array:  # fmt: skip
-        """Both halves; the input's gradient travels while the weight's is computed. Collective."""
+        """Run both halves, with the sum of dx under way during the weight's product. Collective."""
         x, dy = saved[0], self._local_gradient(saved[1], dy)
-        # First, so that it travels during the first product.
+        # The all-gather is issued first, so that it is under way during the first product.
         gathered = gather_time_async(self.backend, x) if self.sequence_parallel else None
         reduced = self._reduce(_product(dy, p["weight"])) if needs_input_gradient else None
         self._local.backward_weight((x if gathered is None else gathered(), dy), g)
         return None if reduced is None else reduced()
 
     def _local_gradient(self, activation_saved: Any, dy: Array) -> Array:
-        """The gradient of this rank's x W^T + b."""
+        """Return the gradient of this rank's x W^T + b."""
         if self.gather_output:
             dy = self.split.take(dy, self.backend.rank)
         return self._before_activation(activation_saved, dy)
 
     def _reduce(self, dx: Array) -> Callable[[], Array]:
-        """Issue the sum of all ranks' dx, or of this rank's slice; the function returned waits."""
+        """Issue the sum of dx, or of this rank's slice of dx, over the ranks.
+
+        The function that is returned waits for the sum and returns it.
+        """
         if self.sequence_parallel:
             return reduce_scatter_time_async(self.backend, dx)
         return self.backend.all_reduce_async(dx).wait
 
 
 class RowParallelLinear(SplitLinear):
-    """y = activation(x W^T + b), to which each rank adds its inputs times its columns of W.
+    """Linear map whose inputs are split: each rank multiplies its inputs by its columns of W.
 
-    The input's last dim is this rank's slice, as a `ColumnParallelLinear` leaves it. The partial
-    products are summed over the ranks; then b, which all ranks have, is added once. Bytes sent,
-    summed over t ranks, for a whole output of Y bytes: 2 (t - 1) Y forward, an all-reduce, and
-    none backward; with ``sequence_parallel`` (t - 1) Y forward, a reduce-scatter, and (t - 1) Y
-    backward, an all-gather of dy, from which each rank has the bias's whole gradient, too.
+    y = activation(x W^T + b). The input's last dim is this rank's slice, as a
+    `ColumnParallelLinear` returns it. The partial products are summed over the ranks; then b, which
+    all ranks have, is added once.
+
+    Bytes sent, summed over t ranks, for a whole output of Y bytes: 2 (t - 1) Y forward (an
+    all-reduce), and none backward. With ``sequence_parallel``: (t - 1) Y forward (a
+    reduce-scatter), and (t - 1) Y backward (an all-gather of dy). Each rank then has all of dy, and
+    so the bias's whole gradient, too.
 
     Parameters
     ----------
@@ -330,25 +347,24 @@ class RowParallelLinear(SplitLinear):
     input_size, output_size : int
         Sizes I and O of the last dim of the whole input and of the output.
     activation : Layer, optional
-        Such as ``ReLU()``: element by element, without parameters.
+        Element-wise layer without parameters, such as ``ReLU()``.
     bias : bool
-        Whether there is a bias b of shape (O,), first 0.
+        Add a bias b of shape (O,), initially 0.
     initializer : Initializer, optional
-        Initializer of the whole W of shape (O, I); `kaiming_uniform` of I if not given.
+        Initializer of the whole W of shape (O, I). The default is `kaiming_uniform` of I.
     tied_to : str, optional
-        Full name of another parameter that serves as W, split in the same way.
+        Full name of another parameter, split in the same way, which is used as W.
     multiple : int
-        Length of the runs in which inputs are dealt, such as the size of a head: see `DimSplit`.
+        Length of a run of inputs, such as the size of a head: see `DimSplit`.
     sequence_parallel : bool
-        Whether the output is this rank's slice of dim 1: (B, T, C) -> (B, T / t, O).
+        If True, the input is (B, T, C), and the output this rank's slice of dim 1, (B, T / t, O).
 
     Raises
     ------
     TypeError
-        For no backend, or an activation that is no layer.
+        If ``backend`` is not a `CommunicationBackend`, or the activation is not a layer.
     ValueError
-        For sizes that are no integers >= 1 or that do not divide, and if there are fewer runs
-        than ranks.
+        If a size is not an integer >= 1 or does not divide, or there are fewer runs than ranks.
 
     Attributes
     ----------
@@ -374,23 +390,23 @@ class RowParallelLinear(SplitLinear):
             bias=bias, initializer=initializer, tied_to=tied_to,
         )  # fmt: skip
         self.sequence_parallel = sequence_parallel
-        # In the runs in which the column split before it deals its outputs: nothing is exchanged.
+        # The runs are those of the column-parallel layer before, whose outputs are these inputs.
         self.split = DimSplit(self.input_size, backend.world_size, 1, multiple)
         self._local = Linear(self.local_input_size, self.output_size, bias)
 
     @property
     def local_input_size(self) -> int:
-        """C, the number of inputs that this rank has."""
+        """Number C of inputs that this rank has."""
         return self.split.local_size(self.backend.rank)
 
     def boxes(self, name: str) -> tuple[Box, ...]:
-        """The columns of W of this rank's inputs; all of b."""
+        """Return the columns of W for this rank's inputs, or all of b."""
         if name == "bias":
             return super().boxes(name)
         return (((0, self.output_size), *self.split.ranges(self.backend.rank)),)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., C) -> (..., O), or (T, C) -> (T / t, O) if t divides T."""
+        """Return (..., O) for (..., C); with ``sequence_parallel`` (T / t, O) for (T, C)."""
         leading = self._local.output_shape(input_shape)[:-1]
         if self.sequence_parallel:
             time = local_length(self.backend, _needs_time(self, input_shape))
@@ -398,25 +414,24 @@ class RowParallelLinear(SplitLinear):
         return (*leading, self.output_size)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """2 C O for each row: this rank's part of the product."""
+        """Return 2 C O for each row: this rank's part of the product."""
         return self._local.estimated_flops(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Map x of shape (..., C); saves x and the activation's saved values. Collective."""
+        """Map x of shape (..., C), and save x and the activation's saved values. Collective."""
         y = _product(x, p["weight"].T)
         if self.sequence_parallel:
             y = reduce_scatter_time(self.backend, y)
         else:
-            # In place: y is this rank's own product.
-            self.backend.all_reduce(y)
-        # After the sum over ranks, or the bias would count once for each rank.
+            self.backend.all_reduce(y)  # In place, because y is a new array.
+        # The bias is added after the sum over ranks, which would add it once for each rank.
         if self.bias:
             y = added(y, p["bias"], out=y)
         y, activation_saved = self._activate(y, context)
         return y, (x, activation_saved) if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The gradient of this rank's inputs. Collective with ``sequence_parallel``."""
+        """Return the gradient of this rank's inputs. Collective with ``sequence_parallel``."""
         return self._local.backward_input(p, saved[0], self._whole_gradient(saved[1], dy))
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
@@ -427,20 +442,20 @@ class RowParallelLinear(SplitLinear):
         self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
     ) -> Array:  # fmt: skip
-        """Both halves. Collective with ``sequence_parallel``."""
+        """Run both halves. Collective with ``sequence_parallel``."""
         return self._local.backward(
             p, saved[0], self._whole_gradient(saved[1], dy), g,
             needs_input_gradient=needs_input_gradient,
         )  # fmt: skip
 
     def _whole_gradient(self, activation_saved: Any, dy: Array) -> Array:
-        """The gradient of x W^T + b at all positions, which all ranks' parts share."""
+        """Return the gradient of x W^T + b at all positions, which every rank needs."""
         dy = self._before_activation(activation_saved, dy)
         return gather_time(self.backend, dy) if self.sequence_parallel else dy
 
 
 def _product(x: Array, matrix: Array) -> Array:
-    """X times ``matrix`` along the last dim, C-contiguous."""
+    """Return x times ``matrix`` along the last dim, as a C-contiguous array."""
     y_NO = product(x.reshape(-1, matrix.shape[0]), matrix)
     return y_NO.reshape(*x.shape[:-1], matrix.shape[1])
 
@@ -455,19 +470,23 @@ def _needs_time(layer: SplitLinear, sample_shape: tuple[int, ...]) -> int:
 
 
 class Stage3ShardedLinear(SplitLinear):
-    """y = activation(x W^T + b), with W sharded as by ZeRO stage 3 and b on every rank.
+    """Linear map whose W is sharded as in ZeRO stage 3, with all of b on every rank.
 
-    Each rank holds a piece of the flattened W, as `ShardLayout` cuts it, and computes the whole
-    output of its own samples with a W that is gathered for the product and let go: Rajbhandari
-    et al., "ZeRO", SC 2020 (arXiv:1910.02054), section 5.3. Bytes sent, summed over N ranks, for
-    a W of S bytes: (N - 1) S forward, an all-gather; (N - 1) S backward for the input's gradient,
-    another, and (N - 1) S for the weight's, a reduce-scatter; and 2 (N - 1) times the bias.
+    y = activation(x W^T + b). Each rank holds a piece of the flattened W, as `ShardLayout` cuts it.
+    It computes the whole output of its own samples with a W that is gathered for each product and
+    then freed: Rajbhandari et al., "ZeRO", SC 2020 (arXiv:1910.02054), section 5.3.
 
-    Gradients are *summed* over ranks, as losses are: if each rank starts backward with the
-    gradient of its samples' sum, division by the number of all ranks' samples gives the mean's.
-    The ranks may have different numbers of samples, 0 among them; all call it together.
+    Bytes sent, summed over N ranks, for a W of S bytes: (N - 1) S forward (an all-gather). Backward
+    (N - 1) S for the input's gradient (another all-gather), (N - 1) S for the weight's (a
+    reduce-scatter), and 2 (N - 1) times the bytes of the bias (an all-reduce).
 
-    `mpishard.FSDPModel` does so for any model, unit by unit and overlapped; this is for one layer.
+    Gradients are *summed* over ranks, as losses are. If each rank starts backward with the
+    gradient of its samples' sum, division by the number of all ranks' samples gives the gradient
+    of the mean. The ranks may have different numbers of samples, including 0, but all must call
+    the layer together.
+
+    This is for one layer. `mpishard.FSDPModel` shards any model unit by unit, and overlaps
+    communication with computation.
 
     Parameters
     ----------
@@ -476,14 +495,14 @@ class Stage3ShardedLinear(SplitLinear):
     input_size, output_size : int
         Sizes I and O of the last dim of the input and of the output.
     activation : Layer, optional
-        Such as ``ReLU()``: element by element, without parameters.
+        Element-wise layer without parameters, such as ``ReLU()``.
 
     Raises
     ------
     TypeError
-        For no backend, or an activation that is no layer.
+        If ``backend`` is not a `CommunicationBackend`, or the activation is not a layer.
     ValueError
-        For a size that is no integer >= 1.
+        If a size is not an integer >= 1.
     """
 
     def __init__(
@@ -502,7 +521,7 @@ class Stage3ShardedLinear(SplitLinear):
 
     @property
     def shard_length(self) -> int:
-        """Elements of W that this rank holds."""
+        """Number of elements of W that this rank holds."""
         return self._layout.size(self.backend.rank)
 
     @property
@@ -521,7 +540,7 @@ class Stage3ShardedLinear(SplitLinear):
         return {"weight": weight, "bias": whole["bias"]}
 
     def boxes(self, name: str) -> tuple[Box, ...]:
-        """Boxes of W: rest of a row, whole rows, start of a row; end to end the piece."""
+        """Return the boxes of W in the piece: end of a row, whole rows, start of a row."""
         if name == "bias":
             return super().boxes(name)
         piece, width = self._layout.slice(self.backend.rank), self.input_size
@@ -544,29 +563,33 @@ class Stage3ShardedLinear(SplitLinear):
         return name == "weight" and self.backend.world_size > 1
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., I) -> (..., O)."""
+        """Return (..., O) for the shape (..., I)."""
         return self._linear.output_shape(input_shape)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """2 I O for each row, those of the product."""
+        """Return 2 I O for each row: the operations of the product."""
         return self._linear.estimated_flops(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Map this rank's x of shape (..., I); saves it, and not W. Collective."""
+        """Map this rank's x of shape (..., I), and save x but not W. Collective."""
         y, saved = self._linear.forward(self._gathered(p), x, context)
         y, activation_saved = self._activate(y, context)
         return y, (saved, activation_saved) if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The gradient of this rank's input, with W gathered again. Collective."""
+        """Return the gradient of this rank's input, with W gathered again. Collective."""
         dy = self._before_activation(saved[1], dy)
         return self._linear.backward_input(self._gathered(p), saved[0], dy)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add this rank's piece of W's gradient, and the bias's, over all samples. Collective."""
+        """Add this rank's piece of W's gradient, and the bias's gradient. Collective.
+
+        Both are sums over the samples of all ranks.
+        """
         xp = array_namespace(pending[1])
         dtype = wide_dtype(pending[1])
-        # All of it, for the time of the reduction: each rank has samples for every element.
+        # A rank's samples contribute to every element of W, so that it needs a whole gradient
+        # until the reduce-scatter has ended.
         own = {
             "weight": xp.zeros((self.output_size, self.input_size), dtype=dtype),
             "bias": xp.zeros(self.output_size, dtype=dtype),
@@ -574,7 +597,7 @@ class Stage3ShardedLinear(SplitLinear):
         self._linear.backward_weight(pending, own)
         target = unwritten(g, "weight")
         flat = own["weight"].reshape(-1)
-        # Under way while the small all-reduce of the bias runs.
+        # The reduce-scatter is under way while the small all-reduce of the bias runs.
         reduced = self.backend.reduce_scatter_async(flat, out=target)
         self.backend.all_reduce(own["bias"])
         db_O = g["bias"]
@@ -589,7 +612,7 @@ class Stage3ShardedLinear(SplitLinear):
         self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
     ) -> Array:  # fmt: skip
-        """Both halves, or the weight's alone, for which W is not gathered. Collective."""
+        """Run both halves, or only the weight's, which does not gather W. Collective."""
         if needs_input_gradient:
             return super().backward(p, saved, dy, g)
         self.backward_weight((saved[0], self._before_activation(saved[1], dy)), g)

@@ -1,4 +1,4 @@
-"""A chain of layers as one rank of a tensor group computes it."""
+"""Result of splitting a chain of layers over a tensor group, and the search for layers to split."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mpishard.sharding import Box
 
 
 class SplitKind(StrEnum):
-    """The dim along which a layer's computation is dealt to the ranks."""
+    """Dim along which a layer's computation is distributed over the ranks."""
 
     COLUMN = "column"
-    """Outputs of a linear layer: rows of its weight, in the literature's words a column split."""
+    """Outputs of a linear layer: rows of its weight. The literature calls it a column split."""
     ROW = "row"
     """Inputs of a linear layer: columns of its weight."""
     VOCABULARY = "vocabulary"
@@ -28,27 +28,27 @@ class SplitKind(StrEnum):
     HEADS = "heads"
     """Attention heads."""
     FEATURES = "features"
-    """The last dim, between a column and a row split: activations and dropout."""
+    """Last dim of activations and dropout between a column and a row split."""
     POSITIONS = "positions"
     """Slices of the sequence."""
     WHOLE = "whole"
-    """Not at all: each rank computes the same."""
+    """No dim: each rank computes the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerDecision:
-    """The decision about a leaf layer.
+    """Decision about a leaf layer.
 
     Parameters
     ----------
     name : str
-        Its dotted name in the model.
+        Dotted name of the layer in the model.
     kind : SplitKind
-        Dim along which it is split.
+        Dim along which the layer is split.
     share : float
-        The largest part of its computation that one rank has, in (0, 1]; 1 if it is whole.
+        Largest fraction of the layer's computation on one rank, in (0, 1]; 1 if it is whole.
     reason : str
-        The layer as it is now, with sizes, and the reason.
+        Description of the layer after the split, with sizes, and the reason.
     """
 
     name: str
@@ -62,18 +62,18 @@ class LayerDecision:
 
 @dataclass(frozen=True, slots=True)
 class TensorPartition:
-    """The result of splitting a chain of layers.
+    """Result of splitting a chain of layers.
 
     Parameters
     ----------
     layers : mapping of str to Layer
-        The same names in the same order; layers that could be split are this rank's part.
+        The same names in the same order. Layers that could be split are this rank's part.
     boxes : mapping of str to tuple of Box
-        Full parameter name -> what this rank holds of it, for those that are split; of one that
-        is tied to another, both names. All others are whole on every rank, and have the same
-        gradient there.
+        Full name -> this rank's boxes, for each parameter that is split. If it is tied to another
+        parameter, both names are included. All other parameters are whole on every rank, and have
+        the same gradient there.
     splits_output : bool
-        Whether the chain's output has this rank's part alone of its last dim, as
+        True if the output's last dim is only this rank's part, as
         ``ShardLayout(size, world_size)`` cuts it.
     decisions : tuple of LayerDecision
         Decision about each leaf layer, with its reason, in the chain's order.
@@ -86,17 +86,20 @@ class TensorPartition:
 
     @property
     def log(self) -> tuple[str, ...]:
-        """A line for each leaf layer: its name, the decision, and the reason."""
+        """Line for each leaf layer, with its name, the decision, and the reason."""
         return tuple(str(decision) for decision in self.decisions)
 
 
 def is_open(layer: Layer) -> bool:
-    """True if the rules know the composite's computation, and look into it."""
+    """True if the layer is a composite whose inner layers are split one by one.
+
+    Subclasses may compute anything and are not.
+    """
     return type(layer) in (Residual, Sequential)
 
 
 def walk_layers(layers: Mapping[str, Layer], prefix: str = "") -> Iterator[tuple[str, Layer]]:
-    """Yield (dotted name, layer) of all that the rules do not go into, in order."""
+    """Yield (dotted name, layer) of each layer that is not `is_open`, in order."""
     for name, layer in layers.items():
         if is_open(layer):
             yield from walk_layers(layer.children, f"{prefix}{name}.")
@@ -105,12 +108,13 @@ def walk_layers(layers: Mapping[str, Layer], prefix: str = "") -> Iterator[tuple
 
 
 class Ties:
-    """The ties of a model; a pipeline stage may hold one end of them alone.
+    """Tied parameters of a model.
 
     Parameters
     ----------
     model_layers : mapping of str to Layer
-        All top-level layers of the model.
+        All top-level layers of the model. The layers of one pipeline stage do not suffice, because
+        a parameter may be tied to one of another stage.
     """
 
     def __init__(self, model_layers: Mapping[str, Layer]) -> None:
@@ -123,10 +127,10 @@ class Ties:
                     self._users.setdefault(spec.tied_to, []).append((path, layer))
 
     def obstacle(self, path: str, layer: Layer) -> str | None:
-        """Reason for which the layer called ``path`` must stay whole, if it is a tie.
+        """Return the tie because of which the layer named ``path`` must stay whole, or None.
 
-        An embedding and the linear layers that read logits from its table are split by rows of
-        the table, all alike. Whatever else shares a weight needs all of it.
+        An embedding, and linear layers that compute logits from its table, are all split by the
+        same rows of the table. Other layers that share a weight need all of it.
 
         Raises
         ------
@@ -144,8 +148,8 @@ class Ties:
                 )
             owner = self._owners[target]
             for other, sharer in [owner, *self._users[target]]:
-                # The rows of a table are dealt as the outputs of a linear layer are: only these two
-                # agree.
+                # Rows of an embedding and outputs of a linear layer are cut in the same way. Any
+                # other pair of layers would need different slices of the weight.
                 expected = Embedding if other == owner[0] else Linear
                 if type(sharer) is not expected:
                     return (
@@ -155,7 +159,7 @@ class Ties:
         return None
 
     def is_shared(self, path: str, layer: Layer) -> bool:
-        """True if another layer has a parameter of this one, or this one another's."""
+        """True if the layer named ``path`` shares a parameter with another layer."""
         return any(
             spec.tied_to is not None or f"{path}.{name}" in self._users
             for name, spec in layer.parameters.items()
@@ -163,25 +167,26 @@ class Ties:
 
 
 ACTIVATIONS = (GELU, ReLU, SiLU, Sigmoid, Tanh)
-"""What works element by element, and so on any slice."""
+"""Element-wise layers, which can work on any slice."""
 
 ATTENTIONS = (Attention, CausalAttention)
 
-_INNER = (*ACTIVATIONS, *ATTENTIONS, Dropout, SwiGLU)  # which a pair of linear layers may enclose
+# Layers that may stand between two linear layers that are split together.
+_INNER = (*ACTIVATIONS, *ATTENTIONS, Dropout, SwiGLU)
 
 
 class SegmentKind(Enum):
-    """The kinds of segments."""
+    """Kinds of segments."""
 
-    ATTENTION = "a linear layer to queries, keys and values, attention, and one behind it"
+    ATTENTION = "a linear layer to queries, keys and values, attention, and a linear layer"
     PAIR = "two linear layers with element-wise layers between them"
-    GATED = "the same with a gated activation behind the first, which halves its outputs"
+    GATED = "a pair with a gated activation after the first layer, which halves its outputs"
     ALONE = "one layer"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive layers of a chain that are split together, or one that stands alone.
+    """Consecutive layers of a chain that are split together, or a single layer.
 
     Parameters
     ----------
@@ -198,23 +203,23 @@ class Segment:
 def find_segments(
     layers: Mapping[str, Layer], prefix: str, world_size: int, ties: Ties, *, keeps_split: bool
 ) -> Iterator[Segment]:
-    """The segments of a chain, greedily from its first layer on.
+    """Yield the segments of a chain, found greedily from its first layer on.
 
-    Layers count by their exact type: a subclass may compute anything. With ``keeps_split`` a last
-    linear layer that is wider than its input stays alone, for its output is left split.
+    Only the exact types of layers are recognized, because a subclass may compute anything.
 
     Parameters
     ----------
     layers : mapping of str to Layer
         The chain.
     prefix : str
-        Prefix of its names in the model, with the dot.
+        Prefix of the layers' names in the model, with the dot.
     world_size : int
-        Ranks, each of which needs a head or an output.
+        Number of ranks, each of which needs at least one head or output.
     ties : Ties
-        Weights that layers share.
+        Tied parameters of the model.
     keeps_split : bool
-        Whether the chain's output may stay split.
+        True if the chain's output may stay split. A last linear layer that is wider than its input
+        is then a segment of its own.
     """
     chain, start = tuple(layers.items()), 0
     while start < len(chain):
@@ -225,8 +230,8 @@ def find_segments(
                 end += 1
             last = chain[end][1] if end < len(chain) else None
             if type(last) is Linear:
-                # Logits of a model with a split output stay split, and a pair would sum them up on
-                # every rank.
+                # A split output must come from a column split. In a pair the last layer would be a
+                # row split, whose wide output is summed over the ranks.
                 stays_alone = keeps_split and end == len(chain) - 1 and last.outputs > last.inputs
                 found = (
                     None if stays_alone else _kind(chain[start : end + 1], prefix, world_size, ties)
@@ -240,18 +245,19 @@ def find_segments(
 def _kind(
     layers: tuple[tuple[str, Layer], ...], prefix: str, world_size: int, ties: Ties
 ) -> SegmentKind | None:
-    """The segment that two linear layers and those between them make; None if they make none."""
+    """Return the kind of segment of two linear layers and those between them, or None."""
     (first_name, first), *between, (last_name, last) = layers
     assert isinstance(first, Linear)
     assert isinstance(last, Linear)
-    # A shared weight is split by rows, which the second of a pair is not.
+    # A shared weight can be split only by rows, and the last layer of a segment by columns.
     if ties.is_shared(prefix + last_name, last):
         return None
     mixers = [layer for _, layer in between if isinstance(layer, Attention | SwiGLU)]
     if not mixers:
         is_whole = ties.obstacle(prefix + first_name, first) is not None
         return None if is_whole or first.outputs < world_size else SegmentKind.PAIR
-    # The outputs of the first are then blocks of which each is dealt: not a table's rows.
+    # The outputs of the first layer are then several blocks, each distributed over the ranks. A
+    # shared table's rows are one block.
     mixer = between[0][1]
     if mixers != [mixer] or ties.is_shared(prefix + first_name, first):
         return None

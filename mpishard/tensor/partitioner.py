@@ -1,4 +1,4 @@
-"""From a chain of layers to one rank's part of it: the rules by which a tensor group splits it."""
+"""Rules by which a tensor group splits a chain of layers, and each rank's part of the chain."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from mpishard.tensor.sequence import (
 )
 from mpishard.tensor.vocabulary import VocabularyParallelEmbedding
 
-# FLOPs that a rank should save for each element sent. A core multiplies some 1e11 numbers a second
-# and shared memory moves some 1e9 of them.
+# Minimum FLOPs to save for each element sent. A core computes about 1e11 FLOPs per second, and
+# shared memory moves about 1e9 elements per second.
 _WORTHWHILE = 100
 
 
 class Extent(Enum):
-    """The positions of a sequence that an activation has."""
+    """Positions of a sequence that an activation has."""
 
     ALL = "all"
     SLICE = "this rank's"
@@ -56,14 +56,14 @@ class Extent(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The demands on a layer's output: its positions, and whether its last dim may stay split."""
+    """Demands on a layer's output: its positions, and True if its last dim may stay split."""
 
     extent: Extent
     keeps_split: bool = False
 
 
 class _Parts:
-    """The layers of a chain as they come to be, each given the positions that it takes."""
+    """Layers of a rank's chain, with operators between layers that take different positions."""
 
     def __init__(self, backend: CommunicationBackend, extent: Extent) -> None:
         self.backend = backend
@@ -73,16 +73,20 @@ class _Parts:
     def add(
         self, name: str, layer: Layer, takes: Extent | None = None, gives: Extent | None = None
     ) -> None:
-        """Add a layer that takes and gives these positions: None if any will do, or none."""
-        # Gathering or scattering stands in front of the layer that needs it, so that layers that
-        # take any positions work on slices.
+        """Add a layer that takes and returns these positions.
+
+        ``takes`` is None for a layer that takes any positions, and ``gives`` is None for one that
+        returns those of its input.
+        """
+        # An operator stands only before a layer that needs other positions. Layers that take any
+        # positions then work on slices.
         if takes not in (None, self.extent):
             layer = Framed(layer, before=self._operator(takes))
         self.layers[name] = layer
         self.extent = gives or self.extent
 
     def end(self, extent: Extent) -> None:
-        """Let the chain give these positions."""
+        """End the chain with these positions."""
         if extent is not self.extent:
             name, last = self.layers.popitem()
             self.layers[name] = Framed(last, after=self._operator(extent))
@@ -93,16 +97,16 @@ class _Parts:
 
 
 class ChainSplit:
-    """The rules of `partition_chain`, with their decisions so far.
+    """Rules of `partition_chain`, and the decisions made so far.
 
     Parameters
     ----------
     backend : CommunicationBackend
         The tensor group, of two ranks or more.
     ties : Ties
-        Shared weights of the model.
+        Tied parameters of the model.
     sequence_parallel : bool
-        Whether activations between split layers are slices of the sequence.
+        True if activations between split layers are slices of the sequence.
 
     Attributes
     ----------
@@ -129,18 +133,18 @@ class ChainSplit:
         ends: Extent,
         keeps_split: bool = False,
     ) -> tuple[dict[str, Layer], bool]:
-        """The parts of a chain, and whether its output is split.
+        """Return this rank's parts of a chain, and True if the output is split.
 
         Parameters
         ----------
         layers : mapping of str to Layer
             The chain, with one layer or more.
         prefix : str
-            Prefix of its names in the model, with the dot.
+            Prefix of the layers' names in the model, with the dot.
         starts, ends : Extent
-            The positions of what enters and of what leaves it.
+            Positions of the chain's input and output.
         keeps_split : bool
-            Whether the output of a last linear layer is left split; ``ends`` is then ALL.
+            True if the output of a last linear layer stays split. ``ends`` is then ALL.
         """
         parts = _Parts(self.backend, starts)
         world_size, splits_output = self.backend.world_size, False
@@ -158,7 +162,7 @@ class ChainSplit:
         return parts.layers, splits_output
 
     def _together(self, parts: _Parts, prefix: str, segment: Segment) -> None:
-        """Split two linear layers and the layers between them: each rank has a part of all."""
+        """Split two linear layers and the layers between them: each rank has a part of each."""
         (first_name, first), *between, (last_name, last) = segment.layers
         assert isinstance(first, Linear)
         assert isinstance(last, Linear)
@@ -166,15 +170,15 @@ class ChainSplit:
         blocks: int | tuple[int, ...] = 2 if segment.kind is SegmentKind.GATED else 1
         multiple = run = 1
         if isinstance(core, Attention):
-            # Heads of queries go where the keys and values are that they share.
+            # Heads of queries are on the rank of the keys and values that they share.
             shared = core.heads // core.kv_heads
             blocks = (shared, 1, 1)
             multiple = max(1, first.outputs // (core.heads + 2 * core.kv_heads))
             run = shared * multiple
-        # The inputs of the last layer are dealt in the same runs as the outputs of the first:
-        # nothing is exchanged between them.
+        # The inputs of the last layer are split in the same runs as the outputs of the first, so
+        # that nothing is sent between the two layers.
         split = DimSplit(last.inputs, self.backend.world_size, 1, run)
-        share = split.local_size(0) / split.size  # the first rank has the most
+        share = split.local_size(0) / split.size  # No rank has more than the first.
         column = ColumnParallelLinear(
             self.backend, first.inputs, first.outputs, bias=first.bias,
             initializer=first.parameters["weight"].initializer,
@@ -205,7 +209,7 @@ class ChainSplit:
         """Return a layer between a column and a row split, for this rank's features."""
         kind, here = type(layer).__name__, split.local_size(self.backend.rank)
         if isinstance(layer, Attention):
-            # The model's own layer keeps all its heads, for the plain model that is given back.
+            # The copy keeps the heads of the model's own layer, which the plain model needs later.
             own = layer.copy()
             own.kv_heads = here // split.multiple
             own.heads = heads = own.kv_heads * (layer.heads // layer.kv_heads)
@@ -276,8 +280,8 @@ class ChainSplit:
         if end.keeps_split:
             outcome = "its output stays split for the loss"
         else:
-            # Of forward and backward, for each position: 6 I O FLOPs are dealt; O elements are
-            # gathered and I are reduced, which sends each twice.
+            # Forward and backward take 6 I O FLOPs per position. O elements are gathered, and I are
+            # summed, which sends each of them twice.
             worth = 6 * layer.inputs * layer.outputs / (layer.outputs + 2 * layer.inputs)
             verdict = "worth it" if worth >= _WORTHWHILE else "hardly worth it"
             outcome = (
@@ -312,7 +316,7 @@ class ChainSplit:
         )  # fmt: skip
 
     def _light(self, parts: _Parts, path: str, name: str, layer: Layer) -> None:
-        """Split a cheap layer along time, or leave it whole."""
+        """Split a layer with little computation along time, or leave it whole."""
         self._decide_light(path, layer, self.sequence_parallel)
         if not self.sequence_parallel:
             parts.add(name, layer)
@@ -370,25 +374,28 @@ def partition_chain(
 ) -> TensorPartition:
     """Split a chain of layers over the ranks of a tensor group.
 
-    Every rank calls it with the same chain; nothing is sent. Layers count by their exact type, for
-    a subclass may compute anything:
+    Every rank calls it with the same chain, and nothing is sent. The rules go by the exact types of
+    layers, because a subclass may compute anything:
 
-    * an `Embedding`, by rows of its table;
-    * a `Linear`, an `Attention` core and a `Linear`, by heads, with `Dropout` behind the core;
-    * two `Linear` with activations or `Dropout` between them, the first by outputs (a *column*
-      split), the second by inputs (a *row* split), greedily from the chain's start;
-    * likewise with a `SwiGLU` right behind the first, whose two halves are dealt alike;
-    * any other `Linear` by outputs, which are gathered;
-    * the layers in a `Residual` or `Sequential` likewise, as a separate chain;
-    * everything else is whole on every rank, and each computes the same.
+    * An `Embedding` is split by rows of its table.
+    * A `Linear`, an `Attention` and a `Linear` are split by heads. `Dropout` may follow the
+      `Attention`.
+    * Two `Linear` with activations or `Dropout` between them are split by the outputs of the first
+      (a *column* split) and the inputs of the second (a *row* split). Pairs are formed greedily
+      from the chain's start.
+    * The same holds if a `SwiGLU` directly follows the first `Linear`. Its two halves are split in
+      the same way.
+    * Any other `Linear` is split by outputs, which are gathered.
+    * The layers in a `Residual` or `Sequential` are split as a chain of their own.
+    * All other layers are whole on every rank, and each rank computes the same.
 
-    Sizes need not divide: widths and heads are dealt as `ShardLayout` deals them. Of a layer with
-    fewer outputs, rows or heads than there are ranks, each rank has all.
+    Sizes need not divide: `ShardLayout` distributes widths and heads. A layer with fewer outputs,
+    rows or heads than there are ranks is whole on every rank.
 
-    What enters and leaves the chain is whole on every rank. With ``sequence_parallel`` it is this
-    rank's slice of dim 1 instead, except for what enters the model's first layer or is integer,
-    and for what leaves the model's last layer, all of which have all positions. Norms, dropout
-    and positional embeddings work on slices; what no rule splits is given the whole sequence.
+    The chain's input and output are whole on every rank. With ``sequence_parallel`` they are this
+    rank's slice of dim 1, with three exceptions that have all positions: the input of the model's
+    first layer, integer inputs, and the output of the model's last layer. Norms, dropout and
+    positional embeddings work on slices. Layers that no rule splits get the whole sequence.
 
     Parameters
     ----------
@@ -397,30 +404,30 @@ def partition_chain(
     backend : CommunicationBackend
         The tensor group.
     model_layers : mapping of str to Layer, optional
-        All top-level layers of the model, in order; ``layers`` if not given. Says which chain
-        begins and which ends the model, and what tied weights are.
+        All top-level layers of the model, in order. They tell if the chain begins or ends the
+        model, and to which layers weights are tied. The default is ``layers``.
     sequence_parallel : bool
-        Whether activations between the split layers are slices of the sequence: Korthikanti et
+        True if activations between the split layers are slices of the sequence: Korthikanti et
         al., "Reducing activation recomputation in large transformer models", 2022
-        (arXiv:2205.05198). Parameters are the same with and without.
+        (arXiv:2205.05198). The parameters are the same with and without.
     split_output : bool
-        Whether the output of the model, which the chain ends, may stay split along the last dim,
+        True if the output of the model, which the chain ends, may stay split along the last dim,
         for a loss that takes it so. A last `Linear` that is wider than its input, or has no
         partner, is then not gathered.
 
     Returns
     -------
     TensorPartition
-        The same names in the same order.
+        This rank's layers, with the same names in the same order.
 
     Raises
     ------
     TypeError
-        For no backend, or what is no layer.
+        If ``backend`` is not a `CommunicationBackend`, or a value of ``layers`` is not a layer.
     ValueError
-        With ``sequence_parallel`` for layers of images, whose dim 1 is no sequence; with
-        ``split_output`` for a chain that does not end the model; for a layer that is tied to one
-        not given.
+        If a layer is tied to one that is not given. With ``sequence_parallel``, if there are layers
+        of images, whose dim 1 is not time. With ``split_output``, if the chain does not end the
+        model.
     """
     require_type("backend", backend, CommunicationBackend)
     for name, layer in layers.items():
@@ -433,7 +440,7 @@ def partition_chain(
         return TensorPartition(dict(layers), {}, splits_output=False, decisions=decisions)
     if sequence_parallel:
         _check_images(layers)
-    # A stage behind the model's last layer has none, and hands on what it is given.
+    # A pipeline stage may have no layers. It then passes on its input.
     if not layers:
         return TensorPartition({}, {}, splits_output=False, decisions=())
     names, model_names = list(layers), list(model_layers or layers)
@@ -464,7 +471,7 @@ def _check_images(layers: Mapping[str, Layer]) -> None:
 
 
 def check_sequence(layers: Mapping[str, Layer], input_shape: tuple[int, ...]) -> None:
-    """Refuse a model whose activations are no sequences, before sequence parallelism cuts them.
+    """Refuse a model whose activations are not sequences, which sequence parallelism would cut.
 
     Parameters
     ----------
@@ -476,12 +483,13 @@ def check_sequence(layers: Mapping[str, Layer], input_shape: tuple[int, ...]) ->
     Raises
     ------
     ValueError
-        Naming the first layer whose input has no time dim, or another length than the one before.
+        If the input of a layer has no time dim, or another length than the model's input. The
+        message names the first such layer.
     """
     _check_images(layers)
     shape, time = tuple(input_shape), input_shape[:1]
     for name, layer in layers.items():
-        # Samples of token numbers have time alone, others time and width.
+        # Samples of tokens have only a time dim, other samples time and width.
         least = 1 if layer.takes_integers else 2
         if len(shape) < least or shape[:1] != time:
             raise ValueError(
@@ -492,19 +500,19 @@ def check_sequence(layers: Mapping[str, Layer], input_shape: tuple[int, ...]) ->
 
 
 class TensorParallelLayerPartitioner:
-    """`partition_chain`, and figures of the result.
+    """Partition of a chain by `partition_chain`, with figures of the result.
 
     Parameters
     ----------
     backend : CommunicationBackend
         The tensor group.
     sequence_parallel : bool
-        See `partition_chain`.
+        As in `partition_chain`.
 
     Raises
     ------
     TypeError
-        For no backend.
+        If ``backend`` is not a `CommunicationBackend`.
     """
 
     def __init__(self, backend: CommunicationBackend, *, sequence_parallel: bool = False) -> None:
@@ -521,7 +529,7 @@ class TensorParallelLayerPartitioner:
         model_layers: Mapping[str, Layer] | None = None,
         split_output: bool = False,
     ) -> TensorPartition:
-        """Split a chain; the figures below are then of it. Parameters are `partition_chain`'s."""
+        """Split a chain, to which the figures then refer; parameters as in `partition_chain`."""
         self._partition = partition_chain(
             layers, self.backend, model_layers=model_layers,
             sequence_parallel=self.sequence_parallel, split_output=split_output,
@@ -531,17 +539,17 @@ class TensorParallelLayerPartitioner:
 
     @property
     def log(self) -> tuple[str, ...]:
-        """The decision about each layer of the last chain, and its reason."""
+        """Decision about each layer of the last chain, with its reason."""
         return self._partition.log
 
     @property
     def counts(self) -> Mapping[SplitKind, int]:
-        """Number of its layers by the kind of split; `SplitKind.WHOLE` counts the others."""
+        """Number of layers of the last chain by kind of split, including `SplitKind.WHOLE`."""
         counted = Counter(decision.kind for decision in self._partition.decisions)
         return {kind: counted[kind] for kind in SplitKind}
 
     def split_share(self, input_shape: tuple[int, ...]) -> float:
-        """The part of the chain's FLOPs that is dealt to the ranks, in [0, 1].
+        """Return the fraction of the chain's FLOPs that is in split layers, in [0, 1].
 
         Parameters
         ----------
@@ -553,18 +561,23 @@ class TensorParallelLayerPartitioner:
         return split / max(1, sum(count for count, _ in flops))
 
     def estimated_speedup(self, input_shape: tuple[int, ...]) -> float:
-        """One rank's FLOPs for the whole chain over those of the rank that has most to do.
+        """Return the FLOPs of the whole chain, divided by those of the rank with the most FLOPs.
 
-        An upper bound: what the ranks send takes time, too. Amdahl, "Validity of the single
-        processor approach", AFIPS 1967.
+        The true speedup is smaller, because communication takes time, too. Amdahl, "Validity of the
+        single processor approach", AFIPS 1967.
+
+        Parameters
+        ----------
+        input_shape : tuple of int
+            Shape of one whole sample that enters the chain.
         """
         flops = list(self._flops(input_shape))
-        # The first rank has the larger part of every layer whose size does not divide.
+        # If a size does not divide, the first rank has the larger part, so that it has the most.
         busiest = sum(count * share for count, share in flops)
         return sum(count for count, _ in flops) / busiest if busiest else 1.0
 
     def _flops(self, input_shape: tuple[int, ...]) -> Iterator[tuple[int, float]]:
-        """FLOPs of each layer for one sample, with the largest share that a rank has of them."""
+        """Yield each layer's FLOPs for one sample, and the largest share of them on one rank."""
         shares = {decision.name: decision.share for decision in self._partition.decisions}
 
         def walk(

@@ -3,9 +3,10 @@
 Shape suffixes: B batch, T time, D width; ``...`` further dims. t is the size of the tensor group.
 
 The operators f and g are those of Shoeybi et al., "Megatron-LM", 2019 (arXiv:1909.08053), section
-3 and figure 3; those along time of Korthikanti et al., "Reducing activation recomputation in large
-transformer models", 2022 (arXiv:2205.05198), section 4.2.2 and figure 5. Each is the other's
-gradient: all-gather's, of what ranks use for different things, is reduce-scatter.
+3 and figure 3. Those along time are from Korthikanti et al., "Reducing activation recomputation in
+large transformer models", 2022 (arXiv:2205.05198), section 4.2.2 and figure 5. The gradient of an
+all-gather whose result the ranks use for different computations is a reduce-scatter, and the
+gradient of a reduce-scatter is an all-gather.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 
 
 def local_length(backend: CommunicationBackend, length: int) -> int:
-    """Positions of each rank's slice of a sequence of ``length``.
+    """Return the number of positions in each rank's slice of a sequence of ``length`` positions.
 
     Raises
     ------
     ValueError
-        If the group does not divide it.
+        If the length is not a multiple of the group's size.
     """
     if length % backend.world_size:
         raise ValueError(
@@ -39,22 +40,25 @@ def local_length(backend: CommunicationBackend, length: int) -> int:
 
 
 def take_time(backend: CommunicationBackend, x: Array) -> Array:
-    """The slice of this rank: x_BT... -> (B, T / t, ...), C-contiguous."""
+    """Return this rank's slice (B, T / t, ...) of x, shape (B, T, ...), as a C-contiguous array."""
     length = local_length(backend, x.shape[1])
-    # Slices are equal: `local_length` refuses other lengths.
     start = backend.rank * length
     return array_namespace(x).ascontiguousarray(x[:, start : start + length])
 
 
 def gather_time(backend: CommunicationBackend, x: Array) -> Array:
-    """The whole sequence, of each rank's slice: (B, T / t, ...) -> (B, T, ...). Collective."""
+    """Return the whole sequence (B, T, ...) from each rank's slice (B, T / t, ...). Collective."""
     return gather_time_async(backend, x)()
 
 
 def gather_time_async(backend: CommunicationBackend, x: Array) -> Callable[[], Array]:
-    """Issue `gather_time`; the function returned waits. ``x`` must not change before."""
+    """Issue `gather_time`, and return a function that waits for the result and returns it.
+
+    ``x`` must not change before.
+    """
     ranks, shape = backend.world_size, x.shape
-    # One row per rank: all-gather joins along the first dim, and finish moves ranks behind samples.
+    # all_gather joins along the first dim. Each rank sends one row, and `finish` swaps the dims of
+    # ranks and samples.
     row = array_namespace(x).ascontiguousarray(x).reshape(1, math.prod(shape))
     work = backend.all_gather_async(row)
 
@@ -67,12 +71,15 @@ def gather_time_async(backend: CommunicationBackend, x: Array) -> Callable[[], A
 
 
 def reduce_scatter_time(backend: CommunicationBackend, x: Array) -> Array:
-    """Each rank gets its slice of the sum: (B, T, ...) -> (B, T / t, ...). Collective."""
+    """Return this rank's slice (B, T / t, ...) of the ranks' sum of x (B, T, ...). Collective."""
     return reduce_scatter_time_async(backend, x)()
 
 
 def reduce_scatter_time_async(backend: CommunicationBackend, x: Array) -> Callable[[], Array]:
-    """Issue `reduce_scatter_time`; the function returned waits. ``x`` must not change before."""
+    """Issue `reduce_scatter_time`, and return a function that waits for the result and returns it.
+
+    ``x`` must not change before.
+    """
     ranks, batch, rest = backend.world_size, x.shape[0], x.shape[2:]
     length = local_length(backend, x.shape[1])
     by_rank = x.reshape(batch, ranks, length, *rest).swapaxes(0, 1)
@@ -83,53 +90,53 @@ def reduce_scatter_time_async(backend: CommunicationBackend, x: Array) -> Callab
 
 
 class CopyToRegion(TensorParallelLayer):
-    """The operator f: y = x, and gradients of the ranks' different uses are summed.
+    """Operator f: it returns x, and sums the ranks' gradients in the backward pass.
 
-    Stands before a region in which each rank computes another part from the same input. Sends
+    It stands before a region in which each rank computes another part from the same input. It sends
     nothing forward, and an all-reduce of the input's size backward.
     """
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The input's shape."""
+        """Return the input's shape."""
         return input_shape
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """``x`` itself; saves nothing."""
+        """Return ``x`` itself, and save nothing."""
         return x, None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The sum of all ranks' ``dy``, in its place. Collective."""
+        """Return the sum of all ranks' ``dy``, in place if ``dy`` is C-contiguous. Collective."""
         return self.backend.all_reduce(array_namespace(dy).ascontiguousarray(dy)), None
 
 
 class ReduceFromRegion(TensorParallelLayer):
-    """The operator g: the sum of all ranks' x; each rank takes the gradient as it is.
+    """Operator g: it sums the ranks' x, and returns the gradient unchanged in the backward pass.
 
-    Stands behind a region in which each rank computes a summand. Sends an all-reduce of the
+    It stands after a region in which each rank computes a summand. It sends an all-reduce of the
     input's size forward, and nothing backward.
     """
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The input's shape."""
+        """Return the input's shape."""
         return input_shape
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """The sum over the ranks; saves nothing. Collective."""
+        """Return the sum over the ranks, and save nothing. Collective."""
         xp = array_namespace(x)
         summand = xp.ascontiguousarray(x)
-        # Not in place: the layer before may have saved x.
+        # The sum is a new array, because the layer before may have saved x.
         return self.backend.all_reduce(summand, out=xp.empty_like(summand)), None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """``dy`` itself."""
+        """Return ``dy`` itself."""
         return dy, None
 
 
 class GatherOutput(TensorParallelLayer):
-    """The whole last dim, from each rank's slice of it.
+    """Operator that gathers the whole last dim from the ranks' slices.
 
-    The layers behind it compute the same on every rank. Each rank therefore takes its slice of
-    the gradient, and nothing is summed. Sends an all-gather forward, and nothing backward.
+    The layers after it compute the same on every rank. Each rank therefore takes its slice of
+    the gradient, without a sum. It sends an all-gather forward, and nothing backward.
 
     Parameters
     ----------
@@ -138,12 +145,14 @@ class GatherOutput(TensorParallelLayer):
     size : int
         Size of the whole last dim.
     parts, multiple : int
-        Partition: see `DimSplit`.
+        Partition of the dim: see `DimSplit`.
 
     Raises
     ------
+    TypeError
+        If ``backend`` is not a `CommunicationBackend`.
     ValueError
-        If it cannot be dealt so.
+        If the dim has no such partition.
     """
 
     def __init__(
@@ -153,57 +162,57 @@ class GatherOutput(TensorParallelLayer):
         self.split = DimSplit(size, backend.world_size, parts, multiple)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., this rank's part of size) -> (..., size)."""
+        """Return (..., size) for a shape whose last dim is this rank's part of ``size``."""
         self.split.require_local("GatherOutput", input_shape, self.backend.rank)
         return (*input_shape[:-1], self.split.size)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """All ranks' slices, in order; saves nothing. Collective."""
+        """Return all ranks' slices, joined in order, and save nothing. Collective."""
         return self.split.gather(self.backend, x), None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The slice of ``dy`` that this rank has."""
+        """Return this rank's slice of ``dy``."""
         return self.split.take(dy, self.backend.rank), None
 
 
 class ScatterSequence(TensorParallelLayer):
-    """Each rank gets its slice of the sequence: x_BT... -> (B, T / t, ...).
+    """Operator that takes this rank's slice of the sequence: (B, T, ...) becomes (B, T / t, ...).
 
-    The layers before it compute the same on every rank. Sends nothing forward, and an all-gather
-    backward, which gives each rank the whole gradient.
+    The layers before it compute the same on every rank. It sends nothing forward, and an all-gather
+    backward, after which each rank has the whole gradient.
     """
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(T, ...) -> (T / t, ...), if t divides T."""
+        """Return (T / t, ...) for the shape (T, ...), if t divides T."""
         return (local_length(self.backend, _time_of(self, input_shape)), *input_shape[1:])
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """The slice; saves nothing."""
+        """Return the slice, and save nothing."""
         return take_time(self.backend, x), None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """All ranks' ``dy``, in order. Collective."""
+        """Return all ranks' ``dy``, joined in order. Collective."""
         return gather_time(self.backend, dy), None
 
 
 class GatherSequence(TensorParallelLayer):
-    """The whole sequence, of each rank's slice: (B, T / t, ...) -> (B, T, ...).
+    """Operator that gathers the whole sequence: (B, T / t, ...) becomes (B, T, ...).
 
-    What follows computes the same on every rank, so that each takes its slice of the gradient
-    and nothing is summed: layers that are split take slices themselves. Sends an all-gather
+    The layers after it compute the same on every rank. Each rank therefore takes its slice of the
+    gradient, without a sum. (Layers that are split take slices themselves.) It sends an all-gather
     forward, and nothing backward.
     """
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(T / t, ...) -> (T, ...)."""
+        """Return (T, ...) for the shape (T / t, ...)."""
         return (_time_of(self, input_shape) * self.backend.world_size, *input_shape[1:])
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """All ranks' slices, in order; saves nothing. Collective."""
+        """Return all ranks' slices, joined in order, and save nothing. Collective."""
         return gather_time(self.backend, x), None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The slice of ``dy`` that this rank has."""
+        """Return this rank's slice of ``dy``."""
         return take_time(self.backend, dy), None
 
 
@@ -219,11 +228,11 @@ _Operator = GatherSequence | ScatterSequence
 
 
 class Framed(Layer):
-    """``after(layer(before(x)))``, whose parameters and children are the layer's.
+    """Layer with operators on its input and output: ``after(layer(before(x)))``.
 
-    With sequence parallelism most activations are slices along time; a layer that no rule splits
-    needs the whole sequence, and what follows it slices. The operators have no parameters, so
-    that names stay those of the model.
+    With sequence parallelism most activations are slices along time. A layer that no rule splits
+    needs the whole sequence, and the layers after it need slices. The parameters and children are
+    those of the layer. The operators have none, so that parameters keep their names.
 
     Parameters
     ----------
@@ -234,7 +243,7 @@ class Framed(Layer):
     """
 
     category = LayerCategory.COMPOSITE
-    computes_bfloat16 = True  # if its layer does
+    computes_bfloat16 = True  # A model's layers are checked before they are framed.
 
     def __init__(
         self, layer: Layer, *, before: _Operator | None = None, after: _Operator | None = None
@@ -246,7 +255,7 @@ class Framed(Layer):
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """The layer's."""
+        """Parameters of the layer."""
         return self.layer.parameters
 
     @property
@@ -260,31 +269,31 @@ class Framed(Layer):
         return self.layer.takes_integers
 
     def check_input(self, x: Array) -> None:
-        """As the layer."""
+        """Refuse an input that the layer refuses."""
         self.layer.check_input(x)
 
     def copy(self) -> Framed:
-        """The same operators around a copy of the layer."""
+        """Return the same operators around a copy of the layer."""
         return Framed(self.layer.copy(), before=self.before, after=self.after)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Output shape of operators and layer, one after the other."""
+        """Return the output shape of operators and layer, one after the other."""
         shape = self.layer.output_shape(self._layer_input(input_shape))
         return shape if self.after is None else self.after.output_shape(shape)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Those of the layer."""
+        """Return the layer's operations."""
         return self.layer.estimated_flops(self._layer_input(input_shape))
 
     def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
-        """Those of the layer."""
+        """Return the size of the layer's activations."""
         return self.layer.estimated_activation_size(self._layer_input(input_shape))
 
     def _layer_input(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         return input_shape if self.before is None else self.before.output_shape(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Operator, layer, operator; saves the layer's saved values. Collective."""
+        """Run operator, layer and operator, and save the layer's saved values. Collective."""
         if self.before is not None:
             x, _ = self.before.forward({}, x, context)
         y, saved = self.layer.forward(p, x, context)
@@ -293,19 +302,19 @@ class Framed(Layer):
         return y, saved
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The same backward; pending is the layer's. Collective."""
+        """Run the input's halves in reverse order; pending is the layer's. Collective."""
         dx, pending = self.layer.backward_input(p, saved, self._layer_gradient(dy))
         return self._input_gradient(dx), pending
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """The layer's."""
+        """Add the gradients of the layer's parameters."""
         self.layer.backward_weight(pending, g)
 
     def backward(
         self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
     ) -> Array:  # fmt: skip
-        """Both halves. Collective."""
+        """Run both halves. Collective."""
         dx = self.layer.backward(
             p, saved, self._layer_gradient(dy), g, needs_input_gradient=needs_input_gradient
         )

@@ -1,9 +1,11 @@
-"""Layers on a slice of the sequence, whose parameters all ranks hold whole.
+"""Layers on a slice of the sequence, and dropout on a slice of the width.
+
+Between the parts of a model that are split over the width, normalisation and dropout are split over
+time: Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022
+(arXiv:2205.05198), section 4.2.2. All ranks hold the whole parameters of these layers.
 
 Shape suffixes: B batch, T time, D width, S time of this rank's slice (S = T / t, with t the size
-of the tensor group). Korthikanti et al., "Reducing activation recomputation in large transformer
-models", 2022 (arXiv:2205.05198), section 4.2.2: between the parts of a model that are split over
-the width, normalisation and dropout are split over time.
+of the tensor group).
 """
 
 from __future__ import annotations
@@ -28,22 +30,22 @@ from mpishard.tensor.layer import DimSplit, TensorParallelLayer
 
 
 class SequenceParallelNorm(TensorParallelLayer):
-    """Normalisation of the last dim of this rank's slice of the sequence.
+    """Normalisation of the last dim on this rank's slice of the sequence.
 
-    The parameters' gradients are summed over the ranks, in one all-reduce of as many elements as
-    there are parameters; nothing else is sent.
+    One all-reduce sums the parameters' gradients over the ranks. It has as many elements as the
+    parameters, and nothing else is sent.
 
     Parameters
     ----------
     backend : CommunicationBackend
         The tensor group.
     norm : LayerNorm or RMSNorm
-        Layer that is computed.
+        The whole layer.
 
     Raises
     ------
     TypeError
-        For no backend, or another layer.
+        If ``backend`` is not a `CommunicationBackend`, or ``norm`` is another layer.
     """
 
     category = LayerCategory.NORMALIZATION
@@ -59,38 +61,39 @@ class SequenceParallelNorm(TensorParallelLayer):
         return self.norm.parameters
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., width) -> (..., width)."""
+        """Return the input's shape (..., width)."""
         return self.norm.output_shape(input_shape)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """FLOPs of the norm on this slice."""
+        """Return the norm's operations on this slice."""
         return self.norm.estimated_flops(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Normalise; saves the norm's saved values."""
+        """Normalise x, and save the norm's saved values."""
         return self.norm.forward(p, x, context)
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The gradient of this slice; pending is the norm's."""
+        """Return the gradient of this slice; pending is the norm's."""
         return self.norm.backward_input(p, saved, dy)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add the parameters' gradients, summed over the ranks. Collective."""
         targets = {name: g[name] for name in self.norm.parameters}
         first = next(iter(targets.values()))
-        # Apart from g, which may hold gradients of earlier micro-batches that were summed already.
+        # The sums are separate from g, which may have gradients of earlier micro-batches. Those are
+        # summed over the ranks already.
         sums = array_namespace(first).zeros((len(targets), self.norm.width), dtype=first.dtype)
         self.norm.backward_weight(pending, dict(zip(targets, sums, strict=True)))
-        # One message for all parameters: they are vectors, and a message costs its latency.
+        # One all-reduce for all parameters, because the time for short vectors is mostly latency.
         self.backend.all_reduce(sums)
         for name, part in zip(targets, sums, strict=True):
             targets[name] += part
 
 
 class SequenceParallelPositionalEmbedding(TensorParallelLayer):
-    """A learned vector for each position of this rank's slice: y_BSD = x_BSD + P[r S : (r + 1) S].
+    """Learned vectors for the positions of this rank's slice: y_BSD = x_BSD + P[r S : (r + 1) S].
 
-    Each rank r has the gradients of its positions; an all-gather of them gives all ranks the whole.
+    Rank r has the gradients of its positions. An all-gather gives all ranks the whole gradient.
 
     Parameters
     ----------
@@ -102,7 +105,7 @@ class SequenceParallelPositionalEmbedding(TensorParallelLayer):
     Raises
     ------
     TypeError
-        For no backend, or another layer.
+        If ``backend`` is not a `CommunicationBackend`, or ``positional`` is another layer.
     """
 
     category = LayerCategory.EMBEDDING
@@ -118,7 +121,7 @@ class SequenceParallelPositionalEmbedding(TensorParallelLayer):
         return self.positional.parameters
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(S, width) -> (S, width), with S t at most the context length."""
+        """Return the input's shape (S, width), with S t at most the context length."""
         whole = input_shape
         if input_shape:
             whole = (input_shape[0] * self.backend.world_size, *input_shape[1:])
@@ -126,16 +129,17 @@ class SequenceParallelPositionalEmbedding(TensorParallelLayer):
         return input_shape
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """One addition for each element of the slice."""
+        """Return one addition for each element of the slice."""
         return math.prod(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Add the positions' vectors to each sample's slice; saves nothing.
+        """Add the positions' vectors to each sample's slice, and save nothing.
 
         Raises
         ------
         ValueError
-            For another shape, or with a cache, behind which slices would have other positions.
+            If the shape is another, or there is a cache, with which slices would have other
+            positions.
         """
         self.output_shape(x.shape[1:])
         if context.cache is not None:
@@ -147,18 +151,18 @@ class SequenceParallelPositionalEmbedding(TensorParallelLayer):
         return added(x, p["weight"][start : start + x.shape[1]]), None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """``dy`` itself; pending is its sum over the batch, which shares no memory with it."""
+        """Return ``dy`` itself; pending is its sum over the batch, an array of its own."""
         return dy, wide(dy).sum(axis=0)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add all ranks' sums into the first T rows. Collective."""
+        """Add all ranks' sums to the first T rows. Collective."""
         whole_TD = self.backend.all_gather(pending)
         dw_TD = g["weight"][: whole_TD.shape[0]]
         dw_TD += whole_TD
 
 
 class _SlicedDropout(TensorParallelLayer):
-    """The part that the two share: the rate and the gradient."""
+    """Base of the two dropout layers below, with their rate and gradient."""
 
     category = LayerCategory.REGULARIZATION
 
@@ -173,38 +177,38 @@ class _SlicedDropout(TensorParallelLayer):
         return self.dropout.is_random
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The input's shape."""
+        """Return the input's shape."""
         return input_shape
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """``dy`` m / (1 - rate), in its place."""
+        """Multiply ``dy`` by m / (1 - rate) in place."""
         return self.dropout.backward_input(p, saved, dy)
 
 
 class SequenceParallelDropout(_SlicedDropout):
     """Dropout of this rank's slice of the sequence: (B, T / t, ...).
 
-    An element's mask is the one that `mpishard.nn.Dropout` gives it in the whole sequence, bit
-    by bit; words of other slices are jumped over. Sends nothing.
+    Each element has the mask, bit by bit, that `mpishard.nn.Dropout` gives it in the whole
+    sequence. Random words for other slices are skipped. Nothing is sent.
 
     Parameters
     ----------
     backend : CommunicationBackend
         The tensor group.
     dropout : Dropout
-        Its rate.
+        The whole layer.
 
     Raises
     ------
     TypeError
-        For no backend, or no `Dropout`.
+        If ``backend`` is not a `CommunicationBackend`, or ``dropout`` is not a `Dropout`.
     """
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Mask x of shape (B, T / t, ...); saves the mask, of a byte for each element."""
+        """Mask x of shape (B, T / t, ...), and save the mask, which takes a byte per element."""
         if not (context.training and self.is_random):
             return x, None
-        # A slice of the sequence is a run of each sample's elements.
+        # The elements of a slice of the sequence are consecutive in each sample.
         own, ranks, rank = math.prod(x.shape[1:]), self.backend.world_size, self.backend.rank
         part = (rank * own, (rank + 1) * own)
         stream = MaskStream(context, ranks * own, self.dropout.rate, part)
@@ -214,28 +218,27 @@ class SequenceParallelDropout(_SlicedDropout):
 class TensorParallelDropout(_SlicedDropout):
     """Dropout of activations whose last dim is this rank's slice.
 
-    An element's mask is the one that `mpishard.nn.Dropout` gives it in the whole last dim, bit
-    by bit. Each rank makes the masks of whole samples, t times what it uses, for its elements
-    lie everywhere in them. Sends nothing.
+    Each element has the mask, bit by bit, that `mpishard.nn.Dropout` gives it in the whole last
+    dim. A rank makes the masks of whole samples, t times as many as it uses, because its elements
+    are spread over each sample. Nothing is sent.
 
     Parameters
     ----------
     backend : CommunicationBackend
         The tensor group.
     dropout : Dropout
-        Its rate.
+        The whole layer.
     size : int
         Size of the whole last dim.
-    parts : int or tuple of int
-    multiple : int
-        Partition: see `DimSplit`.
+    parts, multiple
+        Partition of the dim: see `DimSplit`.
 
     Raises
     ------
     TypeError
-        For no backend, or no `Dropout`.
+        If ``backend`` is not a `CommunicationBackend`, or ``dropout`` is not a `Dropout`.
     ValueError
-        If the dim cannot be dealt so.
+        If the dim has no such partition.
     """
 
     def __init__(
@@ -251,12 +254,12 @@ class TensorParallelDropout(_SlicedDropout):
         self.split = DimSplit(size, backend.world_size, parts, multiple)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The input's shape, whose last dim must be this rank's part of the whole."""
+        """Return the input's shape, whose last dim must be this rank's part of the whole."""
         self.split.require_local("TensorParallelDropout", input_shape, self.backend.rank)
         return input_shape
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Mask x of shape (B, ..., local); saves the mask, of a byte for each element."""
+        """Mask x of shape (B, ..., local size), and save the mask of a byte per element."""
         if not (context.training and self.is_random):
             return x, None
         size, rank = self.split.size, self.backend.rank

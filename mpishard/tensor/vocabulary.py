@@ -1,9 +1,8 @@
-"""The vocabulary's two ends: an embedding of which each rank has some of the rows, and losses of
-predictions of which each rank has a slice of the last dim.
+"""Embedding with rows split over ranks, and losses of predictions with the last dim split.
 
-Shape suffixes: B batch, T time, D width, N all tokens of the input in one dim, M those of them
-that this rank has rows for, R this rank's classes.
-"""  # noqa: D205
+Shape suffixes: B batch, T time, D width, N all tokens of the input in one dim, M tokens among them
+whose rows this rank has, R classes of this rank.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +23,15 @@ from mpishard.tensor.regions import gather_time, local_length, reduce_scatter_ti
 
 
 class VocabularyParallelEmbedding(TensorParallelLayer):
-    """A vector for each token, y = W[tokens], with the rows of W dealt to the ranks.
+    """Table with a vector for each token, y = W[tokens], whose rows are split over the ranks.
 
-    All ranks have the same tokens. A rank gives zeros for those that it has no rows for, and the
-    sum over the ranks has each token's vector: Shoeybi et al., "Megatron-LM", 2019
-    (arXiv:1909.08053), section 3. Bytes sent, summed over t ranks, for an output of Y bytes:
-    2 (t - 1) Y forward, an all-reduce, and none backward; with ``sequence_parallel`` (t - 1) Y
-    forward, a reduce-scatter, and (t - 1) Y backward, an all-gather of dy.
+    All ranks have the same tokens. A rank returns zeros for tokens whose rows it does not have, and
+    the sum over the ranks has each token's vector: Shoeybi et al., "Megatron-LM", 2019
+    (arXiv:1909.08053), section 3.
+
+    Bytes sent, summed over t ranks, for an output of Y bytes: 2 (t - 1) Y forward (an all-reduce),
+    and none backward. With ``sequence_parallel``: (t - 1) Y forward (a reduce-scatter), and
+    (t - 1) Y backward (an all-gather of dy).
 
     Parameters
     ----------
@@ -39,16 +40,16 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
     vocabulary_size, width : int
         Sizes V and D of the whole table W of shape (V, D).
     initializer : Initializer, optional
-        Initializer of the whole W; normal with standard deviation 0.02 if not given.
+        Initializer of the whole W. The default is normal with standard deviation 0.02.
     sequence_parallel : bool
-        Whether the output is this rank's slice of the sequence: (B, T) -> (B, T / t, D).
+        If True, the output for tokens (B, T) is this rank's slice of the sequence, (B, T / t, D).
 
     Raises
     ------
     TypeError
-        For no backend.
+        If ``backend`` is not a `CommunicationBackend`.
     ValueError
-        For a size that is no integer >= 1, or fewer rows than ranks.
+        If a size is not an integer >= 1, or there are fewer rows than ranks.
 
     Attributes
     ----------
@@ -80,12 +81,12 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
         return self._whole.parameters
 
     def boxes(self, name: str) -> tuple[Box, ...]:
-        """The rows of W that this rank has."""
+        """Return the rows of W that this rank has."""
         return tuple((rows, (0, self.width)) for rows in self.split.ranges(self.backend.rank))
 
     @property
     def takes_integers(self) -> bool:
-        """True: tokens are integers."""
+        """True, because tokens are integers."""
         return True
 
     def check_input(self, x: Array) -> None:
@@ -93,7 +94,10 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
         self._whole.check_input(x)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(...) -> (..., width); (T, ...) -> (T / t, ..., width) of slices, if t divides T."""
+        """Return (..., width) for the shape (...).
+
+        With ``sequence_parallel`` it is (T / t, ..., width) for (T, ...), if t divides T.
+        """
         if self.sequence_parallel:
             if not input_shape:
                 raise ValueError(
@@ -104,17 +108,17 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
         return self._whole.output_shape(input_shape)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """0: rows are copied."""
+        """Return 0: rows are only copied."""
         return 0
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Look up integer tokens of any shape; saves them. Collective.
+        """Look up integer tokens of any shape, and save them. Collective.
 
-        Errors are those of `check_input`.
+        The errors raised are those of `check_input`.
         """
         self.check_input(x)
         local, is_here = self._localize(x)
-        # Row 0 stands in for other ranks' rows, whose places are cleared: one gather, no branch.
+        # Tokens of other ranks read row 0 here, and are then cleared: this takes only one lookup.
         y = p["weight"].take(array_namespace(x).where(is_here, local, 0), axis=0)
         y[~is_here] = 0
         saved = x if context.training else None
@@ -123,52 +127,52 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
         return self.backend.all_reduce(y), saved
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """None: token numbers have no gradient."""
+        """Return no input gradient (None), because tokens have none."""
         return None, (saved, dy)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add each row of dy into the row of its token, if it is this rank's.
+        """Add each row of dy to the gradient of its token's row, if this rank has that row.
 
-        In an order that is the same in every run. Collective with ``sequence_parallel``.
+        The order of additions is the same in every run. Collective with ``sequence_parallel``.
         """
         tokens, dy = pending
         if self.sequence_parallel:
             dy = gather_time(self.backend, dy)
         local, is_here = self._localize(tokens.reshape(-1))
-        # Only the rows of this rank are sorted and summed.
+        # Only tokens of this rank's rows are sorted and summed.
         places_M = array_namespace(dy).flatnonzero(is_here)
         add_rows(g["weight"], local[places_M], wide(dy.reshape(-1, self.width)[places_M]))
 
     def _localize(self, tokens: Array) -> tuple[Array, Array]:
-        """The row of each token among this rank's, and whether it is one of them."""
+        """Return each token's index among this rank's rows, and True for tokens that have one."""
         low, high = self.split.within_block(self.backend.rank)
         local = tokens.astype("int64") - low
         return local, (local >= 0) & (local < high - low)
 
 
 class VocabularyParallelCrossEntropy(ILossFunction):
-    """`mpishard.nn.CrossEntropy` of logits whose last dim is dealt to the ranks.
+    """`mpishard.nn.CrossEntropy` of logits whose last dim is split over the ranks.
 
-    Whole rows of logits are never gathered: for each row, the largest logit and then the sums of
-    what ranks have of the rest travel (Shoeybi et al., "Megatron-LM", 2019, arXiv:1909.08053,
-    section 3). Two all-reduces, of N and 2 N numbers, 3 N with label smoothing; none backward.
-    All ranks have the same targets, and get the same sum and weight, bit by bit.
+    Whole rows of logits are never gathered. One all-reduce computes the maximum of each row (N
+    numbers), a second one the row's sums (2 N numbers, 3 N with label smoothing): Shoeybi et al.,
+    "Megatron-LM", 2019, arXiv:1909.08053, section 3. Nothing is sent backward. All ranks have the
+    same targets, and get the same sum and weight, bit by bit.
 
     Parameters
     ----------
     backend : CommunicationBackend
         The tensor group.
     loss : CrossEntropy
-        Loss that is computed: its ignored target, label smoothing and factor of log(Z)^2.
+        Loss to compute, with its ignored target, label smoothing and factor of log(Z)^2.
     classes : int
-        Size V of the whole last dim, dealt as ``DimSplit(V, world_size)``.
+        Size V of the whole last dim, which ``DimSplit(V, world_size)`` splits.
 
     Raises
     ------
     TypeError
-        For no backend, or another loss.
+        If ``backend`` is not a `CommunicationBackend`, or ``loss`` is another loss.
     ValueError
-        For fewer classes than ranks.
+        If there are fewer classes than ranks.
     """
 
     def __init__(self, backend: CommunicationBackend, loss: CrossEntropy, classes: int) -> None:
@@ -179,7 +183,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         self.split = DimSplit(classes, backend.world_size)
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
-        """Refuse targets that name no class.
+        """Refuse targets that are not classes.
 
         Parameters
         ----------
@@ -191,7 +195,8 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         Raises
         ------
         TypeError, ValueError
-            As `mpishard.nn.CrossEntropy.check_target`; and for a last dim that is not V.
+            As for `mpishard.nn.CrossEntropy.check_target`. ValueError also if the last dim is not
+            V.
         """
         if not prediction_shape or prediction_shape[-1] != self.split.size:
             raise ValueError(
@@ -203,10 +208,10 @@ class VocabularyParallelCrossEntropy(ILossFunction):
     def forward(
         self, prediction: Array, target: Array, training: bool = True
     ) -> tuple[float, float, Any]:
-        """Logits (..., R), this rank's, against integer targets (...). Collective.
+        """Return sum and weight for this rank's logits (..., R) and targets (...). Collective.
 
-        Saves the gradient itself. Errors are those of `check_target`, and a ValueError if the
-        last dim is not R.
+        Save the gradient itself. The errors raised are those of `check_target`, and a ValueError
+        if the last dim of the logits is not R.
         """
         xp = array_namespace(prediction)
         low, high = self.split.within_block(self.backend.rank)
@@ -221,16 +226,16 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         counted_N = target_N != self.loss.ignore_index
         local_N = target_N.astype("int64") - low
         is_here_N = counted_N & (local_N >= 0) & (local_N < high - low)
-        # Targets of other ranks' classes read column 0 here, and what they read is masked.
+        # Targets of other ranks' classes read column 0 here, and their values are then masked.
         local_N = xp.where(is_here_N, local_N, 0)
 
-        # Of all ranks' logits, so that no exponential overflows on any of them.
+        # All ranks subtract the maximum of all ranks' logits: their sums then have one scale, and
+        # no exponential overflows.
         largest_N = logits_NR.max(axis=-1)
         self.backend.all_reduce(largest_N, ReductionOperation.MAX)
-        # It first holds the exponentials, from which the gradient is made in place.
+        # This array first has the exponentials, which are then converted to the gradient in place.
         gradient_NR = xp.empty_like(logits_NR) if training else None
         sums = self._own_sums(logits_NR, largest_N, local_N, is_here_N, gradient_NR)
-        # Two or three numbers a row travel, and not its logits.
         self.backend.all_reduce(sums)
         normalizer_N, expected_N = sums[0], sums[1]
         if self.loss.label_smoothing:
@@ -240,7 +245,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         losses_N = log_normalizer_N - expected_N
         slope_N = 1.0
         if self.loss.z_loss:
-            log_normalizer_N += largest_N  # now log(Z)
+            log_normalizer_N += largest_N  # This makes it log(Z).
             losses_N += self.loss.z_loss * xp.square(log_normalizer_N)
             slope_N = 1.0 + 2.0 * self.loss.z_loss * log_normalizer_N
         total = float(xp.where(counted_N, losses_N, 0).sum(dtype=xp.float64))
@@ -259,10 +264,11 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         is_here_N: Array,
         exponentials_NR: Array | None,
     ) -> Array:
-        """Part of each row's sums on this rank, after subtracting the row's largest logit.
+        """Return this rank's part of each row's sums, of logits minus the row's maximum.
 
-        Of exponentials, which are written if asked for; the target's logit; with label
-        smoothing the sum of logits. Shape (2, N) or (3, N).
+        The sums have shape (2, N), or (3, N) with label smoothing: of exponentials, of the target's
+        logit, and of all logits. The exponentials are written to ``exponentials_NR`` unless it is
+        None.
         """
         xp = array_namespace(logits_NR)
         kinds = 3 if self.loss.label_smoothing else 2
@@ -288,7 +294,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         is_here_N: Array,
         counted_N: Array,
     ) -> None:
-        """Scale the exponentials, and subtract the target distribution from rows that count."""
+        """Scale the exponentials, and subtract the target distribution from rows not ignored."""
         xp = array_namespace(gradient_NR)
         smoothing, dtype = self.loss.label_smoothing, gradient_NR.dtype
         for rows in chunks(gradient_NR):
@@ -301,14 +307,15 @@ class VocabularyParallelCrossEntropy(ILossFunction):
             gradient[index] -= ((1.0 - smoothing) * is_here_N[rows]).astype(dtype)
 
     def backward(self, saved: Any) -> Array:
-        """The gradient of this rank's logits, as `mpishard.nn.CrossEntropy`'s of the whole."""
+        """Return this rank's slice of the gradient of `mpishard.nn.CrossEntropy`."""
         return saved
 
 
 class GatheredOutputLoss(ILossFunction):
-    """Any loss: the whole predictions are gathered, and each rank takes its slice of the gradient.
+    """Any loss of predictions whose last dim is split over the ranks.
 
-    One all-gather forward, none backward. All ranks have the same targets.
+    The whole predictions are gathered, and each rank takes its slice of the gradient. This takes
+    one all-gather forward, and nothing backward. All ranks have the same targets.
 
     Parameters
     ----------
@@ -317,14 +324,14 @@ class GatheredOutputLoss(ILossFunction):
     loss : ILossFunction
         Loss of the whole predictions.
     classes : int
-        Size V of the whole last dim, dealt as ``DimSplit(V, world_size)``.
+        Size V of the whole last dim, which ``DimSplit(V, world_size)`` splits.
 
     Raises
     ------
     TypeError
-        For no backend, or what is no loss.
+        If ``backend`` is not a `CommunicationBackend`, or ``loss`` is not a loss.
     ValueError
-        For fewer classes than ranks.
+        If there are fewer classes than ranks.
     """
 
     def __init__(self, backend: CommunicationBackend, loss: ILossFunction, classes: int) -> None:
@@ -335,15 +342,15 @@ class GatheredOutputLoss(ILossFunction):
         self.split = DimSplit(classes, backend.world_size)
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
-        """As of the loss; ``prediction_shape`` is that of the *whole* predictions."""
+        """Refuse targets that the loss refuses, for the shape of the *whole* predictions."""
         self.loss.check_target(prediction_shape, target)
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
     ) -> tuple[float, float, Any]:
-        """The slice (..., R) of the predictions against the loss's targets. Collective."""
+        """Return sum and weight for this rank's slice (..., R) of the predictions. Collective."""
         whole = self.split.gather(self.backend, prediction)
-        # A loss of the user's may know no other way than that of a training pass.
+        # A user's loss that is only trained with need not have the parameter ``training``.
         return (
             self.loss.forward(whole, target)
             if training
@@ -351,14 +358,14 @@ class GatheredOutputLoss(ILossFunction):
         )
 
     def backward(self, saved: Any) -> Array:
-        """The gradient of this rank's slice."""
+        """Return the gradient of this rank's slice."""
         return self.split.take(self.loss.backward(saved), self.backend.rank)
 
 
 def parallel_loss(
     loss: ILossFunction, backend: CommunicationBackend, classes: int
 ) -> ILossFunction:
-    """``loss`` for predictions whose last dim is dealt to the ranks of a tensor group.
+    """Return ``loss`` for predictions whose last dim is split over the ranks of a tensor group.
 
     Parameters
     ----------
@@ -372,8 +379,8 @@ def parallel_loss(
     Returns
     -------
     ILossFunction
-        A `VocabularyParallelCrossEntropy` for a `mpishard.nn.CrossEntropy`; for any other, and
-        for classes derived from it, a `GatheredOutputLoss`.
+        A `VocabularyParallelCrossEntropy` for a `mpishard.nn.CrossEntropy`. For any other loss,
+        including subclasses of it, a `GatheredOutputLoss`.
     """
     if type(loss) is CrossEntropy:
         return VocabularyParallelCrossEntropy(backend, loss, classes)

@@ -1,13 +1,15 @@
-"""Two lines in a PyTorch loop: ``model = mst.shard(model)``, ``mst.optimizer(AdamW, model)``.
+"""PyTorch loops on ranks, by ``model = mst.shard(model)`` and ``mst.optimizer(AdamW, model)``.
 
-Begin with ``sharded.py``: `shard`, and what it makes of a module, which are stores and this rank's
-parts of its parameters, whose type is in ``parameters.py``. ``placed.py`` makes a module's
-parameters parts of a flat vector, and sends its buffers; ``batch_norm.py`` normalises over all
-ranks; `mpishard.adapters.TorchModel` uses both, too. ``backward.py`` takes gradients from autograd;
-``gathering.py`` gathers parameters if ranks share no memory. ``optimizer.py`` makes an optimizer of
-the parts, of PyTorch or with a rule of ours, with clipping and state dicts in PyTorch's form, and
-records the steps that ``mpishard verify`` compares; ``world.py`` is this rank, ``files.py``
-checkpoints. The room imports PyTorch, optimizers, and the rooms before them.
+Begin with ``sharded.py``: `shard` makes stores, and this rank's parts of the parameters, whose
+types are in ``parameters.py``. ``placed.py`` makes a module's parameters parts of a flat vector,
+and sends its buffers. ``batch_norm.py`` normalises over all ranks. `mpishard.adapters.TorchModel`
+uses these two files, too.
+
+``backward.py`` takes gradients from autograd. ``gathering.py`` gathers parameters if ranks share
+no memory. ``optimizer.py`` makes an optimizer of the parts, from PyTorch's or our own rules, with
+clipping and state dicts in PyTorch's form. It also records the steps that ``mpishard verify``
+compares. ``data.py`` loads batches, ``world.py`` has the rank's backend, ``files.py`` checkpoints.
+The room imports PyTorch, optimizers, and the rooms before them.
 """
 
 from mpishard.torch.batch_norm import convert_sync_batchnorm

@@ -29,34 +29,35 @@ from mpishard.torch.placed import Buffers, flat_gradient
 
 
 class BackwardPasses:
-    """The way of gradients from autograd to the store, until the end of ``backward()``.
+    """Transfer of gradients from autograd to the store, until the end of ``backward()``.
 
     `receive` takes each gradient and writes it to the store, which reduces each unit when it and
-    all later units are complete. When autograd is through, the rest is reduced, and each part's
-    ``grad`` is a view of the store. Gradients add up until a part's ``grad`` is set to None.
+    all later units are complete. At the end of the pass the other units are reduced, and each
+    part's ``grad`` becomes a view of the store. Gradients add up until a part's ``grad`` is set to
+    None.
 
-    If ``backward()`` raises, the loop can go on when its gradients are cleared, provided that it
-    raised on every rank after the same units.
+    If ``backward()`` raises on every rank after the same units, the loop can continue after
+    ``zero_grad()``.
 
     Parameters
     ----------
     gradients : GradientStore
-        Where gradients lie and are reduced.
+        Store that holds and reduces the gradients.
     entries : tuple of ParameterEntry
-        Of the flat vector.
+        Entries of the flat vector.
     parts : sequence of Part
         The trained parameters.
     buffers : Buffers
-        Sent to all ranks when a pass has changed them.
+        Buffers that are sent to all ranks after a pass that has changed them.
     gathered : GatheredUnits, optional
-        Released when a pass has ended.
+        Gathered parameters, which are released after a pass.
 
     Attributes
     ----------
     syncs : bool
-        Whether passes reduce; False inside `no_sync`.
+        True if passes reduce gradients; False inside `no_sync`.
     part_of_step : ExitStack
-        The part of a step that a trace shows now: forward, backward or update.
+        Open span of the trace: forward, backward or update.
     """
 
     def __init__(
@@ -76,19 +77,20 @@ class BackwardPasses:
         self._parts = parts
         self._buffers = buffers
         self._gathered = gathered
-        self._has_local = False  # gradients that are not reduced yet
+        self._has_local = False  # True if the store has gradients that are not reduced yet.
         self._is_reduced = False
         self._arrivals: Arrivals | None = None
-        # Only autograd holds the callback that ends a pass: it is gone if the pass has raised.
+        # A weak reference to the callback that ends a pass. Only autograd holds the callback, so
+        # that the reference is dead after a pass that raised.
         self._ending: Callable[[], Any] = lambda: None
         self._views: dict[int, Any] = {}
-        # Gradients that the user has put in place of those in the store: this pass adds to them.
+        # Gradients that the user has assigned in place of the store's. This pass adds to them.
         self._assigned: list[tuple[Part, Any]] = []
-        # Which parts have a gradient, and whether buffers have changed.
+        # One flag for each part that has a gradient, and a last one for changed buffers.
         self._flags = np.zeros(len(parts) + 1, np.uint8)
 
     def receive(self, place: int, parameter: Any) -> None:
-        """Take the gradient of a parameter, which autograd has."""
+        """Take the gradient of a parameter from autograd. ``place`` is its index in the parts."""
         gradient = native_gradient.__get__(parameter)
         native_gradient.__set__(parameter, None)
         if self._has_raised():
@@ -100,7 +102,7 @@ class BackwardPasses:
         self._arrivals.receive(self._parts[place].index, flat_gradient(gradient))
 
     def _begin(self) -> None:
-        """Open a backward pass, of which the first gradient is here."""
+        """Begin a backward pass, whose first gradient has come."""
         ending = functools.partial(self._end)
         self._ending = weakref.ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
@@ -115,7 +117,7 @@ class BackwardPasses:
                 live[place] = False
         is_first = not any(live)
         if is_first and self._has_local:
-            gradients.abandon()  # what no_sync has added was cleared before it was reduced
+            gradients.abandon()  # The user cleared gradients of no_sync() before their reduction.
             self._views.clear()
         gradients.begin(BackwardPass(is_first, is_last=self.syncs, defer=not self.syncs))
         if not is_first:
@@ -126,9 +128,10 @@ class BackwardPasses:
         )  # fmt: skip
 
     def _go_on(self, live: Sequence[bool]) -> None:
-        """Let gradients be added to those of the passes before.
+        """Prepare the store so that gradients are added to those of earlier passes.
 
-        The sum over ranks must count a gradient once that is reduced already.
+        A gradient that is already reduced must count only once in the next sum over ranks.
+        ``live`` is True for each part that has such a gradient.
         """
         gradients = self._gradients
         if self._is_reduced and isinstance(gradients, ReplicatedGradients):
@@ -140,7 +143,7 @@ class BackwardPasses:
             else:
                 gradients.vector[...] *= 1 / self._backend.world_size
         self._is_reduced = False
-        # A gradient that was set to None may have left values of the round's earlier passes.
+        # A part whose gradient was set to None may still have values of earlier passes.
         for part in [p for p, is_live in zip(self._parts, live, strict=True) if not is_live]:
             unit = part.unit
             if isinstance(gradients, ReplicatedGradients) or self._has_local:
@@ -151,11 +154,11 @@ class BackwardPasses:
                 owned[...] = 0
 
     def _has_raised(self) -> bool:
-        """Whether the last backward pass raised."""
+        """True if the last backward pass raised."""
         return self._arrivals is not None and self._ending() is None
 
     def _drop_raised(self) -> None:
-        """Drop the pass that raised. Collective, unless it was inside `no_sync`."""
+        """Discard the pass that raised. Collective, unless it was inside `no_sync`."""
         assert self._arrivals is not None
         assigned = [part for part, _ in self._assigned]
         if any(part.tensor.grad is not None for part in self._parts if part not in assigned):
@@ -166,8 +169,8 @@ class BackwardPasses:
         if self._gradients.sends_now:
             try:
                 self._gradients.settle()
-                # Ranks that reduced other units, or did not raise, call something else here. It is
-                # also the fence after which no rank reads another's gradients.
+                # Ranks that reduced other units, or did not raise, call another collective here,
+                # which is detected. After this barrier no rank reads another's gradients.
                 self._backend.barrier()
             except CollectiveMismatchError as error:
                 error.add_note(
@@ -184,12 +187,12 @@ class BackwardPasses:
         self.part_of_step.close()
 
     def trained_pieces(self) -> list[Piece]:
-        """The pieces of this rank in units of which something is trained."""
+        """Return this rank's pieces of units that have trained parameters."""
         return [p for p in self._layout.pieces() if p.unit.index not in self._layout.frozen]
 
     @called_as("backward()")
     def _end(self) -> None:
-        """Callback: the backward pass has ended on this rank."""
+        """End the backward pass, as autograd's callback. Collective, unless inside `no_sync`."""
         assert self._arrivals is not None
         self._arrivals.finish()
         self._arrivals = None
@@ -198,8 +201,8 @@ class BackwardPasses:
         self._is_reduced = self.syncs
         if self.syncs:
             self._flags[-1] = self._buffers.have_changed()
-            # A parameter that any rank used has a gradient on all. This is also the fence after
-            # which no rank reads another's gradients.
+            # A parameter that any rank used has a gradient on all ranks. After this all-reduce no
+            # rank reads another's gradients.
             self._backend.all_reduce(self._flags, ReductionOperation.MAX)
             if self._flags[-1]:
                 self._buffers.broadcast(self._backend)
@@ -213,7 +216,7 @@ class BackwardPasses:
         self.part_of_step.close()
 
     def _view(self, part: Part) -> Any:
-        """The gradient of a part, in the store's memory."""
+        """Return the gradient of a part, as a tensor in the store's memory."""
         if self._has_local and not isinstance(self._gradients, ReplicatedGradients):
             unit = part.unit
             full = self._gradients.gradient(unit)
@@ -225,12 +228,14 @@ class BackwardPasses:
         return view
 
     def require_reduced(self, purpose: str, name: str) -> None:
-        """Refuse what needs gradients that all ranks have reduced.
+        """Refuse the operation ``purpose`` if the gradients are not reduced over all ranks.
+
+        ``name`` is the module's class, for the message.
 
         Raises
         ------
         ShardingError
-            In or after a backward pass that has not reduced them, of the module ``name``.
+            If a backward pass is under way or has raised, or the last one was inside `no_sync`.
         """
         if self._arrivals is not None:
             way = "has not ended"

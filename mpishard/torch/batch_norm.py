@@ -12,12 +12,12 @@ from mpishard.torch.parameters import SharedParameter, Uncopied
 
 
 class Ranks(Uncopied):
-    """The ranks over whose samples a sharded module normalises.
+    """Ranks over whose samples a sharded module normalises.
 
     Parameters
     ----------
     backend : CommunicationBackend
-        They compute different samples.
+        Ranks that compute different samples.
     """
 
     def __init__(self, backend: CommunicationBackend) -> None:
@@ -25,7 +25,7 @@ class Ranks(Uncopied):
 
 
 class _SumOverRanks(torch.autograd.Function):  # type: ignore[misc]
-    """Sum over ranks; of its gradients, too."""
+    """Sum over ranks, whose backward pass sums the gradients over ranks."""
 
     @staticmethod
     def forward(context: Any, backend: Any, values: Any) -> Any:
@@ -44,7 +44,8 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
     Attributes
     ----------
     ranks : Ranks or None
-        Set while the module is sharded; without it statistics are those of the samples given.
+        Ranks of the sharded module. If it is None, the module is not sharded, and statistics are
+        those of the samples given.
     """
 
     ranks: Ranks | None = None
@@ -61,15 +62,15 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
         backend = self.ranks.backend
         others = [0, *range(2, x.dim())]
         shape = [1, -1, *[1] * (x.dim() - 2)]
-        # Two passes, so that large means cost no digits.
+        # The mean is subtracted before the squares are summed, so that large means cost no digits.
         own = torch.cat([x.sum(others), x.new_tensor([x.numel() / x.shape[1]])])
         sums = _SumOverRanks.apply(backend, own)
         count = float(sums[-1].detach())
         centered = x - (sums[:-1] / count).view(shape)
         squares = _SumOverRanks.apply(backend, (centered * centered).sum(others))
-        if self.track_running_stats and count:  # a step without samples is refused later
+        if self.track_running_stats and count:  # A step without samples is refused later.
             self.num_batches_tracked.add_(1)
-            # Without a momentum it is the mean of all batches.
+            # If momentum is None, the running statistics are the mean over all batches.
             share = self.momentum
             share = 1 / float(self.num_batches_tracked) if share is None else share
             mean, variance = sums.detach()[:-1] / count, squares.detach() / max(count - 1, 1)
@@ -82,27 +83,28 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
 
 
 def convert_sync_batchnorm(module: Any) -> Any:
-    """Let a module's batch normalisation use the samples of all ranks.
+    """Convert a module's batch normalisation, so that it uses the samples of all ranks.
 
-    As ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``: parameters and buffers stay the same
-    objects. Call it before `shard`, or before a `mpishard.adapters.TorchModel` is sharded. Results
-    are then those of one process on all samples; without it each rank normalises with its own
-    samples, and running means are rank 0's. A forward pass in train mode is collective then.
+    It works like ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``: parameters and buffers stay
+    the same objects. Call it before `shard`, or before a `mpishard.adapters.TorchModel` is sharded.
+    Results are then those of one process on all samples, and a forward pass in train mode is
+    collective. Without it each rank normalises with its own samples, and running means are rank
+    0's.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Changed in place.
+        Module, which is changed in place.
 
     Returns
     -------
     torch.nn.Module
-        ``module``, or what replaces it if it is a batch normalisation itself.
+        ``module``, or its replacement if ``module`` itself is a batch normalisation.
 
     Raises
     ------
     ShardingError
-        For a module that `shard` has sharded.
+        If `shard` has already sharded the module.
     """
     if any(isinstance(parameter, SharedParameter) for parameter in module.parameters()):
         raise ShardingError(

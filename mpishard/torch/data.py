@@ -1,4 +1,4 @@
-"""Batches of which each rank gets its part."""
+"""Data loader that gives each rank its part of every batch."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from mpishard.torch.world import current_world
 
 
 class DataLoader(PlainLoader):  # type: ignore[misc]
-    """A ``torch.utils.data.DataLoader`` that gives each rank its part of every batch.
+    """``torch.utils.data.DataLoader`` that gives each rank its part of every batch.
 
-    The order of the samples depends on seed and epoch alone, and the parts of all ranks are
-    the global batch of one process: results do not depend on the number of ranks. Each iteration
-    over the loader is the next epoch.
+    The order of the samples depends only on seed and epoch. The parts of all ranks make up the
+    global batch of one process, so that results do not depend on the number of ranks. Each
+    iteration over the loader is the next epoch.
 
     Parameters
     ----------
     dataset : torch.utils.data.Dataset
-        With a length, the same on every rank.
+        Data set with a length, the same on every rank.
     batch_size : int
-        Samples of the *global* batch; a multiple of the number of ranks.
+        Number of samples of the *global* batch, a multiple of the number of ranks.
     shuffle : bool
-        Whether each epoch has an order of its own.
+        True if each epoch has another random order.
     seed : int
-        Of the order.
+        Seed of the random order.
     drop_last : bool
-        Leave out the samples that make up no whole batch. If not, some samples are seen twice
-        where the number of ranks does not divide their number.
+        True to leave out the last samples if they do not fill a batch. If False, and the number of
+        ranks does not divide the number of samples, some samples are used twice.
     **options
-        For ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, and so on.
+        Options of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, and so on.
 
     Attributes
     ----------
     epoch : int
-        The next epoch; set it to resume.
+        Number of the next epoch. Set it to resume.
 
     Raises
     ------
     ValueError
-        For a batch that cannot be divided evenly, or a sampler: use PyTorch's loader with a
-        ``DistributedSampler(dataset, mst.world_size(), mst.rank())`` then.
+        If the ranks cannot divide the batch evenly, or a sampler is given. With a sampler use
+        PyTorch's loader and ``DistributedSampler(dataset, mst.world_size(), mst.rank())``.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class DataLoader(PlainLoader):  # type: ignore[misc]
                 "data.DataLoader, each rank with its samples, as DistributedSampler(dataset, "
                 "mst.world_size(), mst.rank()) gives them"
             )
-        # It deals sample r, r + N, ... to rank r: parts of one step are one run of the order.
+        # Rank r of N gets samples r, r + N, ...: the ranks' parts of a step are consecutive samples
+        # of the order, which are the batch of one process.
         order = DistributedSampler(
             dataset, world.world_size, world.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
         )

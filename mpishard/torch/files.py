@@ -1,4 +1,4 @@
-"""Checkpoints of a PyTorch program, which fit every number of ranks and every strategy."""
+"""Checkpoints of a PyTorch program, which any number of ranks loads under any strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpishard.torch.parameters import Part
 from mpishard.torch.placed import from_text, to_text
 from mpishard.torch.sharded import ShardedModule, module_of
 
-_STATE, _STEP, _USER = "torch", "step", "user"  # keys of the metadata beside the arrays
+_STATE, _STEP, _USER = "torch", "step", "user"  # Keys of the checkpoint's metadata.
 
 
 def save(
@@ -37,7 +37,7 @@ def save(
     step: int = 0,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save a sharded model, and what trains it. Collective.
+    """Save a sharded model, with its optimizer and scheduler. Collective.
 
     The checkpoint is one of `mpishard.checkpoint`: each rank writes its part, and any number of
     ranks, under any strategy, loads it. Parameters have the module's names. Buffers, and frozen
@@ -46,24 +46,29 @@ def save(
     Parameters
     ----------
     path : path
-        The directory to make or replace, on a file system that all ranks see.
+        Directory to make or replace, on a file system that all ranks see.
     model : torch.nn.Module
-        Sharded.
+        Sharded model.
     optimizer : torch.optim.Optimizer, optional
-        Of `mpishard.torch.optimizer`.
+        Optimizer that `mpishard.torch.optimizer` has made.
     scheduler : object, optional
-        With ``state_dict()``, as those of ``torch.optim.lr_scheduler``. Rank 0's.
+        Object with ``state_dict()``, such as one of ``torch.optim.lr_scheduler``. That of rank 0 is
+        saved.
     step : int
         Number of updates, which `load` returns.
     metadata : mapping, optional
-        What JSON can hold. Rank 0's.
+        Values that JSON can represent. Those of rank 0 are saved.
 
     Raises
     ------
     ShardingError
-        For a model that is not sharded.
+        If the model is not sharded, or a parameter is no longer in the store's memory.
+    TypeError
+        If `mpishard.torch.optimizer` has not made the optimizer.
+    ValueError
+        If the optimizer updates another model.
     ValueError, TypeError, CheckpointError
-        As `mpishard.checkpoint.save`.
+        As for `mpishard.checkpoint.save`.
     """
     owner = module_of(model)
     owner.placed.require_placed()
@@ -80,21 +85,22 @@ def save(
         _STATE: to_text(beside) if owner.backend.rank == 0 else "",
         _USER: dict(metadata or {}),
     }
-    if settings.verification() is None:  # else a check would replace the training's checkpoint
+    # `mpishard verify` runs the user's script, whose checkpoints it must not replace.
+    if settings.verification() is None:
         checkpoint.save(path, _ModelView(owner), view, metadata=document)
 
 
 def load(
     path: str | os.PathLike[str], model: Any, optimizer: Any = None, scheduler: Any = None
 ) -> dict[str, Any]:
-    """Restore a sharded model, and what trains it, from a checkpoint of `save`. Collective.
+    """Restore a sharded model, with its optimizer and scheduler, from `save`. Collective.
 
     Parameters
     ----------
     path : path
-        The checkpoint, or a folder of them, of which the newest that verifies is restored.
+        The checkpoint, or a folder of checkpoints, of which the newest that verifies is restored.
     model, optimizer, scheduler
-        As for `save`; the checkpoint may hold more.
+        As for `save`. The checkpoint may have an optimizer or scheduler that is not restored.
 
     Returns
     -------
@@ -104,16 +110,17 @@ def load(
     Raises
     ------
     ShardingError
-        For a model that is not sharded.
+        If the model is not sharded.
     FileNotFoundError
         If there is no checkpoint.
     CheckpointError
-        If it is torn, does not fit, or was not saved by `save`. All ranks raise it.
+        If the checkpoint is damaged, does not fit, or was not saved by `save`. All ranks raise it.
     """
     owner = module_of(model)
     view = None if optimizer is None else _OptimizerView(owner, optimizer)
     if view is not None:
-        # A torch optimizer makes its states at the first step: the checkpoint tells their names.
+        # An optimizer of PyTorch makes its states at its first step. Until then only the checkpoint
+        # has their names and dtypes.
         with checkpoint.CheckpointReader(path) as reader:
             view.expect(reader.kinds)
     document = checkpoint.load(path, _ModelView(owner), view)
@@ -139,7 +146,7 @@ def load(
 
 
 class _ModelView:
-    """The parameters of a sharded module, as `mpishard.checkpoint` saves and loads them."""
+    """Parameters of a sharded module, in the form that `mpishard.checkpoint` saves and loads."""
 
     def __init__(self, owner: ShardedModule) -> None:
         self._owner = owner
@@ -172,7 +179,7 @@ class _ModelView:
         return {"strategy": owner.strategy, "world_size": owner.backend.world_size}
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Nothing in them hinders."""
+        """Accept any metadata, because parameters fit every strategy and world size."""
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         self._owner.parameters.refresh()
@@ -181,9 +188,10 @@ class _ModelView:
 
 
 class _OptimizerView:
-    """The state of a torch optimizer, as `mpishard.checkpoint` saves and loads it.
+    """State of a torch optimizer, in the form that `mpishard.checkpoint` saves and loads.
 
-    Arrays in the shape of a parameter are saved by its regions; the rest is `settings`.
+    States that have a value for each element of a parameter are saved as arrays, by regions. All
+    other states are in `settings`.
     """
 
     def __init__(self, owner: ShardedModule, optimizer: Any) -> None:
@@ -210,10 +218,10 @@ class _OptimizerView:
         return {}
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """`finish` does it."""
+        """Do nothing, because `finish` restores the optimizer."""
 
     def _keys(self) -> list[str]:
-        """The names of states in the shape of a parameter."""
+        """Return the names of states that have a value for each element of a parameter."""
         return list(
             dict.fromkeys(
                 key
@@ -228,7 +236,7 @@ class _OptimizerView:
         return {self._prefix + key: self._owner.placement.cut(a) for key, a in arrays.items()}
 
     def _written(self, key: str) -> Iterator[tuple[int, Array]]:
-        """Start and values of this rank's part of a state; zeros if a parameter has none."""
+        """Yield start and values of this rank's parts of a state; zeros if a parameter has none."""
         owner = self._owner
         pieces = owner.layout.pieces()
         for part in owner.parts:
@@ -239,15 +247,15 @@ class _OptimizerView:
                 continue
             value = self._optimizer.state.get(part.tensor, {}).get(key)
             if value is None:
-                # All ranks must have the same kinds; a parameter without gradient so far has no
-                # state.
+                # A parameter has no state before its first gradient, but every element of every
+                # kind of array must be in the checkpoint.
                 yield start, np.zeros(stop - start, owner.layout.dtype)
             else:
                 flat = value.detach().reshape(-1).numpy()
                 yield start, flat[start - part.start : stop - part.start]
 
     def expect(self, kinds: Mapping[str, np.dtype[Any]]) -> None:
-        """Make room for the states that a checkpoint holds."""
+        """Allocate this rank's parts of the states that a checkpoint has."""
         for kind, dtype in kinds.items():
             if kind.startswith(self._prefix):
                 self._read[kind.removeprefix(self._prefix)] = {
@@ -264,10 +272,10 @@ class _OptimizerView:
         }
 
     def settings(self) -> dict[str, Any]:
-        """Groups with the names of their parameters, and the states of other shapes, by name."""
+        """Return the groups, with names of parameters, and the states that are not arrays."""
         rest = {
             part.entry.name: {
-                # None marks states that are among the arrays.
+                # None marks states that are saved as arrays.
                 key: None
                 if is_elementwise(key, value, part.tensor.shape, self._of_numbers)
                 else value
@@ -286,7 +294,7 @@ class _OptimizerView:
         ]
 
     def finish(self, settings: Mapping[str, Any]) -> None:
-        """Take the arrays that were read, and the settings of the groups."""
+        """Load the arrays that were read, and ``settings``, into the optimizer."""
         saved = [group["params"] for group in settings["groups"]]
         here = [group["params"] for group in self._groups()]
         if saved != here:
@@ -308,7 +316,7 @@ class _OptimizerView:
             {**group, "params": [next(numbers) for _ in group["params"]]}
             for group in settings["groups"]
         ]
-        # By PyTorch's own way past the hook, for these are parts already.
+        # The states are this rank's parts already: the hook `slice_states` must not cut them again.
         self._optimizer._mpishard_is_divided = True
         try:
             self._optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -20,8 +20,9 @@ from mpishard.observe.ledger import MemoryCategory
 from mpishard.torch.parameters import SharedParameter
 from mpishard.torch.placed import tensor_of
 
-_RESIDENT = 2  # the unit in use, and the one before it, which modules often use in turn
-# Methods that need no values, and attributes that do: views, such as T, are of the values.
+# Number of units in memory: the unit in use, and the one before, as modules often alternate.
+_RESIDENT = 2
+# Methods that need no values, and attributes that need them, among them views such as T.
 _FREE_METHODS = frozenset(
     [
         "__hash__", "__len__", "__set__", "dim", "element_size", "get_device", "is_complex",
@@ -34,29 +35,29 @@ _VALUES = frozenset(["data", "T", "H", "mT", "mH", "real", "imag"])
 
 
 class GatheredUnits:
-    """The full parameters of a module's units, of which few are here at a time.
+    """Full parameters of a module's units, only a few of which are in memory at a time.
 
     Each unit has one tensor for good, because autograd keeps views of it from forward to backward.
-    Its memory is taken when an operation needs one of its parameters, in forward or backward, and
-    freed when other units are needed: at most `_RESIDENT` are here or on their way, unless one
-    operation needs more. PyTorch itself raises RuntimeError for an operation on memory that was
-    freed.
+    Its memory is allocated when an operation needs one of its parameters, in forward or backward,
+    and freed when other units are needed. At most `_RESIDENT` units are in memory or being
+    gathered, unless one operation needs more. PyTorch itself raises a RuntimeError for an operation
+    on memory that was freed.
 
-    In training the unit that came next the first time is gathered while this one computes, in place
-    of the one before. If another unit is needed then, it is gathered as without that, and nothing
-    is gathered ahead at this place any more.
+    In training, a unit is gathered ahead while another computes, and replaces the unit before. It
+    is the unit that followed at this place in the first step. If another unit is needed instead,
+    that one is gathered when it is needed, and nothing is gathered ahead at this place again.
 
     Parameters
     ----------
     store : ShardedParameters
-        This rank's pieces.
+        Store with this rank's pieces.
     names : sequence of str
-        The first parameter of each unit, for errors.
+        Name of the first parameter of each unit, for errors.
 
     Attributes
     ----------
     units : dict of int to int
-        The number of the unit to which a storage, by its address, belongs.
+        Address of a tensor's storage -> number of its unit.
     """
 
     def __init__(self, store: ShardedParameters, names: Sequence[str]) -> None:
@@ -65,20 +66,20 @@ class GatheredUnits:
         dtype = tensor_of(np.empty(0, store.layout.dtype)).dtype
         self._tensors = [torch.empty(unit.length, dtype=dtype) for unit in store.layout.units]
         self.units = {t.untyped_storage()._cdata: i for i, t in enumerate(self._tensors)}
-        self._resident: dict[int, Array] = {}  # the least recently used first
+        self._resident: dict[int, Array] = {}  # In order of use, the least recent first.
         self._coming: tuple[int, Array, Work, Work] | None = None
-        # The last two units that a training step gathered, and the one that came after such two:
-        # None if they were the last of a step, or another one came later. All ranks gather the
-        # same units in the same order, so that they decide alike.
+        # _place has the last two units that a training step gathered. _next has the unit that
+        # followed such a pair, or None if the step ended there or different units followed. All
+        # ranks gather the same units in the same order, so that they decide alike.
         self._place: tuple[int | None, int | None] = (None, None)
         self._next: dict[tuple[int | None, int | None], int | None] = {}
 
     def tensor(self, unit: int) -> Any:
-        """The full parameters of a unit, whose memory comes and goes after the first `forget`."""
+        """Return the tensor of a unit's full parameters, which has memory only while gathered."""
         return self._tensors[unit]
 
     def use(self, units: Sequence[int], *, is_training: bool) -> None:
-        """Make units readable until others are needed. Collective, if one of them is not here."""
+        """Make units readable until others are needed. Collective if one is not in memory."""
         missing = [unit for unit in units if unit not in self._resident]
         for unit in units:
             if unit in self._resident:
@@ -87,7 +88,7 @@ class GatheredUnits:
             self._arrive()
         for unit in missing:
             if is_training:
-                # The first unit after this place is expected there until another one comes.
+                # The first unit that follows this place is expected again, until another follows.
                 if self._next.setdefault(self._place, unit) != unit:
                     self._next[self._place] = None
                 self._place = self._place[1], unit
@@ -102,28 +103,31 @@ class GatheredUnits:
                 self._begin(ahead)
 
     def _make_room(self, needed: Sequence[int]) -> None:
-        """Free the least recently used units, and none that is needed, to take one more."""
+        """Free the least recently used units, except needed ones, to make room for one more."""
         others = [unit for unit in self._resident if unit not in needed]
         self._let_go(others[: max(0, len(self._resident) + 1 - _RESIDENT)])
 
     def _begin(self, unit: int) -> None:
-        """Take a unit's memory, and begin to gather it. Collective."""
+        """Allocate a unit's memory, and begin to gather it. Collective."""
         layout = self._store.layout
         storage = self._tensors[unit].untyped_storage()
         storage.resize_(layout.units[unit].length * layout.dtype.itemsize)
-        # Not by numpy(), after which PyTorch would not resize the storage any more.
+        # PyTorch does not resize a storage after tensor.numpy(), so that the array is made from the
+        # address.
         memory = (ctypes.c_byte * storage.nbytes()).from_address(storage.data_ptr())
-        # The model may end before the gather, for instance by an exception in its forward.
+        # The array keeps the storage alive. An exception in forward may free the model during the
+        # gather.
         memory.owner = storage
         full = np.frombuffer(memory, layout.dtype)
         layout.ledger.book(MemoryCategory.GATHERED, full, full.nbytes)
         (own,) = self._store.owned([self._store.held[unit]])
-        # Units of the same size would be mixed without an error if ranks took other branches.
+        # Ranks that took different branches would mix units of the same size without an error. The
+        # numbers of the ranks' units are therefore gathered, too.
         wanted = layout.backend.all_gather_async(np.array([unit]))
         self._coming = unit, full, wanted, layout.backend.all_gather_async(own, out=full)
 
     def _arrive(self) -> None:
-        """Wait for the unit that is on its way, if there is one."""
+        """Wait for the unit that is being gathered, if there is one."""
         if self._coming is None:
             return
         unit, full, wanted, work = self._coming
@@ -140,14 +144,14 @@ class GatheredUnits:
         self._resident[unit], self._coming = full, None
 
     def release(self) -> None:
-        """Free all units, because a step's parameters are not needed any more."""
+        """Free all units, because the step no longer needs parameters."""
         self._arrive()
         self._let_go(list(self._resident))
         self._next[self._place] = None
         self._place = (None, None)
 
     def forget(self) -> None:
-        """Free all units without their changes, because the rank's pieces are newer."""
+        """Free all units and discard changes in them, because the rank's pieces are newer."""
         self._arrive()
         self._resident.clear()
         for tensor in self._tensors:
@@ -156,7 +160,8 @@ class GatheredUnits:
     def _let_go(self, units: Iterable[int]) -> None:
         for unit in units:
             full, held = self._resident.pop(unit), self._store.held[unit]
-            # Initialisation and the like, which every rank does alike, write to the full tensor.
+            # User code may have changed the full tensor, alike on every rank: for instance an
+            # initialisation. This rank's piece takes the change.
             (own,) = self._store.owned([held])
             own[...] = full[held.start - held.unit.start : held.stop - held.unit.start]
             del full
@@ -164,7 +169,7 @@ class GatheredUnits:
 
 
 class _Gathered:
-    """A tensor in the memory of units: an operation on it makes them readable first."""
+    """Tensor in the memory of a unit. An operation on it gathers the unit first."""
 
     _units: tuple[GatheredUnits, int]
 
@@ -174,7 +179,7 @@ class _Gathered:
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = getattr(function, "__name__", "")
-        if name == "__get__":  # of an attribute
+        if name == "__get__":  # The function reads an attribute.
             attribute = getattr(function.__self__, "__name__", "")  # type: ignore[attr-defined]
             is_free = attribute not in _VALUES
         else:
@@ -186,15 +191,15 @@ class _Gathered:
 
 
 class GatheredParameter(_Gathered, SharedParameter):
-    """A parameter of a unit, which is gathered when it is needed."""
+    """Parameter of a unit, which is gathered when it is needed."""
 
 
 class _GatheredView(_Gathered, torch.Tensor):  # type: ignore[misc]
-    """A view of a parameter, such as its transpose."""
+    """View of a parameter, such as its transpose."""
 
 
 def _compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function of PyTorch with the units that its arguments need, in backward, too."""
+    """Call a function of PyTorch with the units that its arguments need, also in backward."""
     if torch.compiler.is_compiling():
         raise ShardingError(
             'torch.compile needs parameters that stay in memory, and strategy="fsdp" gathers them '
@@ -217,7 +222,7 @@ def _compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _follow(
     sources: Sequence[GatheredUnits], uses: Sequence[Callable[..., None]], result: Any
 ) -> Any:
-    """Let the backward pass of a result, and operations on a view, gather the units again."""
+    """Prepare a result, so that its backward pass, or operations on a view, gather the units."""
     if isinstance(result, _Gathered) or result.layout is not torch.strided:
         return result
     storage = result.untyped_storage()._cdata
@@ -233,17 +238,17 @@ def _follow(
 
 @called_as("backward()")
 def _before_backward(uses: Sequence[Callable[..., None]], _gradients: Any) -> None:
-    """Hook: autograd comes to an operation that used parameters."""
+    """Gather units before autograd differentiates an operation that used them. Collective."""
     for use in uses:
         use(is_training=True)
 
 
 def give_whole_tensors(_module: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Hook of ``state_dict()``: copies, in place of views whose memory comes and goes. Collective.
+    """Replace the views in a ``state_dict()``, whose memory is freed later, by copies. Collective.
 
-    Every rank gets all of them.
+    Every rank gets all parameters.
     """
-    with torch.no_grad():  # else the unit after the last would be gathered ahead
+    with torch.no_grad():  # With gradients, this would count as training and gather ahead.
         for name, tensor in state.items():
             if name.startswith(prefix) and isinstance(tensor, _GatheredView):
                 state[name] = tensor.clone()

@@ -1,6 +1,6 @@
-"""Optimizers of PyTorch, or rules of mpishard, on the parts that a rank owns; and clipping.
+"""Optimizers of PyTorch, or rules of mpishard, for the parts that a rank owns; and clipping.
 
-Their state dicts are in PyTorch's own form: whole tensors, on every rank.
+Their state dicts have PyTorch's own form: whole tensors, on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpishard.torch.sharded import ShardedModule, module_of, part_of
 def norm_of(parts: Sequence[Part], order: float = 2.0) -> float:
     """Return the p-norm of the gradients over all parts and ranks. Collective."""
     is_largest = math.isinf(order)
-    shared, alone = 0.0, 0.0  # of divided gradients, and of those that each rank has whole
+    shared, alone = 0.0, 0.0  # Sums over gradients that are split, and over whole gradients.
     for part in parts:
         if part.tensor.grad is None:
             continue
@@ -41,7 +41,8 @@ def norm_of(parts: Sequence[Part], order: float = 2.0) -> float:
             alone = max(alone, value) if is_largest else alone + value
         else:
             shared = max(shared, value) if is_largest else shared + value
-    # Replicas have the same gradients: added up over the ranks each would count several times.
+    # Only split gradients are summed over ranks. Whole gradients are equal on every rank, and would
+    # count several times.
     if any(part.owner.shards_state for part in parts):
         operation = ReductionOperation.MAX if is_largest else ReductionOperation.SUM
         shared = float(parts[0].owner.backend.all_reduce(np.array([shared]), operation)[0])
@@ -51,32 +52,36 @@ def norm_of(parts: Sequence[Part], order: float = 2.0) -> float:
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Any:
-    """Scale gradients down if their norm over all parameters and ranks is larger. Collective.
+    """Scale gradients down to a norm, over all parameters and ranks, of ``max_norm``. Collective.
 
-    As ``torch.nn.utils.clip_grad_norm_`` does in one process.
+    It computes what ``torch.nn.utils.clip_grad_norm_`` computes in one process.
 
     Parameters
     ----------
     parameters : torch.nn.Module, torch.Tensor, or iterable of torch.Tensor
         A sharded model, or parameters of sharded models.
     max_norm : float
-        Largest norm; infinity only computes it.
+        Maximum norm. With infinity the norm is only computed.
     norm_type : float
-        p of the p-norm, above 0; infinity, or "inf", for the largest element.
+        Order p > 0 of the p-norm. With infinity, or "inf", it is the largest absolute value.
     error_if_nonfinite : bool
-        Refuse gradients that are not finite.
+        Raise an error if the norm is not finite.
 
     Returns
     -------
     torch.Tensor
-        The norm before, a scalar, the same on every rank.
+        The norm before clipping, a scalar, the same on every rank.
 
     Raises
     ------
+    ValueError
+        If ``norm_type`` is not above 0.
     ShardingError
-        For parameters of no sharded model; if the last ``backward()`` was inside `no_sync`.
+        If a parameter is not one of a sharded model, or the last ``backward()`` was inside
+        `no_sync`.
     RuntimeError
-        On every rank, for a norm that is not finite, if that is asked for. Nothing has changed.
+        If the norm is not finite and ``error_if_nonfinite`` is True. Every rank raises it, and
+        nothing has changed.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not norm_type > 0:
@@ -95,9 +100,9 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of the gradients is not finite, so they cannot be "
             "clipped; error_if_nonfinite=False turns this check off"
         )
-    # As torch.nn.utils.clip_grad_norm_ computes it, so that both give the same numbers.
+    # torch.nn.utils.clip_grad_norm_ adds 1e-6, too, so that both give the same numbers.
     factor = max_norm / (total + 1e-6)
-    if not factor >= 1:  # NaN, too
+    if not factor >= 1:  # This is True for NaN, too, as in PyTorch.
         for part in parts:
             if part.tensor.grad is not None:
                 part.tensor.grad.mul_(factor)
@@ -106,9 +111,9 @@ def clip_grad_norm_(
 
 
 class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """A rule that updates the parts of a model which this rank owns.
+    """Optimizer that updates this rank's parts of a model by a rule of mpishard.
 
-    Its one group has ``lr``, which schedulers of PyTorch set, and ``steps``, the number of
+    Its only group has ``lr``, which schedulers of PyTorch set, and ``steps``, the number of
     updates. A rule with a schedule of its own sets ``lr`` itself. Options of single parameters
     are the rule's ``parameter_options``.
 
@@ -117,16 +122,16 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     groups : list
         Tensors of parts, or one group of them.
     rule : Optimizer
-        Of `mpishard.optimizers`.
+        Rule of `mpishard.optimizers`.
     parts : mapping of int to Part
         The parts, by the id of their tensors.
 
     Raises
     ------
     ValueError
-        For several groups or models, or options that match no parameter.
+        If there are several groups or models, or options match no parameter.
     TypeError
-        For a rule that searches along a line.
+        If the rule searches along a line.
     """
 
     def __init__(self, groups: Sequence[Any], rule: Optimizer, parts: Mapping[int, Part]) -> None:
@@ -145,7 +150,7 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._frozen = rule.checked_options.frozen_among(self._names)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take the one group."""
+        """Add the only group, and refuse a second one."""
         if self.param_groups:
             raise ValueError(
                 f"{type(self.rule).__name__} of mpishard has one group of parameters; give options "
@@ -158,7 +163,7 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Update the parts that have a gradient. Collective."""
         rule, (group,) = self.rule, self.param_groups
         if not isinstance(rule.learning_rate, Constant):
-            # Schedulers of PyTorch leave this key in the groups that they change.
+            # A group has the key "initial_lr" if a scheduler of PyTorch changes it.
             if "initial_lr" in group:
                 raise ValueError(
                     f"the learning rate of {type(rule).__name__} is already a schedule, "
@@ -184,7 +189,8 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             parameter_names=self._names,
             numbers=group["numbers"],
         )
-        ranges = [self._range(part) for part in trained]  # of empty parts, too: all have state
+        # Empty parts get a state, too, so that all ranks save the same kinds of arrays.
+        ranges = [self._range(part) for part in trained]
         rule.update_all([owned for owned in ranges if owned.parameters.size], context)
         group["steps"] += 1
 
@@ -202,7 +208,7 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 def _flat(tensor: Any) -> np.ndarray[Any, Any]:
-    """The elements of a contiguous tensor, in its memory."""
+    """Return the elements of a contiguous tensor as a vector in the same memory."""
     values: np.ndarray[Any, Any] = tensor.detach().reshape(-1).numpy()
     return values
 
@@ -210,37 +216,40 @@ def _flat(tensor: Any) -> np.ndarray[Any, Any]:
 def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     """Make an optimizer of a sharded model.
 
-    It is a ``torch.optim`` optimizer, of the class given, whose parameters are the parts that this
-    rank owns. Schedulers, ``param_groups``, ``zero_grad`` and hooks work as ever. ``step()`` is
-    collective: it waits until all ranks have come to it, and until all have updated.
-    ``state_dict()`` is collective, too, and is PyTorch's own: whole tensors, in the order of the
-    parameters; ``load_state_dict()`` takes one, also of plain PyTorch.
+    It is an optimizer of the given ``torch.optim`` class, whose parameters are the parts that this
+    rank owns. Schedulers, ``param_groups``, ``zero_grad`` and hooks work as usual. ``step()`` is
+    collective: it waits until all ranks have called it, and until all have updated.
+    ``state_dict()`` is collective, too, and has PyTorch's own form: whole tensors, in the order of
+    the parameters. ``load_state_dict()`` takes such a dict, also one of plain PyTorch.
 
     Parameters
     ----------
     kind : type or Optimizer
-        A class of ``torch.optim``, or one like it. Or a rule of `mpishard.optimizers`, such as
-        ``AdamW(1e-3)``, with its own clipping, decay groups and state; its rate is a schedule of
-        its own, or a number that schedulers of PyTorch may change.
+        A class of ``torch.optim``, or a class with the same methods. Or a rule of
+        `mpishard.optimizers`, such as ``AdamW(1e-3)``, with its own clipping, decay groups and
+        state. The learning rate of a rule is a schedule of its own, or a number that schedulers of
+        PyTorch may change.
     parameters : torch.nn.Module or iterable
-        The sharded model: all its trained parameters. Or parameters of one or several sharded
-        models, or groups of them, as for the class: dicts with ``"params"``.
+        A sharded model, all of whose trained parameters are updated. Or parameters of one or
+        several sharded models, or groups of them (dicts with ``"params"``).
     **options
-        For a class.
+        Options of the class, such as ``lr``. A rule takes none.
 
     Returns
     -------
     torch.optim.Optimizer
+        The optimizer.
 
     Raises
     ------
     TypeError
-        For a class that is no optimizer, or whose steps need a closure.
+        If the class is not an optimizer or its steps need a closure, or a rule is given options or
+        searches along a line.
     ValueError
-        For one that looks at whole matrices, if only parts of them are here: Adafactor and Muon
-        need ``strategy="ddp"``.
+        If there are no parameters, or the class uses whole matrices and a rank has only parts of
+        them: Adafactor and Muon need ``strategy="ddp"``.
     ShardingError
-        For parameters of no sharded model.
+        If a parameter is not a trained parameter of a sharded model.
     """
     is_rule = isinstance(kind, Optimizer)
     if not is_rule:
@@ -268,10 +277,10 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     made.register_load_state_dict_pre_hook(functools.partial(slice_states, parts))
     made._mpishard_parts, made._mpishard_is_divided = parts, False
     made._mpishard_options = options
-    # GradScaler then calls step() on every rank, where it is refused; else a rank whose own part
-    # has an inf would leave the call out.
+    # With this flag GradScaler calls step() on every rank, and `_before_step` refuses it. Without
+    # it only the ranks whose own part has an infinity would skip the call, and the others wait.
     made._step_supports_amp_scaling = True
-    # By a proxy: the optimizer is freed when nobody uses it, and its models with it.
+    # A proxy avoids a reference cycle, so that an unused optimizer and its models are freed.
     made.add_param_group = functools.partial(_add_group, weakref.proxy(made), options, owners)
     return made
 
@@ -282,11 +291,11 @@ def _add_group(
     owners: list[ShardedModule],
     param_group: Mapping[str, Any],
 ) -> None:
-    """``add_param_group`` with parameters of sharded models."""
+    """Add a group of parameters of sharded models to the optimizer ``made``."""
     parts: dict[int, Part] = {}
     (group,) = _groups([param_group], parts)
     everyone = list(dict.fromkeys([*owners, *(part.owner for part in parts.values())]))
-    if not isinstance(made, RuleOptimizer):  # which needs no trial: rules know ranges
+    if not isinstance(made, RuleOptimizer):  # Rules update ranges of parameters correctly.
         _require_elementwise(made.__class__, options, everyone)
     made.__class__.add_param_group(made, group)
     made._mpishard_parts.update(parts)
@@ -315,7 +324,7 @@ def parts_of(made: Any) -> dict[int, Part]:
     Raises
     ------
     TypeError
-        For an optimizer that `optimizer` has not made.
+        If `optimizer` has not made the optimizer.
     """
     parts: dict[int, Part] | None = getattr(made, "_mpishard_parts", None)
     if parts is None:
@@ -327,10 +336,10 @@ def parts_of(made: Any) -> dict[int, Part]:
 
 
 def _groups(parameters: Any, parts: dict[int, Part]) -> list[Any]:
-    """The same groups with the parts that this rank owns, which are noted in ``parts``."""
+    """Return the groups with tensors of this rank's parts, and add the parts to ``parts``."""
 
     def own(parameter: Any) -> Any:
-        if isinstance(parameter, tuple):  # a name, as of named_parameters()
+        if isinstance(parameter, tuple):  # A (name, parameter) of named_parameters().
             return parameter[0], own(parameter[1])
         part = part_of(parameter)
         parts[id(part.tensor)] = part
@@ -357,10 +366,11 @@ def _groups(parameters: Any, parts: dict[int, Part]) -> list[Any]:
 def _require_elementwise(
     kind: Any, options: Mapping[str, Any], owners: list[ShardedModule]
 ) -> None:
-    """Refuse an optimizer of which a part of a matrix is updated otherwise than the whole.
+    """Refuse an optimizer whose updates of a matrix and of parts of the matrix differ.
 
-    It is tried on a matrix, and by one optimizer each on the two halves of it, if an owner divides
-    its state: ranks have an optimizer each, so that no norm over parameters is that of all of them.
+    If an owner splits the optimizer's state, three optimizers are tried: one on a matrix, and one
+    on each half of it. Each rank has an optimizer of its own, too, so that a norm over its
+    parameters would not be that of all parameters.
     """
     owner = next((owner for owner in owners if owner.shards_state), None)
     if owner is None:
@@ -368,16 +378,16 @@ def _require_elementwise(
     dtype = owner.parts[0].tensor.dtype
     values = torch.linspace(-1, 1, 12, dtype=dtype).view(3, 4)
     whole = torch.nn.Parameter(values.clone())
-    # Cut inside a row, as the parts of ranks are.
+    # The cut is inside a row, as the parts of ranks may be.
     halves = [torch.nn.Parameter(half.clone()) for half in values.view(-1).tensor_split([5])]
     tried = [kind([parameter], **options) for parameter in (whole, *halves)]
     try:
         for step in range(3):
-            # Larger ones later: with any usual limit of a norm some are clipped.
+            # Gradients grow a hundredfold per step, so that any usual limit of a norm clips some.
             gradient = 100**step * torch.cos(7 * values + step)
             whole.grad = gradient
             for half, part in zip(halves, gradient.reshape(-1).tensor_split([5]), strict=True):
-                half.grad = part.clone()  # an optimizer may change gradients in place
+                half.grad = part.clone()  # An optimizer may change gradients in place.
             for one in tried:
                 one.step()
     except (ValueError, RuntimeError) as error:
@@ -396,12 +406,17 @@ _NEEDS_WHOLE = (
 
 @called_as("optimizer.step()")
 def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any) -> None:
-    """Hook: all ranks have gradients, nobody reads parameters, and all will do the same."""
-    if any(value is not None for value in (*args[1:], *kwargs.values())):  # args begin with made
+    """Check, before a step, that gradients are complete and all ranks have the same settings.
+
+    The hook is collective: after it no rank reads parameters. It also releases gathered units.
+    """
+    # The first of args is the optimizer itself.
+    if any(value is not None for value in (*args[1:], *kwargs.values())):
         raise TypeError(
             "step() of a sharded model takes no closure: call backward() before it, on every rank"
         )
-    if hasattr(made, "found_inf"):  # set for this call by GradScaler, which an error would leave
+    if hasattr(made, "found_inf"):
+        # GradScaler sets these for one call, and deletes them only if the call raises no error.
         del made.found_inf, made.grad_scale
         raise ShardingError(
             "torch.amp.GradScaler looks for infinities in the gradients of one rank, and would "
@@ -417,8 +432,9 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
         for group in made.param_groups
     ]
     backend = owners[0].backend
-    # Each rank updates other elements, so that different settings would raise no error. Not int64,
-    # as the number of a unit is, which a rank still in backward() may be gathering.
+    # Each rank updates other elements, so that different settings would raise no error. The dtype
+    # is not int64, that of the unit numbers which a rank may still gather in backward(): such calls
+    # of different ranks must not match.
     everyone = backend.all_gather(np.array([zlib.crc32(repr(chosen).encode())], np.uint32))
     if (everyone != everyone[0]).any():
         raise ShardingError(
@@ -429,7 +445,7 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
     with torch._C.DisableTorchFunctionSubclass():
         for part in made._mpishard_parts.values():
             gradient = part.tensor.grad
-            if type(gradient) is GradientPiece:  # which would make each operation slower
+            if type(gradient) is GradientPiece:  # Each operation on this subclass is slower.
                 part.tensor.grad = gradient.as_subclass(torch.Tensor)
     record("gradients", made)
     owners[0].passes.part_of_step.enter_context(span("update"))
@@ -441,14 +457,14 @@ def _plain(value: Any) -> Any:
 
 @called_as("optimizer.step()")
 def _after_step(owners: list[ShardedModule], made: Any, *_: Any) -> None:
-    """Hook: let all ranks read the parameters that each has updated."""
+    """Publish, after a step, the parameters that each rank has updated. Collective."""
     for owner in owners:
         owner.publish()
     record("parameters", made)
 
 
 def _refuse_others(made: Any, *_: Any) -> None:
-    """Hook of every optimizer: others than ours would update parameters that other ranks read."""
+    """Refuse, before a step of any optimizer, to update parameters that other ranks own."""
     if hasattr(made, "_mpishard_parts"):
         return
     for group in made.param_groups:
@@ -465,12 +481,14 @@ register_optimizer_step_pre_hook(_refuse_others)
 
 
 def record(kind: str, made: Any) -> None:
-    """Write this rank's parts of a step's "gradients" or "parameters" if verify asks for them.
+    """Write this rank's parts of a step's "gradients" or "parameters" for ``mpishard verify``.
+
+    Nothing is written in other runs.
 
     Raises
     ------
     SystemExit
-        After the last step to compare: the ranks end there together.
+        After the last step to compare, on every rank.
     """
     verification = settings.verification()
     if verification is None:
@@ -487,23 +505,23 @@ def record(kind: str, made: Any) -> None:
         key = f"{owners.index(part.owner)}/{part.entry.name}/{own.start}/{own.stop}"
         arrays[key] = np.empty(0) if tensor is None else tensor.detach().numpy().reshape(-1)
     np.savez(folder / f"{kind}-{step}-{rank}.npz", **arrays)
-    # verify has what it asked for: the rest of the script would take time alone.
+    # `mpishard verify` needs no further steps, so that the rest of the script is not run.
     if kind == "parameters" and step == steps:
         raise SystemExit(0)
 
 
 def numbered_parts(parts: Mapping[int, Part], made: Any) -> Iterator[tuple[int, Part]]:
-    """Yield the number in a state dict of each parameter of an optimizer, and its part."""
+    """Yield each parameter's number in a state dict of an optimizer, and its part."""
     tensors = (tensor for group in made.param_groups for tensor in group["params"])
     for number, tensor in enumerate(tensors):
         yield number, parts[id(tensor)]
 
 
 def states_of_numbers(made: Any) -> frozenset[str]:
-    """Return the names of the states that have a value for each element of a parameter.
+    """Return the names of states with a value for each element, for parameters of shape ().
 
-    Their shapes do not tell if a parameter is one number, which other states are as well: a trial
-    does. Without such a parameter no name is needed, and none is returned.
+    Other states, such as a count of steps, may have the shape () as well. The names are therefore
+    found by a trial step with a vector. If no parameter has the shape (), the set is empty.
     """
     if all(part.entry.shape for part in parts_of(made).values()):
         return frozenset()
@@ -522,9 +540,9 @@ def states_of_numbers(made: Any) -> frozenset[str]:
 
 
 def is_elementwise(key: str, value: Any, shape: Any, of_numbers: Collection[str]) -> bool:
-    """Whether a state has a value for each element of a tensor of ``shape``.
+    """Return True if a state has a value for each element of a tensor of ``shape``.
 
-    ``of_numbers`` are the names that `states_of_numbers` gives.
+    ``of_numbers`` has the names that `states_of_numbers` returns.
     """
     if not isinstance(value, torch.Tensor) or value.shape != shape:
         return False
@@ -533,7 +551,7 @@ def is_elementwise(key: str, value: Any, shape: Any, of_numbers: Collection[str]
 
 @called_as("optimizer.state_dict()")
 def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any]) -> Any:
-    """Hook: the states of all ranks' parts, put together. Collective."""
+    """Return a state dict with whole states, from the states of all ranks' parts. Collective."""
     state = dict(state_dict["state"])
     for number, part in numbered_parts(parts, made):
         if number in state and part.owner.shards_state:
@@ -547,14 +565,14 @@ def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, An
 
 
 def _whole(part: Part, value: Any) -> Any:
-    """The whole tensor of which each rank has a part. Collective."""
+    """Return the whole tensor from each rank's part ``value``. Collective."""
     gathered = part.owner.backend.all_gather(value.detach().contiguous().numpy())
     return torch.from_numpy(np.asarray(gathered)).view(part.entry.shape)
 
 
 def slice_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any]) -> Any:
-    """Hook: the parts of a whole state that this rank owns."""
-    if made._mpishard_is_divided:  # by a checkpoint, of which each rank reads its part
+    """Return a state dict with this rank's parts, from one with whole states."""
+    if made._mpishard_is_divided:  # Each rank has read only its parts from a checkpoint.
         return state_dict
     state = dict(state_dict["state"])
     of_numbers = states_of_numbers(made)
@@ -567,7 +585,10 @@ def slice_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any
 
 
 def _own(part: Part, key: str, value: Any, of_numbers: Collection[str]) -> Any:
-    """A copy, for PyTorch would go on with the tensors given; thread-ranks are given the same."""
+    """Return a copy of this rank's part of a state.
+
+    PyTorch would use the given tensor itself, which thread-ranks share.
+    """
     if part.owner.shards_state and is_elementwise(key, value, part.entry.shape, of_numbers):
         value = value.reshape(-1)[part.in_parameter]
     return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""A parameter whose values are shared, and whose gradient is this rank's part."""
+"""Parameters with shared values, whose gradient is only this rank's part."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mpishard.layout import ShardLayout
 from mpishard.sharding import ParameterEntry, Piece, Unit
 
 native_gradient = torch.Tensor.grad
-"""The attribute in which autograd leaves a gradient."""
+"""Descriptor of the attribute in which autograd stores a gradient."""
 
 
 class Uncopied:
-    """Base of objects that a module refers to; its copies, also pickled ones, have None instead."""
+    """Base of objects that are None in copies and pickles of the module that refers to them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -26,28 +26,28 @@ class Uncopied:
 
 
 class Part:
-    """One parameter: the user's, and the part of it that this rank updates.
+    """A user's parameter, and the part of it that this rank updates.
 
     Parameters
     ----------
     owner : ShardedModule
-        Holds the parameter.
+        Module of the parameter.
     index : int
-        Of the entry in the flat vector's table.
+        Index of the entry in the flat vector's table.
     entry : ParameterEntry
-        Name, shape and start.
+        Name, shape and start of the parameter.
     unit : Unit
-        Unit that contains it.
+        Unit that contains the parameter.
     parameter : torch.nn.Parameter
-        The user's.
+        The user's parameter.
 
     Attributes
     ----------
     start, stop : int
-        Flat range that this rank updates: all of the parameter under DDP.
+        Flat range that this rank updates. Under DDP it is the whole parameter.
     tensor : torch.nn.Parameter
-        Its values, in memory: a torch optimizer is given this tensor. Shape (stop - start,),
-        under DDP the parameter's.
+        Values of the range, in the store's memory, of shape (stop - start,); under DDP of the
+        parameter's shape. Optimizers of PyTorch are given this tensor.
     """
 
     tensor: Any
@@ -70,34 +70,34 @@ class Part:
 
     @property
     def piece(self) -> Piece:
-        """The flat range, as stores know it."""
+        """The flat range as a piece of the unit, for stores."""
         return Piece(self.unit, self.start, self.stop, self.start)
 
     def as_gradient(self, values: Any) -> Any:
-        """Return a tensor of its own in the same memory, to be the ``grad`` of `tensor`.
+        """Return a new tensor in the same memory, to be the ``grad`` of `tensor`.
 
-        Until an optimizer reads it, it refuses norms if it is a part of a gradient.
+        If it is only a part of a gradient, it refuses norms until an optimizer reads it.
         """
         return values.as_subclass(GradientPiece if self.owner.shards_state else torch.Tensor)
 
     @property
     def in_parameter(self) -> slice:
-        """The range's elements, of the flattened parameter."""
+        """Slice of the flattened parameter that the range covers."""
         return slice(self.start - self.entry.start, self.stop - self.entry.start)
 
 
 class SharedParameter(torch.nn.Parameter):  # type: ignore[misc]
-    """A parameter of a sharded module.
+    """Parameter of a sharded module.
 
-    ``.grad`` is this rank's part of the gradient that all ranks have reduced, flat; under DDP the
-    whole gradient. It may be set to None, or changed in place.
+    ``.grad`` is this rank's part of the reduced gradient, as a flat tensor; under DDP it is the
+    whole gradient. It may be set to None, replaced by a tensor of its shape, or changed in place.
     """
 
     _part: Part
 
     @property
     def grad(self) -> Any:
-        # The compiler asks for gradients to copy them, in the shape of the parameter.
+        # torch.compile copies gradients while it traces, and expects the parameter's shape.
         if torch._guards.TracingContext.try_get() is not None:
             return None
         part = self._part
@@ -120,8 +120,8 @@ class SharedParameter(torch.nn.Parameter):  # type: ignore[misc]
     def grad(self) -> None:
         self._part.tensor.grad = None
 
-    # Copies are PyTorch's own parameters. The memory of a view would be saved with all that is in
-    # it, which is a unit.
+    # Copies and pickles are plain parameters of PyTorch. A view would be saved with all of its
+    # memory, which is a whole unit.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -133,7 +133,7 @@ class SharedParameter(torch.nn.Parameter):  # type: ignore[misc]
 
 
 class GradientPiece(torch.Tensor):  # type: ignore[misc]
-    """The part of a gradient that this rank owns: no norm of it is the gradient's."""
+    """Part of a gradient that this rank owns. It refuses norms, which would be of the part only."""
 
     @classmethod
     def __torch_function__(
@@ -148,10 +148,11 @@ class GradientPiece(torch.Tensor):  # type: ignore[misc]
             )
         with torch._C.DisableTorchFunctionSubclass():
             if function == torch.Tensor.data.__set__:
-                # This object is gone after the statement; the memory is what an optimizer reads.
+                # ``p.grad.data = x``: p.grad is a temporary object here, and the optimizer reads
+                # the memory. The values are therefore copied there.
                 return args[0].detach().copy_(args[1])
             result = function(*args, **(kwargs or {}))
-            # Loops take norms of p.grad.data and of p.grad.detach(), too.
+            # Results with the same values also refuse norms, as loops use p.grad.data, too.
             if function in _SAME_VALUES:
                 return result.as_subclass(cls)
             return result

@@ -1,4 +1,4 @@
-"""A module whose parameters are views of memory that somebody else holds, and its buffers."""
+"""Module whose parameters are views of a store's memory, and its buffers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mpishard.torch.parameters import SharedParameter
 
 
 class Buffers:
-    """The buffers of a module, and the parameters that no vector holds.
+    """Buffers of a module, and its parameters outside of the flat vector.
 
-    After `deal` they are rank 0's on every rank. Buffers that any rank changes in a forward pass,
-    such as running means, are sent again when the backward pass ends: before the next forward pass,
-    as PyTorch's DDP does.
+    After `deal` every rank has the values of rank 0. If a rank changes buffers in a forward pass,
+    such as running means, they are sent again at the end of the backward pass. Like with PyTorch's
+    DDP, all ranks therefore have equal buffers at the next forward pass.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The user's.
+        The user's module.
     placed : set of int
-        Ids of the parameters that stand elsewhere.
+        Ids of the parameters that are in the flat vector.
     """
 
     def __init__(self, module: Any, placed: set[int]) -> None:
@@ -46,7 +46,7 @@ class Buffers:
         self._note_versions()
 
     def deal(self, backend: CommunicationBackend) -> None:
-        """Give every rank all tensors of rank 0. Collective."""
+        """Send all tensors of rank 0 to every rank. Collective."""
         _send([p.data for p in self._parameters], backend)
         self.broadcast(backend)
 
@@ -57,24 +57,24 @@ class Buffers:
         self._versions = [(tensor, tensor._version) for tensor in self._tensors()]
 
     def have_changed(self) -> bool:
-        """Whether a buffer has changed on this rank since the last broadcast."""
+        """Return True if a buffer has changed on this rank since the last broadcast."""
         return any(
             tensor is not known or tensor._version != version
             for tensor, (known, version) in zip(self._tensors(), self._versions, strict=True)
         )
 
     def broadcast(self, backend: CommunicationBackend) -> None:
-        """Give every rank the buffers of rank 0. Collective."""
+        """Send the buffers of rank 0 to every rank. Collective."""
         _send(self._tensors(), backend)
         self._note_versions()
 
     def settle(self, backend: CommunicationBackend) -> bool:
-        """Give every rank the buffers of rank 0 if any has changed. Collective.
+        """Send the buffers of rank 0 to every rank if any rank's have changed. Collective.
 
         Returns
         -------
         bool
-            Whether one has, on any rank.
+            True if a buffer has changed on any rank.
         """
         if not self._slots:
             return False
@@ -85,7 +85,10 @@ class Buffers:
         return has_changed
 
     def saved(self, *, with_parameters: bool) -> dict[str, Any]:
-        """Copies of the buffers in a state dict, and of the parameters, by name."""
+        """Return copies of the buffers that a state dict has, by name.
+
+        With ``with_parameters``, those of the parameters outside of the vector are included.
+        """
         found = self._in_state(with_parameters=with_parameters)
         return {name: tensor.detach().clone() for name, tensor in found.items()}
 
@@ -95,12 +98,12 @@ class Buffers:
         return {name: tensor for name, tensor in state.items() if id(tensor) in own}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Refuse tensors that this module has not.
+        """Refuse tensors that this module does not have.
 
         Raises
         ------
         ValueError
-            Naming one.
+            If the module has no tensor of the same name and shape. The message names one.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in self._in_state().items()}
         for name, tensor in saved.items():
@@ -111,7 +114,7 @@ class Buffers:
                 )
 
     def take(self, saved: Mapping[str, Any]) -> None:
-        """Take the tensors of `saved`, which may be fewer."""
+        """Copy the tensors of `saved` to the module, which may have more."""
         present = self._in_state()
         with torch.no_grad():
             for name, tensor in saved.items():
@@ -121,7 +124,7 @@ class Buffers:
 def _send(tensors: Sequence[Any], backend: CommunicationBackend) -> None:
     if not tensors or backend.world_size == 1:
         return
-    # Bytes in logical order: of a contiguous tensor, its memory.
+    # All tensors are sent as bytes in one message, whatever their dtypes and strides.
     raw = [t.detach().contiguous().reshape(-1).view(torch.uint8).numpy() for t in tensors]
     packed = backend.broadcast(np.concatenate(raw), root=0)
     if backend.rank == 0:
@@ -130,7 +133,8 @@ def _send(tensors: Sequence[Any], backend: CommunicationBackend) -> None:
     for tensor, old in zip(tensors, raw, strict=True):
         new = packed[position : position + old.size]
         position += old.size
-        if not np.array_equal(old, new):  # else it may be a view, or read-only
+        # Equal tensors are not written, because they may be read-only.
+        if not np.array_equal(old, new):
             with torch.no_grad():
                 tensor.copy_(torch.from_numpy(new.copy()).view(tensor.dtype).view(tensor.shape))
 
@@ -149,32 +153,33 @@ def from_text(text: str) -> dict[str, Any]:
 
 
 class PlacedModule:
-    """The parameters of a module as parts of a flat vector, and its tensors beside them.
+    """Parameters of a module as parts of a flat vector, and its other tensors.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The user's.
+        The user's module.
     with_frozen : bool
-        Whether the vector has the frozen parameters of its dtype, too.
+        True if the vector also has the frozen parameters of its dtype.
 
     Attributes
     ----------
     entries : tuple of ParameterEntry
-        Name, shape and start of each parameter in the vector; of shared ones the first name.
+        Name, shape and start of each parameter in the vector. A shared parameter has the first of
+        its names.
     parameters : list of torch.nn.Parameter
-        One for each entry.
+        The parameter of each entry.
     places : list of (torch.nn.Module, str)
         Submodule and name of each parameter.
     dtype : numpy.dtype
-        Of the parameters as the user gave them.
+        Dtype of the user's trained parameters.
     buffers : Buffers
-        The tensors that no vector holds.
+        The tensors outside of the vector.
 
     Raises
     ------
-    TypeError, ValueError
-        For a module that cannot be placed. Nothing has changed then.
+    TypeError, ValueError, ShardingError
+        If the module cannot be placed, or is sharded already. Nothing has changed then.
     """
 
     def __init__(self, module: Any, *, with_frozen: bool) -> None:
@@ -203,7 +208,7 @@ class PlacedModule:
         self._storages = [0] * len(self.parameters)
 
     def fill(self, start: int, out: Array) -> None:
-        """Write the range of the flat vector that begins at ``start`` into ``out``."""
+        """Copy the range of the flat vector that begins at ``start`` to ``out``."""
         stop = start + out.size
         for entry, parameter in zip(self.entries, self.parameters, strict=True):
             first, last = max(start, entry.start), min(stop, entry.stop)
@@ -212,17 +217,18 @@ class PlacedModule:
                 out[first - start : last - start] = values[first - entry.start : last - entry.start]
 
     def place(self, index: int, flat: Any) -> None:
-        """Let a parameter be a view of ``flat``, a tensor of shape (size,)."""
+        """Make a parameter a view of ``flat``, a tensor of shape (size,)."""
         self.parameters[index].data = flat.view(self.entries[index].shape)
         self._storages[index] = _storage_of(self.parameters[index])
 
     def require_placed(self) -> None:
-        """Refuse to train a module whose parameters are no longer those that were placed.
+        """Refuse to train a module whose parameters are not those that were placed.
 
         Raises
         ------
         ShardingError
-            Naming one.
+            If a parameter was moved, replaced or added, or requires a gradient only now. The
+            message names it.
         """
         trained = set()
         for index, (module, name) in enumerate(self.places):
@@ -230,7 +236,7 @@ class PlacedModule:
             if not entry.trainable:
                 continue
             trained.add(id(parameter))
-            held = module._parameters  # has no get() in a module of torch.jit
+            held = module._parameters  # In a module of torch.jit it has no get().
             is_here = name in held and held[name] is parameter
             if not is_here or _storage_of(parameter) != self._storages[index]:
                 raise ShardingError(
@@ -248,10 +254,10 @@ class PlacedModule:
                 )
 
     def deal(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
-        """Take rank 0's buffers, and let ``ranks`` draw different random numbers. Collective.
+        """Take rank 0's buffers, and seed the generators of ``ranks`` differently. Collective.
 
-        The first of them goes on with its own generator. Thread-ranks share one generator, which is
-        left alone.
+        The first of ``ranks`` keeps its generator. Thread-ranks share one generator, which does not
+        change.
         """
         self.buffers.deal(world)
         seed = world.broadcast(np.array([torch.initial_seed() & _SEEDS]), root=0)
@@ -259,13 +265,13 @@ class PlacedModule:
             torch.manual_seed((int(seed[0]) + 0x9E3779B97F4A7C15 * ranks.rank) & _SEEDS)
 
     def normalise_over(self, ranks: CommunicationBackend | None) -> None:
-        """Let converted batch normalisation use the samples of ``ranks``, or this rank's own."""
+        """Let converted batch normalisation use the samples of ``ranks``; None: of this rank."""
         for part in self._normalisations():
             part.ranks = None if ranks is None else Ranks(ranks)
 
     @property
     def computes_together(self) -> bool:
-        """Whether ranks communicate in a forward pass, for which each must make one."""
+        """True if a forward pass communicates, so that every rank must make one."""
         return any(part.training and part.ranks is not None for part in self._normalisations())
 
     def _normalisations(self) -> list[SyncBatchNorm]:
@@ -276,12 +282,12 @@ _SEEDS = (1 << 63) - 1
 
 
 def _storage_of(parameter: Any) -> int:
-    """The identity of the memory that a parameter is in."""
+    """Return the identity of the memory of a parameter."""
     return parameter.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def _check(module: Any) -> None:
-    """Refuse, before anything is changed, a module that cannot be placed."""
+    """Refuse a module that cannot be placed, before anything is changed."""
     taken = [name for name, p in module.named_parameters() if isinstance(p, SharedParameter)]
     if taken:
         raise ShardingError(
@@ -328,20 +334,20 @@ def _check(module: Any) -> None:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many more there are."""
+    """Return the first of some names, and the number of others."""
     rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]!r}{rest}"
 
 
 def tensor_of(array: Array) -> Any:
-    """Return a tensor on the memory of an array, which may be of bfloat16."""
+    """Return a tensor in the memory of an array, which may be of bfloat16."""
     if not is_bfloat16(array):
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
 def flat_gradient(gradient: Any) -> Array:
-    """Return a gradient as a dense vector; one of bfloat16 in float32."""
+    """Return a gradient as a dense vector; a 16-bit gradient is converted to float32."""
     gradient = gradient.to_dense() if gradient.is_sparse else gradient
     gradient = gradient.float() if gradient.itemsize == 2 else gradient
     return gradient.detach().reshape(-1).numpy()

@@ -1,4 +1,4 @@
-"""`shard`, and what it makes of a user's module: parameters, gradients and backward passes."""
+"""`shard`, and the stores, parameters and backward passes that it makes for a user's module."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ POLICIES = {
 
 
 class ShardedModule(Uncopied):
-    """Holder of one user's module: its units, its stores and its backward passes.
+    """Units, stores and backward passes of a user's module.
 
-    The parameters stand in memory that the ranks of a node share, whole, so that the module
-    computes as before; each rank updates its part. If ranks share no memory, `GatheredUnits` makes
-    them whole when they are used. A hook on each parameter gives its gradient to `BackwardPasses`.
+    The whole parameters are in memory that the ranks of a node share, so that the module computes
+    as before. Each rank updates its part. If ranks share no memory, `GatheredUnits` gathers
+    parameters when they are used. A hook on each parameter passes its gradient to `BackwardPasses`.
 
-    A copy of a sharded module, or its pickle, is a plain module.
+    A copy or a pickle of a sharded module is a plain module.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The user's.
+        The user's module.
     strategy : str
         A key of `POLICIES`.
     backend : CommunicationBackend
         The ranks.
     minimum_unit_size : int
-        See `mpishard.sharding.build_units`.
+        Minimum number of elements of a unit: see `mpishard.sharding.build_units`.
     precision : str, optional
-        See `shard`.
+        As in `shard`.
 
     Attributes
     ----------
@@ -78,11 +78,11 @@ class ShardedModule(Uncopied):
     parts : list of Part
         The trained parameters, in order.
     passes : BackwardPasses
-        Of the module.
+        The module's backward passes.
     shards_state : bool
-        Whether each rank updates only a part.
+        True if each rank updates only a part of the parameters.
     ledger : MemoryLedger
-        Bytes that this rank holds, its share of shared memory among them.
+        Bytes that this rank holds, including its share of shared memory.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ShardedModule(Uncopied):
         )  # fmt: skip
         self._make_parameters(policy, precision)
         self.gradients = self._make_gradients(policy)
-        # While the parameters are still the user's own: they become views of the stores below.
+        # The values are copied before `_place` makes the parameters views of the stores.
         ModelVector(self.placement).deal(self.parameters, backend, self.placed.fill)
         self.parts: list[Part] = []
         self._place()
@@ -131,7 +131,7 @@ class ShardedModule(Uncopied):
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         beside = [(name, t.shape, t.dtype) for name, t in tensors]
         structure = f"{self.strategy} {precision} {self.units} {self.entries} {beside}"
-        # A checksum in place of the text, which has a line for every parameter.
+        # Ranks compare a checksum, because the text has an entry for every parameter.
         mine = [len(self.entries), self.entries[-1].stop, zlib.crc32(structure.encode())]
         everyone = self.backend.all_gather(np.array([mine]))
         if (everyone != everyone[0]).any():
@@ -145,7 +145,8 @@ class ShardedModule(Uncopied):
 
     def _make_parameters(self, policy: Policy, precision: str | None) -> None:
         backend, module = self.backend, self.module
-        # Alone a rank has all parameters. Ranks of several nodes gather them, each for itself.
+        # A single rank has all parameters. If there are several nodes, each rank gathers units in
+        # memory of its own.
         gathers = policy.shards_parameters and backend.world_size > 1
         make = make_parameter_store if precision is None else make_mixed_store
         self.parameters = make(
@@ -164,7 +165,8 @@ class ShardedModule(Uncopied):
             for inner in module.modules():
                 inner.register_state_dict_post_hook(give_whole_tensors)
         if precision is not None:
-            # Values that are loaded into the rounded copies would not reach their owners.
+            # Values that load_state_dict() writes to the rounded copies would not reach the owners'
+            # float32 parameters.
             module.register_forward_pre_hook(_round_inputs, with_kwargs=True)
             for inner in module.modules():
                 inner.register_load_state_dict_pre_hook(_refuse_load)
@@ -172,12 +174,12 @@ class ShardedModule(Uncopied):
     def _make_gradients(self, policy: Policy) -> GradientStore:
         if policy.shards_state:
             return make_gradient_store(self.layout, policy)
-        # A parameter's gradient is one array, which DDP's user may read and change.
+        # With DDP the user may read and change a parameter's whole gradient: it must be one array.
         slots = self.layout.allocate_slots(ReplicatedGradients.length_for(self.layout), 1)
         return ReplicatedGradients(self.layout, slots[0] if slots else None)
 
     def _place(self) -> None:
-        """Let the parameters be views of the store, or of the units that are gathered from it."""
+        """Make the parameters views of the store, or of the units that are gathered from it."""
         gathered, placed = self.gathered, self.placed
         whole = owned_pieces(self.units, 1, 0)
         vectors = [] if gathered is not None else self.parameters.computed.owned(whole)
@@ -188,7 +190,8 @@ class ShardedModule(Uncopied):
                 placed.place(index, full[entry.start - unit.start : entry.stop - unit.start])
                 parameter = placed.parameters[index]
                 if gathered is not None:
-                    # The object stays, because the module and the user hold it.
+                    # The object stays the same and changes its class, because the module and the
+                    # user refer to it.
                     parameter.__class__ = GatheredParameter
                     parameter._units = gathered, unit.index
                 elif entry.trainable:
@@ -200,7 +203,7 @@ class ShardedModule(Uncopied):
             gathered.forget()
 
     def _make_part(self, index: int, unit: Unit) -> Part:
-        """The part of a parameter that this rank updates; a trained one receives gradients."""
+        """Return this rank's part of a parameter, and add a hook to the parameter if trained."""
         entry, parameter = self.entries[index], self.placed.parameters[index]
         part = Part(self, index, entry, unit, parameter)
         (own,) = self.parameters.owned([part.piece])
@@ -223,12 +226,12 @@ class ShardedModule(Uncopied):
         return compare_replicas(self.parameters, self.placement, self.backend, self._updates)
 
     def let_go(self) -> None:
-        """Hold no more than this rank's parts of the parameters, if they are gathered."""
+        """Free gathered parameters, except for this rank's parts."""
         if self.gathered is not None:
             self.gathered.release()
 
     def publish(self) -> None:
-        """Let all ranks read the parameters that each has updated. Collective."""
+        """Make the parameters that each rank has updated visible to all ranks. Collective."""
         if self.shards_state:
             self.parameters.publish(self.passes.trained_pieces())
         else:
@@ -242,14 +245,17 @@ class ShardedModule(Uncopied):
 
 @called_as("backward()")
 def _receive(owner: weakref.ref[ShardedModule], place: int, parameter: Any) -> None:
-    """Hook of a parameter. PyTorch hides it from the garbage collector, so it owns nothing."""
+    """Pass a parameter's gradient to the backward passes, as the parameter's hook.
+
+    The garbage collector cannot see references of a PyTorch hook, so that it has only a weak one.
+    """
     sharded = owner()
     assert sharded is not None
     sharded.passes.receive(place, parameter)
 
 
 def check_precision(module: Any, precision: str | None) -> None:
-    """Refuse what cannot be rounded, before anything is changed."""
+    """Refuse parameters that cannot be rounded, before anything is changed."""
     if precision not in (None, "bfloat16"):
         raise ValueError(f'precision must be None or "bfloat16", got {precision!r}')
     odd = [name for name, p in module.named_parameters() if p.dtype != torch.float32]
@@ -261,7 +267,7 @@ def check_precision(module: Any, precision: str | None) -> None:
 
 
 def _round_inputs(_module: Any, arguments: Any, options: Any) -> Any:
-    """Hook: round floating inputs, as PyTorch does not mix dtypes."""
+    """Round floating-point inputs before a forward pass, as PyTorch does not mix dtypes."""
 
     def rounded(x: Any) -> Any:
         return x.bfloat16() if x.is_floating_point() else x
@@ -287,26 +293,27 @@ def shard(
     minimum_unit_size: int = 1 << 16,
     precision: Literal["bfloat16"] | None = None,
 ) -> Any:
-    """Shard a module in place: the training loop around it stays as it is. Collective.
+    """Shard a module in place, without a change of the training loop around it. Collective.
 
     Every rank builds the same module and gets rank 0's values. Afterwards the trained parameters
-    stand in memory that the ranks of a node share (under DDP in each rank's own), the module
-    computes with them as before, and ``backward()`` reduces gradients: the mean over the ranks,
-    each of which has its own samples. ``.grad`` is this rank's part of it.
+    are in memory that the ranks of a node share (under DDP in each rank's own memory), and the
+    module computes with them as before. ``backward()`` reduces gradients to the mean over the
+    ranks, each of which has its own samples. ``.grad`` is this rank's part of the mean; under DDP
+    it is all of it.
 
     Parameters
     ----------
     module : torch.nn.Module
-        On the CPU; its trained parameters are all float32, or all float64.
+        Module on the CPU, whose trained parameters are all float32, or all float64.
     strategy : {"ddp", "zero1", "zero2", "fsdp"}
-        What is divided over the ranks: nothing; the optimizer's state; gradients too; parameters
-        too. On one node fsdp, as zero1 and zero2, has one copy of the parameters.
+        The arrays that are divided over the ranks: none; the optimizer's state; also gradients;
+        also parameters. On one node fsdp has one copy of the parameters, as zero1 and zero2 have.
     minimum_unit_size : int
-        Elements below which no unit is closed: units are reduced as one.
+        Minimum number of elements of a unit. The gradients of a unit are reduced together.
     precision : {"bfloat16"}, optional
-        Compute with parameters that are rounded to bfloat16, of which a node has one copy (each
-        rank under DDP). Their owners keep float32, which optimizers and `save` see. Gradients are
-        reduced, and floating inputs rounded, as FSDP2's mixed precision does; outputs are
+        Compute with parameters rounded to bfloat16, of which a node has one copy (under DDP each
+        rank). Their owners keep float32 values, which optimizers and `save` use. Gradients are
+        reduced, and floating-point inputs rounded, as in FSDP2's mixed precision. Outputs are
         bfloat16.
 
     Returns
@@ -317,24 +324,23 @@ def shard(
     Raises
     ------
     NotInitializedError
-        Before `init`.
+        If `init` was not called.
     TypeError, ValueError
-        For another module or strategy; on every rank if the ranks' modules differ. Nothing has
-        changed then.
+        If the module or strategy is not as described, or, on every rank, the ranks' modules differ.
+        Nothing has changed then.
     ShardingError
-        If it, or a part of it, is sharded already.
+        If the module, or a part of it, is sharded already.
 
     Notes
     -----
-    With fsdp on several nodes, or where the ranks of a node share no memory
-    (``MPISHARD_ARENA=off``), each rank holds its parts: an operation that needs a parameter gathers
-    its unit, in forward and backward, and two units stay. All ranks then use parameters in the same
+    With fsdp on several nodes, or if the ranks of a node share no memory (``MPISHARD_ARENA=off``),
+    each rank holds only its parts. An operation that needs a parameter gathers its unit, in forward
+    and backward, and two units stay in memory. All ranks must then use parameters in the same
     order, ``state_dict()`` is collective, and ``torch.compile`` is refused. With zero1 and zero2
     every node, or without shared memory every rank, has all parameters.
 
-    Random layers: rank 0 goes on with its
-    own generator, and each other rank's PyTorch generator is seeded differently, by rank 0's seed
-    and the rank. Thread-ranks share one generator, which is left alone.
+    For random layers, each rank except 0 seeds its PyTorch generator with rank 0's seed and the
+    rank. Thread-ranks share one generator, which does not change.
     """
     backend = current_world()
     if not isinstance(module, torch.nn.Module):
@@ -354,9 +360,9 @@ def shard(
 
 
 def _forward_begins(module: Any, _inputs: Any) -> None:
-    """Hook of a module in a run that is traced."""
+    """Open the span "forward" of a traced run, as the module's hook."""
     owner = vars(module)[_ATTRIBUTE]
-    if owner is not None:  # else the module is a copy
+    if owner is not None:  # It is None in a copy of the module.
         owner.passes.part_of_step.enter_context(span("forward"))
 
 
@@ -367,16 +373,18 @@ def _forward_ends(module: Any, *_: Any) -> None:
 
 
 def module_of(module: Any) -> ShardedModule:
-    """Return what holds a sharded module.
+    """Return the `ShardedModule` of a module that `shard` has sharded.
 
     Raises
     ------
-    TypeError, ShardingError
-        For another object, or a module that is not sharded.
+    TypeError
+        If ``module`` is not a torch.nn.Module.
+    ShardingError
+        If it is not sharded.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(module).__name__}")
-    # torch.compile's module holds the user's as _orig_mod.
+    # A module of torch.compile has the user's module as _orig_mod.
     sharded = vars(getattr(module, "_orig_mod", module)).get(_ATTRIBUTE)
     if sharded is None:
         raise ShardingError(
@@ -391,9 +399,9 @@ def part_of(parameter: Any) -> Part:
     Raises
     ------
     TypeError
-        For an object that is no tensor.
+        If ``parameter`` is not a tensor.
     ShardingError
-        For another tensor.
+        If it is not a trained parameter of a sharded module.
     """
     if not isinstance(parameter, torch.Tensor):
         raise TypeError(
@@ -411,9 +419,9 @@ def part_of(parameter: Any) -> Part:
 
 @contextmanager
 def no_sync(*models: Any) -> Iterator[None]:
-    """Let backward passes inside only add to this rank's gradients, without any message.
+    """Let backward passes in the ``with`` statement add to this rank's gradients, and send nothing.
 
-    The first ``backward()`` outside reduces the sum. Meanwhile each rank holds full gradients.
+    The first ``backward()`` after it reduces the sum. Until then each rank holds full gradients.
 
     Parameters
     ----------
@@ -432,11 +440,11 @@ def no_sync(*models: Any) -> Iterator[None]:
 
 
 def check_replicas(*models: Any) -> int:
-    """Compare, bit by bit, every copy of every parameter that ranks hold for good. Collective.
+    """Compare, bit by bit, all copies of parameters that ranks hold permanently. Collective.
 
-    With ddp each rank has a copy. With the other strategies each node has one, and what only one
-    rank holds is not compared. Call it every some hundred steps: it costs one checksum of the
-    parameters and one small message.
+    With ddp each rank has a copy. With the other strategies each node has one, and parameters that
+    only one rank holds are not compared. The check costs one checksum of the parameters and one
+    small message, so that a call every few hundred steps is cheap.
 
     Parameters
     ----------
@@ -451,6 +459,6 @@ def check_replicas(*models: Any) -> int:
     Raises
     ------
     ReplicaError
-        On every rank, naming the ranks and parameters that differ.
+        If copies differ. Every rank raises it, and the message names ranks and parameters.
     """
     return sum(module_of(model).check_replicas() for model in models)

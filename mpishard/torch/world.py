@@ -1,4 +1,4 @@
-"""The world of a PyTorch program: this process's, or this thread's, backend."""
+"""World of a PyTorch program: the backend of this process, or of this thread-rank."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from mpishard.errors import NotInitializedError
 
 _log = logging.getLogger("mpishard")
 
-# One for each thread-rank, as a thread has a context of its own.
+# Each thread-rank has its own value, because a thread has a context of its own.
 _world: ContextVar[CommunicationBackend | None] = ContextVar("torch_world", default=None)
 
 
 def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBackend:
-    """Return the initialised backend of this process, and let PyTorch use its share of the cores.
+    """Return the initialised backend of this process, and set the number of PyTorch's threads.
 
-    The same as `mpishard.init`. ``torch.distributed`` is not used. Under MPI PyTorch gets as many
-    threads as `mpishard.init` gives to this rank's BLAS; ``OMP_NUM_THREADS`` and, afterwards,
-    ``torch.set_num_threads`` change it.
+    The backend is that of `mpishard.init`; ``torch.distributed`` is not used. Under MPI PyTorch
+    gets as many threads as `mpishard.init` gives to this rank's BLAS. ``OMP_NUM_THREADS`` or, after
+    this call, ``torch.set_num_threads`` changes it.
 
     Parameters
     ----------
     backend : {"auto", "mpi", "memory"}
-        See `mpishard.init`.
+        Kind of the backend: see `mpishard.init`.
 
     Returns
     -------
     CommunicationBackend
-        Ready for collectives.
+        Backend that is ready for collectives.
 
     Raises
     ------
     MPIUnavailableError, CommunicationError, ValueError
-        As `mpishard.init`.
+        As for `mpishard.init`.
     """
     world = init_backend(backend)
     _world.set(world)
@@ -51,11 +51,12 @@ def init(backend: Literal["auto", "mpi", "memory"] = "auto") -> CommunicationBac
 
 
 def prepare_torch() -> None:
-    """Give PyTorch this rank's share of the cores, and let reports name the user's lines.
+    """Set the number of PyTorch's threads, and let reports name the user's lines.
 
-    The share is that of the rank's BLAS, if `mpishard.init` has set one. Idempotent.
+    The number is that of the rank's BLAS, if `mpishard.init` has set one. It is never raised. The
+    function may be called again.
     """
-    # Autograd and optimizers call our hooks.
+    # PyTorch's autograd and optimizers call our hooks, so that the user's line is behind theirs.
     look_behind(str(Path(torch.__file__).parent))
     threads = blas_threads()
     if threads is not None and torch.get_num_threads() > threads:
@@ -64,12 +65,12 @@ def prepare_torch() -> None:
 
 
 def current_world() -> CommunicationBackend:
-    """Return the backend that `init` made here.
+    """Return the backend that `init` made in this process or thread-rank.
 
     Raises
     ------
     NotInitializedError
-        Before `init`.
+        If `init` was not called.
     """
     world = _world.get()
     if world is None or not world.is_initialized:
@@ -78,7 +79,7 @@ def current_world() -> CommunicationBackend:
 
 
 def rank() -> int:
-    """Return the number of this rank, in ``[0, world_size())``."""
+    """Return this rank, in ``[0, world_size())``."""
     return current_world().rank
 
 
@@ -88,7 +89,7 @@ def world_size() -> int:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called it. Collective."""
     current_world().barrier()
 
 

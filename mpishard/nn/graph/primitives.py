@@ -1,10 +1,10 @@
 """The operations of a computation graph, as formulas on NumPy arrays.
 
-They are written from the definitions, at once and without blocks or buffers, and share no code
-with the layers: if a graph and the layers give equal results, both are likely right.
+They are written from the definitions, without blocks or buffers, and share no code with the layers.
+If a graph and the layers compute equal results, both are therefore likely to be right.
 
 Each operation has a rule for the shape of its output, in which None is a size that is not known
-before it runs. Shape suffixes: B batch, T time, D width, H heads, K head size; of images
+before the operation runs. Shape suffixes: B batch, T time, D width, H heads, K head size; of images
 C and O channels, H rows and W columns, P rows and Q columns of windows.
 """
 
@@ -25,14 +25,14 @@ _Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Primitive:
-    """An operation: ``compute(*arrays, **attributes)`` and ``shape(*shapes, **attributes)``."""
+    """Operation with ``compute(*arrays, **attributes)`` and ``shape(*shapes, **attributes)``."""
 
     compute: Callable[..., Array]
     shape: Callable[..., Shape]
 
 
 PRIMITIVES: dict[str, Primitive] = {}
-"""Every operation by name, beside "input", "constant" and "layer"."""
+"""All operations by name, except "input", "constant" and "layer"."""
 
 
 def _primitive(shape: Callable[..., Shape]) -> Callable[[Callable[..., Array]], None]:
@@ -47,7 +47,7 @@ def _same(first: Shape, *_: Shape, **__: Any) -> Shape:
 
 
 def _broadcast(a: Shape, b: Shape) -> Shape:
-    # Not numpy.broadcast_shapes, which does not know None: the size of a batch.
+    # numpy.broadcast_shapes does not take None, the unknown size of a batch.
     longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
     padded = (1,) * (len(longer) - len(shorter)) + shorter
     return tuple(n if m == 1 or m is None else m for n, m in zip(longer, padded, strict=True))
@@ -58,50 +58,50 @@ def _broadcast(a: Shape, b: Shape) -> Shape:
 
 @_primitive(_same)
 def cast(x: Array, *, dtype: str) -> Array:
-    """The input in another dtype."""
+    """Return x in another dtype."""
     return x.astype(dtype)
 
 
 @_primitive(_broadcast)
 def add(a: Array, b: Array) -> Array:
-    """The sum a + b, broadcast as NumPy does."""
+    """Return a + b, with NumPy's broadcasting."""
     return a + b
 
 
 @_primitive(_same)
 def relu(x: Array) -> Array:
-    """``max(x, 0)``."""
+    """Return max(x, 0)."""
     return np.where(x > 0, x, 0)
 
 
 @_primitive(_same)
 def tanh(x: Array) -> Array:
-    """The hyperbolic tangent of x."""
+    """Return the hyperbolic tangent of x."""
     return np.tanh(x)
 
 
 @_primitive(_same)
 def sigmoid(x: Array) -> Array:
-    """``1 / (1 + exp(-x))``."""
-    return np.exp(-np.logaddexp(0, -x))  # overflows nowhere
+    """Return 1 / (1 + exp(-x))."""
+    return np.exp(-np.logaddexp(0, -x))  # logaddexp(0, -x) = log(1 + exp(-x)) does not overflow.
 
 
 @_primitive(_same)
 def silu(x: Array) -> Array:
-    """The input times its sigmoid (arXiv:1702.03118, eq. 8)."""
+    """Return x times its sigmoid (arXiv:1702.03118, eq. 8)."""
     return x * np.exp(-np.logaddexp(0, -x))
 
 
 @_primitive(lambda x: (*x[:-1], None if x[-1] is None else x[-1] // 2))
 def swiglu(x: Array) -> Array:
-    """The second half of the last dim, times silu of the first."""
+    """Return the second half of the last dim times the silu of the first (arXiv:2002.05202)."""
     gate, value = np.split(x, 2, axis=-1)
     return gate * np.exp(-np.logaddexp(0, -gate)) * value
 
 
 @_primitive(_same)
 def gelu(x: Array) -> Array:
-    """The input times the normal distribution function, by tanh (arXiv:1606.08415, sec. 2)."""
+    """Return x times the normal distribution function, in tanh form (arXiv:1606.08415, sec. 2)."""
     return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -110,13 +110,13 @@ def gelu(x: Array) -> Array:
 
 @_primitive(lambda x, weight: (*x[:-1], weight[0]))
 def matmul_transposed(x: Array, weight: Array) -> Array:
-    """X W^T, of (..., I) and (O, I)."""
+    """Return x W^T, for x of shape (..., I) and W of shape (O, I)."""
     return np.einsum("...i,oi->...o", x, weight, optimize=True)
 
 
 @_primitive(lambda table, indices: (*indices, *table[1:]))
 def take_rows(table: Array, indices: Array) -> Array:
-    """The row of each index; an index outside the table is refused."""
+    """Return the table's row of each index; an index outside the table is a ValueError."""
     if indices.size and not 0 <= indices.min() <= indices.max() < len(table):
         raise ValueError(f"an index is outside [0, {len(table)})")
     return table[indices]
@@ -124,7 +124,7 @@ def take_rows(table: Array, indices: Array) -> Array:
 
 @_primitive(lambda table, x: (x[1], *table[1:]))
 def first_rows(table: Array, x: Array) -> Array:
-    """As many rows as x_BT... has positions."""
+    """Return the first T rows of the table, for x of shape (B, T, ...)."""
     return table[: x.shape[1]]
 
 
@@ -133,7 +133,7 @@ def first_rows(table: Array, x: Array) -> Array:
 
 @_primitive(_same)
 def layer_norm(x: Array, weight: Array, bias: Array, *, epsilon: float) -> Array:
-    """``(x - mean) / sqrt(variance + epsilon)``, scaled and shifted (arXiv:1607.06450, eq. 4)."""
+    """Return (x - mean) / sqrt(variance + epsilon), scaled, shifted (arXiv:1607.06450, eq. 4)."""
     centred = x - x.mean(axis=-1, keepdims=True)
     variance = (centred**2).mean(axis=-1, keepdims=True)
     return weight * centred / np.sqrt(variance + epsilon) + bias
@@ -141,19 +141,19 @@ def layer_norm(x: Array, weight: Array, bias: Array, *, epsilon: float) -> Array
 
 @_primitive(_same)
 def rms_norm(x: Array, weight: Array, *, epsilon: float) -> Array:
-    """``x / sqrt(mean of x^2 + epsilon)``, scaled (arXiv:1910.07467, eq. 4)."""
+    """Return x / sqrt(mean of x^2 + epsilon), scaled (arXiv:1910.07467, eq. 4)."""
     return weight * x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + epsilon)
 
 
 @_primitive(_same)
 def zero_columns(x: Array, *, columns: tuple[int, ...]) -> Array:
-    """0 in these elements of the last dim, whatever stood there."""
+    """Return x with 0 in the given elements of the last dim, even in place of NaN."""
     return np.where(np.isin(np.arange(x.shape[-1]), columns), 0, x)
 
 
 @_primitive(_same)
 def softmax(x: Array) -> Array:
-    """``exp(x) / sum of exp(x)``, both of x less its largest element."""
+    """Return exp(x) / (sum of exp(x)), computed after the maximum is subtracted from x."""
     exponentials = np.exp(x - x.max(axis=-1, keepdims=True))
     return exponentials / exponentials.sum(axis=-1, keepdims=True)
 
@@ -163,9 +163,9 @@ def softmax(x: Array) -> Array:
 
 @_primitive(lambda x, *, heads, kv_heads, **_: (x[0], heads, x[1], x[2] // (heads + 2 * kv_heads)))
 def split_heads(x: Array, *, heads: int, kv_heads: int, part: int) -> Array:
-    """Queries, keys or values (part 0, 1, 2) of [q | k | v], of shape (B, H, T, K).
+    """Return the queries, keys or values (part 0, 1 or 2) of x = [q | k | v], shape (B, H, T, K).
 
-    Heads of keys and values that several heads of queries share are repeated for each of them.
+    A head of keys and values that several heads of queries share is repeated for each of them.
     """
     batch, length, width = x.shape
     size = width // (heads + 2 * kv_heads)
@@ -177,13 +177,13 @@ def split_heads(x: Array, *, heads: int, kv_heads: int, part: int) -> Array:
 
 @_primitive(lambda q, k: (*q[:-1], k[-2]))
 def scores(q: Array, k: Array) -> Array:
-    """Products of each query and key over sqrt(K)."""
+    """Return the product of each query and key, divided by sqrt(K)."""
     return np.einsum("bhtk,bhsk->bhts", q, k) / math.sqrt(q.shape[-1])
 
 
 @_primitive(lambda q, k: (*q[:-1], k[-2]))
 def causal_scores(q: Array, k: Array) -> Array:
-    """Products of each query and key over sqrt(K); -infinity where the key comes later."""
+    """Return the product of each query and key over sqrt(K), -infinity for keys after the query."""
     scores = np.einsum("bhtk,bhsk->bhts", q, k) / math.sqrt(q.shape[-1])
     later = np.arange(k.shape[2])[None, :] > np.arange(q.shape[2])[:, None]
     scores[..., later] = -np.inf
@@ -192,13 +192,13 @@ def causal_scores(q: Array, k: Array) -> Array:
 
 @_primitive(lambda weights, v: (*weights[:-1], v[-1]))
 def weighted_sum(weights: Array, v: Array) -> Array:
-    """The values of each query's keys, weighted."""
+    """Return the weighted sum of the values for each query."""
     return np.einsum("bhts,bhsk->bhtk", weights, v)
 
 
 @_primitive(lambda y: (y[0], y[2], y[1] * y[3]))
 def merge_heads(y: Array) -> Array:
-    """(B, H, T, K) -> (B, T, H K)."""
+    """Reshape (B, H, T, K) to (B, T, H K)."""
     batch, heads, length, size = y.shape
     return np.moveaxis(y, 1, 2).reshape(batch, length, heads * size)
 
@@ -213,7 +213,7 @@ def _flat(x: Shape) -> Shape:
 
 @_primitive(_flat)
 def flatten(x: Array) -> Array:
-    """(B, ...) -> (B, product of the rest)."""
+    """Reshape (B, ...) to (B, product of the rest)."""
     return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
 
@@ -227,7 +227,7 @@ def _window_counts(
 
 
 def _windows(x: Array, kernel: _Pair, stride: _Pair) -> Array:
-    """Every window of x_BCHW, of shape (B, C, P, Q, rows, columns)."""
+    """Return a view of all windows of x_BCHW, shape (B, C, P, Q, rows, columns)."""
     views = np.lib.stride_tricks.sliding_window_view(x, kernel, axis=(2, 3))
     return views[:, :, :: stride[0], :: stride[1]]
 
@@ -236,7 +236,7 @@ def _windows(x: Array, kernel: _Pair, stride: _Pair) -> Array:
     x[0], w[0], *_window_counts(x[2:], w[2:], stride, padding)
 ))  # fmt: skip
 def convolve(x: Array, weight: Array, *, stride: _Pair, padding: _Pair) -> Array:
-    """Cross-correlation of x_BCHW with kernels of shape (O, C, rows, columns)."""
+    """Return the cross-correlation of x_BCHW with kernels of shape (O, C, rows, columns)."""
     (top, left), pads = padding, ((0, 0), (0, 0))
     padded = np.pad(x, (*pads, (top, top), (left, left)))
     windows = _windows(padded, weight.shape[2:], stride)
@@ -245,11 +245,11 @@ def convolve(x: Array, weight: Array, *, stride: _Pair, padding: _Pair) -> Array
 
 @_primitive(lambda x, bias: x)
 def add_by_channel(x: Array, bias: Array) -> Array:
-    """A number for each channel added to x_BC...."""
+    """Add one number per channel to x of shape (B, C, ...)."""
     return x + bias.reshape(-1, *(1,) * (x.ndim - 2))
 
 
 @_primitive(lambda x, *, kernel, stride: (*x[:2], *_window_counts(x[2:], kernel, stride)))
 def max_pool(x: Array, *, kernel: _Pair, stride: _Pair) -> Array:
-    """The largest element of each window of x_BCHW."""
+    """Return the maximum of each window of x_BCHW."""
     return _windows(x, kernel, stride).max(axis=(-2, -1))

@@ -31,14 +31,14 @@ class ComputationNode:
     Parameters
     ----------
     op : str
-        "input" and "constant" begin a graph; "layer" runs a layer of the user's own; the others
-        are the operations of `mpishard.nn.graph.primitives`.
+        Name of the operation. "input" and "constant" have no inputs, and "layer" runs a layer of
+        the user's own. The others are operations of `mpishard.nn.graph.primitives`.
     inputs : tuple of ComputationNode
         Operands, in order.
     attributes : mapping
-        What else it depends on. Of an input ``name``; of a constant ``name`` and ``value``.
+        Other arguments of the operation. An input has ``name``; a constant ``name`` and ``value``.
     shape : tuple of int or None
-        Shape of the result, the batch dim first. None is a size that batches decide.
+        Shape of the result, the batch dim first. None is a size that depends on the batch.
 
     Examples
     --------
@@ -66,7 +66,7 @@ class ComputationNode:
     def walk(self) -> Iterator[ComputationNode]:
         """Yield this node and all that it depends on, each once, inputs before their users."""
         seen: set[ComputationNode] = set()
-        # A stack, for deep models have chains that are longer than Python's own.
+        # A list is the stack, because chains of deep models exceed Python's recursion limit.
         stack = [(self, iter(self.inputs))]
         while stack:
             node, rest = stack[-1]
@@ -95,10 +95,9 @@ class ComputationNode:
         Raises
         ------
         TypeError
-            For feeds that are no mapping.
+            If ``feeds`` is not a mapping.
         ValueError
-            If an input is missing or has another shape, naming it and the inputs there are;
-            for an operation that is not known.
+            If an input is missing or has another shape, or an operation is unknown.
         """
         if not isinstance(feeds, Mapping):
             raise TypeError(f"feeds must map inputs to arrays, got {type(feeds).__name__}")
@@ -111,7 +110,7 @@ class ComputationNode:
         values: dict[ComputationNode, Array] = {}
         for node in order:
             if node.op == "input":
-                # By node, because two inputs of graphs that were joined may have one name.
+                # The node comes before its name, as two inputs of joined graphs may have one name.
                 value = feeds.get(node, feeds.get(node.name))
                 if value is None:
                     names = [given.name for given in order if given.op == "input"]
@@ -133,7 +132,7 @@ class ComputationNode:
             for given in node.inputs:
                 users[given] -= 1
                 if not users[given]:
-                    del values[given]  # large, and nobody needs it any more
+                    del values[given]
         return values[self]
 
 
@@ -151,20 +150,20 @@ def _computed(node: ComputationNode, values: list[Array]) -> Array:
 
 
 _Constants = Mapping[str, ComputationNode]
-"""Dotted name inside the layer -> constant."""
+"""Mapping of dotted names inside a layer to its parameters, as nodes."""
 
 
 def input_of(
     input_nodes: list[ComputationNode], input_shape: tuple[int, ...], dynamic: DynamicShapeInfo
 ) -> ComputationNode:
-    """The node that a model of samples of ``input_shape`` reads, appended if there is none.
+    """Return the input node of a model of samples of ``input_shape``, and append it if missing.
 
     Raises
     ------
     TypeError
-        For an argument that is no list of nodes.
+        If ``input_nodes`` is not a list of nodes.
     ValueError
-        For more than one node, or one whose shape the model cannot take.
+        If it has more than one node, or one whose shape the model cannot take.
     """
     if not isinstance(input_nodes, list):
         raise TypeError(f"input_nodes must be a list, got {type(input_nodes).__name__}")
@@ -191,7 +190,7 @@ def trace_chain(
     x: ComputationNode,
     input_shape: tuple[int, ...],
 ) -> ComputationNode:
-    """The output of ``chain`` for ``x``, with the parameters of ``vector``, shape (length,)."""
+    """Return the output node of ``chain`` for ``x``, with the parameters ``vector`` (length,)."""
     of_entry = {
         entry.name: ComputationNode(
             "constant",
@@ -202,7 +201,7 @@ def trace_chain(
         for entry in table.entries
     }
     constants = {name: of_entry[table[name].name] for name, _ in chain.walk_parameters()}
-    # Layers compute in the dtype of the parameters, whatever is fed.
+    # Layers compute in the dtype of the parameters, so that inputs of other dtypes are converted.
     if not chain.takes_integers:
         x = _apply("cast", x, dtype=vector.dtype.name)
     return _trace(chain, constants, x, input_shape)
@@ -216,12 +215,12 @@ def _apply(op: str, *inputs: ComputationNode, **attributes: Any) -> ComputationN
 def _trace(
     layer: Layer, p: _Constants, x: ComputationNode, sample: tuple[int, ...]
 ) -> ComputationNode:
-    """The operations of ``layer``; of one that is not ours, a node that runs it.
+    """Return the output node of ``layer``: operations, or one "layer" node for a user's own layer.
 
-    ``sample`` is the shape of a sample if the graph leaves sizes open. What a layer computes
-    is its ``forward``: a subclass with another is another layer.
+    ``sample`` is the shape of a sample, for layers whose output shape the graph leaves open.
     """
     for kind in type(layer).__mro__:
+        # A subclass with another ``forward`` computes something else: it becomes a "layer" node.
         if kind in _COMPOSITES and type(layer).forward is kind.forward:
             return _COMPOSITES[kind](layer, p, x, sample)
         if kind in _LEAVES and type(layer).forward is kind.forward:
@@ -278,7 +277,8 @@ _COMPOSITES: dict[type[Layer], Callable[..., ComputationNode]] = {
     Residual: lambda layer, p, x, sample: _apply("add", x, _trace(layer.inner, p, x, sample)),
     Sequential: _sequential,
 }
-_SAME_NAME = (Flatten, GELU, ReLU, SiLU, SwiGLU, Sigmoid, Softmax, Tanh)  # as their operation
+# Layers whose lower-case name is that of their operation.
+_SAME_NAME = (Flatten, GELU, ReLU, SiLU, SwiGLU, Sigmoid, Softmax, Tanh)
 _LEAVES: dict[type[Layer], Callable[..., ComputationNode]] = {
     **{
         kind: lambda layer, p, x, kind=kind: _apply(kind.__name__.lower(), x) for kind in _SAME_NAME
@@ -286,7 +286,7 @@ _LEAVES: dict[type[Layer], Callable[..., ComputationNode]] = {
     Attention: _attention,
     CausalAttention: _attention,
     Conv2D: _convolution,
-    Dropout: lambda layer, p, x: x,  # predictions drop nothing
+    Dropout: lambda layer, p, x: x,  # The graph is that of a prediction, which drops nothing.
     Embedding: lambda layer, p, x: _apply("take_rows", p["weight"], x),
     FeatureLinear: _feature_linear,
     LayerNorm: lambda layer, p, x: _apply(

@@ -22,7 +22,7 @@ from mpishard.nn.layers.layer import Context, Layer, Parameters
 from mpishard.nn.layers.products import product
 from mpishard.nn.passes import bits, compiled
 
-# Blocks of fewer queries make matrix products too small to be fast.
+# Matrix products of blocks with fewer queries are too small to be fast.
 _MINIMUM_BLOCK_ROWS = 64
 
 
@@ -30,27 +30,29 @@ class Attention(Layer):
     """Scaled dot-product self-attention.
 
     The input holds queries, keys and values side by side, [q | k | v]: H heads of queries and G
-    heads of keys and values, each of K elements, (H + 2 G) K in all. With G = H that is multi-head
-    attention, y = softmax(q k^T / sqrt(K) + mask) v for each head: Vaswani et al., "Attention is
-    all you need", 2017 (arXiv:1706.03762), eq. 1. With fewer, heads h Q to (h + 1) Q - 1 of the
-    queries share head h of the keys and values, Q = H / G: Ainslie et al., "GQA", 2023
-    (arXiv:2305.13245), section 2.2. It has no parameters; the projections before and after it are
-    `Linear` layers, and the one before has no bias: softmax cannot see a bias of the keys, whose
-    gradient would be rounding noise.
+    heads each of keys and values, with K elements per head, (H + 2 G) K in all. With G = H this is
+    multi-head attention, y = softmax(q k^T / sqrt(K) + mask) v for each head: Vaswani et al.,
+    "Attention is all you need", 2017 (arXiv:1706.03762), eq. 1. With G < H, heads h Q to
+    (h + 1) Q - 1 of the queries share head h of the keys and values, Q = H / G: Ainslie et al.,
+    "GQA", 2023 (arXiv:2305.13245), section 2.2.
 
-    Scores are made for a block of queries at a time, up to the block's last key if attention
-    is causal, and never kept: the backward pass makes them again from the saved row sums, so that
-    memory grows with T and not with T^2 (Dao et al., "FlashAttention", 2022, arXiv:2205.14135,
-    section 3.1).
+    The layer has no parameters. The projections before and after it are `Linear` layers. The one
+    before it should have no bias: the softmax does not depend on a bias of the keys, whose gradient
+    would be rounding noise.
+
+    Scores are made for one block of queries at a time, up to the block's last key if attention
+    is causal, and are never kept. The backward pass makes them again, with the saved row sums.
+    Memory therefore grows with T and not with T^2 (Dao et al., "FlashAttention", 2022,
+    arXiv:2205.14135, section 3.1).
 
     Parameters
     ----------
     heads : int
-        Number H of heads; must divide the width D.
+        Number H of heads, which must divide the width D.
     causal : bool
-        Whether a position sees itself and what came before, or all positions.
+        If True, a position sees itself and earlier positions; if False, all positions.
     kv_heads : int, optional
-        Number G of heads of keys and values; must divide `heads`. Default: as many.
+        Number G of heads of keys and of values, which must divide `heads`. The default is `heads`.
 
     Raises
     ------
@@ -59,7 +61,7 @@ class Attention(Layer):
     """
 
     category = LayerCategory.ATTENTION
-    computes_bfloat16 = True  # scores, softmax and the sums of keys' gradients are float32
+    computes_bfloat16 = True  # Scores, softmax, and sums of the keys' gradients are float32.
 
     def __init__(self, heads: int, *, causal: bool = False, kv_heads: int | None = None) -> None:
         kv_heads = heads if kv_heads is None else kv_heads
@@ -70,7 +72,7 @@ class Attention(Layer):
         self.causal = bool(causal)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(T, (H + 2 G) K) -> (T, H K)."""
+        """Return (T, H K) for the shape (T, (H + 2 G) K)."""
         runs = self.heads + 2 * self.kv_heads
         if len(input_shape) != 2 or input_shape[1] == 0 or input_shape[1] % runs:
             formula = "3 * heads" if self.kv_heads == self.heads else "(heads + 2 * kv_heads)"
@@ -81,22 +83,22 @@ class Attention(Layer):
         return (input_shape[0], input_shape[1] // runs * self.heads)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """4 D for each pair that sees each other: T^2 of them, or T (T + 1) / 2 if causal."""
+        """Return 4 D for each pair of query and key: T^2 pairs, or T (T + 1) / 2 if causal."""
         length, width = self.output_shape(input_shape)
         pairs = length * (length + 1) // 2 if self.causal else length * length
         return 4 * width * pairs
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Attend: x of shape (B, T, (H + 2 G) K) -> y_BTD.
+        """Map x of shape (B, T, (H + 2 G) K) to y_BTD.
 
-        Saves x, y and the log of each softmax's denominator. With a cache, each row also attends
-        to the positions that the cache keeps of its sequence: S is then larger than T.
+        Save x, y and the log of each softmax's denominator. With a cache, each row also attends
+        to the cached positions of its sequence: S is then larger than T.
 
         Raises
         ------
         ValueError
-            For a cache if attention is not causal, or in training, or if x is not what the cache's
-            pass reads.
+            If there is a cache, and attention is not causal, training is True, or x has other
+            numbers of rows and positions than the cache's pass reads.
         """
         xp = array_namespace(x)
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
@@ -116,7 +118,7 @@ class Attention(Layer):
             raise ValueError(
                 f"{context.path}: a cache is for prediction; pass Context(training=False)"
             )
-        # Sequences of different lengths have no common S: each row is a batch of its own.
+        # Sequences of different lengths have no common S, so that each row is a batch of its own.
         for b, (k_1GSK, v_1GSK) in enumerate(context.cache.extend(context.path, k_BGSK, v_BGSK)):
             row = slice(b, b + 1)
             self._attend(x[row], q_BGQTK[row], k_1GSK, v_1GSK, y_BGQTK[row])
@@ -136,7 +138,7 @@ class Attention(Layer):
             v, place = v_BGSK[which][..., keys, :], y_BGQTK[which][..., queries, :]
             weights, total, logsum = self._softmax(x, q, k, mask_RR, cached + queries.start)
             logsum_BGQT1[which][..., queries, :] = logsum.reshape(*place.shape[:-1], 1)
-            if total is None:  # the weights are divided
+            if total is None:  # The weights are divided already.
                 _product(weights, v, place)
                 continue
             y_block = scratch(place)
@@ -148,11 +150,11 @@ class Attention(Layer):
     def _softmax(
         self, x: Array, q: Array, k: Array, mask_RR: Array, start: int
     ) -> tuple[Array, Array | None, Array]:
-        """A block's softmax in the dtype of x, the divisor that is left, and its log-sums.
+        """Return a block's softmax weights, their divisors, and the logs of the denominators.
 
-        Divisors and logs of the denominators are one for each row, shape (B, G, P, 1). A compiled
-        loop divides while a row is in the cache; NumPy's divisors are those of the output, which
-        is smaller than the scores.
+        The weights have the dtype of x. Divisors and logs have shape (B, G, P, 1), one per row. A
+        compiled loop divides while a row is in the cache, and its divisors are None. NumPy leaves
+        the division to the caller, who divides the output, which is smaller than the scores.
         """
         xp = array_namespace(x)
         scale = 1.0 / math.sqrt(q.shape[-1])
@@ -160,6 +162,7 @@ class Attention(Layer):
         scores_BGPS = _scores(q, k, scale if loop is None else 1.0)
         # Small scores need no maximum per row: this saves a pass and a subtraction over them.
         are_small = _are_small(scores_BGPS)
+        # The loop skips keys that a row does not see. It needs the mask only for the maximum.
         if self.causal and not (loop is not None and are_small):
             self._mask(scores_BGPS, mask_RR, start)
         largest = 0.0 if are_small else scores_BGPS.max(axis=-1, keepdims=True)
@@ -184,7 +187,7 @@ class Attention(Layer):
         self, x: Array, q: Array, k: Array, v: Array, d: Array, y: Array, logsum: Array,
         mask_RR: Array, start: int,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """A block's softmax and the gradient of its scores, in the dtype of x."""
+        """Return a block's softmax weights and the gradient of its scores, in the dtype of x."""
         xp = array_namespace(x)
         scale = 1.0 / math.sqrt(q.shape[-1])
         loop = compiled(passes.softmax_backward, x)
@@ -200,7 +203,7 @@ class Attention(Layer):
             return weights, gradient
         if self.causal:
             self._mask(scores_BGPS, mask_RR, start)
-        # exp(score - logsum) is the softmax of forward, which kept one number for each row.
+        # exp(score - logsum) is the softmax of the forward pass, which saved one number per row.
         scores_BGPS -= _joined(logsum)
         xp.exp(scores_BGPS, out=scores_BGPS)
         scaled_d = wide(d) * scale
@@ -208,19 +211,20 @@ class Attention(Layer):
             dscores_BGPS = _scores(d, v, scale)
         else:
             dscores_BGPS = xp.matmul(_joined(scaled_d), v.swapaxes(-1, -2))
-        # The gradient of a softmax needs the sum of weights times gradients over a row's keys. It
-        # equals d y, a sum over K numbers.
+        # The gradient of a softmax needs the sum over a row's keys of weight times gradient. It
+        # equals the product d y, a sum over only K numbers.
         sums = xp.einsum("...rk,...rk->...r", scaled_d, wide(y))
         dscores_BGPS -= sums.reshape(*dscores_BGPS.shape[:-1], 1)
         dscores_BGPS *= scores_BGPS
         return _narrow(scores_BGPS, x), _narrow(dscores_BGPS, x)
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The gradient of x.
+        """Return the gradient of x.
 
-        With P the softmax and dP = dy v^T, the scores' gradient is P (dP - sum_S(P dP)), and that
-        sum is sum_K(dy y): FlashAttention, appendix B.2, eq. 4. A compiled loop, which has a row of
-        P and dP in the cache, makes the first, and NumPy the second, which is smaller.
+        With P the softmax and dP = dy v^T, the scores' gradient is P (dP - sum_S(P dP)). This
+        sum equals sum_K(dy y): FlashAttention, appendix B.2, eq. 4. A compiled loop, which has a
+        row of P and dP in the cache, computes the first sum. NumPy computes the second, which is
+        shorter.
         """
         x, y, logsum_BGQT1 = saved
         xp = array_namespace(x)
@@ -245,9 +249,10 @@ class Attention(Layer):
                 logsum_BGQT1[which][..., queries, :], mask_RR, queries.start,
             )  # fmt: skip
             _product(dscores_BGPS, k, dq_BGQTK[which][..., queries, :])
-            # Products over P sum over the queries' heads that share these keys and values, too.
+            # A product over P also sums over the heads of queries that share the keys and values.
             scores_BGSP, dscores_BGSP = scores_BGPS.swapaxes(-1, -2), dscores_BGPS.swapaxes(-1, -2)
-            # The last queries come first and reach every key, so they write; all others add.
+            # The block of the last queries comes first and reaches every key: it writes to dk and
+            # dv, and all other blocks add to them.
             if is_first:
                 product(scores_BGSP, _joined(d), dv)
                 product(dscores_BGSP, _joined(q), dk)
@@ -260,11 +265,11 @@ class Attention(Layer):
         return dx, None
 
     def _split(self, x: Array) -> tuple[Array, Array, Array]:
-        """Views of x: queries of shape (B, G, Q, T, K), keys and values of shape (B, G, T, K)."""
+        """Return views of x: queries of shape (B, G, Q, T, K), keys and values (B, G, T, K)."""
         shared = self.heads // self.kv_heads
         size = x.shape[-1] // (self.heads + 2 * self.kv_heads)
         ends = self.heads * size, (self.heads + self.kv_heads) * size
-        # Views, so that products write gradients to the places where the next layer reads them.
+        # Views and not copies, so that products write gradients directly into the array dx.
         q = x[..., : ends[0]].reshape(*x.shape[:2], self.kv_heads, shared, size)
         k, v = (
             part.reshape(*x.shape[:2], self.kv_heads, size).swapaxes(1, 2)
@@ -273,45 +278,44 @@ class Attention(Layer):
         return q.transpose(0, 2, 3, 1, 4), k, v
 
     def _by_head(self, y: Array) -> Array:
-        """A view of y_BTD of shape (B, G, Q, T, K)."""
+        """Return a view of y_BTD, of shape (B, G, Q, T, K)."""
         shared = self.heads // self.kv_heads
         return y.reshape(*y.shape[:2], self.kv_heads, shared, -1).transpose(0, 2, 3, 1, 4)
 
     def _mask(self, scores_BGPS: Array, mask_RR: Array, start: int) -> None:
-        """Add the mask to the scores against the block's own keys, the first of them `start`."""
+        """Add the mask to the scores of the block's own keys, which begin with key `start`."""
         shared = self.heads // self.kv_heads
         size = scores_BGPS.shape[2] // shared
         by_head = scores_BGPS.reshape(*scores_BGPS.shape[:2], shared, size, -1)
         by_head[..., start : start + size] += mask_RR[:size, :size]
 
     def _keys(self, queries: slice, cached: int = 0) -> slice:
-        """The keys that a block of queries sees, its own behind ``cached`` earlier ones."""
+        """Return the keys that a block of queries sees; its own follow ``cached`` earlier keys."""
         return slice(0, cached + queries.stop if self.causal else None)
 
     def _blocks(self, x: Array, cached: int = 0) -> Iterator[tuple[tuple[slice, slice], slice]]:
-        """Yield ((samples, groups), queries) whose scores make up about one chunk.
+        """Yield ((samples, groups), queries) of blocks whose scores are about as large as a chunk.
 
-        The blocks of the same samples and groups come last queries first, so that the first of
-        them reaches all keys.
+        Of the same samples and groups, the block of the last queries comes first.
         """
         batch, length = x.shape[:2]
         samples, groups, rows = self._block_sizes(x, cached)
         for b in range(0, batch, samples):
             for g in range(0, self.kv_heads, groups):
-                # From the last on: in backward these see every key, and so write what others add
-                # to.
+                # The last queries see every key. In backward they can therefore write to the keys'
+                # and values' gradients, to which the other blocks add.
                 for t in reversed(range(0, length, rows)):
                     which = (slice(b, b + samples), slice(g, g + groups))
                     yield which, slice(t, min(t + rows, length))
 
     def _block_sizes(self, x: Array, cached: int) -> tuple[int, int, int]:
-        """The most samples, groups of heads, and queries that a block has."""
+        """Return the maximum numbers of samples, groups of heads, and queries of a block."""
         length = int(x.shape[1])
         keys = length + cached
         limit = chunk_length(x)
         rows = min(length, max(_MINIMUM_BLOCK_ROWS, limit // (self.heads * keys)))
         if compiled(passes.softmax_forward, x) is not None:
-            limit *= 2  # a loop passes over the scores twice, and NumPy eight times
+            limit *= 2  # A loop passes over the scores twice, and NumPy eight times.
         shared = self.heads // self.kv_heads
         groups = max(1, min(self.kv_heads, limit // (shared * rows * keys)))
         is_whole = groups == self.kv_heads
@@ -319,9 +323,9 @@ class Attention(Layer):
         return samples, groups, rows
 
     def _causal_mask(self, x: Array, cached: int = 0) -> Array:
-        """Mask of a block against its own positions: 0, or -infinity for a key after its query.
+        """Return the mask of a block's own positions: 0, or -infinity for a key after its query.
 
-        Keys before the block need none, and keys after it are left out of the scores.
+        Keys before the block need no mask, and there are no scores of keys after it.
         """
         xp = array_namespace(x)
         rows = self._block_sizes(x, cached)[2] if self.causal else 0
@@ -334,9 +338,9 @@ class CausalAttention(Attention):
     Parameters
     ----------
     heads : int
-        Number H of heads; must divide the width D.
+        Number H of heads, which must divide the width D.
     kv_heads : int, optional
-        Number G of heads of keys and values; must divide `heads`. Default: as many.
+        Number G of heads of keys and of values, which must divide `heads`. The default is `heads`.
 
     Raises
     ------
@@ -349,12 +353,12 @@ class CausalAttention(Attention):
 
 
 def _joined(a_BGQRK: Array) -> Array:
-    """Return the rows of all heads of a group as one dim: (B, G, P, K). A copy only if Q > 1."""
+    """Return the rows of all heads of a group as one dim, (B, G, P, K): a copy only if Q > 1."""
     return a_BGQRK.reshape(*a_BGQRK.shape[:2], -1, a_BGQRK.shape[-1])
 
 
 def _product(a_BGPS: Array, b_BGSK: Array, out_BGQRK: Array) -> None:
-    """Multiply into a view whose heads of a group stand apart; in place if it is one head."""
+    """Write the product to a view with separate heads; directly if a group has one head."""
     if out_BGQRK.shape[2] == 1:
         product(a_BGPS, b_BGSK, out_BGQRK[:, :, 0])
     else:
@@ -381,21 +385,21 @@ def _scores(q_BGQRK: Array, k_BGSK: Array, scale: float) -> Array:
 
 
 def _narrow(values: Array, like: Array) -> Array:
-    """Return factors of a product in the dtype of the other one: rounded if that is bfloat16."""
+    """Return ``values`` rounded to bfloat16 if ``like`` is bfloat16, as products need one dtype."""
     return rounded(values) if is_bfloat16(like) else values
 
 
 def _apart(place: Array) -> Array:
-    """Return an array for a product that is to be added to ``place``."""
+    """Return a new array for a product that is then added to ``place``."""
     return array_namespace(place).empty(place.shape, place.dtype)
 
 
 def _are_small(scores: Array) -> bool:
-    """True if all scores can be exponentiated as they are, without the maximum of each row.
+    """True if no row's maximum has to be subtracted before the scores are exponentiated.
 
-    Their exponentials then lie well inside the range of the dtype, and so do sums of them. On a
-    GPU to ask would be to wait for it.
+    The exponentials, and sums of them, are then well inside the range of the dtype.
     """
+    # On a GPU the answer would cost more than the subtraction: the host would wait for the GPU.
     if is_device_array(scores):
         return False
     limit = 0.5 * math.log(array_namespace(scores).finfo(scores.dtype).max)

@@ -1,4 +1,4 @@
-"""Keys and values of the sequences that a model reads, kept in blocks.
+"""Keys and values of the sequences that a model reads, kept in blocks of memory.
 
 Shape suffixes: G heads of keys and values, T new positions, S all positions of a sequence, K size
 of a head.
@@ -18,36 +18,38 @@ _Slots = slice | np.ndarray
 
 
 class KeyValueCache:
-    """The keys and values of any number of sequences, kept by the attention layers of one model.
+    """Keys and values of any number of sequences, for the attention layers of one model.
 
-    Kwon et al., "PagedAttention", 2023 (arXiv:2309.06180), section 4: memory is cut into blocks of
-    `block_size` positions, and a sequence holds as many blocks as its length needs, wherever they
-    lie. Sequences of different lengths then share the memory without gaps.
+    Memory is cut into blocks of `block_size` positions. A sequence holds as many blocks as its
+    length needs, in any places, so that sequences of different lengths share the memory without
+    gaps: Kwon et al., "PagedAttention", 2023 (arXiv:2309.06180), section 4.
 
-    Layers hold no arrays: the cache belongs to the caller, who passes it in
-    ``Context(training=False, cache=cache)``. A forward pass inside `reading` is given *new* tokens
-    alone, row b of the batch for the b-th sequence that is read: attention layers write their keys
-    and values behind those that the sequence has, and attend to all of them; positional
-    embeddings begin behind them. The arrays of a layer, of shape (G, block_count * block_size, K),
-    are made when it first runs, in the dtype and on the device of its input, and hold the heads
-    that this rank has.
+    Layers hold no arrays. The cache belongs to the caller, who passes it in
+    ``Context(training=False, cache=cache)``. The input of a forward pass inside `reading` has only
+    the *new* tokens; row b of the batch continues the b-th sequence that is read. Attention layers
+    append the new keys and values to those of the sequence, and attend to all of them. Positional
+    embeddings continue with the sequence's next position.
+
+    The arrays of a layer, of shape (G, block_count * block_size, K), are made when the layer first
+    runs, with the dtype and on the device of its input. G is the number of heads on this rank.
 
     Parameters
     ----------
     block_count : int
         Number of blocks that all sequences share.
     block_size : int
-        Positions of a block.
+        Number of positions per block.
 
     Attributes
     ----------
     starts : list of int
-        During a pass, the number of positions that each row's sequence had before it.
+        Number of positions that each row's sequence had before the pass under way. The list is
+        empty between passes.
 
     Raises
     ------
     ValueError
-        For sizes that are no integers >= 1.
+        If a size is not an integer >= 1.
 
     Examples
     --------
@@ -72,7 +74,8 @@ class KeyValueCache:
         self.starts: list[int] = []
         self._count = 0
         self._rows: list[tuple[_Slots, _Slots]] = []
-        # The lowest free blocks go first: a sequence alone then has one run of memory.
+        # Free blocks are sorted and the lowest are taken first. A single sequence then has one
+        # contiguous run of memory, which attention reads without a copy.
         self._free = list(range(self.block_count))
         self._blocks: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
@@ -81,7 +84,7 @@ class KeyValueCache:
 
     @property
     def byte_count(self) -> int:
-        """Bytes of all keys and values that there is room for."""
+        """Size in bytes of the arrays of all layers that have run."""
         return sum(int(array.nbytes) for pair in self._arrays.values() for array in pair)
 
     @property
@@ -90,7 +93,7 @@ class KeyValueCache:
         return len(self._free)
 
     def add(self) -> int:
-        """Begin a sequence, which has no positions yet, and return its number."""
+        """Begin a sequence without positions, and return its number."""
         self._next += 1
         self._blocks[self._next], self._lengths[self._next] = [], 0
         return self._next
@@ -101,26 +104,27 @@ class KeyValueCache:
         return self._lengths[sequence]
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence: others may have its blocks."""
+        """Remove a sequence, whose blocks become free for others."""
         self._check([sequence])
         self._free = sorted(self._free + self._blocks.pop(sequence))
         del self._lengths[sequence]
 
     def blocks_for(self, positions: int) -> int:
-        """Number of blocks of a sequence of so many positions."""
+        """Number of blocks that a sequence of ``positions`` positions needs."""
         return -(-positions // self.block_size)
 
     @contextmanager
     def reading(self, sequences: Sequence[int], count: int) -> Iterator[None]:
-        """Read ``count`` more positions of each of ``sequences`` in the block: one forward pass.
+        """Allow one forward pass, in the ``with`` statement, that reads ``count`` more positions.
 
-        When the block is left, they count as read. A pass that fails leaves the cache as it was.
+        The positions are those of each of ``sequences``. At the end of the statement they count as
+        read. If the pass fails, the sequences keep their lengths and the new blocks become free.
 
         Raises
         ------
         ValueError
-            For unknown sequences, one that is named twice, and without enough free blocks for all
-            of them; nothing has changed then.
+            If a sequence is unknown or named twice, or there are too few free blocks for all of
+            them. Nothing has changed then.
         """
         self._check(sequences)
         if len({*sequences}) < len(sequences):
@@ -134,7 +138,7 @@ class KeyValueCache:
                 f"{len(self._free)} of {self.block_count} blocks are free. Free a sequence, or "
                 "make the cache with more blocks"
             )
-        # Only now, when all of them fit: a refusal leaves no sequence with blocks it cannot use.
+        # Blocks are taken only after the check of all sequences, so that a refusal changes nothing.
         for sequence, number in wanted.items():
             self._blocks[sequence] += self._free[:number]
             del self._free[:number]
@@ -145,8 +149,6 @@ class KeyValueCache:
             yield
         except BaseException:
             for sequence, number in wanted.items():
-                # The pass failed: the sequences are as long as before, and give the new blocks
-                # back.
                 kept = len(self._blocks[sequence]) - number
                 self._free = sorted(self._free + self._blocks[sequence][kept:])
                 del self._blocks[sequence][kept:]
@@ -159,7 +161,7 @@ class KeyValueCache:
     def extend(
         self, name: str, keys_BGTK: Array, values_BGTK: Array
     ) -> Iterator[tuple[Array, Array]]:
-        """Keep the keys and values of the new positions of a pass, row by row.
+        """Store the keys and values of a pass's new positions, row by row.
 
         Parameters
         ----------
@@ -171,16 +173,18 @@ class KeyValueCache:
         Yields
         ------
         keys_1GSK, values_1GSK : Array
-            All that is kept of the row's sequence: views if its blocks are neighbours.
+            Keys and values of all positions of the row's sequence: views if the sequence's blocks
+            are consecutive in memory, copies otherwise.
 
         Raises
         ------
         ValueError
-            If they are not those of the rows of a pass under way, or of other heads than before.
+            If the numbers of rows and positions are not those of a pass under way, or the heads
+            are not those of earlier passes.
         """
         batch, heads, count, size = keys_BGTK.shape
         xp = array_namespace(keys_BGTK)
-        # At the first pass, because only the layer knows its heads, their size and the dtype.
+        # The arrays are made here, as only the layer knows its number of heads, size and dtype.
         if name not in self._arrays:
             shape = heads, self.block_count * self.block_size, size
             self._arrays[name] = (
@@ -206,10 +210,10 @@ class KeyValueCache:
             yield arrays[0][None, :, kept], arrays[1][None, :, kept]
 
     def _slots_of(self, sequence: int, stop: int) -> tuple[_Slots, _Slots]:
-        """Places in a layer's arrays of a sequence's positions up to ``stop``, and of new ones."""
+        """Return the slots of all positions up to ``stop`` in a layer's arrays, and of new ones."""
         blocks, size, start = self._blocks[sequence], self.block_size, self._lengths[sequence]
         first = blocks[0] if blocks else 0
-        # A slice is a view of the keys, and an array of places copies them.
+        # Consecutive blocks are a slice, which is a view. An array of slots makes a copy.
         if blocks == list(range(first, first + len(blocks))):
             end = first * size + stop
             return slice(first * size, end), slice(first * size + start, end)

@@ -1,4 +1,4 @@
-"""Layers that hold layers, `Sequential` and `Residual`, and facts about chains of layers."""
+"""Layers that contain layers, `Sequential` and `Residual`, and reports about chains of layers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Sequential(Layer):
-    """Layers one after the other.
+    """Chain of layers, each of which takes the output of the layer before it.
 
-    Parameters and gradients are nested by child, ``p["name"]["weight"]``; a child without
-    parameters may be missing in them. A backward pass uses up ``saved``, and `backward_weight`
-    uses up ``pending``: each child's part is let go as soon as it has served.
+    Parameters and gradients are nested by child, ``p["name"]["weight"]``. They need no entry for a
+    child without parameters. A backward pass empties ``saved``, and `backward_weight` empties
+    ``pending``, so that each child's part is freed as soon as it has been used.
 
     Parameters
     ----------
     *layers : Layer or mapping of str to Layer
-        Either one mapping, name -> layer, or layers, which are then called "0", "1", ...
+        Either one mapping, name -> layer, or layers, whose names are then "0", "1", ...
 
     Raises
     ------
     ValueError
-        Without layers, or for a name that is empty or holds a dot.
+        If there are no layers, or a name is empty or contains a dot.
 
     Examples
     --------
@@ -64,57 +64,55 @@ class Sequential(Layer):
         self.children = named
 
     def copy(self) -> Self:
-        """A chain of copies; a layer that stands in it twice is one layer in the copy too."""
-        # By identity: a layer that stands twice shares one description, as in the original.
+        """Return a chain of copies; a layer that is in the chain twice is copied once."""
         own = {id(child): child.copy() for child in self.children.values()}
         chain = super().copy()
         chain.children = {name: own[id(child)] for name, child in self.children.items()}
         return chain
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The last layer's output shape, each layer being asked with the one before's."""
+        """Return the last layer's output shape; each layer checks the shape of the one before."""
         shape = input_shape
         for child in self.children.values():
             shape = child.output_shape(shape)
         return shape
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """The sum over the layers."""
+        """Return the sum over the layers."""
         return sum(child.estimated_flops(shape) for child, shape in self._walk_shapes(input_shape))
 
     def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
-        """The sum over the layers."""
+        """Return the sum over the layers."""
         return sum(
             child.estimated_activation_size(shape)
             for child, shape in self._walk_shapes(input_shape)
         )
 
     def _walk_shapes(self, shape: tuple[int, ...]) -> Iterator[tuple[Layer, tuple[int, ...]]]:
-        """The layers in order, each with the shape that it takes."""
+        """Yield the layers in order, each with the shape of its input."""
         for child in self.children.values():
             yield child, shape
             shape = child.output_shape(shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Run the layers in order; saves the list of their saved values."""
+        """Run the layers in order, and save the list of their saved values."""
         saved = []
         for name, child in self.children.items():
-            # A layer without parameters has no entry in ``p``.
             x, child_saved = child.forward(p.get(name, _NONE), x, context.enter(name, child))
             saved.append(child_saved)
         return x, saved if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """Run the layers' halves in reverse; pending is the list of theirs, last layer first."""
+        """Run `backward_input` of the layers in reverse; pending lists theirs in that order."""
         pending = []
         for name, child in reversed(self.children.items()):
-            # pop, not an index: the activations of a layer are freed as soon as it has used them.
+            # pop and not an index, so that a layer's activations are freed as soon as it used them.
             dy, child_pending = child.backward_input(p.get(name, _NONE), saved.pop(), dy)
             pending.append(child_pending)
         return dy, pending
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Run the layers' halves, first layer first."""
+        """Run `backward_weight` of the layers, first layer first."""
         for name, child in self.children.items():
             child.backward_weight(pending.pop(), g.get(name, _NONE))
 
@@ -122,8 +120,8 @@ class Sequential(Layer):
         self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
     ) -> Array:  # fmt: skip
-        """Both halves of one layer after the other, in reverse, so that little is pending."""
-        # Only the first layer may leave out its input gradient: the others' is the next one's dy.
+        """Run both halves layer by layer, last layer first, so that little is pending."""
+        # Only the first layer may leave out its input gradient: it is dy of the layer before.
         first = next(iter(self.children))
         for name, child in reversed(self.children.items()):
             dy = child.backward(
@@ -134,19 +132,20 @@ class Sequential(Layer):
 
 
 class Residual(Layer):
-    """y = x + inner(x), inner being a `Sequential` whose children are this layer's children.
+    """Sum y = x + inner(x) of the input and the output of a `Sequential`.
 
-    He et al., "Deep residual learning", 2015 (arXiv:1512.03385), eq. 1.
+    The children of the inner chain are this layer's children. He et al., "Deep residual learning",
+    2015 (arXiv:1512.03385), eq. 1.
 
     Parameters
     ----------
     *inner : Layer or mapping of str to Layer
-        A `Sequential`, or what makes one. The output's shape must be the input's.
+        A `Sequential`, or the arguments of one. The output must have the shape of the input.
 
     Raises
     ------
     ValueError
-        As `Sequential`.
+        As for `Sequential`.
     """
 
     category = LayerCategory.COMPOSITE
@@ -158,14 +157,14 @@ class Residual(Layer):
         self.children = self.inner.children
 
     def copy(self) -> Self:
-        """The same way around a copy of the inner layers."""
+        """Return a copy with copies of the inner layers."""
         layer = super().copy()
         layer.inner = self.inner.copy()
         layer.children = layer.inner.children
         return layer
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The input's shape, which the inner layers must keep."""
+        """Return the input's shape, which the inner layers must keep."""
         shape = self.inner.output_shape(input_shape)
         if shape != input_shape:
             raise ValueError(
@@ -174,33 +173,34 @@ class Residual(Layer):
         return input_shape
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """FLOPs of the inner layers, and one addition for each element."""
+        """Return the operations of the inner layers, and one addition for each element."""
         return self.inner.estimated_flops(input_shape) + math.prod(input_shape)
 
     def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
-        """The inner layers' outputs, and the sum."""
+        """Return the sizes of the inner layers' outputs, and of the sum."""
         return self.inner.estimated_activation_size(input_shape) + math.prod(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Add x to the inner output, in a new array: the inner layers may have saved theirs."""
+        """Add x to the inner output."""
         y, saved = self.inner.forward(p, x, context)
+        # The sum is a new array, because the inner layers may have saved y.
         return added(x, y), saved
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The inner gradient plus ``dy``; the inner layers get a copy of that to overwrite."""
-        # The inner layers may overwrite their dy, and this one is needed for the sum below.
+        """Return the inner gradient plus ``dy``."""
+        # The inner layers may overwrite their dy, and the sum below needs it: they get a copy.
         dx, pending = self.inner.backward_input(p, saved, dy.copy())
         return added(dx, dy, out=dx), pending
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """The inner layers' half."""
+        """Run `backward_weight` of the inner layers."""
         self.inner.backward_weight(pending, g)
 
     def backward(
         self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
     ) -> Array:  # fmt: skip
-        """Both halves, layer by layer; always with the input's gradient."""
+        """Run both halves, layer by layer, and always return the input's gradient."""
         dx = self.inner.backward(p, saved, dy.copy(), g)
         return added(dx, dy, out=dx)
 
@@ -208,7 +208,7 @@ class Residual(Layer):
 def layer_infos(
     chain: Sequential, table: ParameterTable, input_shape: tuple[int, ...], item_size: int
 ) -> tuple[LayerInfo, ...]:
-    """Facts about each layer of ``chain``, whose activations have ``item_size`` bytes each.
+    """Return facts about each layer of ``chain``, whose activations take ``item_size`` bytes each.
 
     Raises
     ------
@@ -245,9 +245,9 @@ def layer_infos(
 def dynamic_shapes(
     layer: Layer, input_shape: tuple[int, ...], dims: Iterable[int] | None = None
 ) -> DynamicShapeInfo:
-    """The dims of a sample for which a layer takes another size, and those of the output.
+    """Return the dims of a sample that may have other sizes, and the output dims that then change.
 
-    A dim of n elements is tried with n - 1, n + 1 and 2 n: all dims, or ``dims``.
+    Each dim of ``dims`` (default: all dims) of size n is tried with n - 1, n + 1 and 2 n.
     """
     output_shape = layer.output_shape(input_shape)
     inputs: set[int] = set()

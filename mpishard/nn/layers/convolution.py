@@ -35,9 +35,12 @@ class Windows:
 
     Parameters
     ----------
-    kernel, stride, padding : tuple of int
-        Size of a window, distance of neighbours, and how many rows and columns of zeros
-        surround the image on each side.
+    kernel : (int, int)
+        Size of a window.
+    stride : (int, int)
+        Distance of neighbouring windows.
+    padding : (int, int)
+        Numbers of rows and columns of zeros on each side of the image.
     """
 
     kernel: Pair
@@ -45,12 +48,12 @@ class Windows:
     padding: Pair = (0, 0)
 
     def counts(self, height: int, width: int) -> Pair:
-        """Number of windows along each dim: floor((size + 2 padding - kernel) / stride) + 1.
+        """Return the number of windows per dim, floor((size + 2 padding - kernel) / stride) + 1.
 
         Raises
         ------
         ValueError
-            If none does.
+            If no window fits in the image.
         """
         rows, columns = (
             (size + 2 * padding - kernel) // stride + 1
@@ -66,7 +69,7 @@ class Windows:
         return rows, columns
 
     def views(self, image: Array, counts: Pair) -> Iterator[Array]:
-        """Yield, for each position in a window, the elements that all windows have there.
+        """Yield, for each position in a window, a view of all windows' elements at this position.
 
         ``image`` has shape (..., height, width), padding included; each view has shape
         (..., *counts).
@@ -82,12 +85,12 @@ class Windows:
 
 
 def size_pair(owner: str, name: str, value: Any, least: int = 1) -> Pair:
-    """``value``, an integer or a pair of them, as a pair (rows, columns).
+    """Return ``value``, an integer or a pair of integers, as a pair (rows, columns).
 
     Raises
     ------
     ValueError
-        For something else, or an integer below ``least``.
+        If ``value`` is something else, or has an integer below ``least``.
     """
     pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(pair) != 2 or not all(is_size(size, least) for size in pair):
@@ -98,13 +101,16 @@ def size_pair(owner: str, name: str, value: Any, least: int = 1) -> Pair:
     return int(pair[0]), int(pair[1])
 
 
-# The columns of a chunk may take so many times what a chunk of an element-wise pass takes: they
-# are written once and read by a matrix product, which brings its own blocks into the cache.
+# Size of the columns of a chunk, in chunks of an element-wise pass. It may exceed 1, because the
+# columns are written once and read by a matrix product, which brings its own blocks into the cache.
 _CHUNKS_AT_A_TIME = 4
 
 
 class WindowColumns:
-    """Scratch memory of one pass over a batch, used again for each chunk of it.
+    """Scratch memory of one pass over a batch, which each chunk of samples uses again.
+
+    Shape suffixes: B samples, C and O channels, H rows, W columns, K elements of a window in all
+    channels, P and Q rows and columns of windows, S = P Q windows, N = B S.
 
     Parameters
     ----------
@@ -116,7 +122,7 @@ class WindowColumns:
     counts : (int, int)
         Numbers P and Q of windows along each dim.
     dtype : dtype, optional
-        Of the columns, if not that of the images.
+        Dtype of the columns. The default is that of the images.
     """
 
     def __init__(
@@ -137,27 +143,27 @@ class WindowColumns:
         self._inner = (..., slice(down, down + height), slice(right, right + width))
         self._frame: Array | None = None
         if down or right:
-            # Its border is written once, here: gathering fills the inner part alone.
+            # The border of zeros is written only here, because gathering fills the inner part.
             framed = (self._samples, channels, height + 2 * down, width + 2 * right)
             self._frame = xp.zeros(framed, dtype=dtype)
 
     def chunks(self) -> Iterator[slice]:
-        """Slices of the batch that each fit the scratch memory; the last may reach beyond it."""
+        """Yield slices of the batch that fit in the scratch memory; the last may exceed it."""
         for start in range(0, self._batch, self._samples):
             yield slice(start, start + self._samples)
 
     def empty(self, samples: int) -> Array:
-        """Columns of shape (B, K, S) to be written."""
+        """Return columns of shape (B, K, S) without contents."""
         return self._scratch[: samples * self._size].reshape(samples, -1, math.prod(self._counts))
 
     def by_sample(self, images_BCHW: Array) -> Array:
-        """The columns of each sample, shape (B, K, S)."""
+        """Return the columns of each sample, shape (B, K, S)."""
         columns = self.empty(images_BCHW.shape[0])
         self._gather(images_BCHW, columns.reshape(-1, self._channels, *self._rest()))
         return columns
 
     def by_row(self, images_BCHW: Array) -> Array:
-        """The columns of all samples side by side, shape (K, B S)."""
+        """Return the columns of all samples side by side, shape (K, B S)."""
         samples = images_BCHW.shape[0]
         (positions, *counts), flat = self._rest(), self._scratch[: samples * self._size]
         columns = flat.reshape(self._channels, positions, samples, *counts)
@@ -165,11 +171,14 @@ class WindowColumns:
         return flat.reshape(self._channels * positions, -1)
 
     def scatter(self, columns_BKS: Array, images_BCHW: Array) -> None:
-        """Write into each pixel the sum of its columns' elements: the transpose of gathering."""
+        """Write to each pixel the sum of its elements in the columns, the transpose of gathering.
+
+        Elements of the padding are dropped.
+        """
         samples = images_BCHW.shape[0]
         columns = columns_BKS.reshape(samples, self._channels, *self._rest())
         framed = images_BCHW if self._frame is None else self._frame[:samples]
-        # Windows overlap, so their parts are added; the padding is written too, and then dropped.
+        # Parts are added, because windows may overlap.
         framed.fill(0)
         for position, view in enumerate(self._windows.views(framed, self._counts)):
             view[...] += columns[:, :, position]
@@ -186,22 +195,22 @@ class WindowColumns:
             columns[:, :, position] = view
 
     def _rest(self) -> tuple[int, int, int]:
-        """Positions in a window, P and Q."""
+        """Return the number of positions in a window, P, and Q."""
         return (math.prod(self._windows.kernel), *self._counts)
 
 
 class Conv2D(Layer):
-    """Two-dimensional convolution, as a cross-correlation, of images with channels first.
+    """Two-dimensional convolution (a cross-correlation) of images with channels first.
 
     y[b, o, p, q] = bias[o] + sum over c, i, j of weight[o, c, i, j] *
     x[b, c, p stride + i - padding, q stride + j - padding], with zeros outside the image:
     LeCun et al., "Gradient-based learning applied to document recognition", Proc. IEEE 86, 1998,
     section II; Goodfellow, Bengio & Courville, "Deep learning", 2016, eq. 9.6.
 
-    The windows of a few samples at a time are laid out as the columns of a matrix, which meets
-    the kernels in one matrix product (Chellapilla, Puri & Simard, "High performance convolutional
-    neural networks for document processing", 2006, section 3); they are made again in the
-    backward pass, so that no more than the input is kept.
+    The windows of a few samples at a time are copied to the columns of a matrix, which is
+    multiplied by the kernels (Chellapilla, Puri & Simard, "High performance convolutional neural
+    networks for document processing", 2006, section 3). The backward pass makes the columns again,
+    so that only the input is saved.
 
     Parameters
     ----------
@@ -214,15 +223,15 @@ class Conv2D(Layer):
     padding : int or (int, int)
         Rows and columns of zeros on each side.
     bias : bool
-        Whether there is a bias of shape (O,), first 0.
+        Add a bias of shape (O,), initially 0, to the channels.
     initializer : Initializer, optional
-        Initializer of the weight of shape (O, C, rows, columns). Default: `kaiming_uniform` of
-        the K = C * rows * columns elements of one window.
+        Initializer of the weight of shape (O, C, rows, columns). The default is `kaiming_uniform`
+        of the K = C * rows * columns elements of one window.
 
     Raises
     ------
     ValueError
-        For sizes that are no integers >= 1, or a padding below 0.
+        If a size is not an integer >= 1, or a padding not one >= 0.
 
     Examples
     --------
@@ -275,7 +284,7 @@ class Conv2D(Layer):
         return self._parameters
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(C, H, W) -> (O, P, Q), with P = floor((H + 2 padding - kernel) / stride) + 1."""
+        """Return (O, P, Q) for the shape (C, H, W): see `Windows.counts`."""
         if len(input_shape) != 3 or input_shape[0] != self.inputs:
             raise ValueError(
                 f"Conv2D({self.inputs}, {self.outputs}) needs samples of shape "
@@ -284,12 +293,12 @@ class Conv2D(Layer):
         return (self.outputs, *self.windows.counts(*input_shape[1:]))
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """2 K for each element of the output, those of the product."""
+        """Return 2 K for each element of the output: the operations of the product."""
         window = math.prod(self._parameters["weight"].shape[1:])
         return 2 * window * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """x_BCHW -> y_BOPQ; saves x itself."""
+        """Map x_BCHW to y_BOPQ, and save x itself."""
         xp = array_namespace(x)
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         y_BOS = _with_flat_images(y)
@@ -298,7 +307,7 @@ class Conv2D(Layer):
         columns = WindowColumns(self.windows, x, y.shape[2:])
         for rows in columns.chunks():
             part = scratch(y_BOS[rows])
-            # Sample by sample, because the result then has the layout of y.
+            # One product per sample, because its result has the layout of y.
             product(w_OK, columns.by_sample(x[rows]), part)
             if self.bias:
                 part += bias_O1
@@ -306,7 +315,7 @@ class Conv2D(Layer):
         return y, x if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The input's gradient: that of the columns, w^T dy, added up where they came from."""
+        """Return the input's gradient: w^T dy, the columns' gradient, summed for each pixel."""
         xp = array_namespace(dy)
         dx = xp.empty(saved.shape, dtype=dy.dtype)
         dy_BOS = _with_flat_images(dy)
@@ -320,7 +329,7 @@ class Conv2D(Layer):
         return dx, (saved, dy)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add dy times the columns into the weight's gradient, the sum of dy into the bias's."""
+        """Add dy times the columns to the weight's gradient, and the sum of dy to the bias's."""
         x, dy = pending
         xp = array_namespace(dy)
         if x.shape[0] == 0:
@@ -331,7 +340,7 @@ class Conv2D(Layer):
         is_written = target is None
         dw_OK = (g["weight"] if target is None else target).reshape(self.outputs, -1)
         for rows in columns.chunks():
-            # All samples of the chunk in one product, whose sum over them is then free.
+            # One product for all samples of the chunk, which also sums over them.
             d_OBS = xp.ascontiguousarray(dy_BOS[rows].swapaxes(0, 1))
             d_ON = d_OBS.reshape(self.outputs, -1)
             columns_NK = columns.by_row(x[rows]).T
@@ -345,28 +354,28 @@ class Conv2D(Layer):
 
 
 def _with_flat_images(y: Array) -> Array:
-    """y_BOPQ as y_BOS."""
+    """Return y_BOPQ as y_BOS."""
     return y.reshape(*y.shape[:2], y.shape[2] * y.shape[3])
 
 
 class MaxPool2D(Layer):
-    """The largest element of each window of each channel.
+    """Maximum of each window of each channel.
 
-    Riesenhuber & Poggio, "Hierarchical models of object recognition in cortex", 1999; of equal
-    elements the first, row by row, is the one that the gradient goes to. Where windows do not
-    reach the last rows or columns, those count for nothing. It has no parameters.
+    Riesenhuber & Poggio, "Hierarchical models of object recognition in cortex", 1999. Of equal
+    elements, the first in row-major order has the gradient. Last rows or columns that no window
+    reaches are left out. The layer has no parameters.
 
     Parameters
     ----------
     kernel : int or (int, int)
-        Size of a window: rows and columns.
+        Rows and columns of a window.
     stride : int or (int, int), optional
-        Distance of neighbouring windows; the kernel if not given, so that none overlap.
+        Distance of neighbouring windows. The default is the kernel: windows do not overlap.
 
     Raises
     ------
     ValueError
-        For a kernel or stride that is no integer >= 1 and no pair of them.
+        If kernel or stride is neither an integer >= 1 nor a pair of them.
     """
 
     category = LayerCategory.POOLING
@@ -378,21 +387,21 @@ class MaxPool2D(Layer):
         self.windows = Windows(size, step)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(C, H, W) -> (C, P, Q), with P = floor((H - kernel) / stride) + 1, and so Q."""
+        """Return (C, P, Q) for the shape (C, H, W): see `Windows.counts`."""
         if len(input_shape) != 3 or input_shape[0] == 0:
             raise ValueError(f"MaxPool2D needs samples of shape (C, H, W), got {input_shape}")
         return (input_shape[0], *self.windows.counts(*input_shape[1:]))
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """A comparison for each element of each window."""
+        """Return one comparison for each element of each window."""
         return math.prod(self.windows.kernel) * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """x_BCHW -> y_BCPQ; saves x's shape and the position of each y, in the smallest dtype."""
+        """Map x_BCHW to y_BCPQ, and save x's shape and each maximum's position in its window."""
         xp = array_namespace(x)
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         counts = y.shape[2:]
-        # The smallest dtype that tells apart all positions in a window.
+        # Positions have the smallest dtype that holds them: one byte for up to 256 elements.
         position_dtype = np.min_scalar_type(math.prod(self.windows.kernel) - 1)
         which = xp.zeros(y.shape, dtype=position_dtype) if context.training else None
         for rows in chunks(x):
@@ -402,46 +411,46 @@ class MaxPool2D(Layer):
                     largest[...] = view
                     continue
                 if which is not None:
-                    # Positions rise, so that the maximum is the last one whose element was larger.
+                    # Positions rise, so that the last one with a larger element is the maximum's.
                     moved = xp.multiply(view > largest, position, dtype=which.dtype)
                     xp.maximum(which[rows], moved, out=which[rows])
-                xp.maximum(largest, view, out=largest)  # hands on NaN
+                xp.maximum(largest, view, out=largest)  # NaN stays NaN.
             store(y[rows], largest)
         return y, None if which is None else (x.shape, which)
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """Each element of ``dy`` where its largest element was, 0 elsewhere."""
+        """Return the elements of ``dy`` at the positions of the maxima, and 0 elsewhere."""
         shape, which = saved
         dx = array_namespace(dy).empty(shape, dtype=dy.dtype)
         for rows in chunks(dx):
             part, d, chosen = scratch(dx[rows]), wide(dy[rows]), which[rows]
             part.fill(0)
             for position, view in enumerate(self.windows.views(part, dy.shape[2:])):
-                # Added, not written: overlapping windows may choose the same element.
+                # Elements are added, because overlapping windows may have the same maximum.
                 view[...] += d * (chosen == position)
             store(dx[rows], part)
         return dx, None
 
 
 class Flatten(Layer):
-    """Each sample's dims as one, in C order: (d1, d2, ...) -> (d1 d2 ...,)."""
+    """Reshape of each sample to one dim, in C order: (d1, d2, ...) becomes (d1 d2 ...,)."""
 
     category = LayerCategory.RESHAPE
     computes_bfloat16 = True
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The product of the dims; a sample that is one number becomes a vector of one."""
+        """Return the product of the dims, (1,) for samples without dims."""
         return (math.prod(input_shape),)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """0: nothing is computed."""
+        """Return 0: nothing is computed."""
         return 0
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """A view of x if its memory allows; saves x's shape."""
+        """Return a view of x if its memory layout allows, otherwise a copy, and save x's shape."""
         y = x.reshape(x.shape[0], *self.output_shape(x.shape[1:]))
         return y, x.shape if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """``dy`` in the shape of x."""
+        """Return ``dy`` in the shape of x."""
         return dy.reshape(saved), None

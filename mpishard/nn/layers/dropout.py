@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of the sample."""
+"""Dropout whose mask depends on the sample and not on the rank."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from mpishard.bfloat16 import scratch, store, wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.layer import Context, Layer, Parameters
 
-_WORDS_PER_COUNT = 8  # words of 32 bits that Philox4x64 makes of one value of its counter
+_WORDS_PER_COUNT = 8  # Number of 32-bit words that Philox4x64 makes of one value of its counter.
 
 
 class Dropout(Layer):
-    """In training, set elements to 0 at random and scale up the others: y = x m / (1 - rate).
+    """In training, set elements to 0 at random and scale the others: y = x m / (1 - rate).
 
-    An element of the mask m is 0 with probability ``rate``, else 1, so that y has the mean x
-    and prediction needs no scaling: Srivastava et al., "Dropout: a simple way to prevent neural
-    networks from overfitting", JMLR 15, 2014, sections 4 and 10 (the *inverted* form). Without
+    An element of the mask m is 0 with probability ``rate`` and 1 otherwise. The mean of y is then
+    x, and prediction needs no scaling: Srivastava et al., "Dropout: a simple way to prevent neural
+    networks from overfitting", JMLR 15, 2014, sections 4 and 10 (the *inverted* form). Outside
     training, and at rate 0, y is x.
 
-    The mask belongs to the sample: it is a function of the context's seed, step and path (the
-    layer's name in the model), and of the sample's index in the global batch. However the batch
-    is cut, over ranks or micro-batches, each sample meets the same mask. It comes from one
-    counter-based Philox generator, keyed by a hash of (seed, step, path), in which sample k
-    takes counts k c + 1 to (k + 1) c of the counter, with c = ceil(elements / 8): Salmon et al.,
-    "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    The mask is a function of the context's seed, step and path (the layer's name in the model), and
+    of the sample's index in the global batch. A sample has the same mask, however the batch is cut
+    over ranks or micro-batches. A counter-based Philox generator, keyed by a hash of (seed, step,
+    path), makes it. Sample k takes counts k c + 1 to (k + 1) c of the counter, with
+    c = ceil(elements / 8): Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
     Parameters
     ----------
@@ -40,7 +39,7 @@ class Dropout(Layer):
     Raises
     ------
     ValueError
-        For a rate outside [0, 1).
+        If the rate is outside [0, 1).
     """
 
     category = LayerCategory.REGULARIZATION
@@ -57,11 +56,11 @@ class Dropout(Layer):
         return self.rate > 0
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The input's shape."""
+        """Return the input's shape."""
         return input_shape
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Mask x of shape (B, ...); saves the mask, of a byte for each element."""
+        """Mask x of shape (B, ...), and save the mask, which takes one byte for each element."""
         if not (context.training and self.is_random):
             return x, None
         return self.mask(x, MaskStream(context, math.prod(x.shape[1:]), self.rate).next_masks)
@@ -69,15 +68,15 @@ class Dropout(Layer):
     def mask(
         self, x: Array, next_masks: Callable[[int], np.ndarray[Any, Any]]
     ) -> tuple[Array, Any]:
-        """As `forward` in training, with masks that are given.
+        """Do what `forward` does in training, with given masks.
 
         Parameters
         ----------
         x : Array
-            Shape (B, ...).
+            Input of shape (B, ...).
         next_masks : callable
-            ``next_masks(samples)``: the masks of the next ``samples`` samples, bool of shape
-            (samples, elements of a sample).
+            ``next_masks(samples)`` returns the masks of the next ``samples`` samples, a bool array
+            of shape (samples, elements of a sample).
         """
         xp = array_namespace(x)
         x_BE = x.reshape(x.shape[0], math.prod(x.shape[1:]))
@@ -92,7 +91,7 @@ class Dropout(Layer):
         return y_BE.reshape(x.shape), mask_BE
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """``dy`` m / (1 - rate), in its place."""
+        """Multiply ``dy`` by m / (1 - rate) in place."""
         if saved is None:
             return dy, None
         dy_BE = dy.reshape(saved.shape)
@@ -105,22 +104,22 @@ class Dropout(Layer):
 
 
 class MaskStream:
-    """The masks of consecutive samples, from ``context.sample_start`` on.
+    """Masks of consecutive samples, beginning with sample ``context.sample_start``.
 
-    An element stays if its 32-bit word is at least ``rate`` 2^32. Words are made on the host
-    for arrays of a GPU, too: both then train with the same masks.
+    An element is kept if its 32-bit word is at least ``rate`` 2^32. The host makes the words for
+    arrays on a GPU, too, so that both train with the same masks.
 
     Parameters
     ----------
     context : Context
-        Seed, step and path are the key.
+        Source of seed, step and path, which are the key.
     elements : int
         Number of elements of a sample.
     rate : float
-        In (0, 1).
+        Probability in (0, 1) with which an element is set to 0.
     part : (int, int), optional
-        The range ``(start, stop)`` of each sample's elements whose masks are wanted; all if
-        not given. The others' words are jumped over, and not made.
+        The range ``(start, stop)`` of each sample's elements whose masks are needed. The default is
+        all elements. Counts of the generator that only others need are skipped.
     """
 
     def __init__(
@@ -140,9 +139,9 @@ class MaskStream:
         )
 
     def next_masks(self, samples: int) -> np.ndarray[Any, Any]:
-        """Masks of the next samples, a bool array of shape (samples, elements wanted)."""
+        """Return the masks of the next samples, a bool array (samples, elements of the part)."""
         if self._counts_between:
-            # A slice of each sample: the words between two slices are skipped sample by sample.
+            # The generator skips the words between two samples' parts, so that each is a call.
             words = np.stack([self._next_words(1) for _ in range(samples)])
         else:
             words = self._next_words(samples).reshape(samples, -1)
@@ -150,9 +149,9 @@ class MaskStream:
         return masks
 
     def _next_words(self, samples: int) -> np.ndarray[Any, Any]:
-        """The words of this many samples, end to end; the generator stands at the next sample."""
+        """Return the words of ``samples`` samples end to end, and advance to the next sample."""
         words = self._generator.random_raw(samples * self._counts * _WORDS_PER_COUNT // 2)
         if self._counts_between:
             self._generator.advance(self._counts_between)
-        # Little endian on every machine, so that masks do not depend on the processor.
+        # Words are little-endian on every machine, so that masks do not depend on the processor.
         return words.astype("<u8", copy=False).view("<u4")

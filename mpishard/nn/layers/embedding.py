@@ -1,4 +1,4 @@
-"""Lookup tables: token numbers to vectors, and positions to vectors.
+"""Lookup tables of vectors, for tokens and for positions.
 
 Shape suffixes: B batch, T time, D width, V vocabulary, C context length, N all tokens of the
 input in one dim, U distinct tokens among them.
@@ -26,19 +26,19 @@ from mpishard.nn.passes import added
 
 
 class Embedding(Layer):
-    """A vector for each token: y = W[tokens].
+    """Table with a vector for each token: y = W[tokens].
 
     Parameters
     ----------
     vocabulary_size, width : int
         Sizes V and D of the table W of shape (V, D).
     initializer : Initializer, optional
-        Initializer of W; normal with standard deviation 0.02 if not given, as in GPT-2.
+        Initializer of W. The default is normal with standard deviation 0.02, as in GPT-2.
 
     Raises
     ------
     ValueError
-        For a size that is no integer >= 1.
+        If a size is not an integer >= 1.
     """
 
     category = LayerCategory.EMBEDDING
@@ -59,7 +59,7 @@ class Embedding(Layer):
 
     @property
     def takes_integers(self) -> bool:
-        """True: tokens are integers."""
+        """True, because tokens are integers."""
         return True
 
     def check_input(self, x: Array) -> None:
@@ -68,7 +68,7 @@ class Embedding(Layer):
         if x.dtype.kind not in "iu":
             raise TypeError(f"Embedding takes integer tokens, got an array of {x.dtype}")
         if x.size:
-            # NumPy counts negative indices from the end, and would return a wrong row for -1.
+            # NumPy counts negative indices from the end: it would return the last row for -1.
             for token in (int(x.min()), int(x.max())):
                 if not 0 <= token < self.vocabulary_size:
                     raise ValueError(
@@ -76,43 +76,41 @@ class Embedding(Layer):
                     )
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(...) -> (..., width): each token becomes a vector."""
+        """Return (..., width) for the shape (...): each token becomes a vector."""
         return (*input_shape, self.width)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """0: rows are copied."""
+        """Return 0: rows are only copied."""
         return 0
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Look up integer tokens of any shape; saves them.
-
-        Checks them again, as `check_input` does: that costs microseconds, and an index that is
-        negative would be taken from the table's end without a word.
-        """
+        """Look up integer tokens of any shape, and save them."""
+        # The check is repeated for layers that are not the first. It takes microseconds, and NumPy
+        # would silently take a negative index from the table's end.
         self.check_input(x)
         return p["weight"].take(x, axis=0), x if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """None: token numbers have no gradient."""
+        """Return no input gradient (None), because tokens have none."""
         return None, (saved, dy)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add each row of dy into the row of the token it came from."""
+        """Add each row of dy to the gradient of its token's row."""
         tokens, dy = pending
         add_rows(g["weight"], tokens.reshape(-1), wide(dy).reshape(-1, self.width))
 
 
 def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
-    """Add each row of dy into the table's row of its token.
+    """Add each row of dy to the table's row of its token.
 
-    Rows of one token are brought together by a stable sort and summed in the order of the
-    batch, so that the result is the same in every run; adding at scattered indices is slow
-    on a CPU and without order on a GPU.
+    A stable sort brings the rows of each token together, which are then summed in the order of the
+    batch. The result is the same in every run. Addition at scattered indices would be slow on a
+    CPU, and its order would vary on a GPU.
     """
     if not tokens_N.size:
         return
     xp = array_namespace(dy_ND)
-    order_N = xp.argsort(tokens_N, kind="stable")  # stable keeps the order of the batch
+    order_N = xp.argsort(tokens_N, kind="stable")
     tokens_N = tokens_N[order_N]
     first_N = xp.ones(tokens_N.shape, dtype=bool)
     first_N[1:] = tokens_N[1:] != tokens_N[:-1]
@@ -121,11 +119,11 @@ def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
 
 
 def _sums_of_runs(rows_ND: Array, first_N: Array, starts_U: Array) -> Array:
-    """The sum of each run of rows, shape (U, D); ``first_N`` says where runs begin.
+    """Return the sum of each run of rows, shape (U, D); ``first_N`` is True for a run's first row.
 
-    On a GPU it overwrites ``rows_ND``: neighbours are added in rounds, so that the order is the
-    same in every run of the program. CuPy's own ``add.reduceat`` takes differences of running
-    sums, of which little is left if a run is small beside what came before it.
+    On a GPU it overwrites ``rows_ND``. There neighbours are added in rounds, in an order that is
+    the same in every run of the program. CuPy's own ``add.reduceat`` returns differences of running
+    sums, which lose the digits of a run that is small compared with the rows before it.
     """
     xp = array_namespace(rows_ND)
     if not is_device_array(rows_ND):
@@ -136,8 +134,8 @@ def _sums_of_runs(rows_ND: Array, first_N: Array, starts_U: Array) -> Array:
     row_N = xp.arange(rows_ND.shape[0])
     place_N, stop_N = row_N - starts_U[run_N], stops_U[run_N]
     longest, step = int((stops_U - starts_U).max()), 1
-    # In each round a row absorbs the one `step` behind it if both are in one run: log2 of the
-    # longest run rounds, in one order.
+    # In each round a row absorbs the row that is `step` rows later, if both are in one run. The
+    # number of rounds is the logarithm, to base 2, of the longest run.
     while step < longest:
         left = xp.flatnonzero((place_N % (2 * step) == 0) & (row_N + step < stop_N))
         rows_ND[left] += rows_ND[left + step]
@@ -146,19 +144,19 @@ def _sums_of_runs(rows_ND: Array, first_N: Array, starts_U: Array) -> Array:
 
 
 class PositionalEmbedding(Layer):
-    """A learned vector for each position: y = x + P[:T].
+    """Table with a learned vector for each position: y = x + P[:T].
 
     Parameters
     ----------
     context_length, width : int
-        Sizes C and D of the table P of shape (C, D); inputs have T <= C.
+        Sizes C and D of the table P of shape (C, D). Inputs have T <= C positions.
     initializer : Initializer, optional
-        Initializer of P; normal with standard deviation 0.02 if not given, as in GPT-2.
+        Initializer of P. The default is normal with standard deviation 0.02, as in GPT-2.
 
     Raises
     ------
     ValueError
-        For a size that is no integer >= 1.
+        If a size is not an integer >= 1.
     """
 
     category = LayerCategory.EMBEDDING
@@ -178,7 +176,7 @@ class PositionalEmbedding(Layer):
         return {"weight": self._weight}
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(T, width) -> (T, width), with T at most the context length."""
+        """Return the input's shape (T, width), with T at most the context length."""
         if (
             len(input_shape) != 2
             or input_shape[0] > self.context_length
@@ -191,15 +189,15 @@ class PositionalEmbedding(Layer):
         return input_shape
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Add P[:T] to each sample of x_BTD; P[S : S + T] behind S cached positions. Saves nothing.
+        """Add P[:T] to each sample of x_BTD, or P[S : S + T] after S cached positions.
 
         Raises
         ------
         ValueError
-            If there are fewer positions.
+            If the table has fewer positions.
         """
         self.output_shape(x.shape[1:])
-        # Sequences of a cache are of different lengths: each row goes on at its own position.
+        # Sequences of a cache have different lengths: each row continues at its own position.
         starts = [0] if context.cache is None else context.cache.starts
         longest = max(starts, default=0)
         if longest + x.shape[1] > self.context_length:
@@ -214,10 +212,10 @@ class PositionalEmbedding(Layer):
         return added(x, p["weight"][positions_BT]), None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """``dy`` itself; pending is its sum over the batch, which shares no memory with it."""
+        """Return ``dy`` itself; pending is its sum over the batch, an array of its own."""
         return dy, wide(dy).sum(axis=0)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add the sum over the batch into the first T rows."""
+        """Add the sum over the batch to the first T rows."""
         dw_TD = g["weight"][: pending.shape[0]]
         dw_TD += pending

@@ -1,8 +1,8 @@
-"""First values of parameters, as functions of (seed, parameter name) alone.
+"""Initial values of parameters, as functions of (seed, parameter name) alone.
 
-An initializer is a callable ``initializer(generator, shape) -> float64 array``; these are the
-factories. That the generator is keyed by the parameter's name makes a value independent of the
-rank, of the world size and of the order in which parameters are made.
+An initializer is a callable ``initializer(generator, shape) -> float64 array``; the functions here
+make them. The generator is keyed by the parameter's name. A value therefore does not depend on the
+rank, the world size, or the order in which parameters are made.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mpishard.nn.layers.layer import Initializer
 
 
 def parameter_generator(seed: int, name: str) -> np.random.Generator:
-    """The random stream of one parameter.
+    """Return the random generator of one parameter.
 
-    A counter-based Philox generator (Salmon et al., "Parallel random numbers: as easy as 1, 2,
-    3", SC 2011) whose 128-bit key is a hash of both arguments, so that parameters of equal
-    shape differ and every rank of any world draws the same values.
+    It is a counter-based Philox generator (Salmon et al., "Parallel random numbers: as easy as 1,
+    2, 3", SC 2011) whose 128-bit key is a hash of both arguments. Parameters of equal shape
+    therefore differ, and every rank of any world draws the same values.
 
     Parameters
     ----------
@@ -34,27 +34,27 @@ def parameter_generator(seed: int, name: str) -> np.random.Generator:
 
 
 def zeros() -> Initializer:
-    """All elements 0."""
+    """Return an initializer that sets all elements to 0."""
     return lambda _, shape: np.zeros(shape)
 
 
 def ones() -> Initializer:
-    """All elements 1."""
+    """Return an initializer that sets all elements to 1."""
     return lambda _, shape: np.ones(shape)
 
 
 def normal(std: float) -> Initializer:
-    """Independent normal elements of mean 0 and standard deviation ``std``."""
+    """Return an initializer of independent normal elements, mean 0, standard deviation ``std``."""
     return lambda generator, shape: std * generator.standard_normal(shape)
 
 
 def uniform(bound: float) -> Initializer:
-    """Independent uniform elements of [-bound, bound)."""
+    """Return an initializer of independent uniform elements of [-bound, bound)."""
     return lambda generator, shape: generator.uniform(-bound, bound, shape)
 
 
 def kaiming_uniform(fan_in: int) -> Initializer:
-    """Uniform elements of variance 2 / fan_in, for weights that feed on rectified inputs.
+    """Return an initializer of uniform elements of variance 2 / fan_in, for rectified inputs.
 
     He et al., "Delving deep into rectifiers", ICCV 2015, eq. 10.
     """
@@ -62,7 +62,9 @@ def kaiming_uniform(fan_in: int) -> Initializer:
 
 
 def glorot_uniform(fan_in: int, fan_out: int) -> Initializer:
-    """Uniform elements of variance 2 / (fan_in + fan_out), for symmetric activations.
+    """Return an initializer of uniform elements of variance 2 / (fan_in + fan_out).
+
+    It is meant for symmetric activations such as tanh.
 
     Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural
     networks", AISTATS 2010, eq. 16.

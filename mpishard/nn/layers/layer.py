@@ -1,4 +1,4 @@
-"""The interface of layers: a description of parameters and three functions, and no arrays.
+"""Interface of layers: a description of parameters and three functions, without arrays.
 
 Shape suffixes in ``nn``: B batch, T time (position in the sequence), D width, V vocabulary,
 H heads, K head size, I inputs of a layer, O outputs of a layer. ``x_BTD`` has shape (B, T, D).
@@ -22,33 +22,34 @@ from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.sharding import ParameterEntry
 
 Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray[Any, Any]]
-"""``initializer(generator, shape) -> float64 array of that shape``."""
+"""``initializer(generator, shape)`` returns a float64 array of that shape."""
 
 Parameters = Mapping[str, Any]
-"""A layer's parameters: name -> read-only array; for a composite, child name -> its parameters."""
+"""A layer's parameters, name -> read-only array; of a composite, child name -> its parameters."""
 
 Gradients = MutableMapping[str, Any]
-"""As `Parameters`, with writable arrays, to which a layer *adds*: ``g["weight"] += part``.
+"""A mapping like `Parameters` of writable arrays, to which a layer *adds*: ``g["weight"] += part``.
 
-If it is a `mpishard.nn.GradientTargets`, a layer may write instead of adding to zeros.
+If the mapping is a `mpishard.nn.GradientTargets`, a layer may write instead of adding to zeros.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One parameter of a layer, before it exists.
+    """Description of one parameter of a layer, which needs no array.
 
     Parameters
     ----------
     shape : tuple of int
-        Its shape.
+        Shape of the parameter.
     initializer : Initializer
-        Makes its first value from a generator that is keyed by (seed, parameter name).
+        Function that makes the initial value from a generator keyed by (seed, parameter name).
     tied_to : str, optional
-        Full name of another parameter of the model that this one *is*. It then adds nothing to
-        the parameter table, and its shape must be the other's.
+        Full name of another parameter of the model, of the same shape, that is used in place of
+        this one. The parameter table then has no entry for this one.
     trainable : bool
-        Whether training changes it. Where not, its gradient is 0 and it has no optimizer state.
+        False if training must not change the parameter. Its gradient is then 0, and it has no
+        optimizer state.
     """
 
     shape: tuple[int, ...]
@@ -59,22 +60,22 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The values besides parameters and input on which a forward pass may depend.
+    """Values, besides parameters and input, on which a forward pass may depend.
 
     Parameters
     ----------
     training : bool
-        Whether a backward pass may follow. Where False, ``forward`` need save nothing.
+        True if a backward pass may follow. If False, ``forward`` need save nothing.
     seed, step : int
-        With a layer's name and the global sample index, the key of any randomness.
+        Key of all random numbers, together with a layer's name and the global sample index.
     sample_start : int
-        Index in the global batch of this rank's first sample.
+        Index of this rank's first sample in the global batch.
     path : str
-        Dotted name of the layer that is running, if it or a layer inside it `is_random`, or
-        if there is a cache.
+        Dotted name of the layer that is running. It is kept only for layers that are random or
+        contain a random layer, and if there is a cache.
     cache : KeyValueCache, optional
-        Keys and values of the positions before the input's first, if sequences are read bit by
-        bit: see `KeyValueCache`. Layers for which positions differ, or see each other, go by it.
+        Keys and values of the positions before the input's first, if sequences are read in
+        several passes. Attention layers and positional embeddings use it.
     """
 
     training: bool = True
@@ -85,37 +86,42 @@ class Context:
     cache: KeyValueCache | None = None
 
     def enter(self, name: str, layer: Layer) -> Context:
-        """The context for ``layer``, which is called ``name`` in the one that runs."""
-        # Most layers need no name, and a new context costs two microseconds for each of them.
+        """Return the context of ``layer``, a child of the running layer with the name ``name``."""
+        # Most layers need no path, and a new context costs 2 us for each of them.
         if not layer.is_random and self.cache is None:
             return self
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
 
 class Layer(ABC):
-    """A layer holds no arrays: parameters, gradients and saved values all belong to the call.
+    """Base of layers, which hold no arrays: parameters, gradients and saved values are arguments.
 
     Any number of threads, micro-batches and recomputations may therefore share one layer. A
-    leaf layer gives `parameters`, `forward`, `backward_input` and `backward_weight`; `backward`
-    runs the two halves.
+    leaf layer defines `parameters`, `output_shape`, `forward`, `backward_input` and
+    `backward_weight`; `backward` runs the two halves.
     """
 
     category: ClassVar[LayerCategory] = LayerCategory.OTHER
     """The layer's purpose, for reports and planners."""
 
     pending_is_saved_and_dy: ClassVar[bool] = False
-    """True if `backward_weight` takes ``(saved, dy)``: it can then run without `backward_input`."""
+    """True if ``pending`` is ``(saved, dy)``: `backward_weight` then needs no `backward_input`."""
 
     children: Mapping[str, Layer] = MappingProxyType({})
-    """Inner layers of a composite, name -> layer, in order; empty for a leaf."""
+    """Inner layers of a composite, name -> layer, in order. It is empty for a leaf."""
 
     computes_bfloat16: bool = False
-    """True if the layer computes with bfloat16 parameters and activations, which is its own work:
-    what it adds, averages or exponentiates in float32. Its weight gradients are float32."""
+    """True if the layer accepts bfloat16 parameters and activations.
+
+    The layer itself decides which sums, means and exponentials it computes in float32. Its weight
+    gradients are float32."""
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """Own parameters, name -> description, in the order they take in the flat vector."""
+        """Parameters of this layer, name -> description, in their order in the flat vector.
+
+        Those of inner layers are not included: see `walk_parameters`.
+        """
         return {}
 
     def walk_parameters(self, prefix: str = "") -> Iterator[tuple[str, ParameterSpec]]:
@@ -126,10 +132,10 @@ class Layer(ABC):
             yield from child.walk_parameters(f"{prefix}{name}.")
 
     def copy(self) -> Self:
-        """A separate description, for a copy of the model.
+        """Return a separate description, for a copy of the model.
 
-        Later choices in one leave the other as it is. Objects such as initializers are shared. A
-        composite copies its children, too.
+        Later changes of settings in one do not affect the other. Objects such as initializers are
+        shared. A composite copies its children, too.
         """
         return copy.copy(self)
 
@@ -153,16 +159,16 @@ class Layer(ABC):
     def check_input(self, x: Array) -> None:
         """Refuse an input, with its batch dim, whose dtype or values `forward` cannot take.
 
-        Callers ask the first layer of a model before they communicate, so that a rank's bad
-        input is an error on that rank and no failure in the middle of a collective. One pass over
-        ``x`` at most; shapes are `output_shape`'s business. A composite asks its first child.
+        Callers ask the first layer of a model before they communicate. A rank's bad input is then
+        an error on that rank and not a failure in the middle of a collective. The check makes at
+        most one pass over ``x``; `output_shape` checks shapes. A composite asks its first child.
 
         Raises
         ------
         TypeError
-            For an argument that is no array, and for a dtype that the layer does not take.
+            If ``x`` is not an array, or has a dtype that the layer does not take.
         ValueError
-            For values that the layer does not take.
+            If ``x`` has values that the layer does not take.
         """
         array_namespace(x)
         first = next(iter(self.children.values()), None)
@@ -173,24 +179,24 @@ class Layer(ABC):
 
     @abstractmethod
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of one sample's output for one sample's input, without the batch dim.
+        """Return the shape of one sample's output for that of its input, without the batch dim.
 
         Raises
         ------
         ValueError
-            If the layer cannot take ``input_shape``; the message names shapes that it takes.
+            If the layer cannot take ``input_shape``. The message names shapes that it takes.
         """
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Floating-point operations of one sample's forward pass, about.
+        """Estimate the number of floating-point operations of one sample's forward pass.
 
-        A multiplication and an addition are two. Unless a layer knows better, it is taken for
-        element-wise: one for each element of the output.
+        A multiplication and an addition are two operations. The default is that of an element-wise
+        layer: one operation for each element of the output.
         """
         return math.prod(self.output_shape(input_shape))
 
     def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
-        """Elements of one sample's output, and of the outputs of inner layers."""
+        """Return the number of elements of one sample's output and of inner layers' outputs."""
         return math.prod(self.output_shape(input_shape))
 
     @abstractmethod
@@ -200,34 +206,34 @@ class Layer(ABC):
         Returns
         -------
         y : Array
-            The output. May be a view of, or ``x`` itself; ``x`` must not be changed.
+            The output, which may be ``x`` itself or a view of it. ``x`` must not be changed.
         saved : object
             Values that the backward pass needs; None if ``context.training`` is False.
         """
 
     @abstractmethod
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """Gradient with respect to the input, from the gradient ``dy`` of the output.
+        """Compute the gradient of the input from the gradient ``dy`` of the output.
 
-        ``dy`` belongs to the callee, which may overwrite it.
+        ``dy`` belongs to this method, which may overwrite it.
 
         Returns
         -------
         dx : Array
             The gradient of the input; None if the input has none (token numbers).
         pending : object
-            What `backward_weight` needs. No array in it may be one that ``dx`` shares memory
-            with, for ``dx`` goes on to be overwritten.
+            Values that `backward_weight` needs. None of its arrays may share memory with ``dx``,
+            because the previous layer overwrites ``dx``.
         """
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add the gradients of the layer's parameters into ``g``."""
+        """Add the gradients of the layer's parameters to ``g``."""
 
     def backward(
         self, p: Parameters, saved: Any, dy: Array, g: Gradients, *,
         needs_input_gradient: bool = True,
     ) -> Array:  # fmt: skip
-        """Both halves, leaf by leaf: add into ``g`` and return the input's gradient.
+        """Run both halves, leaf by leaf: add to ``g`` and return the input's gradient.
 
         If ``needs_input_gradient`` is False, as for the first layer of a model, a layer may
         leave that gradient out and return None. For a linear layer this saves one of two products.
@@ -241,22 +247,21 @@ class Layer(ABC):
 
 
 class GradientTargets(MutableMapping[str, Any]):
-    """The gradients that a layer adds into, in memory that nobody has cleared.
+    """Gradients to which a layer adds, in memory that has not been cleared.
 
-    A layer that adds sees the mapping that `Layer.backward_weight` describes: a gradient without
-    contents is cleared when the layer asks for it. A layer that can write its whole gradient at
-    once asks `unwritten` instead. This saves three passes over memory: clearing, a temporary
-    array, and an addition.
+    A layer that adds uses it as the mapping `Gradients`: a gradient without contents is cleared
+    when the layer asks for it. A layer that can write its whole gradient at once calls `unwritten`
+    instead. This saves three passes over memory: clearing, a temporary array, and an addition.
 
     Parameters
     ----------
     entries : mapping of str to ParameterEntry
         Dotted name inside the layer -> entry of the parameter table.
     find : callable
-        ``find(entry)`` is the 1-D array of the entry's elements.
+        ``find(entry)`` returns the 1-D array of the entry's elements.
     unwritten : set of str
-        Names of the entries whose gradients have no contents yet. The set is kept up to date. The
-        caller and the targets of other layers share it, because tied weights are one entry.
+        Names of the entries whose gradients have no contents yet. The targets remove names from it.
+        The caller and the targets of other layers share it, because tied weights are one entry.
     """
 
     def __init__(
@@ -270,7 +275,7 @@ class GradientTargets(MutableMapping[str, Any]):
         self._unwritten = unwritten
 
     def __getitem__(self, name: str) -> Any:
-        """The array to add into, or the targets of the inner layer ``name``."""
+        """Return the array to which a layer adds, or the targets of the inner layer ``name``."""
         if name not in self._entries:
             return self._inner(name)
         array = self.unwritten(name)
@@ -280,14 +285,14 @@ class GradientTargets(MutableMapping[str, Any]):
         return array
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Make ``value`` the gradient of ``name``, as ``g[name] += part`` does.
+        """Set the gradient of ``name`` to ``value``, as ``g[name] += part`` does at its end.
 
-        The memory stays the same: values of another array are copied into it.
+        The memory stays the same: the values of another array are copied into it.
         """
         array = self.unwritten(name)
         if array is None:
             array = self._array(name)
-            # ``g[name] += part`` has added in place, and assigns the array that it was given.
+            # ``g[name] += part`` has added in place, and then assigns the same array: no copy.
             if type(value) is type(array) and address(value) == address(array):
                 return
         array[...] = value
@@ -296,7 +301,7 @@ class GradientTargets(MutableMapping[str, Any]):
         raise TypeError(f"the gradient of {name!r} cannot be deleted")
 
     def unwritten(self, name: str) -> Array | None:
-        """The array to *write*, whole and at once; None if the gradient already has contents."""
+        """Return the array to *write* completely, or None if the gradient already has contents."""
         entry = self._entries[name]
         if entry.name not in self._unwritten:
             return None
@@ -333,9 +338,10 @@ class GradientTargets(MutableMapping[str, Any]):
 
 
 def unwritten(g: Gradients, name: str) -> Array | None:
-    """The gradient of ``name``, to be written whole, if nothing was added to it yet.
+    """Return the gradient of ``name`` to be written completely, if nothing was added to it yet.
 
-    None if it has contents, or if ``g`` is a plain mapping: then the layer adds into ``g[name]``.
+    It is None if the gradient has contents, or if ``g`` is a plain mapping. The layer then adds to
+    ``g[name]``.
     """
-    # Layers may also be given plain dicts, whose arrays hold zeros or earlier gradients.
+    # The arrays of a plain mapping have contents: zeros, or earlier gradients.
     return g.unwritten(name) if isinstance(g, GradientTargets) else None

@@ -1,4 +1,4 @@
-"""Normalisation over the last dim.
+"""Layers that normalise the last dim.
 
 Shape suffixes: N all leading dims taken together, D width; ``...`` leading dims.
 """
@@ -22,10 +22,10 @@ from mpishard.nn.passes import bits, compiled
 
 
 class _Norm(Layer):
-    """A normalisation of the last dim: its width, and the epsilon that keeps it finite."""
+    """Base of normalisations, with the last dim's width and an epsilon against division by 0."""
 
     category = LayerCategory.NORMALIZATION
-    computes_bfloat16 = True  # moments and sums over samples are float32
+    computes_bfloat16 = True  # Moments, and sums over samples, are float32.
 
     def __init__(self, width: int, epsilon: float) -> None:
         kind = type(self).__name__
@@ -36,7 +36,7 @@ class _Norm(Layer):
         self.epsilon = epsilon
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., width) -> (..., width)."""
+        """Return the input's shape (..., width)."""
         if not input_shape or input_shape[-1] != self.width:
             raise ValueError(
                 f"{type(self).__name__}({self.width}) needs an input whose last dim is "
@@ -45,7 +45,7 @@ class _Norm(Layer):
         return input_shape
 
     def _inverse_root(self, squares_N: Array, out_N1: Array) -> None:
-        """Write 1 / sqrt(squares / width + epsilon), for sums of squares of rows."""
+        """Write 1 / sqrt(squares / width + epsilon) for each row's sum of squares."""
         xp = array_namespace(out_N1)
         out_N1[:, 0] = squares_N
         out_N1 /= self.width
@@ -65,12 +65,12 @@ class LayerNorm(_Norm):
     width : int
         Size D of the last dim.
     epsilon : float
-        Added to the variance.
+        Number that is added to the variance.
 
     Raises
     ------
     ValueError
-        For a width that is no integer >= 1 or an epsilon that is not positive.
+        If the width is not an integer >= 1, or epsilon is not positive.
     """
 
     def __init__(self, width: int, epsilon: float = 1e-5) -> None:
@@ -78,22 +78,22 @@ class LayerNorm(_Norm):
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """``weight``, first 1, and ``bias``, first 0, both of shape (width,)."""
+        """``weight``, initially 1, and ``bias``, initially 0, both of shape (width,)."""
         return {
             "weight": ParameterSpec((self.width,), ones()),
             "bias": ParameterSpec((self.width,), zeros()),
         }
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """7 for each element: two for either moment, one to normalise, to scale and to shift."""
+        """Return 7 for each element: 2 for each moment, 1 each to normalise, scale and shift."""
         return 7 * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Normalise x of shape (..., D); saves the normalised input and the inverse deviations."""
+        """Normalise x of shape (..., D), and save the normalised input and 1 / deviations."""
         xp = array_namespace(x)
         x_ND = x.reshape(-1, self.width)
         y_ND = xp.empty_like(x_ND)
-        # Prediction keeps no normalised input: it is made where the result will be.
+        # Prediction does not keep the normalised input, whose memory is that of the result.
         h_ND = xp.empty_like(x_ND) if context.training else y_ND
         dtype, weight, bias = wide_dtype(x), wide(p["weight"]), wide(p["bias"])
         inverse_N1 = xp.empty((x_ND.shape[0], 1), dtype=dtype)
@@ -101,7 +101,7 @@ class LayerNorm(_Norm):
         if loop is not None:
             loop(bits(x_ND), weight, bias, epsilon, bits(y_ND), bits(h_ND), inverse_N1[:, 0])
             return y_ND.reshape(x.shape), (h_ND, inverse_N1) if context.training else None
-        # Means as products with a constant vector: numpy's row sums are three times as slow.
+        # Means are products with a constant vector: NumPy's row sums take three times as long.
         average_D1 = xp.full((self.width, 1), 1.0 / self.width, dtype=dtype)
         for rows in chunks(x_ND):
             inverse, x_rows = inverse_N1[rows], wide(x_ND[rows])
@@ -116,13 +116,12 @@ class LayerNorm(_Norm):
         return y_ND.reshape(x.shape), (h_ND, inverse_N1) if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The input's gradient, in the place of ``dy``; pending are the parameters' gradients.
+        """Overwrite ``dy`` with the input's gradient; pending are the parameters' gradients.
 
-        With h the normalised input and d = weight * dy, and means over the last dim:
-        dx = (d - mean(d) - h * mean(d * h)) / sqrt(variance + epsilon). The sums over samples
-        that the parameters need are made here, while the chunk is in the cache: what would have
-        to be kept for later is as large as the input, and the sums are vectors. Sums and means
-        are products with a vector, which NumPy's own sums are slower than.
+        With h the normalised input, d = weight * dy, and means over the last dim:
+        dx = (d - mean(d) - h * mean(d * h)) / sqrt(variance + epsilon). The parameters' gradients
+        are vectors. They are summed here, while a chunk is in the cache, because dy, which they
+        need, is overwritten. Sums and means are products with a vector: NumPy's sums are slower.
         """
         h_ND, inverse_N1 = saved
         xp = array_namespace(dy)
@@ -145,15 +144,13 @@ class LayerNorm(_Norm):
             mean_d = xp.matmul(d, weight_D1)
             d *= weight
             d -= xp.multiply(h, mean_dh, out=dh)
-            # The gradient passes through mean and deviation of the row, which all its elements
-            # share: (weight * dy - mean(weight * dy) - h * mean(weight * dy * h)) / deviation.
             d -= mean_d
             d *= inverse_N1[rows]
             store(dy_ND[rows], d)
         return dy_ND.reshape(dy.shape), (dw_D, db_D)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add the sums over samples of dy * h and of dy."""
+        """Add the sums over samples of dy * h and of dy to the gradients."""
         dw_D, db_D = g["weight"], g["bias"]
         dw_D += pending[0]
         db_D += pending[1]
@@ -170,12 +167,12 @@ class RMSNorm(_Norm):
     width : int
         Size D of the last dim.
     epsilon : float
-        Added to the mean square.
+        Number that is added to the mean square.
 
     Raises
     ------
     ValueError
-        For a width that is no integer >= 1 or an epsilon that is not positive.
+        If the width is not an integer >= 1, or epsilon is not positive.
     """
 
     def __init__(self, width: int, epsilon: float = 1e-6) -> None:
@@ -183,15 +180,15 @@ class RMSNorm(_Norm):
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
-        """``weight``, first 1, of shape (width,)."""
+        """``weight``, initially 1, of shape (width,)."""
         return {"weight": ParameterSpec((self.width,), ones())}
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """4 for each element: two for the mean square, one to normalise and one to scale."""
+        """Return 4 for each element: 2 for the mean square, 1 to normalise and 1 to scale."""
         return 4 * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
-        """Normalise x of shape (..., D); saves x and the inverse root mean squares."""
+        """Normalise x of shape (..., D), and save x and 1 / root mean squares."""
         xp = array_namespace(x)
         x_ND = x.reshape(-1, self.width)
         y_ND = xp.empty_like(x_ND)
@@ -206,10 +203,10 @@ class RMSNorm(_Norm):
         return y_ND.reshape(x.shape), (x_ND, inverse_N1) if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The input's gradient, in the place of ``dy``; pending is the weight's.
+        """Overwrite ``dy`` with the input's gradient; pending is the weight's gradient.
 
-        With h the normalised input and d = weight * dy: dx = (d - h mean(d h)) / rms(x). The
-        sum over samples that the weight needs is made here, as in `LayerNorm`.
+        With h the normalised input and d = weight * dy: dx = (d - h * mean(d * h)) / rms(x). The
+        weight's gradient is summed here, as in `LayerNorm`.
         """
         x_ND, inverse_N1 = saved
         xp = array_namespace(dy)
@@ -222,8 +219,6 @@ class RMSNorm(_Norm):
             h = wide(x_ND[rows]) * inverse
             dh = d * h
             dw_D += xp.ones(d.shape[0], dtype=d.dtype) @ dh
-            # Through the root mean square, which all elements of a row share: (weight * dy - h *
-            # mean(weight * dy * h)) / rms.
             h *= xp.matmul(dh, weight_D1)
             d *= weight
             d -= h
@@ -232,6 +227,6 @@ class RMSNorm(_Norm):
         return dy_ND.reshape(dy.shape), dw_D
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
-        """Add the sum over samples of dy * h."""
+        """Add the sum over samples of dy * h to the weight's gradient."""
         dw_D = g["weight"]
         dw_D += pending

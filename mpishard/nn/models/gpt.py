@@ -28,53 +28,53 @@ from mpishard.nn.models.model import Model
 class GPT(Model):
     """Decoder-only transformer with layer normalisation before each sub-layer.
 
-    Radford et al., "Language models are unsupervised multitask learners" (GPT-2), 2019,
-    section 2.3: weights are first normal with standard deviation ``initial_std``, those that end
-    a residual branch with ``initial_std`` / sqrt(2 * layers), biases 0. Unlike GPT-2, the
-    projection to queries, keys and values has no bias (see `CausalAttention`), and the head is
-    tied to the embedding only if asked.
+    Weights are initially normal with standard deviation ``initial_std``. Those at the end of a
+    residual branch have ``initial_std`` / sqrt(2 * layers), and biases are 0: Radford et al.,
+    "Language models are unsupervised multitask learners" (GPT-2), 2019, section 2.3. Unlike in
+    GPT-2, the projection to queries, keys and values has no bias (see `Attention`), and the head
+    is tied to the embedding only if asked.
 
-    Inputs are integer tokens of shape (B, T) with T <= context_length, predictions logits of
-    shape (B, T, vocabulary_size), targets integers of shape (B, T) of which -1 counts for
-    nothing; the loss is `CrossEntropy`.
+    Inputs are integer tokens of shape (B, T) with T <= context_length, and predictions are logits
+    of shape (B, T, vocabulary_size). Targets are integers of shape (B, T); -1 is ignored. The loss
+    is `CrossEntropy`.
 
     Parameters
     ----------
     vocabulary_size : int
         Number V of tokens.
     context_length : int
-        Greatest length of a sequence.
+        Maximum number of tokens of a sequence.
     width : int
-        Size D of the residual stream; a multiple of ``heads``.
+        Size D of the residual stream, a multiple of ``heads``.
     heads : int
         Number of attention heads.
     layers : int
-        Number of blocks; 0 is allowed.
+        Number of blocks, which may be 0.
     seed : int
-        Seed of the first parameters.
+        Seed of the initial parameters.
     dtype : str or numpy.dtype
         Dtype of parameters and computation.
     device : str or Device
         Device of parameters and computation: see `Model`.
     tied_embeddings : bool
-        Whether the head's weight is the embedding's.
+        True if the head uses the embedding's weight.
     dropout : float
         Rate of the `Dropout` after the embeddings and at the end of each residual branch, as in
-        GPT-2; attention probabilities, which are never kept, are not dropped.
+        GPT-2. Attention probabilities, which are never kept, are not dropped.
     kv_heads : int, optional
-        Number of heads of keys and values, each shared by heads / kv_heads heads of queries: see
-        `Attention`. Default: as many as `heads`.
+        Number of heads of keys and of values, each shared by heads / kv_heads heads of queries: see
+        `Attention`. The default is `heads`.
     initial_std : float
-        Standard deviation of the first weights; 0.02 is GPT-2's, of width 768 and more. A small
-        width learns sooner from larger weights: the scores of attention begin near 0, and grow
-        from what they are.
+        Standard deviation of the initial weights. GPT-2, of width 768 and more, uses 0.02. Models
+        of small width learn faster with larger weights, because their attention scores are then
+        not near 0 at first.
 
     Raises
     ------
     ValueError
-        For a size that is no integer >= 1, a number of layers that is none >= 0, heads that do
-        not divide the width, a dropout outside [0, 1), or a standard deviation that is not
-        positive.
+        If a size is not an integer >= 1, `layers` not one >= 0, the width not a multiple of the
+        heads or these not one of `kv_heads`, the dropout outside [0, 1), or the standard deviation
+        not positive.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class GPT(Model):
     ) -> np.ndarray[Any, Any]:
         """Continue a sequence of tokens, each drawn from the model's prediction of the next.
 
-        Keys and values of earlier tokens are kept while the sequence fits in the context; see
-        `mpishard.nn.generate`, which any chain of layers can be given to.
+        Keys and values of earlier tokens are kept while the sequence fits in the context. See
+        `mpishard.nn.generate`, which does the same for any chain of layers.
 
         Parameters
         ----------
@@ -126,14 +126,14 @@ class GPT(Model):
         length : int
             Number of tokens to add.
         temperature : float
-            Divisor of the logits; 0 always takes the likeliest token.
+            Divisor of the logits. With 0 the likeliest token is always taken.
         seed : int
             Seed of the draws.
         top_k : int, optional
-            Number of likeliest tokens among which to draw. Default: all.
+            Number of likeliest tokens among which to draw. The default is all tokens.
         slide : int
-            Tokens by which the window slides when it is full: 1 always shows the model as much as
-            it can see, and computes the whole window for each token.
+            Number of tokens by which the window slides when it is full. With 1 the model always
+            sees context_length tokens, and computes the whole window for each token.
 
         Returns
         -------
@@ -143,8 +143,8 @@ class GPT(Model):
         Raises
         ------
         ValueError
-            For a prompt that is not 1-D, empty or of other than known tokens, or another
-            argument out of its range.
+            If the prompt is not 1-D, is empty or has unknown tokens, or another argument is out of
+            its range.
         """
         return generate(
             lambda tokens, cache: self.predict_next(tokens, cache)[0], prompt, length,
@@ -154,9 +154,10 @@ class GPT(Model):
         )  # fmt: skip
 
     def predict_next(self, tokens: Any, cache: KeyValueCache) -> Array:
-        """Logits of the last position of new tokens, which ``cache`` reads: (B, T) -> (B, V).
+        """Return the logits (B, V) of the last position for new tokens (B, T) of cached sequences.
 
-        See `KeyValueCache`; errors are those of the layers.
+        The call must be inside ``cache.reading``: see `KeyValueCache`. The errors raised are those
+        of the layers.
         """
         views = self._table.nested_views(self._parameters())
         context = Context(training=False, cache=cache)
@@ -174,11 +175,11 @@ def gpt_chain(
     kv_heads: int | None = None,
     initial_std: float = 0.02,
 ) -> Sequential:
-    """The layers of a `GPT`.
+    """Return the layers of a `GPT`.
 
-    ``embedding``, ``position``, for each block ``block<i>_attention`` and ``block<i>_mlp``, then
-    ``norm`` and ``head``; with dropout, ``dropout`` after ``position`` and last in each block.
-    Parameters and errors are those of `GPT`.
+    They are ``embedding``, ``position``, for each block ``block<i>_attention`` and
+    ``block<i>_mlp``, then ``norm`` and ``head``. With dropout, a layer ``dropout`` follows
+    ``position``, and ends each residual branch. Parameters and errors are those of `GPT`.
     """
     sizes = {
         "vocabulary_size": vocabulary_size,
@@ -197,8 +198,8 @@ def gpt_chain(
     if as_number("initial_std", initial_std) <= 0:
         raise ValueError(f"initial_std must be positive, got {initial_std}")
     usual = normal(initial_std)
-    # Each of 2 L branches adds to one sum: they start smaller by the root of their number, as in
-    # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
+    # 2 L branches add to one sum. Their weights are smaller by the root of their number, so that
+    # the variance of the sum does not grow with L (GPT-2, section 2.3).
     ends_branch = normal(initial_std / math.sqrt(2 * layers)) if layers else usual
     chain: dict[str, Layer] = {
         "embedding": Embedding(vocabulary_size, width, usual),
@@ -219,9 +220,9 @@ def gpt_chain(
 def _block(
     width: int, heads: int, kv_heads: int, usual: Initializer, ends_branch: Initializer
 ) -> tuple[dict[str, Layer], dict[str, Layer]]:
-    """The layers of attention, and those of the perceptron behind it."""
+    """Return the layers of a block's attention branch, and those of its perceptron branch."""
     keys_and_values = 2 * kv_heads * (width // heads)
-    # No bias in qkv: softmax cannot see that of the keys, whose gradient would be rounding noise.
+    # qkv has no bias: the softmax does not depend on a bias of the keys (see `Attention`).
     return {
         "norm": LayerNorm(width),
         "qkv": Linear(width, width + keys_and_values, bias=False, initializer=usual),
@@ -247,23 +248,25 @@ def generate(
     top_k: int | None = None,
     slide: int = 1,
 ) -> np.ndarray[Any, Any]:
-    """Continue a sequence of tokens, whatever computes the logits.
+    """Continue a sequence of tokens with logits from any function.
 
     The prompt is read at once, then each new token alone, with the keys and values of all earlier
-    ones in a `KeyValueCache`. Positions are learned, and begin with the window's first: once the
-    sequence is longer than the context, the window slides, each token then has another position,
-    and nothing that was kept holds. The window is read anew whenever it slides; by default that
-    is for each token, which then is as dear as a prompt of ``context_length`` tokens. With
-    ``slide`` = s the window slides by s tokens at once, so that one token in s is that dear; the
-    others see up to s - 1 tokens less than they could.
+    tokens in a `KeyValueCache`. When the sequence becomes longer than the context, the window of
+    visible tokens slides. Learned positions count from the first token of the window. After a
+    slide each token therefore has another position, the cached keys and values are invalid, and
+    the whole window is read again.
+
+    By default the window slides for each token, which then costs as much as a prompt of
+    ``context_length`` tokens. With ``slide`` = s the window slides by s tokens at once, so that
+    only one token in s costs that much. The other tokens see up to s - 1 tokens less.
 
     Parameters
     ----------
     forward_logits : callable
-        ``forward_logits(tokens, cache) -> logits``: runs a model on tokens of shape (1, T) with
-        ``Context(training=False, cache=cache)``, and gives the logits of the last position,
-        shape (V,), on any device. Where several ranks generate together, each must be given the
-        same logits; they then draw the same tokens.
+        ``forward_logits(tokens, cache)`` runs a model on tokens of shape (1, T) with
+        ``Context(training=False, cache=cache)``. It returns the logits of the last position, shape
+        (V,), on any device. If several ranks generate together, it must return the same logits on
+        each of them; they then draw the same tokens.
     prompt : array_like of int, shape (P,)
         Tokens to continue; P >= 1. The model sees the last ``context_length`` tokens of prompt and
         continuation.
@@ -272,15 +275,15 @@ def generate(
     vocabulary_size : int
         Number V of tokens.
     context_length : int
-        Greatest number of tokens that the model sees.
+        Maximum number of tokens that the model sees.
     temperature : float
-        Divisor of the logits; 0 always takes the likeliest token.
+        Divisor of the logits. With 0 the likeliest token is always taken.
     seed : int
         Seed of the draws.
     top_k : int, optional
-        Number of likeliest tokens among which to draw. Default: all.
+        Number of likeliest tokens among which to draw. The default is all tokens.
     slide : int
-        Tokens by which the window slides when it is full, at most ``context_length``.
+        Number of tokens, at most ``context_length``, by which the window slides when it is full.
 
     Returns
     -------
@@ -290,22 +293,22 @@ def generate(
     Raises
     ------
     ValueError
-        For a prompt that is not 1-D, empty or of other than known tokens, or another argument out
-        of its range; before anything is computed.
+        If the prompt is not 1-D, is empty or has unknown tokens, or another argument is out of its
+        range. Nothing has been computed then.
     """
     tokens = checked_prompt(prompt, vocabulary_size)
     check_drawing(length, temperature, top_k, vocabulary_size)
     if not 1 <= slide <= context_length:
         raise ValueError(f"slide must be in [1, {context_length}], the context, got {slide}")
     generator = np.random.default_rng(seed)
-    cache = KeyValueCache(1, context_length)  # one sequence, in one block
+    cache = KeyValueCache(1, context_length)  # One sequence in one block is enough.
     kept = cache.add()
     sequence = np.empty(len(tokens) + length, dtype=np.int64)
     sequence[: len(tokens)] = tokens
-    read = max(0, len(tokens) - context_length)  # the sequence's first token that is not kept
+    read = max(0, len(tokens) - context_length)  # Index of the first token that is not cached.
     for end in range(len(tokens), len(sequence)):
-        # Positions are absolute, so that the keys of a full context cannot move along: its last
-        # part is read again, with room for `slide` more tokens.
+        # When the context is full, its last tokens are read again at their new positions. They are
+        # so few that `slide` tokens can be drawn before it is full again.
         if cache.length(kept) == context_length:
             cache.free(kept)
             kept = cache.add()
@@ -328,7 +331,7 @@ def check_drawing(length: int, temperature: float, top_k: int | None, vocabulary
 
 
 def checked_prompt(prompt: Any, vocabulary_size: int) -> np.ndarray[Any, Any]:
-    """The prompt as an array; ValueError for a wrong prompt, with the reason."""
+    """Return the prompt as an array, or raise a ValueError with the reason."""
     tokens: np.ndarray[Any, Any] = np.asarray(prompt)
     if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
         raise ValueError(
@@ -349,15 +352,15 @@ def draw(
     top_k: int | None,
     generator: np.random.Generator,
 ) -> int:
-    """One token from softmax(logits / temperature), among the ``top_k`` likeliest."""
+    """Draw a token from softmax(logits / temperature), among the ``top_k`` likeliest tokens."""
     logits_V = to_host(logits_V).astype(np.float64)
     if temperature == 0:
         return int(logits_V.argmax())
-    # Stable: of equal logits the lower token comes first, on every machine.
+    # A stable sort puts the lower token first if logits are equal, on every machine.
     likeliest_V = np.argsort(-logits_V, kind="stable")[:top_k]
-    # Less the largest, so that no exponential overflows.
+    # The maximum is subtracted, so that no exponential overflows.
     scaled = (logits_V[likeliest_V] - logits_V.max()) / temperature
     cumulative = np.cumsum(np.exp(scaled))
-    # The draw is below the last sum in exact arithmetic; min() holds where rounding meets it.
+    # The draw is below the last sum in exact arithmetic, but rounding can make them equal: min().
     position = np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right")
     return int(likeliest_V[min(int(position), len(likeliest_V) - 1)])

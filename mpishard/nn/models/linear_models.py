@@ -24,31 +24,31 @@ _SPREAD = "feature_spread"
 
 
 class LinearModel(Model):
-    """One linear layer and a loss: the part that the linear models share.
+    """Base of the linear models: one linear layer and a loss.
 
-    A model knows its features: which are active, and how much each matters. The choice of active
-    features and their spread are saved and loaded with the parameters, and a copy has its own;
-    with what was saved without them all features are active, and their spread is 1.
+    A model has a set of active features and the spread of each feature. Both are saved and loaded
+    with the parameters, and a copy of the model has its own. If a file has none, all features are
+    active and their spread is 1.
 
     Parameters
     ----------
     features, outputs : int
-        Numbers F and O: inputs have shape (B, F), predictions (B, O).
+        Numbers F of features and O of outputs. Inputs have shape (B, F), predictions (B, O).
     loss : Loss
-        The loss that training minimises.
+        Loss that training minimises.
     seed : int
-        Seed of the first coefficients; the first intercept is 0.
+        Seed of the initial coefficients. The initial intercept is 0.
     dtype : str or numpy.dtype
         Dtype of parameters and computation.
     device : str or Device
         Device of parameters and computation: see `Model`.
     feature_names : sequence of str, optional
-        F different names; "feature0", "feature1", ... if not given.
+        F different names. The default is "feature0", "feature1", ...
 
     Raises
     ------
     ValueError
-        For a size that is no integer >= 1, or names that are not F different ones.
+        If a size is not an integer >= 1, or there are not F different names.
     """
 
     def __init__(
@@ -93,19 +93,20 @@ class LinearModel(Model):
     # ----------------------------------------------------------------------------------- features
 
     def get_active_feature_indices(self) -> list[int]:
-        """Indices of the features in use, ascending; all of them at first."""
+        """Return the indices of the active features, ascending; all of them at first."""
         return list(self._feature_layer.active)
 
     def set_active_feature_indices(self, indices: Iterable[int]) -> None:
-        """Use these features and no others: an inactive one counts as 0, and has no gradient.
+        """Use the features ``indices`` and no others.
 
-        Its coefficient stays the same, except for an optimizer's weight decay and momentum, and
-        plays no part in predictions. Under sharding call it with the same indices on all ranks.
+        An inactive feature counts as 0 and has no gradient. Its coefficient does not affect
+        predictions. It stays the same, except for an optimizer's weight decay and momentum. Under
+        sharding, all ranks must pass the same indices.
 
         Raises
         ------
         ValueError
-            For an index that is no integer in [0, F).
+            If an index is not an integer in [0, F).
         """
         self._feature_layer.active = tuple(indices)
 
@@ -119,8 +120,8 @@ class LinearModel(Model):
     def feature_spread(self) -> np.ndarray[Any, Any]:
         """Standard deviation of each feature over the data, shape (F,), in the features' units.
 
-        It is what `get_feature_importance` scales with, 1 for all until set: the model does not
-        keep statistics of its inputs. ``model.feature_spread = x.std(axis=0)`` sets it.
+        `get_feature_importance` multiplies by it. It is 1 until ``model.feature_spread =
+        x.std(axis=0)`` sets it, because the model keeps no statistics of its inputs.
         """
         return self._spread.copy()
 
@@ -138,10 +139,10 @@ class LinearModel(Model):
         return values
 
     def get_feature_importance(self) -> dict[str, float]:
-        """Change of the prediction for one standard deviation of each feature, by name.
+        """Return the change of the prediction for one standard deviation of each feature, by name.
 
         That is abs(coefficient) * `feature_spread`, averaged over the outputs, in units of the
-        prediction; 0 for an inactive feature.
+        prediction. It is 0 for an inactive feature.
         """
         sizes_OF = np.abs(self._effective_coefficients(to_host(self._view("weight"))))
         active_F = np.zeros(len(self.feature_names))
@@ -150,11 +151,11 @@ class LinearModel(Model):
         return dict(zip(self.feature_names, importance_F.tolist(), strict=True))
 
     def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The part of the coefficients that shows in predictions: all of it."""
+        """Return the part of the coefficients that predictions depend on: by default all."""
         return weight_OF
 
     def get_model_metadata(self) -> ModelMetadata:
-        """The metadata of any model, with the features' importance if the parameters are here."""
+        """Return the metadata, with the features' importance unless a wrapper holds parameters."""
         metadata = super().get_model_metadata()
         if self._holder is None:
             metadata.feature_importance = self.get_feature_importance()
@@ -163,7 +164,7 @@ class LinearModel(Model):
     # -------------------------------------------------------------------------------------- files
 
     def choices(self) -> dict[str, Any]:
-        """The active features and the spread, if they are not as they were made."""
+        """Return the active features and the spread, each only if it is not the default."""
         choices = super().choices()
         if (self._spread != 1).any():
             choices[_SPREAD] = self._spread.tolist()
@@ -182,10 +183,10 @@ class LinearModel(Model):
 
 
 class LinearRegression(LinearModel):
-    """y = x W^T + b, trained by least squares.
+    """Linear regression y = x W^T + b by least squares.
 
-    Targets have shape (B, O); a vector of targets becomes one by ``y[:, None]``. The loss is
-    `MSE`. Parameters and errors are those of `LinearModel`, with one output if not given.
+    Targets have shape (B, O); ``y[:, None]`` makes this shape of a vector. The loss is `MSE`.
+    Parameters and errors are those of `LinearModel`; the default is one output.
 
     Examples
     --------
@@ -216,26 +217,28 @@ class LinearRegression(LinearModel):
 
 
 class LogisticRegression(LinearModel):
-    """Probabilities of classes from a linear function of the features.
+    """Classifier whose logits are linear functions of the features.
 
-    ``predict`` gives what the loss takes and sharded models compute, logits; `predict_classes`
-    and `predict_probabilities` say what they mean. Two classes have one logit, that of class 1
-    (Bishop, "Pattern recognition and machine learning", 2006, section 4.3.2): predictions and
-    targets, 0 or 1, have shape (B, 1), and the loss is `BinaryCrossEntropy`. More classes have one
-    each (section 4.3.4): predictions have shape (B, C), targets are integers of shape (B,), and
-    the loss is `CrossEntropy`. Other parameters and errors are those of `LinearModel`.
+    ``predict`` returns logits, as the loss takes them. `predict_classes` and
+    `predict_probabilities` convert them.
+
+    Two classes have one logit, that of class 1 (Bishop, "Pattern recognition and machine learning",
+    2006, section 4.3.2). Predictions, and targets that are 0 or 1, have shape (B, 1), and the loss
+    is `BinaryCrossEntropy`. Three classes or more have one logit each (section 4.3.4). Predictions
+    have shape (B, C), targets are integers of shape (B,), and the loss is `CrossEntropy`. Other
+    parameters and errors are those of `LinearModel`.
 
     Parameters
     ----------
     features : int
-        Number F.
+        Number F of features.
     classes : int
         Number C of classes, at least 2.
 
     Raises
     ------
     ValueError
-        For fewer than 2 classes, beside what `LinearModel` refuses.
+        If there are fewer than 2 classes, or as for `LinearModel`.
     """
 
     def __init__(
@@ -251,7 +254,7 @@ class LogisticRegression(LinearModel):
         if not is_size(classes, 2):
             raise ValueError(f"LogisticRegression needs an integer classes >= 2, got {classes!r}")
         self.classes = int(classes)
-        # Of two classes one logit says all: a second would only repeat its gradient.
+        # Two classes need one logit: the gradient of a second would be minus that of the first.
         outputs, loss = (1, BinaryCrossEntropy()) if classes == 2 else (classes, CrossEntropy())
         super().__init__(
             features, outputs, loss, seed=seed, dtype=dtype, device=device,
@@ -259,21 +262,24 @@ class LogisticRegression(LinearModel):
         )  # fmt: skip
 
     def predict_probabilities(self, x: Array) -> Array:
-        """Probability of each class, shape (B, C), for inputs of shape (B, F); rows sum to 1."""
+        """Return the probability of each class, shape (B, C), for x of shape (B, F)."""
         return self.probabilities(self.predict(x))
 
     def predict_classes(self, x: Array) -> Array:
-        """The likeliest class of each input, integers of shape (B,)."""
+        """Return the likeliest class of each input, integers of shape (B,)."""
         return self.probabilities(self.predict(x)).argmax(axis=1)
 
     def probabilities(self, logits: Array) -> Array:
-        """Probability of each class, shape (B, C), for what ``predict`` gave here or sharded."""
+        """Return the probability of each class, shape (B, C), for logits of any ``predict``.
+
+        The logits may be those of a sharded model, too.
+        """
         if self.classes > 2:
             return Softmax().forward({}, logits, Context(training=False))[0]
         return array_namespace(logits).concatenate([sigmoid(-logits), sigmoid(logits)], axis=1)
 
     def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The coefficients less their mean over the classes, which softmax cannot see."""
+        """Return the coefficients minus their mean over the classes, which softmax cancels."""
         return weight_OF - weight_OF.mean(axis=0) if self.classes > 2 else weight_OF
 
 
@@ -287,7 +293,7 @@ _ACTIVATIONS: dict[str, Callable[[], Layer]] = {
 
 
 class MLP(Model):
-    """Linear layers with an activation between each two.
+    """Multi-layer perceptron: linear layers with activations between them.
 
     Parameters
     ----------
@@ -295,20 +301,20 @@ class MLP(Model):
         Sizes of the input, of each hidden layer, and of the output. Inputs have shape
         (B, sizes[0]), predictions (B, sizes[-1]).
     activation : {"relu", "gelu", "silu", "sigmoid", "tanh"}
-        Activation behind every linear layer but the last.
+        Activation after each linear layer except the last.
     seed : int
-        Seed of the first parameters.
+        Seed of the initial parameters.
     dtype : str or numpy.dtype
         Dtype of parameters and computation.
     device : str or Device
         Device of parameters and computation: see `Model`.
     loss : Loss, optional
-        `MSE` if not given.
+        Loss that training minimises. The default is `MSE`.
 
     Raises
     ------
     ValueError
-        For fewer than two sizes, one that is no integer >= 1, or an unknown activation.
+        If there are fewer than two sizes, one is not an integer >= 1, or the activation is unknown.
     """
 
     def __init__(
@@ -328,7 +334,7 @@ class MLP(Model):
 
 
 def mlp_chain(sizes: Sequence[int], activation: str = "relu") -> Sequential:
-    """The layers of an `MLP`: ``linear0``, ``relu0``, ``linear1``, ...
+    """Return the layers of an `MLP`: ``linear0``, ``relu0``, ``linear1``, ...
 
     Parameters and errors are those of `MLP`.
     """
@@ -340,7 +346,7 @@ def mlp_chain(sizes: Sequence[int], activation: str = "relu") -> Sequential:
     for i, (inputs, outputs) in enumerate(pairwise(int(size) for size in sizes)):
         if i > 0:
             layers[f"{activation}{i - 1}"] = _ACTIVATIONS[activation]()
-        # The choice keeps the size of signals constant through layers of this activation.
+        # Each initializer keeps the variance of activations constant from layer to layer.
         is_symmetric = activation in {"sigmoid", "tanh"}
         initializer = glorot_uniform(inputs, outputs) if is_symmetric else kaiming_uniform(inputs)
         layers[f"linear{i}"] = Linear(inputs, outputs, initializer=initializer)

@@ -1,4 +1,4 @@
-"""A model that is a chain of layers and a loss, built without arrays."""
+"""Model of a chain of layers and a loss, built without arrays."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ _ACTIVE = "active_features"
 
 
 class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableModel):
-    """A chain of layers with a loss.
+    """Chain of layers with a loss.
 
-    Making one allocates nothing: parameters are made on first use, each from a generator keyed
-    by (seed, parameter name). A sharded wrapper takes them unit by unit; from then on this
-    object is structure only, and asking it for parameters raises `StructureOnlyError`.
+    The constructor allocates no arrays. Parameters are made on first use, each from a generator
+    keyed by (seed, parameter name). A sharded wrapper takes them unit by unit. From then on this
+    object is structure only, and raises `StructureOnlyError` if it is asked for parameters.
 
     Parameters
     ----------
     chain : Sequential
-        The layers. Each child is a layer that sharding never cuts.
+        The layers. Sharding never cuts one of its children.
     loss : ILossFunction or None
-        The loss that training minimises. Without one, callers must pass a loss for gradients.
+        Loss that training minimises. If it is None, callers must pass a loss for gradients.
     input_shape : tuple of int
         Shape of one sample, without the batch dim.
     seed : int
-        Seed of the first parameters.
+        Seed of the initial parameters.
     dtype : str or numpy.dtype
-        float32 or float64: parameters, activations, gradients.
+        Dtype of parameters, activations and gradients: float32 or float64.
     device : str or Device
         Device of these arrays: ``"cpu"``, or a GPU, ``"cuda"`` or ``"cuda:1"``. Plain
         ``"cuda"`` is the thread's current GPU, and under a sharded wrapper GPU number
-        ``local_rank % device_count``. Inputs and targets may lie on either; parameters, gradients
-        and predictions that the model gives lie on its device.
+        ``local_rank % device_count``. Inputs and targets may be on the host or a GPU; parameters,
+        gradients and predictions that the model returns are on its device.
 
     Raises
     ------
     ValueError
-        For another dtype or device, or layers whose shapes do not fit each other.
+        If the dtype or device is another one, or the layers' shapes do not fit each other.
     DeviceUnavailableError
-        For a GPU, if CuPy is not installed or finds none.
+        If the device is a GPU, and CuPy is not installed or finds none.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         return self._infos[index]
 
     def extract_sub_model(self, start: int, end: int) -> Model:
-        """A `SubModel` of the layers ``layers[start:end]``, which shares their parameters."""
+        """Return a `SubModel` of ``layers[start:end]``, which shares their parameters."""
         return SubModel(self, start, end)
 
     def get_input_shape(self) -> list[int]:
@@ -120,7 +120,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         return list(self._infos[-1].output_shape)
 
     def get_dynamic_shape_info(self) -> DynamicShapeInfo:
-        """The dims for which the layers take other sizes: of a `GPT`, the length of a sequence."""
+        """Return the dims that may have other sizes, such as a `GPT`'s length of a sequence."""
         return dynamic_shapes(self.chain, self._infos[0].input_shape)
 
     @property
@@ -177,7 +177,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             )
 
     def _parameters(self) -> Array:
-        """The flat vector itself, made if need be."""
+        """Return the flat vector itself, and make it if necessary."""
         self._require_parameters()
         return self._vector.get()
 
@@ -195,7 +195,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         self._vector.fill(start, out)
 
     def release_parameters(self, holder: str) -> None:
-        # The holder has the values now; keeping them here too would double the memory.
+        # The holder has the values now. A second copy here would double the memory.
         self._vector = self._vector.holding(None)
         self._holder = holder
 
@@ -209,7 +209,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
     def get_parameter_chunks(self) -> Iterator[Array]:
         """Yield a copy of each parameter, in its shape and in the order of the table.
 
-        A model whose vector was never needed makes one parameter at a time.
+        If the flat vector was not made yet, only one parameter exists at a time.
         """
         for entry in self._table.entries:
             chunk = np.empty(entry.size, self._dtype)
@@ -221,16 +221,16 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         self._vector.replace(self._checked(parameters).copy())
 
     def set_parameter_chunks(self, chunks: Iterable[Array]) -> None:
-        """Take the values of one array for each parameter, in the order of the table.
+        """Set the parameters from one array for each, in the order of the table.
 
-        Beside the chunk at hand and the model's vector there is one more, which replaces it.
+        The chunks are copied to a new vector, which replaces the model's when all have fitted.
 
         Raises
         ------
         TypeError
-            For a chunk that is no array.
+            If a chunk is not an array.
         ValueError
-            If the number of chunks or a chunk's size does not fit; nothing has changed then.
+            If the number of chunks or a chunk's size does not fit. Nothing has changed then.
         """
         self._require_parameters()
         vector = np.empty(self._table.length, self._dtype)
@@ -250,18 +250,13 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         self._vector.replace(self._device.put(vector))
 
     def with_parameters(self, parameters: Array) -> Self:
-        """A new plain model of this structure that *holds* ``parameters``, without a copy.
+        """Return a new plain model of this structure that uses ``parameters`` without a copy.
 
-        Works on a model that is structure only, too. ``parameters`` is copied only if its
-        dtype differs.
+        The array is copied only if its dtype or device differs. This model may be structure only.
         """
         model = self.clone()
         model.reclaim_parameters(parameters)
         return model
-
-    def _share(self, model: Model, vector: ParameterVector) -> None:
-        """Have parameters in ``vector``, which is, or is part of, that of ``model``."""
-        self._vector, self._holder = vector, model._holder
 
     def _checked(self, parameters: Array) -> Array:
         array_namespace(parameters)
@@ -273,25 +268,24 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         return self._device.put(parameters).astype(self._dtype, copy=False)
 
     def clone(self) -> Self:
-        """A copy that shares the parameters' array, and has layer descriptions of its own."""
+        """Return a copy that shares the parameters' array, and has layers of its own."""
         model = super().clone()
-        # Layers remember choices, such as the features in use: those of a copy are its own.
+        # Layers have settings, such as the active features, which may differ between the copies.
         model.chain = self.chain.copy()
         model._features = dict(_feature_layers(model.chain))
-        # The infos refer to layers, and those of the copy are its own.
         own = model.chain.children
         model._infos = tuple(replace(info, layer=own[info.name]) for info in self._infos)
         return model
 
     def deep_copy(self) -> Self:
-        """A copy with parameters of its own; a model that is structure only stays so."""
+        """Return a copy with parameters of its own; that of a structure-only model has none."""
         model = self.clone()
         if self._holder is None:
             model._vector = self._vector.copy()
         return model
 
     def close(self) -> None:
-        """Let the parameters go. Shallow copies, and a wrapper that has taken them, keep them."""
+        """Release the parameters. Shallow copies, and a wrapper that has taken them, keep them."""
         if self._holder is None:
             self.release_parameters("nobody: the model was closed")
 
@@ -304,7 +298,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         return self._table.entries
 
     def choices(self) -> dict[str, Any]:
-        """The active features of the layers in which some are not, by the layer's full name."""
+        """Return the active features, by full name, of each layer with inactive features."""
         active = {
             name: list(layer.active)
             for name, layer in self._features.items()
@@ -341,9 +335,9 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         return (*x.shape[:1], *self.chain.output_shape(x.shape[1:]))
 
     def predict(self, x: Array) -> Array:
-        """Outputs, shape (B, ...), for inputs of shape (B, ...)."""
+        """Return outputs of shape (B, ...) for inputs of shape (B, ...)."""
         x = self.as_input(x)
-        self._prediction_shape(x)  # raises where the layers cannot take x
+        self._prediction_shape(x)  # This raises a ValueError if the layers cannot take x.
         views = self._table.nested_views(self._parameters())
         y, _ = self.chain.forward(views, x, Context(training=False))
         return y
@@ -357,10 +351,10 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         step: int = 0,
         sample_start: int = 0,
     ) -> tuple[float, Array]:
-        """Mean loss, and its gradient of shape (parameter_count,).
+        """Return the mean loss, and its gradient of shape (parameter_count,).
 
-        ``step`` and ``sample_start``, the index in the global batch of the first sample, are what
-        random layers go by beside the model's seed: a plain model does not count its steps.
+        Random layers use ``step``, ``sample_start`` (index of the first sample in the global batch)
+        and the model's seed. The caller passes the step, because a plain model does not count them.
         """
         run = self._run(x, y, loss_function, step, sample_start)
         return run.mean_loss, run.gradients()
@@ -373,7 +367,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         step: int = 0,
         sample_start: int = 0,
     ) -> TrainingPass:
-        """Run layers and loss; wrong inputs and targets are refused before."""
+        """Run the forward pass of layers and loss, after the checks of inputs and targets."""
         loss = loss_function or self._loss
         if loss is None:
             raise MissingLossError(
@@ -381,7 +375,6 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
             )
         require_type("loss_function", loss, ILossFunction)
         x = self.as_input(x)
-        # Before any computation, so that a wrong target leaves nothing half done.
         loss.check_target(self._prediction_shape(x), y)
         y = self._put(y)
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
@@ -409,7 +402,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         self._parameters()[...] -= learning_rate * self._checked(gradients)
 
     def train(self, x: Array, y: Array, learning_rate: float = 0.01) -> float:
-        """One step of plain gradient descent; the loss before it."""
+        """Make one step of plain gradient descent, and return the loss before it."""
         loss, gradients = self.compute_loss_and_gradients(x, y)
         self.apply_gradients(gradients, learning_rate)
         return loss
@@ -418,14 +411,14 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
 
     @property
     def supports_jit_compilation(self) -> bool:
-        """True: see `export_computation_graph`."""
+        """True, because `export_computation_graph` works for every chain of layers."""
         return True
 
     def export_computation_graph(self, input_nodes: list[ComputationNode]) -> ComputationNode:
-        """The graph that `predict` computes, with a copy of the parameters as they are now.
+        """Return the graph of `predict`, with a copy of the present parameters.
 
         Parameters are nodes of op "constant" with the names of the parameter table. A layer that
-        is not of `mpishard.nn` is one node of op "layer", which runs it.
+        is not one of `mpishard.nn` is a node of op "layer", which runs it.
         """
         shape = self._infos[0].input_shape
         x = input_of(input_nodes, shape, self.get_dynamic_shape_info())
@@ -441,12 +434,12 @@ def _feature_layers(layer: Layer, name: str = "") -> Iterator[tuple[str, Feature
 
 
 class SubModel(Model):
-    """The layers ``layers[start:end]`` of a model, sharing its parameters.
+    """Model of the layers ``layers[start:end]`` of another model, which shares their parameters.
 
-    Its flat vector is a range of the model's, in the same memory: training either changes both.
-    Names and first values are the model's. It allocates nothing, and takes ``fill_parameters``
-    from the model, so that a stage of a pipeline can be dealt without the rest being made. Once a
-    wrapper has taken its parameters, the model keeps the values that it had.
+    Its flat vector is a range of the model's, in the same memory: training of either changes both.
+    Names and initial values are the model's. The constructor allocates no arrays, and
+    ``fill_parameters`` makes only this range, so that a pipeline stage needs no memory for the
+    other stages. After a wrapper has taken its parameters, the model keeps its values.
 
     It has the model's loss if it ends with the model's last layer, and no loss otherwise.
 
@@ -460,8 +453,8 @@ class SubModel(Model):
     Raises
     ------
     ValueError
-        For a range that is empty or reaches outside the layers, or a layer whose parameters are
-        tied to a layer outside the range.
+        If the range is empty or exceeds the layers, or a parameter is tied to one of a layer
+        outside of it.
     """
 
     def __init__(self, model: Model, start: int, end: int) -> None:
@@ -488,4 +481,5 @@ class SubModel(Model):
             device=model.device,
         )
         offset = infos[start].parameter_offset
-        self._share(model, VectorPart(model._vector, offset, self.parameter_count))
+        self._vector = VectorPart(model._vector, offset, self.parameter_count)
+        self._holder = model._holder

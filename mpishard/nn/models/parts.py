@@ -1,6 +1,6 @@
-"""Parts of a plain model: its flat vector, and a training pass through its layers and its loss.
+"""Parts of a plain model: its flat vector, and a training pass through its layers and loss.
 
-Shallow copies and sub-models share the vector.
+A model's shallow copies and sub-models share its vector.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpishard.sharding import ParameterTable
 
 
 class ParameterVector:
-    """A flat vector that is made on first use.
+    """Flat vector that is made on first use.
 
     Parameters
     ----------
@@ -29,12 +29,12 @@ class ParameterVector:
     dtype : numpy.dtype
         Dtype of the elements.
     initialize : callable
-        ``initialize(start, out)`` writes the first values of the range that begins at ``start``
-        into a host array.
+        ``initialize(start, out)`` writes the initial values of the range that begins at ``start``
+        to the host array ``out``.
     values : Array, optional
-        First values, shape (length,); they are not copied.
+        Values of shape (length,), which are not copied. If not given, the vector is initialized.
     device : Device
-        Device on which it is made.
+        Device on which the vector is made.
     """
 
     def __init__(
@@ -52,22 +52,22 @@ class ParameterVector:
         self._device = device
 
     def get(self) -> Array:
-        """The vector itself, shape (length,), made if need be."""
+        """Return the vector itself, shape (length,), and make it if necessary."""
         if self._values is None:
-            # Made on the host also for a GPU, so that both start with the same bits.
+            # The host makes the values for a GPU, too, so that both start with the same bits.
             values = np.empty(self.length, self.dtype)
             self._initialize(0, values)
             self._values = self._device.put(values)
         return self._values
 
     def replace(self, values: Array) -> None:
-        """Hold ``values``, shape (length,), which are the callee's from now on."""
+        """Replace the vector by ``values``, shape (length,), which are not copied."""
         self._values = values
 
     def fill(self, start: int, out: Array) -> None:
-        """Write the range that begins at ``start`` into ``out``, without making the vector.
+        """Copy the range that begins at ``start`` to the host array ``out``.
 
-        ``out`` is a host array.
+        This does not make the vector if it has not been used.
         """
         if self._values is None:
             self._initialize(start, out)
@@ -75,16 +75,16 @@ class ParameterVector:
             copy_into(out, self._values[start : start + int(out.size)])
 
     def holding(self, values: Array | None) -> ParameterVector:
-        """Another vector of this length and dtype, with ``values`` or first values."""
+        """Return a vector of this length and dtype, with ``values``, or initial values if None."""
         return ParameterVector(self.length, self.dtype, self._initialize, values, self._device)
 
     def copy(self) -> ParameterVector:
-        """A vector of its own, with the values that this one has."""
+        """Return a copy with memory of its own."""
         return self.holding(None if self._values is None else self._values.copy())
 
 
 class VectorPart(ParameterVector):
-    """The range ``[start, start + length)`` of another vector, in its memory."""
+    """Range ``[start, start + length)`` of another vector, in the memory of that vector."""
 
     def __init__(self, whole: ParameterVector, start: int, length: int) -> None:
         def initialize(first: int, out: Array) -> None:
@@ -101,27 +101,29 @@ class VectorPart(ParameterVector):
         self.get()[...] = values
 
     def copy(self) -> ParameterVector:
-        """As `ParameterVector.copy`; the values are taken now, so that this makes the whole."""
+        """Return a copy with memory of its own. This makes the whole vector if necessary."""
         return self.holding(self.get().copy())
 
 
 class TrainingPass:
-    """The layers and the loss, run on a batch; then backward, once, whole or in halves.
+    """Forward pass of layers and loss over a batch, and one backward pass, whole or in two halves.
+
+    The constructor runs the forward pass.
 
     Parameters
     ----------
     chain : Sequential
         The layers.
     table : ParameterTable
-        Table of their parameters.
+        Table of the layers' parameters.
     vector : Array
         The parameters, shape (table.length,).
     loss : ILossFunction
         The loss.
     x, y : Array
-        A batch that layers and loss can take.
+        Inputs and targets of a batch that layers and loss can take.
     context : Context
-        Source of randomness for random layers.
+        Seed, step and sample index for random layers.
     """
 
     def __init__(
@@ -143,19 +145,19 @@ class TrainingPass:
         total, self._weight, loss_saved = loss.forward(prediction, y)
         # The weight is 0 if there are no samples, or if all targets are ignored.
         self.mean_loss = as_loss(total, loss, "sum") / self._weight if self._weight else 0.0
-        # In a list, from which backward takes it: it is large, and the layers let it go early.
+        # Backward pops the gradient from this list, so that no name keeps the large array alive.
         self._output_gradient = [loss.backward(loss_saved)] if self._weight else []
 
     @property
     def is_pending(self) -> bool:
-        """True if the input's half of backward is done and the parameters' half is not."""
+        """True after `input_gradient` and before `weight_gradients`."""
         return self._is_pending
 
     def gradients(self) -> Array:
-        """Gradient of the mean loss, shape (table.length,)."""
+        """Return the gradient of the mean loss, shape (table.length,)."""
 
         def add(targets: GradientTargets) -> None:
-            # The gradient has no name here, which would hold it until the first layer is through.
+            # The popped gradient has no name here, which would keep it until the end of backward.
             self.chain.backward(
                 self._table.nested_views(self._vector), self._saved, self._output_gradient.pop(),
                 targets, needs_input_gradient=False,
@@ -164,7 +166,10 @@ class TrainingPass:
         return self._mean_gradient(add)
 
     def input_gradient(self) -> Array:
-        """The input's half: gradient of the mean loss in x's shape; None if x has none."""
+        """Run the input's half: return the gradient of the mean loss in x's shape.
+
+        It is None if x holds integers, which have no gradient.
+        """
         self._is_pending = True
         if not self._weight:
             xp = array_namespace(self._vector)
@@ -177,17 +182,17 @@ class TrainingPass:
         return dx
 
     def weight_gradients(self) -> Array:
-        """The parameters' half, after `input_gradient`: the same values as `gradients`."""
+        """Run the parameters' half after `input_gradient`: return the values of `gradients`."""
         self._is_pending = False
         pending, self._saved = self._saved, None
         return self._mean_gradient(lambda targets: self.chain.backward_weight(pending, targets))
 
     def _mean_gradient(self, add: Callable[[GradientTargets], None]) -> Array:
-        """The gradient of the mean loss, of whose sum ``add`` adds the gradient into targets."""
+        """Return the gradient of the mean loss; ``add(targets)`` adds that of the loss's sum."""
         xp = array_namespace(self._vector)
         if not self._weight:
             return xp.zeros_like(self._vector)
-        gradients = xp.empty_like(self._vector)  # the layers write to it before they add
+        gradients = xp.empty_like(self._vector)  # `GradientTargets` clears it if need be.
         targets = GradientTargets(
             {name: self._table[name] for name, _ in self.chain.walk_parameters()},
             lambda entry: gradients[entry.start : entry.stop],
