@@ -28,9 +28,9 @@ def doctor(
     GPUs and SLURM; measures matrix products; and starts two ranks that communicate. It changes
     nothing.
 
-    --json prints {"schema": 1, "problems": N, "notes": N, "findings": [...]}. Each finding has a
+    --json prints {"schema": 2, "problems": N, "notes": N, "findings": [...]}. Each finding has a
     name (group.fact), a verdict (ok, note or problem), a value for programs, a text for people,
-    and mend: the command that fixes it, or null.
+    and fix: a command that solves it, or null.
 
     Exit codes: 0, no problem; 1, a problem was found.
     """

@@ -30,8 +30,8 @@ _TITLES = {
 _VERDICT, _LABEL = 9, 14
 _INDENT = 2 + _VERDICT + _LABEL
 _WIDEST = 100
-_SCHEMA = 1
-_FIELDS = ("name", "verdict", "text", "value", "mend")
+_SCHEMA = 2
+_FIELDS = ("name", "verdict", "text", "value", "fix")
 
 
 class Verdict(StrEnum):
@@ -59,7 +59,7 @@ class Finding:
         For people: what was found, and what it means.
     value : object, optional
         For programs: the same fact, as something that JSON can hold.
-    mend : str, optional
+    fix : str, optional
         The shell command that fixes it; None if nothing needs to be done.
     is_problem : bool
         True if something does not work; without it, a finding with a command is a note.
@@ -68,13 +68,13 @@ class Finding:
     name: str
     text: str
     value: Any = None
-    mend: str | None = None
+    fix: str | None = None
     is_problem: bool = False
 
     @property
     def verdict(self) -> Verdict:
         """Its meaning for the user: nothing is reported as wrong without a command that helps."""
-        if self.mend is None:
+        if self.fix is None:
             return Verdict.OK
         return Verdict.PROBLEM if self.is_problem else Verdict.NOTE
 
@@ -125,9 +125,9 @@ def show_findings(findings: Iterable[Finding]) -> list[Finding]:
         )
         verdict = (f"{finding.verdict:<{_VERDICT}}", _STYLES[finding.verdict])
         console.print(Text.assemble("  ", verdict, f"{label:<{_LABEL}}", text[_INDENT:]))
-        if finding.mend is not None:
+        if finding.fix is not None:
             # On one line, however long, for the same reason.
-            console.print(Text.assemble(" " * (2 + _VERDICT), ("mend: ", "bold"), finding.mend))
+            console.print(Text.assemble(" " * (2 + _VERDICT), ("fix: ", "bold"), finding.fix))
         shown.append(finding)
     console.print(f"\n{summary(shown)}")
     return shown

@@ -49,13 +49,13 @@ def look_at_host() -> Iterator[Finding]:
         name = str(error).partition(" ")[0]
         yield Finding("host.settings", str(error), name, f"unset {name}", is_problem=True)
     yield from _cores_and_memory()
-    name, text, mend = socket.gethostname(), "which has an address", None
+    name, text, fix = socket.gethostname(), "which has an address", None
     # Asked of another process, because a lookup that hangs cannot be interrupted.
     look_up = python_command(f"import socket; socket.getaddrinfo({name!r}, None)")
     if ask(look_up, _LIMIT_SECONDS["name"]).code != 0:
         text = "which has no address: some MPI libraries look it up when a job starts"
-        mend = name_host(name)
-    yield Finding("host.name", f"{name}, {text}", name, mend)
+        fix = name_host(name)
+    yield Finding("host.name", f"{name}, {text}", name, fix)
     yield from _limits_of_the_shell()
 
 
@@ -65,39 +65,39 @@ def name_host(name: str) -> str:
 
 
 def _cores_and_memory() -> Iterator[Finding]:
-    usable, present, quota, mend = usable_cores(), os.cpu_count() or 1, core_quota(), None
+    usable, present, quota, fix = usable_cores(), os.cpu_count() or 1, core_quota(), None
     text = f"{usable} of {present} usable"
     if quota is not None and quota < usable:
         text += f", and a control group gives them the time of {quota:g}: more threads or ranks "
         text += "than that are stopped again and again"
-        mend = f"export OMP_NUM_THREADS={max(1, int(quota))}"
+        fix = f"export OMP_NUM_THREADS={max(1, int(quota))}"
     value = {"usable": usable, "present": present, "quota": quota}
-    yield Finding("host.cores", text, value, mend)
+    yield Finding("host.cores", text, value, fix)
     found = available_memory()
     if found is None:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         yield Finding("host.memory", bytes_text(total), {"total": total})
         return
-    (total, free), mend = found, None
+    (total, free), fix = found, None
     text = f"{bytes_text(free)} free of {bytes_text(total)}"
     if free < _LOW_MEMORY:
         text += ": a rank alone takes some 100 MiB"
-        mend = "ps -eo rss,pid,user,args --sort=-rss | head  # lists the programs that use most"
-    yield Finding("host.memory", text, {"total": total, "free": free}, mend)
+        fix = "ps -eo rss,pid,user,args --sort=-rss | head  # lists the programs that use most"
+    yield Finding("host.memory", text, {"total": total, "free": free}, fix)
 
 
 def _limits_of_the_shell() -> Iterator[Finding]:
     """Yield the number of open files; and memory that may be locked, if network cards need it."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
-    text, mend = f"{'any number' if soft is None else soft} (ulimit -n)", None
+    text, fix = f"{'any number' if soft is None else soft} (ulimit -n)", None
     if soft is not None and soft < _FEW_FILES:
         text += ": a launcher opens several files for each rank, a model two"
         wanted = 4096 if hard is None else min(4096, hard)
-        mend = f"ulimit -n {wanted}"
+        fix = f"ulimit -n {wanted}"
         if wanted <= soft:  # a shell cannot raise it further
-            mend = f"echo '* - nofile 4096' | {_LIMITS}"
-    yield Finding("host.open_files", text, {"soft": soft, "hard": hard}, mend)
+            fix = f"echo '* - nofile 4096' | {_LIMITS}"
+    yield Finding("host.open_files", text, {"soft": soft, "hard": hard}, fix)
     # Such a card writes into a process's memory directly, which must stay where it is.
     cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if not cards:
@@ -128,19 +128,19 @@ _PACKAGES = {
 def look_at_packages() -> Iterator[Finding]:
     """Yield which optional packages are installed."""
     for package, gives in _PACKAGES.items():
-        number, mend = installed_version(package), None
+        number, fix = installed_version(package), None
         text = f"{number}: {gives}" if number else f"not installed; gives {gives}"
         if package == "numba" and number and not settings.numba_is_allowed():
             text = f"{number}, and MPISHARD_NUMBA=off: {gives}"
-            mend = "unset MPISHARD_NUMBA"
+            fix = "unset MPISHARD_NUMBA"
         elif package == "numba" and number:
             # numba refuses releases of NumPy that it does not know, so it has to be tried.
             answer = ask(python_command("import numba"), _LIMIT_SECONDS["import"])
             if answer.code != 0:
                 text = f"{number} cannot be imported, so that loops run in NumPy: "
                 text += shortened(answer.reason)
-                mend = pip_install("--upgrade", "numba")
-        yield Finding(f"packages.{package}", text, number, mend)
+                fix = pip_install("--upgrade", "numba")
+        yield Finding(f"packages.{package}", text, number, fix)
 
 
 # ------------------------------------------------------------------------------------------- NumPy
@@ -178,7 +178,7 @@ Rates = dict[str, dict[str, float]]
 
 def look_at_numpy(quick: bool) -> Iterator[Finding]:
     """Yield NumPy's version, its BLAS library, kernels, threads, and unless ``quick`` its speed."""
-    number, mend = installed_version("numpy"), None
+    number, fix = installed_version("numpy"), None
     yield Finding("numpy.version", str(number), number)
     answer = _ask_blas(measures=not quick)
     reinstall = pip_install("--force-reinstall", "numpy")
@@ -214,8 +214,8 @@ def look_at_numpy(quick: bool) -> Iterator[Finding]:
     if _FASTER * most < one:
         text += "; all threads together are slower than one: the machine is busy, or BLAS threads "
         text += "compete for cores. Measure again when it is idle"
-        mend = "export OMP_NUM_THREADS=1"
-    yield Finding("numpy.speed", text, rates, mend)
+        fix = "export OMP_NUM_THREADS=1"
+    yield Finding("numpy.speed", text, rates, fix)
 
 
 def _ask_blas(*, measures: bool, variables: dict[str, str | None] | None = None) -> Answer:
@@ -233,7 +233,7 @@ def _kernel(kernel: str, rates: Rates | None) -> Finding:
         if found:
             (library, *_), other_rates = found
             other = library.get("architecture")
-    text, mend = f"{kernel}, by OPENBLAS_CORETYPE" if is_chosen else kernel, None
+    text, fix = f"{kernel}, by OPENBLAS_CORETYPE" if is_chosen else kernel, None
     if other not in (None, kernel):
         text += f"; {other} without it" if is_chosen else f", and {other} fits this processor"
         is_better = not is_chosen
@@ -242,16 +242,16 @@ def _kernel(kernel: str, rates: Rates | None) -> Finding:
             text += f" ({fast:.0f} instead of {slow:.0f} GFLOP/s in float32 on one thread)"
             is_better = fast > _FASTER * slow
         if is_better and is_chosen:
-            mend = "unset OPENBLAS_CORETYPE"
+            fix = "unset OPENBLAS_CORETYPE"
         elif is_better:
             text += "; mpishard run sets it by itself"
-            mend = f"export OPENBLAS_CORETYPE={other}"
-    value = {"loaded": kernel, "better": other if mend else None}
-    return Finding("numpy.kernel", text, value, mend)
+            fix = f"export OPENBLAS_CORETYPE={other}"
+    value = {"loaded": kernel, "better": other if fix else None}
+    return Finding("numpy.kernel", text, value, fix)
 
 
 def _threads(library: dict[str, Any]) -> Finding:
-    threads, cores, mend = library["num_threads"], usable_cores(), None
+    threads, cores, fix = library["num_threads"], usable_cores(), None
     chosen = settings.blas_thread_variables()
     source = "one for each core; a rank of mpishard run gets its share of the cores"
     if chosen:
@@ -262,8 +262,8 @@ def _threads(library: dict[str, Any]) -> Finding:
     most = max(1, int(min(cores, core_quota() or cores)))
     if threads > most and chosen:
         text += f", on {counted(most, 'core')}: they wait for each other"
-        mend = f"export {' '.join(f'{name}={most}' for name in chosen)}"
-    return Finding("numpy.threads", text, {"threads": threads, "variables": chosen}, mend)
+        fix = f"export {' '.join(f'{name}={most}' for name in chosen)}"
+    return Finding("numpy.threads", text, {"threads": threads, "variables": chosen}, fix)
 
 
 _MEASURE_BFLOAT16 = """
@@ -280,7 +280,7 @@ answer({"library": found and [found.version, found.path], "reason": reason_for_n
 
 def look_at_bfloat16(quick: bool) -> Iterator[Finding]:
     """Yield the unit and library that multiply bfloat16, and unless ``quick`` their speed."""
-    unit, mend = processor_has_unit(), None
+    unit, fix = processor_has_unit(), None
     value: dict[str, Any] = {"unit": unit, "library": None}
     text = "a unit for it" if unit else "no unit for it in this processor"
     if not quick:
@@ -288,7 +288,7 @@ def look_at_bfloat16(quick: bool) -> Iterator[Finding]:
         found = answer.found
         if found is None:
             text += f", and its products fail: {shortened(answer.reason)}"
-            mend = "export MPISHARD_ONEDNN=off"
+            fix = "export MPISHARD_ONEDNN=off"
         else:
             value |= {key: found[key] for key in ("library", "float32", "bfloat16")}
             if found["library"] is None:
@@ -297,7 +297,7 @@ def look_at_bfloat16(quick: bool) -> Iterator[Finding]:
                 text += ", oneDNN {} at {}".format(*found["library"])
             text += f"; {found['bfloat16']:.0f} GFLOP/s of bfloat16 and {found['float32']:.0f} of "
             text += "float32 matrices, on 1 thread"
-    yield Finding("numpy.bfloat16", text, value, mend)
+    yield Finding("numpy.bfloat16", text, value, fix)
 
 
 # ----------------------------------------------------------------------------------- shared memory
@@ -325,17 +325,17 @@ def look_at_shared_memory() -> Iterator[Finding]:
     yield _memfd()
     if not FOLDER.is_dir():
         return
-    dead, mend = leftovers(), None
+    dead, fix = leftovers(), None
     nbytes = sum(path.stat().st_size for path in dead if path.exists())
     text = f"no dead job left anything in {FOLDER}"
     if dead:
         text = f"{counted(len(dead), 'file')} of killed jobs in {FOLDER}, {bytes_text(nbytes)}, "
         text += "that no process here has mapped"
-        mend = f"cd {FOLDER} && rm {shlex.join(path.name for path in dead[:_MOST_NAMED])}"
+        fix = f"cd {FOLDER} && rm {shlex.join(path.name for path in dead[:_MOST_NAMED])}"
         if len(dead) > _MOST_NAMED:
             text += f"; the command removes the first {_MOST_NAMED}: repeat doctor and command"
     value = {"files": [str(path) for path in dead], "bytes": nbytes}
-    yield Finding("memory.leftovers", text, value, mend)
+    yield Finding("memory.leftovers", text, value, fix)
 
 
 def free_bytes() -> int | None:
@@ -355,11 +355,11 @@ def larger_folder() -> str:
 
 
 def _folder() -> Finding:
-    name, mend, free = "memory.folder", larger_folder(), free_bytes()
+    name, fix, free = "memory.folder", larger_folder(), free_bytes()
     if not FOLDER.is_dir():
         return Finding(name, f"this system has no {FOLDER}")
     if free is None:
-        return Finding(name, f"{FOLDER} cannot be read", None, mend, is_problem=True)
+        return Finding(name, f"{FOLDER} cannot be read", None, fix, is_problem=True)
     total = shutil.disk_usage(FOLDER).total
     value = {"free": free, "total": total}
     try:
@@ -367,12 +367,12 @@ def _folder() -> Finding:
             file.write(b"mpishard")
     except OSError as error:
         text = f"{FOLDER} cannot be written to ({error.strerror}): MPICH cannot start then"
-        return Finding(name, text, value, mend, is_problem=True)
+        return Finding(name, text, value, fix, is_problem=True)
     text = f"{FOLDER} has {bytes_text(free)} free of {bytes_text(total)}"
     if free >= NEEDED_BYTES:
         return Finding(name, text, value)
     text += ": Open MPI takes 16 MiB for each rank, and MPICH crashes if it is small"
-    return Finding(name, text, value, mend)
+    return Finding(name, text, value, fix)
 
 
 def _memfd() -> Finding:
@@ -391,7 +391,7 @@ def _memfd() -> Finding:
     except OSError as error:
         text = f"cannot be made ({error.strerror})"
     text += ": ranks send messages instead, which is several times slower"
-    return Finding(name, text, value=False, mend=open_processes())
+    return Finding(name, text, value=False, fix=open_processes())
 
 
 def open_processes() -> str:

@@ -54,23 +54,23 @@ def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
         cause = why_it_failed(answer, command)
         how = "do not communicate" if found is None else "communicate, and do not end well"
         text = f"two ranks {how}: {cause.text}"
-        yield Finding(name, text, answer.code, cause.mend, is_problem=True)
+        yield Finding(name, text, answer.code, cause.fix, is_problem=True)
         return
     text = f"two ranks of {mpi.library} start, agree on sums and end"
     yield Finding(name, text, {key: found[key] for key in ("world_size", "nodes")})
     yield Finding("job.barrier", milliseconds(found["barrier"]), found["barrier"])
     messages, arena = found["messages"], {str(SIZES[-1]): found["arena"]}
-    is_shared, mend = found["arena"] is not None, None
+    is_shared, fix = found["arena"] is not None, None
     text = f"by messages: {_speeds(messages)}"
     text += f"; in the arena: {_speeds(arena)}" if is_shared else ""
     yield Finding("job.all_reduce", text, {"messages": messages, "arena": arena})
     text = "the ranks of a machine share memory (memfd)"
     if not is_shared:
-        why, mend = "MPISHARD_ARENA is off", "unset MPISHARD_ARENA"
+        why, fix = "MPISHARD_ARENA is off", "unset MPISHARD_ARENA"
         if settings.shares_memory():
-            why, mend = "one rank cannot open the other's memory (memfd)", open_processes()
+            why, fix = "one rank cannot open the other's memory (memfd)", open_processes()
         text = f"{why}: ranks of a machine send messages, which is several times slower"
-    yield Finding("job.arena", text, {"taken": "memfd" if is_shared else None}, mend)
+    yield Finding("job.arena", text, {"taken": "memfd" if is_shared else None}, fix)
 
 
 def _speeds(seconds: dict[str, float]) -> str:
@@ -129,8 +129,8 @@ def _driver() -> Finding:
     gpus = [line.strip() for line in answer.out.splitlines() if line.count(",") >= 2]
     if answer.code != 0 or not gpus:
         text = f"nvidia-smi finds no GPU: {shortened(answer.reason)}"
-        mend = "sudo modprobe nvidia && nvidia-smi  # in a container: start it with --gpus all"
-        return Finding(name, text, None, mend)
+        fix = "sudo modprobe nvidia && nvidia-smi  # in a container: start it with --gpus all"
+        return Finding(name, text, None, fix)
     said = re.search(r"CUDA Version: (\d+)", ask([program], _LIMIT_SECONDS["driver"]).out)
     cuda = int(said[1]) if said else 12
     visible = settings.visible_gpus()
@@ -161,8 +161,8 @@ def _cupy(cuda: int | None) -> Finding:
     if len(packages) > 1:
         unwanted = [name for name, _ in packages if name != fitting] or [packages[0][0]]
         text = f"installed several times, each over the files of the other: {names}"
-        mend = f"{uninstall}{' '.join(unwanted)} && {pip_install('--force-reinstall', fitting)}"
-        return Finding("gpu.cupy", text, names, mend, is_problem=True)
+        fix = f"{uninstall}{' '.join(unwanted)} && {pip_install('--force-reinstall', fitting)}"
+        return Finding("gpu.cupy", text, names, fix, is_problem=True)
     answer = ask(python_command(_ASK_CUPY), _LIMIT_SECONDS["cupy"])
     if answer.found is not None:
         memory = [bytes_text(nbytes) for nbytes in answer.found["memory"]]
@@ -171,13 +171,13 @@ def _cupy(cuda: int | None) -> Finding:
     if cuda is None:
         return Finding("gpu.cupy", f"{names} is installed, and there is no GPU", names)
     name, text = packages[0][0], f"{names} does not compute: {shortened(answer.reason)}"
-    mend = install if name == fitting else f"{uninstall}{name} && {install}"
-    return Finding("gpu.cupy", text, names, mend, is_problem=True)
+    fix = install if name == fitting else f"{uninstall}{name} && {install}"
+    return Finding("gpu.cupy", text, names, fix, is_problem=True)
 
 
 def _cuda_aware(launcher: Launcher) -> Finding:
     """Try each operation on GPU memory, in a job of its own, and judge MPISHARD_CUDA_AWARE."""
-    works, texts, mend = {}, [], None
+    works, texts, fix = {}, [], None
     for operation in _OPERATIONS:
         program = [sys.executable, "-m", "mpishard.cli.doctor.job", operation]
         command = launcher.command(2, program)
@@ -191,13 +191,13 @@ def _cuda_aware(launcher: Launcher) -> Finding:
     is_able, is_told = all(works[each] for each in _HANDED_OVER), settings.cuda_aware()
     if is_told and not is_able:
         text += "; MPISHARD_CUDA_AWARE=1 makes jobs crash or compute wrong results"
-        mend = "unset MPISHARD_CUDA_AWARE"
+        fix = "unset MPISHARD_CUDA_AWARE"
     elif is_able and not is_told:
         text += "; mpishard copies through host memory, until it is told"
-        mend = "export MPISHARD_CUDA_AWARE=1"
+        fix = "export MPISHARD_CUDA_AWARE=1"
     else:
         text += f"; MPI gets {'pointers to it' if is_able else 'copies in host memory'}"
-    return Finding("gpu.cuda_aware", text, works, mend, is_problem=not is_able)
+    return Finding("gpu.cuda_aware", text, works, fix, is_problem=not is_able)
 
 
 # ---------------------------------------------------------------------------- program of the ranks

@@ -33,7 +33,7 @@ class Cause(NamedTuple):
     """The reason for a failure, and the command that fixes it."""
 
     text: str
-    mend: str
+    fix: str
 
 
 _NO_MEMORY = re.compile(r"shm_open|/dev/shm|Shared memory error|No space left on device|Bus error")
@@ -145,19 +145,19 @@ def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
     """Yield mpi4py, its library, its launcher, thread level, and whether it survives faults."""
     has_slurm = settings.is_slurm_allocation()
     bindings, started_by = installed_version("mpi4py"), settings.launcher_variable()
-    mend: str | None
+    fix: str | None
     if bindings is None:
         # Nothing works if ranks are to be processes; elsewhere threads do.
         is_needed = has_slurm or started_by is not None
-        mend = pip_install("mpi4py", *(() if is_needed else ("mpich",)))
+        fix = pip_install("mpi4py", *(() if is_needed else ("mpich",)))
         text = "not installed: ranks can only be threads of one process"
-        yield Finding("mpi.mpi4py", text, None, mend, is_problem=is_needed)
+        yield Finding("mpi.mpi4py", text, None, fix, is_problem=is_needed)
         return
     library, launcher = mpi.library, mpi.launcher
     if library is None:
         text = f"{bindings}, and no MPI: {mpi.error.removeprefix(_UNUSABLE)}"
-        mend = _REBUILD if has_slurm else pip_install("mpich")
-        yield Finding("mpi.mpi4py", text, bindings, mend, is_problem=True)
+        fix = _REBUILD if has_slurm else pip_install("mpich")
+        yield Finding("mpi.mpi4py", text, bindings, fix, is_problem=True)
         return
     yield Finding("mpi.mpi4py", bindings, bindings)
     file = library.file and str(library.file)
@@ -171,26 +171,26 @@ def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
         is_refused &= not (launcher.is_slurm or settings.open_mpi_starts_for_root())
         if is_refused:
             text += ". It refuses to run as root, as you are: mpishard run allows it"
-        mend = _ALLOW_ROOT if is_refused else None
-        yield Finding("mpi.launcher", text, str(launcher.program), mend)
+        fix = _ALLOW_ROOT if is_refused else None
+        yield Finding("mpi.launcher", text, str(launcher.program), fix)
     if launcher is None or not launcher.is_slurm:  # users type srun there
         yield from _first_on_path(library, launcher)
     if started_by is not None:
-        size, mend = settings.launched_world_size(), None
+        size, fix = settings.launched_world_size(), None
         text = f"{launcher_name()} started this process"
         if size is not None and size > 1:
             text += f", one of {size}: only the first reports, and sees the cores of one rank"
-            mend = "mpishard doctor  # without a launcher: it starts its own ranks"
-        yield Finding("mpi.started_by", text, {"variable": started_by, "world_size": size}, mend)
+            fix = "mpishard doctor  # without a launcher: it starts its own ranks"
+        yield Finding("mpi.started_by", text, {"variable": started_by, "world_size": size}, fix)
     if launcher is not None:
         yield from _started(launcher)
 
 
 def _first_on_path(library: MPILibrary, launcher: Launcher | None) -> Iterator[Finding]:
     """Tell whether the ``mpiexec`` and ``mpirun`` that a user types start ranks of this library."""
-    mend = _REINSTALL
+    fix = _REINSTALL
     if launcher is not None:
-        mend = f'export PATH={shlex.quote(str(launcher.program.parent))}:"$PATH"'
+        fix = f'export PATH={shlex.quote(str(launcher.program.parent))}:"$PATH"'
     # Both, because a machine may have the two of different libraries.
     for program in ("mpiexec", "mpirun"):
         name, first = f"mpi.{program}", shutil.which(program)
@@ -202,9 +202,9 @@ def _first_on_path(library: MPILibrary, launcher: Launcher | None) -> Iterator[F
             text = f"the first on PATH, {first}, is {family or 'of an unknown MPI'}, and mpi4py "
             text += f"loads {library}: its ranks would each find themselves alone. mpishard run "
             text += "takes the right one"
-            yield Finding(name, text, first, mend)
+            yield Finding(name, text, first, fix)
         elif launcher is not None and program == launcher.program.name:
-            yield Finding(name, "not on PATH; mpishard run finds it", None, mend)
+            yield Finding(name, "not on PATH; mpishard run finds it", None, fix)
 
 
 def _started(launcher: Launcher) -> Iterator[Finding]:
@@ -219,15 +219,15 @@ def _started(launcher: Launcher) -> Iterator[Finding]:
     if answer.found is None:
         cause = why_it_failed(answer, command)
         text = f"one rank alone does not start: {cause.text}"
-        yield Finding("mpi.start", text, None, cause.mend, is_problem=True)
+        yield Finding("mpi.start", text, None, cause.fix, is_problem=True)
         return
     level = answer.found["level"]
-    text, mend = f"MPI_THREAD_{level}", None
+    text, fix = f"MPI_THREAD_{level}", None
     if level != "MULTIPLE":
         text += " and not MULTIPLE: no thread moves data while a rank computes"
         # mpi4py asks for MULTIPLE unless one of these is set; else the library was built without.
-        mend = "unset MPI4PY_RC_THREAD_LEVEL MPI4PY_RC_THREADS MPICH_MAX_THREAD_SAFETY"
-    yield Finding("mpi.threads", text, level, mend)
+        fix = "unset MPI4PY_RC_THREAD_LEVEL MPI4PY_RC_THREADS MPICH_MAX_THREAD_SAFETY"
+    yield Finding("mpi.threads", text, level, fix)
     text = "no: a rank that dies ends the job"
     if survives:
         text = "the library has it: with mpishard run --on-failure shrink ranks outlive another"
@@ -239,14 +239,14 @@ def _started(launcher: Launcher) -> Iterator[Finding]:
 
 def look_at_slurm(mpi: MPIInstallation) -> Iterator[Finding]:
     """Yield whether this is an allocation, and whether srun has a plugin for the MPI library."""
-    job, srun, mend = settings.slurm_job(), shutil.which("srun"), None
+    job, srun, fix = settings.slurm_job(), shutil.which("srun"), None
     text = f"inside job {job}" if job else "outside an allocation: mpishard run takes mpiexec"
     if srun is None and job is None:
         text = "no SLURM here"
     elif srun is None:
         text += ", and srun is not on PATH, so that mpishard run takes mpiexec"
-        mend = "module load slurm  # or add the folder of srun to PATH"
-    yield Finding("slurm.allocation", text, job, mend)
+        fix = "module load slurm  # or add the folder of srun to PATH"
+    yield Finding("slurm.allocation", text, job, fix)
     if srun is not None and mpi.library is not None:
         yield _plugin(srun, mpi.library.family)
 
@@ -276,17 +276,17 @@ def _plugin(srun: str, family: MPIFamily | None) -> Finding:
         default = re.search(r"^MpiDefault\s*=\s*(\S+)", said, re.MULTILINE)
         taken = default and default[1]
     value = {"plugins": plugins, "fitting": fitting, "taken": taken}
-    text, mend = f"srun has {', '.join(plugins)}", None
+    text, fix = f"srun has {', '.join(plugins)}", None
     if not plugins:
         text = f"srun --mpi=list names no plugin: {shortened(answer.reason)}"
         usual = "pmix" if family is MPIFamily.OPEN_MPI else "pmi2"
-        mend = f"export SLURM_MPI_TYPE={usual}  # the usual one"
+        fix = f"export SLURM_MPI_TYPE={usual}  # the usual one"
     elif not fitting:
         text += f", of which none works with {whom}: build mpi4py for the site's own MPI, with its "
-        text, mend = f"{text}module loaded", _REBUILD
+        text, fix = f"{text}module loaded", _REBUILD
     elif taken in fitting:
         text += f", and takes {taken}"
     else:
         text += f", and takes {taken or 'none of them'}, which does not work with {whom}"
-        mend = f"export SLURM_MPI_TYPE={fitting[0]}"
-    return Finding("slurm.plugin", text, value, mend, is_problem=bool(plugins) and not fitting)
+        fix = f"export SLURM_MPI_TYPE={fitting[0]}"
+    return Finding("slurm.plugin", text, value, fix, is_problem=bool(plugins) and not fitting)
