@@ -24,6 +24,7 @@ from mpishard.cli.doctor.finding import (
     summary,
 )
 from mpishard.cli.probe import Answer, answer_line, ask, python_command
+from mpishard.cli.run import shared_memory
 
 OK, NOTE, PROBLEM = Verdict
 
@@ -131,7 +132,7 @@ def test_memory_of_a_control_group(tmp_path):
     unlimited = machine.available_memory(tmp_path, tmp_path / "own")
     write(tmp_path, {"own": "0::/j", "j/memory.max": "5000", "j/memory.current": "2000"})
     assert machine.available_memory(tmp_path, tmp_path / "own") == (5000, 3000)
-    assert unlimited is None or unlimited[0] > 2**24
+    assert unlimited[0] > 2**24
 
 
 def write(folder, files):
@@ -283,16 +284,16 @@ def test_leftovers_are_old_unmapped_and_of_jobs(tmp_path):
     write(processes, {"12/maps": maps, "self/maps": ""})
     now = time.time()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor_host.time, "time", lambda: now + 120)
+        patch.setattr(shared_memory.time, "time", lambda: now + 120)
         os.utime(folder / "sm_segment.new", (now + 100, now + 100))
-        dead = doctor_host.leftovers(folder, processes)
+        dead = shared_memory.leftovers(folder, processes)
     assert [path.name for path in dead] == ["mpich_shm_dead_0", "mpishard-arena-x"]
 
 
 def test_leftovers_are_named_in_the_line_that_removes_them(monkeypatch, tmp_path):
     write(tmp_path, {f"mpich_shm_{number}_0": "12345" for number in range(25)})
     dead = sorted(tmp_path.glob("mpich*"))
-    monkeypatch.setattr(doctor_host, "FOLDER", tmp_path)
+    monkeypatch.setattr(doctor_host, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(doctor_host, "leftovers", lambda: dead)
     found = by_name(doctor_host.look_at_shared_memory())["memory.leftovers"]
     assert len(found.value["files"]) == 25
@@ -308,7 +309,7 @@ def test_a_folder_that_is_small_or_closed(monkeypatch, tmp_path, free, writable,
     def refuse(**_):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(doctor_host, "FOLDER", tmp_path)
+    monkeypatch.setattr(doctor_host, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(doctor_host, "free_bytes", lambda: free)
     if not writable:
         monkeypatch.setattr(doctor_host.tempfile, "TemporaryFile", refuse)

@@ -12,9 +12,9 @@ from mpishard.cli.doctor import host as doctor_host
 from mpishard.cli.doctor import job as doctor_job
 from mpishard.cli.doctor import mpi as doctor_mpi
 from mpishard.cli.doctor.finding import Verdict
-from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi, why_it_failed
+from mpishard.cli.doctor.mpi import look_at_mpi, why_it_failed
 from mpishard.cli.probe import Answer, answer_line, ask, python_command
-from mpishard.cli.run.launcher import Launcher, MPIFamily, MPILibrary
+from mpishard.cli.run.launcher import Launcher, MPIFamily, MPIInstallation, MPILibrary
 
 OK, NOTE, PROBLEM = Verdict
 MPICH = MPILibrary("MPICH Version:      5.0.2", Path("/opt/mpich/lib/libmpi.so"))
@@ -113,7 +113,7 @@ SAID = {
     ("said", "text", "fix"),
     [
         ("root", "refuses to run as root", "export OMPI_ALLOW_RUN_AS_ROOT=1"),
-        ("bus", "no room there", "shm"),
+        ("bus", "which is full", "shm"),
         ("read-only", "may not write", "shm"),
         ("world", "each rank found itself alone", "install --force-reinstall mpi4py mpich"),
         ("srun", "srun needs a plugin", "export SLURM_MPI_TYPE=pmi2"),
@@ -330,8 +330,9 @@ from mpishard.cli.doctor import job as doctor_job
 for operation in doctor_job._OPERATIONS:
     sys.argv[1:] = [operation]
     doctor_job.main()
+from mpi4py import MPI
 right = cupy.asnumpy
-cupy.asnumpy = lambda array: right(array) + 1
+cupy.asnumpy = lambda array: right(array) + MPI.COMM_WORLD.rank
 doctor_job.main()
 """
 

@@ -11,7 +11,8 @@ from mpishard import settings
 from mpishard.cli.doctor import host
 from mpishard.cli.doctor.finding import Finding, Verdict, as_json, examined, show_findings
 from mpishard.cli.doctor.job import look_at_a_job, look_at_gpus
-from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi, look_at_slurm
+from mpishard.cli.doctor.mpi import look_at_mpi, look_at_slurm
+from mpishard.cli.run.launcher import MPIInstallation
 
 
 def doctor(
