@@ -11,7 +11,7 @@ from typing import Any
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
-_NO_LIMIT = 2**60  # version 1 of control groups writes "none" as the largest number of pages
+_NO_LIMIT = 2**60  # version 1 of control groups has no word for "none", but the most pages
 
 
 def usable_cores() -> int:
@@ -33,11 +33,11 @@ def core_quota(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> float | None
     return min(quotas, default=None)
 
 
-def available_memory(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> tuple[int, int] | None:
+def available_memory(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> tuple[int, int | None]:
     """Return the bytes that this process may ever have, and the free ones; None if not known."""
     facts = _memory_facts()
-    if "MemTotal" not in facts or "MemAvailable" not in facts:
-        return None
+    if "MemTotal" not in facts or "MemAvailable" not in facts:  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None
     total, free = facts["MemTotal"], facts["MemAvailable"]
     for folder in _control_groups("memory", groups, own):
         for limit, used in (
@@ -52,7 +52,7 @@ def available_memory(groups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> tuple[
 
 def installed_version(package: str) -> str | None:
     """Return the version of a package; None if it is not installed."""
-    # Here, because it imports a parser of mail, and `mpishard run` needs none.
+    # Imported here, because it loads a parser of mail, which `mpishard run` does not need.
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -62,7 +62,7 @@ def installed_version(package: str) -> str | None:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory, and the versions that decide about speed."""
+    """Return the processor, cores, memory, and the versions that speed depends on."""
     import threadpoolctl  # which `mpishard run` does not need
 
     lines = _read(Path("/proc/cpuinfo")).splitlines()

@@ -24,13 +24,14 @@ from mpishard.cli.doctor.finding import (
     summary,
 )
 from mpishard.cli.probe import Answer, answer_line, ask, python_command
+from mpishard.cli.run import shared_memory
 
 OK, NOTE, PROBLEM = Verdict
 
 
 def by_name(findings):
     found = {finding.name: finding for finding in findings}
-    assert all((f.mend is None) == (f.verdict is OK) for f in found.values()), found
+    assert all((f.fix is None) == (f.verdict is OK) for f in found.values()), found
     return found
 
 
@@ -131,7 +132,7 @@ def test_memory_of_a_control_group(tmp_path):
     unlimited = machine.available_memory(tmp_path, tmp_path / "own")
     write(tmp_path, {"own": "0::/j", "j/memory.max": "5000", "j/memory.current": "2000"})
     assert machine.available_memory(tmp_path, tmp_path / "own") == (5000, 3000)
-    assert unlimited is None or unlimited[0] > 2**24
+    assert unlimited[0] > 2**24
 
 
 def write(folder, files):
@@ -144,15 +145,15 @@ def test_fewer_cores_than_threads_would_think(monkeypatch):
     monkeypatch.setattr(doctor_host, "core_quota", lambda: 2.5)
     monkeypatch.setattr(doctor_host, "usable_cores", lambda: 8)
     found = by_name(doctor_host.look_at_host())["host.cores"]
-    assert (found.verdict, found.mend) == (NOTE, "export OMP_NUM_THREADS=2")
+    assert (found.verdict, found.fix) == (NOTE, "export OMP_NUM_THREADS=2")
 
 
-@pytest.mark.parametrize(("hard", "mend"), [(2**20, "ulimit -n 4096"), (256, "limits.conf")])
-def test_few_open_files(monkeypatch, hard, mend):
+@pytest.mark.parametrize(("hard", "fix"), [(2**20, "ulimit -n 4096"), (256, "limits.conf")])
+def test_few_open_files(monkeypatch, hard, fix):
     monkeypatch.setattr(doctor_host.resource, "getrlimit", lambda _: (256, hard))
     found = by_name(doctor_host.look_at_host())["host.open_files"]
     assert found.verdict is NOTE
-    assert mend in found.mend
+    assert fix in found.fix
 
 
 # -------------------------------------------------------------------------------------------- NumPy
@@ -177,7 +178,7 @@ def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
     asked = answers(doctor_host, blas("Haswell", rates(122)), blas("SkylakeX", rates(235)))
     found = by_name(doctor_host.look_at_numpy(quick=False))
     assert asked[1][1] == {"OPENBLAS_CORETYPE": "SkylakeX"}
-    assert found["numpy.kernel"].mend == "export OPENBLAS_CORETYPE=SkylakeX"
+    assert found["numpy.kernel"].fix == "export OPENBLAS_CORETYPE=SkylakeX"
     assert "235 instead of 122 GFLOP/s" in found["numpy.kernel"].text
     assert "122 and 61 GFLOP/s on 1 thread" in found["numpy.speed"].text
 
@@ -210,7 +211,7 @@ def test_threads_that_fight_for_cores(all_threads, verdict, monkeypatch, answers
     found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.speed"]
     assert found.verdict is verdict
     assert ("slower than one" in found.text) == (verdict is NOTE)
-    assert found.mend == ("export OMP_NUM_THREADS=1" if verdict is NOTE else None)
+    assert found.fix == ("export OMP_NUM_THREADS=1" if verdict is NOTE else None)
 
 
 @pytest.mark.parametrize(("without", "verdict"), [(110, OK), (500, NOTE)])
@@ -221,7 +222,7 @@ def test_a_kernel_of_the_users_choice(monkeypatch, without, verdict, answers):
     found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.kernel"]
     assert [variables for _, variables in asked[1:]] == [{"OPENBLAS_CORETYPE": None}]
     assert found.verdict is verdict
-    assert found.mend == ("unset OPENBLAS_CORETYPE" if verdict is NOTE else None)
+    assert found.fix == ("unset OPENBLAS_CORETYPE" if verdict is NOTE else None)
 
 
 def test_more_threads_than_cores(monkeypatch, answers):
@@ -231,7 +232,7 @@ def test_more_threads_than_cores(monkeypatch, answers):
     mkl = {**HASWELL, "internal_api": "mkl", "num_threads": 8}
     answers(doctor_host, [[mkl], None])
     found = by_name(doctor_host.look_at_numpy(quick=True))
-    assert found["numpy.threads"].mend == "export OMP_NUM_THREADS=2"
+    assert found["numpy.threads"].fix == "export OMP_NUM_THREADS=2"
     assert "from OMP_NUM_THREADS=8" in found["numpy.threads"].text
     assert "numpy.speed" not in found
 
@@ -251,7 +252,7 @@ def test_bfloat16_names_unit_library_and_speeds(monkeypatch, answers):
     assert found.value == {"unit": True, "library": None}
     answers(doctor_host, Answer(-4, "", "", 30))
     (found,) = doctor_host.look_at_bfloat16(quick=False)
-    assert (found.verdict, found.mend) == (NOTE, "export MPISHARD_ONEDNN=off")
+    assert (found.verdict, found.fix) == (NOTE, "export MPISHARD_ONEDNN=off")
 
 
 def test_numpy_without_a_library_and_numpy_that_does_not_load(monkeypatch, answers):
@@ -283,20 +284,20 @@ def test_leftovers_are_old_unmapped_and_of_jobs(tmp_path):
     write(processes, {"12/maps": maps, "self/maps": ""})
     now = time.time()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doctor_host.time, "time", lambda: now + 120)
+        patch.setattr(shared_memory.time, "time", lambda: now + 120)
         os.utime(folder / "sm_segment.new", (now + 100, now + 100))
-        dead = doctor_host.leftovers(folder, processes)
+        dead = shared_memory.leftovers(folder, processes)
     assert [path.name for path in dead] == ["mpich_shm_dead_0", "mpishard-arena-x"]
 
 
 def test_leftovers_are_named_in_the_line_that_removes_them(monkeypatch, tmp_path):
     write(tmp_path, {f"mpich_shm_{number}_0": "12345" for number in range(25)})
     dead = sorted(tmp_path.glob("mpich*"))
-    monkeypatch.setattr(doctor_host, "FOLDER", tmp_path)
+    monkeypatch.setattr(doctor_host, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(doctor_host, "leftovers", lambda: dead)
     found = by_name(doctor_host.look_at_shared_memory())["memory.leftovers"]
     assert len(found.value["files"]) == 25
-    subprocess.run(["sh", "-c", found.mend], check=True)
+    subprocess.run(["sh", "-c", found.fix], check=True)
     assert len(list(tmp_path.iterdir())) == 5  # the line is for the first 20
 
 
@@ -308,7 +309,7 @@ def test_a_folder_that_is_small_or_closed(monkeypatch, tmp_path, free, writable,
     def refuse(**_):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(doctor_host, "FOLDER", tmp_path)
+    monkeypatch.setattr(doctor_host, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(doctor_host, "free_bytes", lambda: free)
     if not writable:
         monkeypatch.setattr(doctor_host.tempfile, "TemporaryFile", refuse)
@@ -347,7 +348,7 @@ def test_lines_for_people(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Python and this machine"
     assert lines[1].startswith("  ok       python        3.11 word")
-    assert f"           mend: export PATH={long}" in lines  # to be copied whole
+    assert f"           fix: export PATH={long}" in lines  # to be copied whole
     assert f"  problem  library       {long}" in lines
     assert all(len(line) <= 80 for line in lines if long not in line)
     assert lines.count("MPI") == 1
@@ -356,9 +357,9 @@ def test_lines_for_people(capsys):
 
 def test_json_counts():
     report = json.loads(as_json([Finding("a.b", "t", {"x": 1}, "m"), Finding("a.c", "u")]))
-    assert (report["schema"], report["problems"], report["notes"]) == (1, 0, 1)
+    assert (report["schema"], report["problems"], report["notes"]) == (2, 0, 1)
     assert report["findings"][0] == {
-        "name": "a.b", "verdict": "note", "text": "t", "value": {"x": 1}, "mend": "m",
+        "name": "a.b", "verdict": "note", "text": "t", "value": {"x": 1}, "fix": "m",
     }  # fmt: skip
     assert summary([]) == "0 problems, 0 notes"
 
@@ -400,9 +401,9 @@ def test_the_whole_report():
     assert len(found) == len(report["findings"])
     assert not [name for name in found if name.endswith(".error")]
     for finding in report["findings"]:
-        assert finding.keys() == {"name", "verdict", "text", "value", "mend"}
+        assert finding.keys() == {"name", "verdict", "text", "value", "fix"}
         assert finding["verdict"] in {"ok", "note", "problem"}
-        assert (finding["mend"] is None) == (finding["verdict"] == "ok"), finding
+        assert (finding["fix"] is None) == (finding["verdict"] == "ok"), finding
     assert job.returncode == (1 if report["problems"] else 0)
     assert {name.partition(".")[0] for name in found} == {
         "host", "numpy", "mpi", "memory", "job", "gpu", "slurm", "packages",

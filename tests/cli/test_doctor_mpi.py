@@ -12,9 +12,9 @@ from mpishard.cli.doctor import host as doctor_host
 from mpishard.cli.doctor import job as doctor_job
 from mpishard.cli.doctor import mpi as doctor_mpi
 from mpishard.cli.doctor.finding import Verdict
-from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi, why_it_failed
+from mpishard.cli.doctor.mpi import look_at_mpi, why_it_failed
 from mpishard.cli.probe import Answer, answer_line, ask, python_command
-from mpishard.cli.run.launcher import Launcher, MPIFamily, MPILibrary
+from mpishard.cli.run.launcher import Launcher, MPIFamily, MPIInstallation, MPILibrary
 
 OK, NOTE, PROBLEM = Verdict
 MPICH = MPILibrary("MPICH Version:      5.0.2", Path("/opt/mpich/lib/libmpi.so"))
@@ -25,7 +25,7 @@ OPEN_MPI_SAYS = "mpiexec (Open MPI) 5.0.11"
 
 def by_name(findings):
     found = {finding.name: finding for finding in findings}
-    assert all((f.mend is None) == (f.verdict is OK) for f in found.values()), found
+    assert all((f.fix is None) == (f.verdict is OK) for f in found.values()), found
     return found
 
 
@@ -39,7 +39,7 @@ def test_a_strangers_launcher_first_on_path(programs, answers):
     found = by_name(look_at_mpi(MPIInstallation(MPICH, Launcher(own, MPICH))))
     assert found["mpi.mpiexec"].verdict is NOTE
     assert f"{stranger}, is Open MPI, and mpi4py loads MPICH 5.0.2" in found["mpi.mpiexec"].text
-    assert found["mpi.mpiexec"].mend == f'export PATH={own.parent}:"$PATH"'
+    assert found["mpi.mpiexec"].fix == f'export PATH={own.parent}:"$PATH"'
     assert "mpi.mpirun" not in found
     assert found["mpi.ulfm"].value is False  # its launcher ends the job
     assert asked[0][0][:3] == [str(own), "-n", "1"]
@@ -59,7 +59,7 @@ def test_open_mpi_as_root(monkeypatch, programs, knows_ulfm, answers):
     refused = Answer(1, "", "unrecognized option --with-ft\n", 20)
     asked = answers(doctor_mpi, *([level] if knows_ulfm else [refused, level]))
     found = by_name(look_at_mpi(mpi))
-    assert found["mpi.launcher"].mend == (
+    assert found["mpi.launcher"].fix == (
         "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
     )
     assert asked[0][0][1:3] == ["--with-ft", "ulfm"]
@@ -75,10 +75,10 @@ def test_mpi_that_is_not_there(monkeypatch, programs):
 
     monkeypatch.setattr(doctor_mpi, "installed_version", lambda _: None)
     found = by_name(look_at_mpi(mpi))["mpi.mpi4py"]
-    assert (found.verdict, found.mend[-24:]) == (NOTE, "pip install mpi4py mpich")
+    assert (found.verdict, found.fix[-24:]) == (NOTE, "pip install mpi4py mpich")
     monkeypatch.setenv("SLURM_JOB_ID", "17")  # where ranks are wanted, with the site's own MPI
     found = by_name(look_at_mpi(mpi))["mpi.mpi4py"]
-    assert (found.verdict, found.mend[-18:]) == (PROBLEM, "pip install mpi4py")
+    assert (found.verdict, found.fix[-18:]) == (PROBLEM, "pip install mpi4py")
     (job,) = doctor_job.look_at_a_job(mpi)
     assert job.text.startswith("not tried")
 
@@ -88,10 +88,10 @@ def test_fixes_are_commands_without_holes(monkeypatch, programs):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     found = [*look_at_mpi(MPIInstallation(MPICH, None, "no mpiexec"))]
     found += doctor_mpi.look_at_slurm(NO_MPI)
-    mends = [finding.mend for finding in found if finding.mend]
-    mends += [cause.mend for _, cause in doctor_mpi._KNOWN]
-    assert len(mends) > 8
-    assert not [mend for mend in mends if "<" in mend]
+    fixes = [finding.fix for finding in found if finding.fix]
+    fixes += [cause.fix for _, cause in doctor_mpi._KNOWN]
+    assert len(fixes) > 8
+    assert not [fix for fix in fixes if "<" in fix]
 
 
 # What the libraries really say.
@@ -110,10 +110,10 @@ SAID = {
 
 
 @pytest.mark.parametrize(
-    ("said", "text", "mend"),
+    ("said", "text", "fix"),
     [
         ("root", "refuses to run as root", "export OMPI_ALLOW_RUN_AS_ROOT=1"),
-        ("bus", "no room there", "shm"),
+        ("bus", "which is full", "shm"),
         ("read-only", "may not write", "shm"),
         ("world", "each rank found itself alone", "install --force-reinstall mpi4py mpich"),
         ("srun", "srun needs a plugin", "export SLURM_MPI_TYPE=pmi2"),
@@ -124,11 +124,11 @@ SAID = {
         ("crash", "Segmentation fault (signal 11)", "mpiexec -n 2 p"),
     ],
 )
-def test_causes(monkeypatch, said, text, mend):
+def test_causes(monkeypatch, said, text, fix):
     monkeypatch.setattr(doctor_mpi, "free_bytes", lambda: 2**33)
     cause = why_it_failed(Answer(1, "", SAID[said], 30), ["mpiexec", "-n", "2", "p"])
     assert text in cause.text
-    assert mend in cause.mend
+    assert fix in cause.fix
 
 
 def test_a_crash_with_little_shared_memory_is_for_want_of_it(monkeypatch):
@@ -151,16 +151,14 @@ def test_a_job_that_fails_and_one_that_ends_badly(monkeypatch, programs, answers
 
 
 @pytest.mark.parametrize(
-    ("variable", "taken", "verdict", "mend"),
+    ("variable", "taken", "verdict", "fix"),
     [
         ("auto", "memfd", OK, None),
         ("off", None, NOTE, "unset MPISHARD_ARENA"),
         ("auto", None, NOTE, doctor_host.open_processes()),
     ],
 )
-def test_where_shared_memory_is_from(
-    monkeypatch, programs, variable, taken, verdict, mend, answers
-):
+def test_where_shared_memory_is_from(monkeypatch, programs, variable, taken, verdict, fix, answers):
     monkeypatch.setenv("MPISHARD_ARENA", variable)
     mpi = MPIInstallation(MPICH, Launcher(programs("mpiexec", HYDRA_SAYS), MPICH))
     reply = {
@@ -170,14 +168,14 @@ def test_where_shared_memory_is_from(
     answers(doctor_job, reply)
     found = by_name(doctor_job.look_at_a_job(mpi))
     assert found["job.arena"].value["taken"] == taken
-    assert (found["job.arena"].verdict, found["job.arena"].mend) == (verdict, mend)
+    assert (found["job.arena"].verdict, found["job.arena"].fix) == (verdict, fix)
     assert "64 MiB 1.00 ms (67 GB/s)" in found["job.all_reduce"].text
 
 
 def test_settings_that_ranks_refuse(monkeypatch, programs):
     monkeypatch.setenv("MPISHARD_ARENA", "heap")
     found = by_name(doctor_host.look_at_host())["host.settings"]
-    assert (found.verdict, found.mend) == (PROBLEM, "unset MPISHARD_ARENA")
+    assert (found.verdict, found.fix) == (PROBLEM, "unset MPISHARD_ARENA")
     mpi = MPIInstallation(MPICH, Launcher(programs("mpiexec", HYDRA_SAYS), MPICH))
     (job,) = doctor_job.look_at_a_job(mpi)
     assert "not tried" in job.text
@@ -205,7 +203,7 @@ def test_a_gpu_without_cupy(monkeypatch, programs):
     found = by_name(doctor_job.look_at_gpus(NO_MPI, quick=False))
     assert "1 GPU: NVIDIA H200, 143771 MiB; driver 580.1, CUDA 13" in found["gpu.driver"].text
     assert found["gpu.cupy"].verdict is NOTE
-    assert found["gpu.cupy"].mend.endswith("-m pip install 'cupy-cuda13x[ctk]'")
+    assert found["gpu.cupy"].fix.endswith("-m pip install 'cupy-cuda13x[ctk]'")
     assert found["gpu.cuda_aware"].text == "not tested: no GPU"
 
 
@@ -221,15 +219,15 @@ def test_cupy_twice_and_cupy_that_does_not_compute(monkeypatch, programs, answer
     with_cupy(monkeypatch, "cupy-cuda12x", "cupy-cuda13x")
     found = by_name(doctor_job.look_at_gpus(NO_MPI, quick=True))["gpu.cupy"]
     assert found.verdict is PROBLEM
-    assert "pip uninstall -y cupy-cuda12x && " in found.mend
+    assert "pip uninstall -y cupy-cuda12x && " in found.fix
     with_cupy(monkeypatch, "cupy-cuda12x")
     driver = [Answer(0, SMI, "", 1)] * 2
     broken = Answer(1, "", "ImportError: libnvrtc.so.12: cannot open\n", 60)
     answers(doctor_job, *driver, broken)
     found = by_name(doctor_job.look_at_gpus(NO_MPI, quick=True))["gpu.cupy"]
     assert "libnvrtc.so.12" in found.text
-    assert "uninstall -y cupy-cuda12x" in found.mend
-    assert found.mend.endswith("install 'cupy-cuda13x[ctk]'")
+    assert "uninstall -y cupy-cuda12x" in found.fix
+    assert found.fix.endswith("install 'cupy-cuda13x[ctk]'")
 
 
 RIGHT, WRONG = True, False
@@ -237,7 +235,7 @@ CRASH = Answer(139, "", SAID["crash"], 30)
 
 
 @pytest.mark.parametrize(
-    ("replies", "variable", "verdict", "mend"),
+    ("replies", "variable", "verdict", "fix"),
     [
         ([RIGHT] * 5, None, NOTE, "export MPISHARD_CUDA_AWARE=1"),
         ([RIGHT] * 5, "1", OK, None),
@@ -247,7 +245,7 @@ CRASH = Answer(139, "", SAID["crash"], 30)
         ([CRASH, RIGHT, RIGHT, RIGHT, WRONG], "1", OK, None),
     ],
 )
-def test_operations_on_gpu_memory(monkeypatch, programs, replies, variable, verdict, mend, answers):
+def test_operations_on_gpu_memory(monkeypatch, programs, replies, variable, verdict, fix, answers):
     launcher = Launcher(programs("mpiexec", HYDRA_SAYS), MPICH)
     programs("nvidia-smi", SMI)
     with_cupy(monkeypatch, "cupy-cuda13x")
@@ -258,7 +256,7 @@ def test_operations_on_gpu_memory(monkeypatch, programs, replies, variable, verd
     found = by_name(doctor_job.look_at_gpus(MPIInstallation(MPICH, launcher), quick=False))
     assert found["gpu.cupy"].text == "cupy-cuda13x 13.6 computes on 1 GPU (128 GiB)"
     assert [command[-1] for command, _ in asked[3:]] == list(doctor_job._OPERATIONS)
-    assert (found["gpu.cuda_aware"].verdict, found["gpu.cuda_aware"].mend) == (verdict, mend)
+    assert (found["gpu.cuda_aware"].verdict, found["gpu.cuda_aware"].fix) == (verdict, fix)
     works = [reply is RIGHT for reply in replies]
     assert list(found["gpu.cuda_aware"].value.values()) == works
 
@@ -282,7 +280,7 @@ def test_plugins():
 
 
 @pytest.mark.parametrize(
-    ("library", "listed", "default", "chosen", "verdict", "mend"),
+    ("library", "listed", "default", "chosen", "verdict", "fix"),
     [
         (MPICH, NEW, "none", None, NOTE, "export SLURM_MPI_TYPE=pmi2"),
         (MPICH, NEW, "pmi2", None, OK, None),
@@ -293,7 +291,7 @@ def test_plugins():
     ],
 )
 def test_the_plugin_of_a_cluster(
-    monkeypatch, programs, library, listed, default, chosen, verdict, mend
+    monkeypatch, programs, library, listed, default, chosen, verdict, fix
 ):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     if chosen:
@@ -303,7 +301,7 @@ def test_the_plugin_of_a_cluster(
     found = by_name(doctor_mpi.look_at_slurm(MPIInstallation(library)))
     assert found["slurm.allocation"].value == "17"
     assert found["slurm.plugin"].verdict is verdict
-    assert (found["slurm.plugin"].mend or "").endswith(mend or "")
+    assert (found["slurm.plugin"].fix or "").endswith(fix or "")
 
 
 def test_an_allocation_without_srun(monkeypatch, programs):
@@ -332,8 +330,9 @@ from mpishard.cli.doctor import job as doctor_job
 for operation in doctor_job._OPERATIONS:
     sys.argv[1:] = [operation]
     doctor_job.main()
+from mpi4py import MPI
 right = cupy.asnumpy
-cupy.asnumpy = lambda array: right(array) + 1
+cupy.asnumpy = lambda array: right(array) + MPI.COMM_WORLD.rank
 doctor_job.main()
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mpishard.cli.run.rank_processes import remove_shared_memory
+from mpishard.cli.run.shared_memory import remove_shared_memory
 from mpishard.communication.contract.status import StatusPage
 
 FOLDER = Path("/dev/shm")

@@ -11,7 +11,8 @@ from mpishard import settings
 from mpishard.cli.doctor import host
 from mpishard.cli.doctor.finding import Finding, Verdict, as_json, examined, show_findings
 from mpishard.cli.doctor.job import look_at_a_job, look_at_gpus
-from mpishard.cli.doctor.mpi import MPIInstallation, look_at_mpi, look_at_slurm
+from mpishard.cli.doctor.mpi import look_at_mpi, look_at_slurm
+from mpishard.cli.run.launcher import MPIInstallation
 
 
 def doctor(
@@ -28,9 +29,9 @@ def doctor(
     GPUs and SLURM; measures matrix products; and starts two ranks that communicate. It changes
     nothing.
 
-    --json prints {"schema": 1, "problems": N, "notes": N, "findings": [...]}. Each finding has a
+    --json prints {"schema": 2, "problems": N, "notes": N, "findings": [...]}. Each finding has a
     name (group.fact), a verdict (ok, note or problem), a value for programs, a text for people,
-    and mend: the command that fixes it, or null.
+    and fix: a command that solves it, or null.
 
     Exit codes: 0, no problem; 1, a problem was found.
     """

@@ -30,8 +30,7 @@ _TITLES = {
 _VERDICT, _LABEL = 9, 14
 _INDENT = 2 + _VERDICT + _LABEL
 _WIDEST = 100
-_SCHEMA = 1
-_FIELDS = ("name", "verdict", "text", "value", "mend")
+_FIELDS = ("name", "verdict", "text", "value", "fix")
 
 
 class Verdict(StrEnum):
@@ -39,9 +38,9 @@ class Verdict(StrEnum):
 
     OK = "ok"
     NOTE = "note"
-    """It works, and could be better, or will surprise."""
+    """It works, but could be better, or may surprise the user."""
     PROBLEM = "problem"
-    """Something that this environment is made for does not work."""
+    """A feature that this environment is made for does not work."""
 
 
 _STYLES = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold red"}
@@ -54,42 +53,39 @@ class Finding:
     Parameters
     ----------
     name : str
-        ``group.fact``, lower case: stable between versions.
+        ``group.fact`` in lower case. Names do not change between versions.
     text : str
-        For people: what was found, and what it means.
+        The fact and its meaning, for people.
     value : object, optional
-        For programs: the same fact, as something that JSON can hold.
-    mend : str, optional
+        The same fact for programs, in a type that JSON has.
+    fix : str, optional
         The shell command that fixes it; None if nothing needs to be done.
     is_problem : bool
-        True if something does not work; without it, a finding with a command is a note.
+        Whether the fact of a finding with a command is a problem and not a note.
     """
 
     name: str
     text: str
     value: Any = None
-    mend: str | None = None
+    fix: str | None = None
     is_problem: bool = False
 
     @property
     def verdict(self) -> Verdict:
-        """Its meaning for the user: nothing is reported as wrong without a command that helps."""
-        if self.mend is None:
+        """Meaning for the user. A finding without a command that helps is never a problem."""
+        if self.fix is None:
             return Verdict.OK
         return Verdict.PROBLEM if self.is_problem else Verdict.NOTE
 
 
 def examined(group: str, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield ``findings``; if their examination raises, those until then and one that says so."""
+    """Yield ``findings``. If an examination raises, the last one reports the exception."""
     try:
         yield from findings
     except Exception as error:  # noqa: BLE001 - a report on a broken machine must not break
-        yield Finding(
-            f"{group}.error",
-            f"the rest could not be examined: {type(error).__name__}: {error}",
-            type(error).__name__,
-            "mpishard doctor --json > doctor.json  # to attach to a bug report",
-        )
+        kind = type(error).__name__
+        fix = "mpishard doctor --json > doctor.json  # to attach to a bug report"
+        yield Finding(f"{group}.error", f"the rest cannot be examined: {kind}: {error}", kind, fix)
 
 
 def pip_install(*packages: str) -> str:
@@ -114,20 +110,15 @@ def show_findings(findings: Iterable[Finding]) -> list[Finding]:
         if group != last:
             console.print(Text("\n" * bool(shown) + _TITLES[group], "bold"))
         last, label = group, fact.replace("_", " ")
-        # Paths are not broken, because users copy them. A table of rich would break them.
-        text = textwrap.fill(
-            finding.text,
-            columns,
-            initial_indent=" " * _INDENT,
-            subsequent_indent=" " * _INDENT,
-            break_long_words=False,
-            break_on_hyphens=False,
+        # Not a table of rich, which would break paths: users copy them.
+        lines = textwrap.wrap(
+            finding.text, columns - _INDENT, break_long_words=False, break_on_hyphens=False
         )
         verdict = (f"{finding.verdict:<{_VERDICT}}", _STYLES[finding.verdict])
-        console.print(Text.assemble("  ", verdict, f"{label:<{_LABEL}}", text[_INDENT:]))
-        if finding.mend is not None:
-            # On one line, however long, for the same reason.
-            console.print(Text.assemble(" " * (2 + _VERDICT), ("mend: ", "bold"), finding.mend))
+        text = f"\n{' ' * _INDENT}".join(lines)
+        console.print(Text.assemble("  ", verdict, f"{label:<{_LABEL}}", text))
+        if finding.fix is not None:  # on one line, however long, for the same reason
+            console.print(Text.assemble(" " * (2 + _VERDICT), ("fix: ", "bold"), finding.fix))
         shown.append(finding)
     console.print(f"\n{summary(shown)}")
     return shown
@@ -144,10 +135,10 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Return one object: ``schema``, ``problems``, ``notes``, and ``findings`` in order."""
+    """Return the JSON object of ``schema``, ``problems``, ``notes`` and ``findings`` in order."""
     verdicts = [finding.verdict for finding in findings]
     report = {
-        "schema": _SCHEMA,
+        "schema": 2,
         "problems": verdicts.count(Verdict.PROBLEM),
         "notes": verdicts.count(Verdict.NOTE),
         "findings": [{name: getattr(each, name) for name in _FIELDS} for each in findings],

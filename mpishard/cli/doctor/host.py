@@ -1,4 +1,4 @@
-"""Findings about Python, the machine, NumPy and its BLAS, shared memory, optional packages."""
+"""Findings about Python, the machine, NumPy and its BLAS, shared memory and optional packages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import resource
 import shlex
 import shutil
 import socket
-import stat
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,20 +20,20 @@ from mpishard.blas import better_kernel
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.machine import available_memory, core_quota, installed_version, usable_cores
 from mpishard.cli.probe import Answer, ask, python_command
-from mpishard.cli.run.rank_processes import mapped_files
+from mpishard.cli.run.shared_memory import SHARED_MEMORY, leftovers
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.onednn import processor_has_unit
 
 _LIMIT_SECONDS = {"name": 5, "memfd": 10, "import": 30, "measure": 30}
 _FEW_FILES = 1024
 _LOW_MEMORY = 2**30
-_LIMITS = "sudo tee -a /etc/security/limits.conf  # log in again"
+_LIMITS = "sudo tee -a /etc/security/limits.conf  # then log in again"
 
 # ------------------------------------------------------------------------- Python and this machine
 
 
 def look_at_host() -> Iterator[Finding]:
-    """Yield versions, cores, memory, the address of this machine, limits of the shell."""
+    """Yield versions, cores, memory, the address of this machine and the limits of the shell."""
     number, place = platform.python_version(), sys.executable
     yield Finding("host.python", f"{number}, {place}", {"version": number, "executable": place})
     number = installed_version("mpishard") or "not installed"
@@ -44,18 +42,19 @@ def look_at_host() -> Iterator[Finding]:
     yield Finding("host.system", platform.platform(), platform.platform())
     try:
         settings.check()
-        yield Finding("host.settings", "every MPISHARD_ variable can be read")
+        yield Finding("host.settings", "every MPISHARD_ variable is valid")
     except ValueError as error:
         name = str(error).partition(" ")[0]
         yield Finding("host.settings", str(error), name, f"unset {name}", is_problem=True)
     yield from _cores_and_memory()
-    name, text, mend = socket.gethostname(), "which has an address", None
-    # Asked of another process, because a lookup that hangs cannot be interrupted.
+    name = socket.gethostname()
+    # In another process, because a lookup that hangs cannot be interrupted.
     look_up = python_command(f"import socket; socket.getaddrinfo({name!r}, None)")
-    if ask(look_up, _LIMIT_SECONDS["name"]).code != 0:
-        text = "which has no address: some MPI libraries look it up when a job starts"
-        mend = name_host(name)
-    yield Finding("host.name", f"{name}, {text}", name, mend)
+    if ask(look_up, _LIMIT_SECONDS["name"]).code == 0:
+        yield Finding("host.name", f"{name} has an address", name)
+    else:
+        text = f"{name} has no address, and some MPI libraries look it up when a job starts"
+        yield Finding("host.name", text, name, name_host(name))
     yield from _limits_of_the_shell()
 
 
@@ -65,51 +64,42 @@ def name_host(name: str) -> str:
 
 
 def _cores_and_memory() -> Iterator[Finding]:
-    usable, present, quota, mend = usable_cores(), os.cpu_count() or 1, core_quota(), None
+    usable, present, quota, fix = usable_cores(), os.cpu_count() or 1, core_quota(), None
     text = f"{usable} of {present} usable"
     if quota is not None and quota < usable:
-        text += f", and a control group gives them the time of {quota:g}: more threads or ranks "
-        text += "than that are stopped again and again"
-        mend = f"export OMP_NUM_THREADS={max(1, int(quota))}"
+        text += f"; a control group grants the time of {quota:g}, and throttles more threads"
+        fix = f"export OMP_NUM_THREADS={max(1, int(quota))}"
     value = {"usable": usable, "present": present, "quota": quota}
-    yield Finding("host.cores", text, value, mend)
-    found = available_memory()
-    if found is None:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        yield Finding("host.memory", bytes_text(total), {"total": total})
-        return
-    (total, free), mend = found, None
-    text = f"{bytes_text(free)} free of {bytes_text(total)}"
-    if free < _LOW_MEMORY:
-        text += ": a rank alone takes some 100 MiB"
-        mend = "ps -eo rss,pid,user,args --sort=-rss | head  # lists the programs that use most"
-    yield Finding("host.memory", text, {"total": total, "free": free}, mend)
+    yield Finding("host.cores", text, value, fix)
+    (total, free), fix = available_memory(), None
+    text = bytes_text(total) if free is None else f"{bytes_text(free)} free of {bytes_text(total)}"
+    if free is not None and free < _LOW_MEMORY:
+        text += ": a rank needs about 100 MiB besides its arrays"
+        fix = "ps -eo rss,pid,user,args --sort=-rss | head  # lists the largest programs"
+    yield Finding("host.memory", text, {"total": total, "free": free}, fix)
 
 
 def _limits_of_the_shell() -> Iterator[Finding]:
-    """Yield the number of open files; and memory that may be locked, if network cards need it."""
+    """Yield the limit of open files, and that of locked memory if a network card needs it."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
-    text, mend = f"{'any number' if soft is None else soft} (ulimit -n)", None
+    text, fix = f"{'any number' if soft is None else soft} (ulimit -n)", None
     if soft is not None and soft < _FEW_FILES:
-        text += ": a launcher opens several files for each rank, a model two"
-        wanted = 4096 if hard is None else min(4096, hard)
-        mend = f"ulimit -n {wanted}"
-        if wanted <= soft:  # a shell cannot raise it further
-            mend = f"echo '* - nofile 4096' | {_LIMITS}"
-    yield Finding("host.open_files", text, {"soft": soft, "hard": hard}, mend)
-    # Such a card writes into a process's memory directly, which must stay where it is.
+        text += ": a launcher opens several files for each rank, and a model two"
+        wanted = min(4096, hard or 4096)
+        fix = f"ulimit -n {wanted}"
+        if wanted <= soft:  # the shell's own hard limit
+            fix = f"echo '* - nofile 4096' | {_LIMITS}"
+    yield Finding("host.open_files", text, {"soft": soft, "hard": hard}, fix)
+    # An RDMA card writes to the memory of a process directly: the system must not move it.
     cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
-    if not cards:
-        return
+    text = f"{counted(len(cards), 'network card')} with RDMA ({', '.join(cards)}) and "
     most, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text = f"{counted(len(cards), 'network card')} with RDMA ({', '.join(cards)}), "
-    if most == resource.RLIM_INFINITY:
-        yield Finding("host.locked_memory", f"{text}no limit (ulimit -l)")
-        return
-    text += f"and a process may lock {bytes_text(most)} (ulimit -l): MPI then fails to start, or "
-    text += "takes a slower way"
-    yield Finding("host.locked_memory", text, most, f"echo '* - memlock unlimited' | {_LIMITS}")
+    if cards and most == resource.RLIM_INFINITY:
+        yield Finding("host.locked_memory", f"{text}no limit of locked memory (ulimit -l)")
+    elif cards:
+        text += f"{bytes_text(most)} of locked memory (ulimit -l): MPI fails to start, or is slower"
+        yield Finding("host.locked_memory", text, most, f"echo '* - memlock unlimited' | {_LIMITS}")
 
 
 # ------------------------------------------------------------------------------- optional packages
@@ -122,34 +112,34 @@ _PACKAGES = {
     "numba": "update rules, attention, GELU, layer norms and copies of saves as compiled loops",
     "torch": "PyTorch loops (mpishard.torch), and modules as models (TorchModel)",
 }
-"""Optional packages, and what each one adds; CuPy is in the group of GPUs, mpi4py in MPI's."""
+"""Optional packages and their features. CuPy is in the group of GPUs, mpi4py in that of MPI."""
 
 
 def look_at_packages() -> Iterator[Finding]:
-    """Yield which optional packages are installed."""
+    """Yield the version of each optional package, or its absence."""
     for package, gives in _PACKAGES.items():
-        number, mend = installed_version(package), None
-        text = f"{number}: {gives}" if number else f"not installed; gives {gives}"
+        number, fix = installed_version(package), None
+        text = f"{number}: {gives}" if number else f"not installed; it provides {gives}"
         if package == "numba" and number and not settings.numba_is_allowed():
             text = f"{number}, and MPISHARD_NUMBA=off: {gives}"
-            mend = "unset MPISHARD_NUMBA"
+            fix = "unset MPISHARD_NUMBA"
         elif package == "numba" and number:
-            # numba refuses releases of NumPy that it does not know, so it has to be tried.
+            # numba refuses to be imported with releases of NumPy that it does not know.
             answer = ask(python_command("import numba"), _LIMIT_SECONDS["import"])
             if answer.code != 0:
-                text = f"{number} cannot be imported, so that loops run in NumPy: "
-                text += shortened(answer.reason)
-                mend = pip_install("--upgrade", "numba")
-        yield Finding(f"packages.{package}", text, number, mend)
+                reason = shortened(answer.reason)
+                text = f"{number} cannot be imported, so that loops run in NumPy: {reason}"
+                fix = pip_install("--upgrade", "numba")
+        yield Finding(f"packages.{package}", text, number, fix)
 
 
 # ------------------------------------------------------------------------------------------- NumPy
 
 _FASTER = 1.5
-"""A ratio of two measurements that neither noise nor matrices of other shapes explain."""
+"""A larger ratio of two speeds is neither noise nor an effect of the shape of the matrices."""
 
-# A process of its own, because this one may have chosen kernels and set threads before. It answers
-# before it measures, too: a product may crash.
+# Runs in a process of its own, because this one may have chosen kernels and set threads. It answers
+# before it measures, too, because a product may crash.
 _BLAS = """
 import sys, time, timeit
 import threadpoolctl
@@ -160,7 +150,7 @@ N = 1024
 def gigaflops(dtype, threads):
     a = numpy.random.default_rng(0).standard_normal((N, N)).astype(dtype)
     product = a @ a
-    # One thread is measured in its own time: other programs on its core do not slow the kernel.
+    # One thread is measured by its own clock, which stops while other programs use its core.
     clock = time.thread_time if threads == 1 else time.perf_counter
     with threadpoolctl.threadpool_limits(threads):
         call = lambda: numpy.matmul(a, a, out=product)
@@ -177,11 +167,11 @@ Rates = dict[str, dict[str, float]]
 
 
 def look_at_numpy(quick: bool) -> Iterator[Finding]:
-    """Yield NumPy's version, its BLAS library, kernels, threads, and unless ``quick`` its speed."""
-    number, mend = installed_version("numpy"), None
+    """Yield the versions of NumPy and BLAS, kernels, threads and, unless ``quick``, the speed."""
+    number, fix = installed_version("numpy"), None
     yield Finding("numpy.version", str(number), number)
     answer = _ask_blas(measures=not quick)
-    reinstall = pip_install("--force-reinstall", "numpy")
+    reinstall = pip_install("--force-reinstall", "--only-binary=numpy", "numpy")
     if answer.found is None:
         text = f"a new process cannot load NumPy: {answer.reason}"
         yield Finding("numpy.blas", text, None, reinstall, is_problem=True)
@@ -189,10 +179,11 @@ def look_at_numpy(quick: bool) -> Iterator[Finding]:
     libraries, rates = answer.found
     library = next(iter(libraries), None)
     if library is None:
-        text = "not OpenBLAS, MKL, BLIS or FlexiBLAS, but a system's own, whose threads mpishard "
-        text += "cannot set, or plain loops, ten times slower"
-        wheel = pip_install("--force-reinstall", "--only-binary=numpy", "numpy")
-        yield Finding("numpy.blas", text, None, wheel)
+        text = (
+            "no OpenBLAS, MKL, BLIS or FlexiBLAS: mpishard cannot set the threads of others, and "
+        )
+        text += "plain loops are ten times slower"
+        yield Finding("numpy.blas", text, None, reinstall)
     else:
         text = f"{library['internal_api']} {library['version']}, {library['filepath']}"
         yield Finding("numpy.blas", text, library)
@@ -212,20 +203,20 @@ def look_at_numpy(quick: bool) -> Iterator[Finding]:
     text = f"float32 and float64 matrices: {', '.join(parts)}"
     one, most = (rate["float32"] for rate in (rates["1"], rates[max(rates, key=int)]))
     if _FASTER * most < one:
-        text += "; all threads together are slower than one: the machine is busy, or BLAS threads "
-        text += "compete for cores. Measure again when it is idle"
-        mend = "export OMP_NUM_THREADS=1"
-    yield Finding("numpy.speed", text, rates, mend)
+        text += "; all threads together are slower than one, because the machine is busy or BLAS "
+        text += "threads compete for cores. Measure again when it is idle"
+        fix = "export OMP_NUM_THREADS=1"
+    yield Finding("numpy.speed", text, rates, fix)
 
 
 def _ask_blas(*, measures: bool, variables: dict[str, str | None] | None = None) -> Answer:
-    """Ask a new process for the BLAS libraries of its NumPy, and for `Rates` or None."""
+    """Return the BLAS libraries of NumPy in a new process, and `Rates` or None."""
     words = ["measure"] if measures else []
     return ask(python_command(_BLAS, *words), _LIMIT_SECONDS["measure"], variables)
 
 
 def _kernel(kernel: str, rates: Rates | None) -> Finding:
-    """Compare the loaded kernels with others that this processor can use."""
+    """Compare the loaded kernels with others that this processor can run."""
     is_chosen = settings.openblas_kernel_is_set()  # by the user, or by mpishard before NumPy
     other, other_rates = None if is_chosen else better_kernel(kernel), None
     if is_chosen or (other and rates):
@@ -233,37 +224,35 @@ def _kernel(kernel: str, rates: Rates | None) -> Finding:
         if found:
             (library, *_), other_rates = found
             other = library.get("architecture")
-    text, mend = f"{kernel}, by OPENBLAS_CORETYPE" if is_chosen else kernel, None
+    text, fix = f"{kernel}, by OPENBLAS_CORETYPE" if is_chosen else kernel, None
     if other not in (None, kernel):
-        text += f"; {other} without it" if is_chosen else f", and {other} fits this processor"
+        better = f", and {other}, which mpishard run sets, fits this processor"
+        text += f"; {other} without it" if is_chosen else better
         is_better = not is_chosen
         if rates and other_rates:
             fast, slow = other_rates["1"]["float32"], rates["1"]["float32"]
             text += f" ({fast:.0f} instead of {slow:.0f} GFLOP/s in float32 on one thread)"
             is_better = fast > _FASTER * slow
-        if is_better and is_chosen:
-            mend = "unset OPENBLAS_CORETYPE"
-        elif is_better:
-            text += "; mpishard run sets it by itself"
-            mend = f"export OPENBLAS_CORETYPE={other}"
-    value = {"loaded": kernel, "better": other if mend else None}
-    return Finding("numpy.kernel", text, value, mend)
+        if is_better:
+            fix = "unset OPENBLAS_CORETYPE" if is_chosen else f"export OPENBLAS_CORETYPE={other}"
+    value = {"loaded": kernel, "better": other if fix else None}
+    return Finding("numpy.kernel", text, value, fix)
 
 
 def _threads(library: dict[str, Any]) -> Finding:
-    threads, cores, mend = library["num_threads"], usable_cores(), None
+    threads, cores, fix = library["num_threads"], usable_cores(), None
     chosen = settings.blas_thread_variables()
     source = "one for each core; a rank of mpishard run gets its share of the cores"
     if chosen:
         source = "from " + " ".join(f"{name}={number}" for name, number in chosen.items())
         if str(threads) not in chosen.values():
-            source += ", and no more than the library can have here"
+            source += ", but limited by the library"
     text = f"{counted(threads, 'BLAS thread')}, {source}"
     most = max(1, int(min(cores, core_quota() or cores)))
     if threads > most and chosen:
-        text += f", on {counted(most, 'core')}: they wait for each other"
-        mend = f"export {' '.join(f'{name}={most}' for name in chosen)}"
-    return Finding("numpy.threads", text, {"threads": threads, "variables": chosen}, mend)
+        text += f", on {counted(most, 'core')}: threads wait for each other"
+        fix = f"export {' '.join(f'{name}={most}' for name in chosen)}"
+    return Finding("numpy.threads", text, {"threads": threads, "variables": chosen}, fix)
 
 
 _MEASURE_BFLOAT16 = """
@@ -279,104 +268,97 @@ answer({"library": found and [found.version, found.path], "reason": reason_for_n
 
 
 def look_at_bfloat16(quick: bool) -> Iterator[Finding]:
-    """Yield the unit and library that multiply bfloat16, and unless ``quick`` their speed."""
-    unit, mend = processor_has_unit(), None
+    """Yield the unit and library that multiply bfloat16 and, unless ``quick``, their speed."""
+    name, unit = "numpy.bfloat16", processor_has_unit()
     value: dict[str, Any] = {"unit": unit, "library": None}
-    text = "a unit for it" if unit else "no unit for it in this processor"
-    if not quick:
-        answer = ask(python_command(_MEASURE_BFLOAT16), _LIMIT_SECONDS["measure"])
-        found = answer.found
-        if found is None:
-            text += f", and its products fail: {shortened(answer.reason)}"
-            mend = "export MPISHARD_ONEDNN=off"
-        else:
-            value |= {key: found[key] for key in ("library", "float32", "bfloat16")}
-            if found["library"] is None:
-                text += f'; precision="bfloat16" is computed as float32: {found["reason"]}'
-            else:
-                text += ", oneDNN {} at {}".format(*found["library"])
-            text += f"; {found['bfloat16']:.0f} GFLOP/s of bfloat16 and {found['float32']:.0f} of "
-            text += "float32 matrices, on 1 thread"
-    yield Finding("numpy.bfloat16", text, value, mend)
+    text = f"this processor has {'a' if unit else 'no'} unit for it"
+    if quick:
+        yield Finding(name, text, value)
+        return
+    answer = ask(python_command(_MEASURE_BFLOAT16), _LIMIT_SECONDS["measure"])
+    found = answer.found
+    if found is None:
+        text += f", and products fail: {shortened(answer.reason)}"
+        yield Finding(name, text, value, "export MPISHARD_ONEDNN=off")
+        return
+    reason = found.pop("reason")
+    if found["library"] is None:
+        text += f'; precision="bfloat16" is computed as float32: {reason}'
+    else:
+        text += ", oneDNN {} at {}".format(*found["library"])
+    text += f"; {found['bfloat16']:.0f} GFLOP/s of bfloat16 and {found['float32']:.0f} of float32"
+    yield Finding(name, f"{text} matrices on 1 thread", value | found)
 
 
 # ----------------------------------------------------------------------------------- shared memory
 
-FOLDER = Path("/dev/shm")  # noqa: S108 - memory, and not a place for temporary files
-
 NEEDED_BYTES = 64 * 2**20
 """Open MPI takes 16 MiB for each rank, MPICH some 3 MiB for each job; below 20 it may crash."""
 
-_OF_JOBS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "mpishard-*")
-_STARTING_SECONDS = 60
 _MOST_NAMED = 20
 
-# Opens memory of another process in the way that a rank does.
-_OPEN = """
-import os, sys
-handle = os.open(sys.argv[1], os.O_RDWR)
-answer(os.pread(handle, 8, 0).decode())
-"""
+# Opens the memory of another process in the way that a rank does.
+_OPEN = "import os, sys; answer(os.pread(os.open(sys.argv[1], os.O_RDWR), 8, 0).decode())"
 
 
 def look_at_shared_memory() -> Iterator[Finding]:
-    """Yield findings about the folder /dev/shm, anonymous memory, and files of dead jobs."""
+    """Yield findings about the folder /dev/shm, anonymous memory, and files of killed jobs."""
     yield _folder()
     yield _memfd()
-    if not FOLDER.is_dir():
+    if not SHARED_MEMORY.is_dir():
         return
-    dead, mend = leftovers(), None
+    dead, fix = leftovers(), None
     nbytes = sum(path.stat().st_size for path in dead if path.exists())
-    text = f"no dead job left anything in {FOLDER}"
+    text = f"no killed job has left files in {SHARED_MEMORY}"
     if dead:
-        text = f"{counted(len(dead), 'file')} of killed jobs in {FOLDER}, {bytes_text(nbytes)}, "
-        text += "that no process here has mapped"
-        mend = f"cd {FOLDER} && rm {shlex.join(path.name for path in dead[:_MOST_NAMED])}"
+        text = f"{counted(len(dead), 'file')} of killed jobs in {SHARED_MEMORY}, "
+        text += f"{bytes_text(nbytes)}, which no process here has mapped"
+        fix = f"cd {SHARED_MEMORY} && rm {shlex.join(path.name for path in dead[:_MOST_NAMED])}"
         if len(dead) > _MOST_NAMED:
             text += f"; the command removes the first {_MOST_NAMED}: repeat doctor and command"
     value = {"files": [str(path) for path in dead], "bytes": nbytes}
-    yield Finding("memory.leftovers", text, value, mend)
+    yield Finding("memory.leftovers", text, value, fix)
 
 
 def free_bytes() -> int | None:
-    """Return the bytes free in /dev/shm; None if there is no such folder."""
+    """Return the free bytes of /dev/shm; None if there is no such folder."""
     try:
-        return shutil.disk_usage(FOLDER).free
+        return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
         return None
 
 
 def larger_folder() -> str:
-    """Return the command that makes /dev/shm larger, and writable."""
+    """Return the command that makes /dev/shm larger and writable."""
     for engine, file in (("docker", "/.dockerenv"), ("podman", "/run/.containerenv")):
         if Path(file).exists():
             return f"{engine} run --shm-size=2g ...  # start the container like this"
-    return f"sudo mount -o remount,rw,size=2g,mode=1777 {FOLDER}"
+    return f"sudo mount -o remount,rw,size=2g,mode=1777 {SHARED_MEMORY}"
 
 
 def _folder() -> Finding:
-    name, mend, free = "memory.folder", larger_folder(), free_bytes()
-    if not FOLDER.is_dir():
-        return Finding(name, f"this system has no {FOLDER}")
+    name, fix, free = "memory.folder", larger_folder(), free_bytes()
+    if not SHARED_MEMORY.is_dir():
+        return Finding(name, f"this system has no {SHARED_MEMORY}")
     if free is None:
-        return Finding(name, f"{FOLDER} cannot be read", None, mend, is_problem=True)
-    total = shutil.disk_usage(FOLDER).total
+        return Finding(name, f"{SHARED_MEMORY} cannot be read", None, fix, is_problem=True)
+    total = shutil.disk_usage(SHARED_MEMORY).total
     value = {"free": free, "total": total}
     try:
-        with tempfile.TemporaryFile(dir=FOLDER) as file:
+        with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
             file.write(b"mpishard")
     except OSError as error:
-        text = f"{FOLDER} cannot be written to ({error.strerror}): MPICH cannot start then"
-        return Finding(name, text, value, mend, is_problem=True)
-    text = f"{FOLDER} has {bytes_text(free)} free of {bytes_text(total)}"
+        text = f"{SHARED_MEMORY} cannot be written to ({error.strerror}): MPICH cannot start"
+        return Finding(name, text, value, fix, is_problem=True)
+    text = f"{SHARED_MEMORY} has {bytes_text(free)} free of {bytes_text(total)}"
     if free >= NEEDED_BYTES:
         return Finding(name, text, value)
-    text += ": Open MPI takes 16 MiB for each rank, and MPICH crashes if it is small"
-    return Finding(name, text, value, mend)
+    text += ": Open MPI takes 16 MiB for each rank, and MPICH crashes without enough"
+    return Finding(name, text, value, fix)
 
 
 def _memfd() -> Finding:
-    """Tell whether a process can open anonymous memory of another one, as ranks do."""
+    """Test whether a process can open anonymous memory of another one, as ranks do."""
     name = "memory.memfd"
     if not hasattr(os, "memfd_create"):
         return Finding(name, "this system has no memfd", value=False)
@@ -386,12 +368,12 @@ def _memfd() -> Finding:
             path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
             answer = ask(python_command(_OPEN, path), _LIMIT_SECONDS["memfd"])
         if answer.found == "mpishard":
-            return Finding(name, "can be made, and opened by other processes", value=True)
+            return Finding(name, "can be made, and be opened by other processes", value=True)
         text = f"cannot be opened by another process ({answer.reason})"
     except OSError as error:
         text = f"cannot be made ({error.strerror})"
     text += ": ranks send messages instead, which is several times slower"
-    return Finding(name, text, value=False, mend=open_processes())
+    return Finding(name, text, value=False, fix=open_processes())
 
 
 def open_processes() -> str:
@@ -399,25 +381,3 @@ def open_processes() -> str:
     if Path("/.dockerenv").exists():
         return "docker run --cap-add=SYS_PTRACE ...  # start the container like this"
     return "sudo mount -o remount,rw,hidepid=0 /proc"
-
-
-def leftovers(folder: Path = FOLDER, processes: Path = Path("/proc")) -> list[Path]:
-    """Return files of MPI jobs in ``folder`` that are this user's and that no process has mapped.
-
-    Files of the last minute are left out, because a job may be about to map them.
-    """
-    found = []
-    now, user = time.time(), os.geteuid()
-    for path in sorted({path for pattern in _OF_JOBS for path in folder.glob(pattern)}):
-        try:
-            status = path.lstat()
-        except FileNotFoundError:  # its job has just ended
-            continue
-        is_own = user in (0, status.st_uid) and stat.S_ISREG(status.st_mode)
-        if is_own and now - max(status.st_mtime, status.st_ctime) > _STARTING_SECONDS:
-            found.append((path, status.st_ino))
-    # Read after the files were listed, because a job may have mapped one meanwhile.
-    mapped = mapped_files(processes) if found else ()
-    # Compared by name, because in another container the folder may have another path.
-    names = {(path.name, inode) for path, inode in mapped}
-    return [path for path, inode in found if (path.name, inode) not in names]

@@ -1,8 +1,8 @@
-"""Findings about two ranks that communicate, about GPUs, and the program of these ranks.
+"""Findings about two ranks that communicate and about GPUs, and the program of these ranks.
 
-Without an argument the ranks communicate through mpishard, and measure. With the name of an MPI
-operation they try it on GPU memory. A library that is not built for CUDA crashes on that, or moves
-wrong bytes, so that each operation has a job of its own. Rank 0 answers.
+Without an argument the ranks communicate through mpishard and measure it. With the name of an MPI
+operation they test it on GPU memory. A library that is not built for CUDA crashes there, or moves
+wrong bytes: each operation has a job of its own. Rank 0 prints the answer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from importlib.metadata import distributions
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -19,28 +20,28 @@ import numpy as np
 from mpishard import settings
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.doctor.host import open_processes
-from mpishard.cli.doctor.mpi import MPIInstallation, why_it_failed
+from mpishard.cli.doctor.mpi import why_it_failed
 from mpishard.cli.probe import answer_line, ask, python_command
-from mpishard.cli.run.launcher import Launcher
+from mpishard.cli.run.launcher import Launcher, MPIInstallation
 from mpishard.cli.wording import bytes_text, counted, milliseconds
 from mpishard.communication import CommunicationBackend, init
 from mpishard.devices import load_cupy
 from mpishard.observe import time_alternately
 
 SIZES = (8, 2**20, 64 * 2**20)
-"""Bytes that are all-reduced."""
+"""Sizes of the arrays that are all-reduced, in bytes."""
 
 _LIMIT_SECONDS = {"two ranks": 30, "driver": 15, "cupy": 60}  # CuPy may compile
 
-# A rank that waits for one that never comes gives up before the doctor does.
+# A rank that waits for its peer in vain must give up before the doctor does.
 _VARIABLES = {"MPISHARD_TIMEOUT": "20", "MPISHARD_WARN_AFTER": "0", "MPISHARD_TRACE": ""}
 
 
 def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
-    """Yield whether two ranks start and get right sums, how fast, and where they share memory."""
+    """Yield the end of a job of two ranks, the speed of its sums, and the memory that it shares."""
     name = "job.round_trip"
     if mpi.launcher is None:
-        yield Finding(name, "not tried: there is no MPI, or no launcher of it")
+        yield Finding(name, "not tried: MPI or its launcher is missing")
         return
     try:
         settings.check()
@@ -54,23 +55,23 @@ def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
         cause = why_it_failed(answer, command)
         how = "do not communicate" if found is None else "communicate, and do not end well"
         text = f"two ranks {how}: {cause.text}"
-        yield Finding(name, text, answer.code, cause.mend, is_problem=True)
+        yield Finding(name, text, answer.code, cause.fix, is_problem=True)
         return
-    text = f"two ranks of {mpi.library} start, agree on sums and end"
+    text = f"two ranks of {mpi.library} start, compute right sums and end"
     yield Finding(name, text, {key: found[key] for key in ("world_size", "nodes")})
     yield Finding("job.barrier", milliseconds(found["barrier"]), found["barrier"])
     messages, arena = found["messages"], {str(SIZES[-1]): found["arena"]}
-    is_shared, mend = found["arena"] is not None, None
+    is_shared, fix = found["arena"] is not None, None
     text = f"by messages: {_speeds(messages)}"
     text += f"; in the arena: {_speeds(arena)}" if is_shared else ""
     yield Finding("job.all_reduce", text, {"messages": messages, "arena": arena})
     text = "the ranks of a machine share memory (memfd)"
     if not is_shared:
-        why, mend = "MPISHARD_ARENA is off", "unset MPISHARD_ARENA"
+        why, fix = "MPISHARD_ARENA is off", "unset MPISHARD_ARENA"
         if settings.shares_memory():
-            why, mend = "one rank cannot open the other's memory (memfd)", open_processes()
+            why, fix = "one rank cannot open the other's memory (memfd)", open_processes()
         text = f"{why}: ranks of a machine send messages, which is several times slower"
-    yield Finding("job.arena", text, {"taken": "memfd" if is_shared else None}, mend)
+    yield Finding("job.arena", text, {"taken": "memfd" if is_shared else None}, fix)
 
 
 def _speeds(seconds: dict[str, float]) -> str:
@@ -84,10 +85,10 @@ def _speeds(seconds: dict[str, float]) -> str:
 # -------------------------------------------------------------------------------------------- GPUs
 
 _OPERATIONS = ("Allreduce", "Allgatherv", "Alltoallv", "Bcast", "Send")
-"""Operations that are tried on GPU memory, each blocking and non-blocking."""
+"""Operations that are tested on GPU memory, each of them blocking and non-blocking."""
 
 _HANDED_OVER = ("Allgatherv", "Alltoallv", "Bcast")
-"""Those to which mpishard gives pointers to GPU memory if MPISHARD_CUDA_AWARE=1."""
+"""Operations to which mpishard passes pointers to GPU memory if MPISHARD_CUDA_AWARE=1."""
 
 _ASK_CUPY = """
 import cupy
@@ -103,34 +104,30 @@ answer({"runtime": runtime.runtimeGetVersion(), "driver": runtime.driverGetVersi
 
 
 def look_at_gpus(mpi: MPIInstallation, quick: bool) -> Iterator[Finding]:
-    """Yield GPUs, CuPy, and unless ``quick`` the MPI operations that work on GPU memory."""
+    """Yield GPUs, CuPy and, unless ``quick``, the MPI operations that work on GPU memory."""
     driver = _driver()
     yield driver
-    cuda = driver.value and driver.value["cuda"]
-    cupy = _cupy(cuda)
+    cupy = _cupy(driver.value and driver.value["cuda"])
     yield cupy
-    if quick:
-        return
-    if not (isinstance(cupy.value, dict) and cupy.value["memory"]):
-        yield Finding("gpu.cuda_aware", "not tested: no GPU")
-    elif mpi.launcher is None:
-        yield Finding("gpu.cuda_aware", "not tested: no MPI")
-    else:
+    has_gpu = isinstance(cupy.value, dict) and cupy.value["memory"]
+    if has_gpu and mpi.launcher is not None and not quick:
         yield _cuda_aware(mpi.launcher)
+    elif not quick:
+        yield Finding("gpu.cuda_aware", f"not tested: no {'MPI' if has_gpu else 'GPU'}")
 
 
 def _driver() -> Finding:
-    """Find GPUs, and the newest major version of CUDA that their driver can run."""
+    """Find the GPUs, and the newest major version of CUDA that their driver supports."""
     name, program = "gpu.driver", shutil.which("nvidia-smi")
     if program is None:
-        return Finding(name, "no CUDA driver here (no nvidia-smi)")
+        return Finding(name, "no CUDA driver (no nvidia-smi on PATH)")
     query = "--query-gpu=name,memory.total,driver_version"
     answer = ask([program, query, "--format=csv,noheader"], _LIMIT_SECONDS["driver"])
     gpus = [line.strip() for line in answer.out.splitlines() if line.count(",") >= 2]
     if answer.code != 0 or not gpus:
         text = f"nvidia-smi finds no GPU: {shortened(answer.reason)}"
-        mend = "sudo modprobe nvidia && nvidia-smi  # in a container: start it with --gpus all"
-        return Finding(name, text, None, mend)
+        fix = "sudo modprobe nvidia && nvidia-smi  # in a container: start it with --gpus all"
+        return Finding(name, text, None, fix)
     said = re.search(r"CUDA Version: (\d+)", ask([program], _LIMIT_SECONDS["driver"]).out)
     cuda = int(said[1]) if said else 12
     visible = settings.visible_gpus()
@@ -142,7 +139,7 @@ def _driver() -> Finding:
 
 
 def _cupy(cuda: int | None) -> Finding:
-    """Find the packages of CuPy, and tell whether it computes with this version of CUDA."""
+    """Find the packages of CuPy, and test whether it computes with this version of CUDA."""
     packages = sorted({
         (distribution.name.lower(), distribution.version)
         for distribution in distributions()
@@ -155,14 +152,13 @@ def _cupy(cuda: int | None) -> Finding:
         return Finding("gpu.cupy", "not installed, and there is no GPU")
     install = pip_install(f"{fitting}[ctk]")  # ctk: parts of the CUDA toolkit, as wheels
     if not packages:
-        return Finding(
-            "gpu.cupy", "not installed, so that models cannot use the GPU", None, install
-        )
+        text = "not installed, so that models cannot use the GPU"
+        return Finding("gpu.cupy", text, None, install)
     if len(packages) > 1:
         unwanted = [name for name, _ in packages if name != fitting] or [packages[0][0]]
-        text = f"installed several times, each over the files of the other: {names}"
-        mend = f"{uninstall}{' '.join(unwanted)} && {pip_install('--force-reinstall', fitting)}"
-        return Finding("gpu.cupy", text, names, mend, is_problem=True)
+        text = f"several packages are installed over each other's files: {names}"
+        fix = f"{uninstall}{' '.join(unwanted)} && {pip_install('--force-reinstall', fitting)}"
+        return Finding("gpu.cupy", text, names, fix, is_problem=True)
     answer = ask(python_command(_ASK_CUPY), _LIMIT_SECONDS["cupy"])
     if answer.found is not None:
         memory = [bytes_text(nbytes) for nbytes in answer.found["memory"]]
@@ -171,13 +167,13 @@ def _cupy(cuda: int | None) -> Finding:
     if cuda is None:
         return Finding("gpu.cupy", f"{names} is installed, and there is no GPU", names)
     name, text = packages[0][0], f"{names} does not compute: {shortened(answer.reason)}"
-    mend = install if name == fitting else f"{uninstall}{name} && {install}"
-    return Finding("gpu.cupy", text, names, mend, is_problem=True)
+    fix = install if name == fitting else f"{uninstall}{name} && {install}"
+    return Finding("gpu.cupy", text, names, fix, is_problem=True)
 
 
 def _cuda_aware(launcher: Launcher) -> Finding:
-    """Try each operation on GPU memory, in a job of its own, and judge MPISHARD_CUDA_AWARE."""
-    works, texts, mend = {}, [], None
+    """Test each operation on GPU memory in a job of its own, and judge MPISHARD_CUDA_AWARE."""
+    works, texts, fix = {}, [], None
     for operation in _OPERATIONS:
         program = [sys.executable, "-m", "mpishard.cli.doctor.job", operation]
         command = launcher.command(2, program)
@@ -187,55 +183,54 @@ def _cuda_aware(launcher: Launcher) -> Finding:
         if answer.found is not False and not works[operation]:
             how = f"fails ({shortened(why_it_failed(answer, command).text, 60)})"
         texts.append(f"{operation} {how}")
-    text = f"of GPU memory: {', '.join(texts)}"
+    text = f"on GPU memory: {', '.join(texts)}"
     is_able, is_told = all(works[each] for each in _HANDED_OVER), settings.cuda_aware()
     if is_told and not is_able:
         text += "; MPISHARD_CUDA_AWARE=1 makes jobs crash or compute wrong results"
-        mend = "unset MPISHARD_CUDA_AWARE"
+        fix = "unset MPISHARD_CUDA_AWARE"
     elif is_able and not is_told:
-        text += "; mpishard copies through host memory, until it is told"
-        mend = "export MPISHARD_CUDA_AWARE=1"
+        text += "; without MPISHARD_CUDA_AWARE=1 mpishard copies through host memory"
+        fix = "export MPISHARD_CUDA_AWARE=1"
     else:
-        text += f"; MPI gets {'pointers to it' if is_able else 'copies in host memory'}"
-    return Finding("gpu.cuda_aware", text, works, mend, is_problem=not is_able)
+        text += f"; mpishard passes {'pointers to it' if is_able else 'copies in host memory'}"
+    return Finding("gpu.cuda_aware", text, works, fix, is_problem=not is_able)
 
 
 # ---------------------------------------------------------------------------- program of the ranks
 
 _REPEATS = dict(zip(SIZES, (50, 20, 3), strict=True))
-_GPU_LENGTHS = (16, 2**20)  # small and large messages take different ways
 
 
 def main() -> None:
-    """Do one rank's part."""
+    """Run as one rank."""
     if sys.argv[1:]:
         _try_on_gpu(sys.argv[1])
         return
     backend = init("mpi")
-    # Both ranks can read all of it; each has its input in one half.
-    shared = backend.allocate_shared(2 * SIZES[-1] // 8, np.float64)
     found = {
         "world_size": backend.world_size,
         "nodes": len(set(backend.nodes)),
         "barrier": time_alternately(backend, [backend.barrier], 50)[0].median,
         "messages": {str(n): _all_reduce(backend, np.empty(n // 8)) for n in SIZES},
-        "arena": None
-        if shared is None
-        else _all_reduce(backend, np.split(shared, 2)[backend.rank]),
+        "arena": None,
     }
+    # Both ranks can read all of it; each has its input in one half.
+    shared = backend.allocate_shared(2 * SIZES[-1] // 8, np.float64)
+    if shared is not None:
+        found["arena"] = _all_reduce(backend, np.split(shared, 2)[backend.rank])
     if backend.rank == 0:
         print(answer_line(found), flush=True)  # noqa: T201 - the doctor reads it
     backend.shutdown()
 
 
 def _all_reduce(backend: CommunicationBackend, own: Any) -> float:
-    """Return the seconds of an all-reduce of float64 that gives the right sum."""
+    """Return the seconds of an all-reduce of float64, after a check of its sum."""
     own[:] = backend.rank + 1.0
     total = backend.all_reduce(own)
     expected = backend.world_size * (backend.world_size + 1) / 2
     if not np.all(total == expected):
-        raise ArithmeticError(f"an all-reduce of {own.nbytes} bytes gave {total[:4]}, "
-                              f"not {expected}")  # fmt: skip
+        text = f"an all-reduce of {own.nbytes} bytes gave {total[:4]}, not {expected}"
+        raise ArithmeticError(text)
     calls = [lambda: backend.all_reduce(own, out=total)]
     return time_alternately(backend, calls, _REPEATS[own.nbytes])[0].median
 
@@ -246,42 +241,38 @@ def _try_on_gpu(operation: str) -> None:
     cupy: Any = load_cupy()
     comm = MPI.COMM_WORLD
     cupy.cuda.Device(comm.rank % cupy.cuda.runtime.getDeviceCount()).use()
-    is_right = all(
-        _is_right(comm, cupy, operation, length, waits)
-        for length in _GPU_LENGTHS
-        for waits in (True, False)
-    )
-    answers = comm.gather(is_right)
+    # A list: a rank that left out the rest after a wrong result would leave the other waiting.
+    cases = product((16, 2**20), (True, False))  # short and long messages take different ways
+    are_right = [_is_right(comm, cupy, operation, *case) for case in cases]
+    answers = comm.gather(all(are_right))
     if answers is not None:
         print(answer_line(all(answers)), flush=True)  # noqa: T201 - the doctor reads it
 
 
 def _is_right(comm: Any, cupy: Any, operation: str, length: int, waits: bool) -> bool:
-    """Tell whether ``operation``, or its non-blocking twin, gives this rank the right numbers."""
+    """Return whether ``operation``, or its non-blocking twin, gives this rank right numbers."""
     rank, other = comm.rank, 1 - comm.rank
     first, second = (np.arange(length, dtype=np.float32) + number for number in (0, 1))
     own = cupy.asarray(first if rank == 0 else second)
     out = cupy.zeros(2 * length, np.float32)
-    cupy.cuda.get_current_stream().synchronize()  # the library knows nothing of streams
-    name = operation if waits else f"I{operation.lower()}"
+    cupy.cuda.get_current_stream().synchronize()  # MPI libraries do not wait for streams
     halves = [length // 2] * 2
     part = slice(rank * length // 2, (rank + 1) * length // 2)
-    calls: dict[str, tuple[list[Any], Any]] = {
-        "Allreduce": ([own, out[:length]], first + second),
-        "Allgatherv": ([own, [out, [length] * 2]], np.append(first, second)),
-        "Alltoallv": ([[own, halves], [out, halves]], np.append(first[part], second[part])),
-        "Bcast": ([own], first),
-        "Send": ([own, other], first),
+    # Arguments, the array that holds the result, and the expected numbers at its start.
+    calls: dict[str, tuple[list[Any], Any, Any]] = {
+        "Allreduce": ([own, out[:length]], out, first + second),
+        "Allgatherv": ([own, [out, [length] * 2]], out, np.append(first, second)),
+        "Alltoallv": ([[own, halves], [out, halves]], out, np.append(first[part], second[part])),
+        "Bcast": ([own], own, first),
+        "Send": ([own, other], own, first),
+        "Recv": ([out[:length], other], out, first),
     }
-    arguments, expected = calls[operation]
-    if operation == "Send" and rank == 1:
-        name, arguments = ("Recv" if waits else "Irecv"), [out[:length], other]
-    request = getattr(comm, name)(*arguments)
+    name = "Recv" if operation == "Send" and rank == 1 else operation
+    arguments, result, expected = calls[name]
+    request = getattr(comm, name if waits else f"I{name.lower()}")(*arguments)
     if not waits:
         request.Wait()
-    is_in_place = operation == "Bcast" or (operation == "Send" and rank == 0)
-    found = cupy.asnumpy((own if is_in_place else out)[: expected.size])
-    return bool(np.array_equal(found, expected))
+    return bool(np.array_equal(cupy.asnumpy(result[: expected.size]), expected))
 
 
 if __name__ == "__main__":

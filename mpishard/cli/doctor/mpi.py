@@ -1,4 +1,4 @@
-"""Findings about MPI: mpi4py, its library and launcher, SLURM's plugin; and why a job failed."""
+"""Findings about MPI: mpi4py, its library and launcher, the plugin of SLURM; causes of failures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shlex
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,23 +16,15 @@ from mpishard.cli.doctor.finding import Finding, pip_install, shortened
 from mpishard.cli.doctor.host import NEEDED_BYTES, free_bytes, larger_folder, name_host
 from mpishard.cli.machine import installed_version
 from mpishard.cli.probe import Answer, ask, python_command
-from mpishard.cli.run.launcher import (
-    Launcher,
-    MPIFamily,
-    MPILibrary,
-    find_launcher,
-    launcher_family,
-    loaded_library,
-)
+from mpishard.cli.run.launcher import Launcher, MPIFamily, MPIInstallation, launcher_family
 from mpishard.communication.mpi.library import launcher_name
-from mpishard.errors import MPIUnavailableError
 
 
 class Cause(NamedTuple):
-    """The reason for a failure, and the command that fixes it."""
+    """The cause of a failure, and the command that fixes it."""
 
     text: str
-    mend: str
+    fix: str
 
 
 _NO_MEMORY = re.compile(r"shm_open|/dev/shm|Shared memory error|No space left on device|Bus error")
@@ -59,36 +50,25 @@ _KNOWN = (
     (r"getaddrinfo|gethostbyname|Name or service not known|[Cc]ould not resolve|name resolution",
      Cause(f"the name of this machine, {_HOST}, has no address", name_host(_HOST))),
     (r"Permission denied \(publickey|Host key verification failed|ssh: connect to host",
-     Cause("the launcher cannot log in on a machine of the job", f"ssh-copy-id {_HOST}")),
+     Cause("the launcher cannot log in to a machine of the job", f"ssh-copy-id {_HOST}")),
 )  # fmt: skip
-"""What a job has printed, and what it means: the first that is found is the cause."""
+"""Patterns of the output of a job, and their causes. The first pattern that is found counts."""
 
 
 def why_it_failed(answer: Answer, command: Sequence[str]) -> Cause:
-    """Return the likeliest cause; if none is known, the job's own message and its command.
-
-    Parameters
-    ----------
-    answer : Answer
-        The end of the job, and its output.
-    command : sequence of str
-        The command that started it.
-    """
+    """Return the likeliest cause; if none is known, the message of the job and its ``command``."""
     said = answer.out + answer.err
     free = free_bytes()
     is_small = free is not None and free < NEEDED_BYTES
     if _NO_MEMORY.search(said) or (is_small and _CRASHED.search(said)):
-        return Cause(
-            "the MPI library exchanges data of a machine's ranks in /dev/shm, and found no room "
-            "there, or may not write",
-            larger_folder(),
-        )
+        text = "the MPI library exchanges data of a machine's ranks in /dev/shm, which is full, or "
+        return Cause(f"{text}where it may not write", larger_folder())
     for pattern, cause in _KNOWN:
         if re.search(pattern, said):
             return cause
     text = answer.reason
     if answer.code is not None:
-        # The line that tells most is an error, not the launcher's frame around it.
+        # The last error and not the last line, which is the launcher's frame around it.
         lines = [line.strip(" =-\t") for line in (answer.err + answer.out).splitlines()]
         errors = [n for n in lines if re.search(r"\b\w*Error\b|\berror\b|ERROR|signal \d", n)]
         text = errors[-1] if errors else text
@@ -103,134 +83,105 @@ _PLUGIN = re.compile(r"(?:none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi|mpich\w*|
 _LEVELS = """
 from mpi4py import MPI
 names = "SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"
-levels = {getattr(MPI, "THREAD_" + name): name for name in names}
+level = next(name for name in names if getattr(MPI, "THREAD_" + name) == MPI.Query_thread())
 try:
     agrees = MPI.COMM_WORLD.Agree(1) == 1
 except (AttributeError, NotImplementedError, MPI.Exception):
     agrees = False
-answer({"level": levels[MPI.Query_thread()], "agrees": agrees})
+answer({"level": level, "agrees": agrees})
 """
 
 
-@dataclass(frozen=True, slots=True)
-class MPIInstallation:
-    """The library and launcher of MPI here, or the reason why there is none.
-
-    Parameters
-    ----------
-    library : MPILibrary, optional
-        The library that mpi4py loads.
-    launcher : Launcher, optional
-        The launcher that belongs to it.
-    error : str
-        In a line, why one of them is missing.
-    """
-
-    library: MPILibrary | None = None
-    launcher: Launcher | None = None
-    error: str = ""
-
-    @classmethod
-    def of_this_python(cls) -> MPIInstallation:
-        """Find out, without loading the library."""
-        library = None
-        try:
-            library = loaded_library()
-            return cls(library, find_launcher(library))
-        except MPIUnavailableError as error:
-            return cls(library, None, str(error).partition("\n")[0])
-
-
 def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
-    """Yield mpi4py, its library, its launcher, thread level, and whether it survives faults."""
+    """Yield mpi4py, its library, launcher and thread level, and whether ranks survive others."""
     has_slurm = settings.is_slurm_allocation()
     bindings, started_by = installed_version("mpi4py"), settings.launcher_variable()
-    mend: str | None
     if bindings is None:
-        # Nothing works if ranks are to be processes; elsewhere threads do.
+        # Threads need no MPI. A launcher, or SLURM, starts processes, which need one.
         is_needed = has_slurm or started_by is not None
-        mend = pip_install("mpi4py", *(() if is_needed else ("mpich",)))
+        install = pip_install("mpi4py") if is_needed else pip_install("mpi4py", "mpich")
         text = "not installed: ranks can only be threads of one process"
-        yield Finding("mpi.mpi4py", text, None, mend, is_problem=is_needed)
+        yield Finding("mpi.mpi4py", text, None, install, is_problem=is_needed)
         return
     library, launcher = mpi.library, mpi.launcher
+    reason = mpi.error.removeprefix(_UNUSABLE).partition("\n")[0]
     if library is None:
-        text = f"{bindings}, and no MPI: {mpi.error.removeprefix(_UNUSABLE)}"
-        mend = _REBUILD if has_slurm else pip_install("mpich")
-        yield Finding("mpi.mpi4py", text, bindings, mend, is_problem=True)
+        text = f"{bindings}, and no MPI: {reason}"
+        install = _REBUILD if has_slurm else pip_install("mpich")
+        yield Finding("mpi.mpi4py", text, bindings, install, is_problem=True)
         return
     yield Finding("mpi.mpi4py", bindings, bindings)
     file = library.file and str(library.file)
-    text = f"{library}, {file or 'in a file that this system does not tell'}"
+    text = f"{library}, {file or 'in a file that this system does not name'}"
     yield Finding("mpi.library", text, {"version": library.version.strip(), "file": file})
     if launcher is None:
-        yield Finding("mpi.launcher", mpi.error, None, _REINSTALL, is_problem=True)
+        yield Finding("mpi.launcher", reason, None, _REINSTALL, is_problem=True)
     else:
         text = f"{launcher.program} belongs to it"
-        is_refused = os.geteuid() == 0 and library.family is MPIFamily.OPEN_MPI
-        is_refused &= not (launcher.is_slurm or settings.open_mpi_starts_for_root())
-        if is_refused:
-            text += ". It refuses to run as root, as you are: mpishard run allows it"
-        mend = _ALLOW_ROOT if is_refused else None
-        yield Finding("mpi.launcher", text, str(launcher.program), mend)
+        is_root = os.geteuid() == 0 and not settings.open_mpi_starts_for_root()
+        fix = None
+        if is_root and library.family is MPIFamily.OPEN_MPI and not launcher.is_slurm:
+            text += ". It refuses to start for root; mpishard run gives it permission"
+            fix = _ALLOW_ROOT
+        yield Finding("mpi.launcher", text, str(launcher.program), fix)
     if launcher is None or not launcher.is_slurm:  # users type srun there
-        yield from _first_on_path(library, launcher)
+        yield from _first_on_path(mpi, library.family)
     if started_by is not None:
-        size, mend = settings.launched_world_size(), None
+        size, fix = settings.launched_world_size(), None
         text = f"{launcher_name()} started this process"
         if size is not None and size > 1:
-            text += f", one of {size}: only the first reports, and sees the cores of one rank"
-            mend = "mpishard doctor  # without a launcher: it starts its own ranks"
-        yield Finding("mpi.started_by", text, {"variable": started_by, "world_size": size}, mend)
+            text += f", one of {size}: only the first reports, and it sees the cores of one rank"
+            fix = "mpishard doctor  # without a launcher: it starts its own ranks"
+        yield Finding("mpi.started_by", text, {"variable": started_by, "world_size": size}, fix)
     if launcher is not None:
         yield from _started(launcher)
 
 
-def _first_on_path(library: MPILibrary, launcher: Launcher | None) -> Iterator[Finding]:
-    """Tell whether the ``mpiexec`` and ``mpirun`` that a user types start ranks of this library."""
-    mend = _REINSTALL
+def _first_on_path(mpi: MPIInstallation, wanted: MPIFamily | None) -> Iterator[Finding]:
+    """Yield whether the ``mpiexec`` and ``mpirun`` on PATH start ranks of the MPI library."""
+    fix, launcher = _REINSTALL, mpi.launcher
     if launcher is not None:
-        mend = f'export PATH={shlex.quote(str(launcher.program.parent))}:"$PATH"'
-    # Both, because a machine may have the two of different libraries.
+        fix = f'export PATH={shlex.quote(str(launcher.program.parent))}:"$PATH"'
+    # Both, because those of a machine may belong to two libraries.
     for program in ("mpiexec", "mpirun"):
         name, first = f"mpi.{program}", shutil.which(program)
-        if first is not None:
-            family = launcher_family(Path(first))
-            if family is library.family:
-                yield Finding(name, f"{first} is the first on PATH", first)
-                continue
+        family = first and launcher_family(Path(first))
+        if first is not None and family is wanted:
+            yield Finding(name, f"{first} is the first on PATH", first)
+        elif first is not None:
             text = f"the first on PATH, {first}, is {family or 'of an unknown MPI'}, and mpi4py "
-            text += f"loads {library}: its ranks would each find themselves alone. mpishard run "
-            text += "takes the right one"
-            yield Finding(name, text, first, mend)
+            text += (
+                f"loads {mpi.library}: each rank would be in a world of one. mpishard run takes "
+            )
+            yield Finding(name, f"{text}the right one", first, fix)
         elif launcher is not None and program == launcher.program.name:
-            yield Finding(name, "not on PATH; mpishard run finds it", None, mend)
+            yield Finding(name, "not on PATH; mpishard run finds it", None, fix)
 
 
 def _started(launcher: Launcher) -> Iterator[Finding]:
-    """Start one rank, and yield what its library says of itself."""
+    """Start one rank, and yield the abilities of its library."""
     command = launcher.command(1, python_command(_LEVELS))
     is_open_mpi = launcher.library.family is MPIFamily.OPEN_MPI and not launcher.is_slurm
     tolerant = [command[0], "--with-ft", "ulfm", *command[1:]]
     answer = ask(tolerant if is_open_mpi else command, _LIMIT_SECONDS)
     survives = is_open_mpi and answer.found is not None and bool(answer.found["agrees"])
-    if is_open_mpi and answer.found is None:  # an old launcher, without that option
+    if is_open_mpi and answer.found is None:  # an old launcher without that option
         answer = ask(command, _LIMIT_SECONDS)
     if answer.found is None:
         cause = why_it_failed(answer, command)
         text = f"one rank alone does not start: {cause.text}"
-        yield Finding("mpi.start", text, None, cause.mend, is_problem=True)
+        yield Finding("mpi.start", text, None, cause.fix, is_problem=True)
         return
     level = answer.found["level"]
-    text, mend = f"MPI_THREAD_{level}", None
+    text, fix = f"MPI_THREAD_{level}", None
     if level != "MULTIPLE":
         text += " and not MULTIPLE: no thread moves data while a rank computes"
-        # mpi4py asks for MULTIPLE unless one of these is set; else the library was built without.
-        mend = "unset MPI4PY_RC_THREAD_LEVEL MPI4PY_RC_THREADS MPICH_MAX_THREAD_SAFETY"
-    yield Finding("mpi.threads", text, level, mend)
-    text = "no: a rank that dies ends the job"
+        # mpi4py asks for MULTIPLE unless one of these is set, or the library was built without it.
+        fix = "unset MPI4PY_RC_THREAD_LEVEL MPI4PY_RC_THREADS MPICH_MAX_THREAD_SAFETY"
+    yield Finding("mpi.threads", text, level, fix)
+    text = "no: the job ends if a rank dies"
     if survives:
-        text = "the library has it: with mpishard run --on-failure shrink ranks outlive another"
+        text = "yes: under mpishard run --on-failure shrink ranks can survive another's death"
     yield Finding("mpi.ulfm", text, survives)
 
 
@@ -238,27 +189,27 @@ def _started(launcher: Launcher) -> Iterator[Finding]:
 
 
 def look_at_slurm(mpi: MPIInstallation) -> Iterator[Finding]:
-    """Yield whether this is an allocation, and whether srun has a plugin for the MPI library."""
-    job, srun, mend = settings.slurm_job(), shutil.which("srun"), None
+    """Yield the SLURM allocation, and whether srun has a plugin for the MPI library."""
+    job, srun, fix = settings.slurm_job(), shutil.which("srun"), None
     text = f"inside job {job}" if job else "outside an allocation: mpishard run takes mpiexec"
     if srun is None and job is None:
         text = "no SLURM here"
     elif srun is None:
-        text += ", and srun is not on PATH, so that mpishard run takes mpiexec"
-        mend = "module load slurm  # or add the folder of srun to PATH"
-    yield Finding("slurm.allocation", text, job, mend)
+        text += ", and srun is not on PATH: mpishard run takes mpiexec"
+        fix = "module load slurm  # or add the folder of srun to PATH"
+    yield Finding("slurm.allocation", text, job, fix)
     if srun is not None and mpi.library is not None:
         yield _plugin(srun, mpi.library.family)
 
 
 def listed_plugins(text: str) -> list[str]:
-    """Return the plugins that ``srun --mpi=list`` names, in the format of old and new versions."""
+    """Return the plugins in the output of ``srun --mpi=list``, of old and new versions."""
     words = [word for line in text.splitlines() for word in re.split(r"[\s,:]+", line)]
     return list(dict.fromkeys(word for word in words if _PLUGIN.fullmatch(word)))
 
 
 def fitting_plugins(family: MPIFamily | None, plugins: list[str]) -> list[str]:
-    """Return those of ``plugins`` that an MPI library understands, the likeliest first."""
+    """Return the ``plugins`` that work with an MPI library, the likeliest first."""
     pmix = [plugin for plugin in plugins if plugin.startswith("pmix")]
     if family is MPIFamily.OPEN_MPI:
         return pmix
@@ -276,17 +227,19 @@ def _plugin(srun: str, family: MPIFamily | None) -> Finding:
         default = re.search(r"^MpiDefault\s*=\s*(\S+)", said, re.MULTILINE)
         taken = default and default[1]
     value = {"plugins": plugins, "fitting": fitting, "taken": taken}
-    text, mend = f"srun has {', '.join(plugins)}", None
+    text, fix = f"srun has {', '.join(plugins)}", None
     if not plugins:
         text = f"srun --mpi=list names no plugin: {shortened(answer.reason)}"
         usual = "pmix" if family is MPIFamily.OPEN_MPI else "pmi2"
-        mend = f"export SLURM_MPI_TYPE={usual}  # the usual one"
+        fix = f"export SLURM_MPI_TYPE={usual}  # the usual one"
     elif not fitting:
-        text += f", of which none works with {whom}: build mpi4py for the site's own MPI, with its "
-        text, mend = f"{text}module loaded", _REBUILD
+        text += (
+            f", and none works with {whom}: load the module of the site's MPI, build mpi4py anew"
+        )
+        fix = _REBUILD
     elif taken in fitting:
         text += f", and takes {taken}"
     else:
         text += f", and takes {taken or 'none of them'}, which does not work with {whom}"
-        mend = f"export SLURM_MPI_TYPE={fitting[0]}"
-    return Finding("slurm.plugin", text, value, mend, is_problem=bool(plugins) and not fitting)
+        fix = f"export SLURM_MPI_TYPE={fitting[0]}"
+    return Finding("slurm.plugin", text, value, fix, is_problem=bool(plugins) and not fitting)

@@ -243,6 +243,35 @@ class Launcher:
         return [str(self.program), *options, *program]
 
 
+@dataclass(frozen=True, slots=True)
+class MPIInstallation:
+    """The library and launcher of MPI on this machine, or the reason why one is missing.
+
+    Parameters
+    ----------
+    library : MPILibrary, optional
+        The library that mpi4py loads.
+    launcher : Launcher, optional
+        The launcher that belongs to it.
+    error : str
+        The reason if one of them is missing; its first line can stand alone.
+    """
+
+    library: MPILibrary | None = None
+    launcher: Launcher | None = None
+    error: str = ""
+
+    @classmethod
+    def of_this_python(cls) -> MPIInstallation:
+        """Find both, without loading the library into this process."""
+        library = None
+        try:
+            library = loaded_library()
+            return cls(library, find_launcher(library))
+        except MPIUnavailableError as error:
+            return cls(library, None, str(error))
+
+
 def find_launcher(library: MPILibrary) -> Launcher:
     """Return the launcher that belongs to ``library``; ``srun`` inside a SLURM allocation.
 

@@ -1,4 +1,4 @@
-"""The processes of this machine's ranks, their ends, and the shared memory that they leave behind.
+"""The processes of this machine's ranks, and their ends.
 
 The agent of a rank (`mpishard.cli.run.rank_agent`) appends a line to a file in the job's folder
 when it has started the rank, and another one when the rank has ended. This module reads them.
@@ -6,19 +6,14 @@ when it has started the rank, and another one when the rank has ended. This modu
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import signal
 import socket
-import stat
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-from mpishard.communication.contract.status import RankRecord
 
 _END_SECONDS = 2.0
 _GLANCE_SECONDS = 0.02
@@ -175,57 +170,3 @@ def can_be_watched() -> bool:
     except (AttributeError, OSError):
         return False
     return True
-
-
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the system keeps it
-
-_logger = logging.getLogger("mpishard")
-
-
-def remove_shared_memory(records: Iterable[RankRecord]) -> list[Path]:
-    """Remove the files in shared memory that the ranks had mapped and that no process maps now.
-
-    MPI libraries remove their files if ranks end in good order, and a killed rank does not. Files
-    of other users, and those that a process still uses, stay.
-
-    Parameters
-    ----------
-    records : iterable of RankRecord
-        Status pages of the job's ranks, which name the files that they had mapped.
-
-    Returns
-    -------
-    list of Path
-        The files that were removed.
-    """
-    paths = {Path(name) for record in records for name in record.shared_memory}
-    found = {path for path in paths if path.parent == _SHARED_MEMORY and _is_ours(path)}
-    if found:
-        found -= {path for path, _ in mapped_files()}
-    for path in found:
-        path.unlink(missing_ok=True)
-        _logger.debug("removed %s, which the job left behind", path)
-    return sorted(found)
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
-
-
-def mapped_files(processes: Path = Path("/proc")) -> set[tuple[Path, int]]:
-    """Return path and inode of each file that a living process maps.
-
-    The system hides the processes of other users, unless this is root.
-    """
-    found = set()
-    for maps in processes.glob("[0-9]*/maps"):
-        with suppress(OSError):  # the process has ended, or is another user's
-            for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
-                fields = line.split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith("/"):
-                    found.add((Path(fields[5]), int(fields[4])))
-    return found

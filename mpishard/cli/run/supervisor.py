@@ -23,13 +23,9 @@ from mpishard.cli.run.job_report import JobEnd, Outcome, Verdict, interrupted
 from mpishard.cli.run.launcher import Launcher
 from mpishard.cli.run.logs import CALLS, ENDED, RankLogs
 from mpishard.cli.run.notice import notice
-from mpishard.cli.run.rank_processes import (
-    RankProcess,
-    RankProcesses,
-    can_be_watched,
-    remove_shared_memory,
-)
+from mpishard.cli.run.rank_processes import RankProcess, RankProcesses, can_be_watched
 from mpishard.cli.run.resizing import Resizing
+from mpishard.cli.run.shared_memory import remove_shared_memory
 from mpishard.cli.wording import counted, say
 from mpishard.communication.contract.matching import who
 from mpishard.communication.contract.status import PAGE_BYTES, RankState, records_in

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from mpishard import settings
-from mpishard.cli.run.launcher import find_launcher, loaded_library
+from mpishard.cli.run.launcher import MPIInstallation
 from mpishard.cli.tables import show
 from mpishard.cli.verify.comparison import Comparison
 from mpishard.cli.verify.job import (
@@ -25,7 +25,6 @@ from mpishard.cli.verify.job import (
 from mpishard.cli.verify.reference import RULES
 from mpishard.cli.verify.script import verify_script
 from mpishard.cli.wording import choice, counted, refuse, refusing, say
-from mpishard.errors import MPIUnavailableError
 from mpishard.pipeline import SCHEDULE_NAMES
 
 Backend = Literal["auto", "mpi", "memory"]
@@ -214,14 +213,13 @@ def _kind_of_ranks(backend: Backend) -> Literal["mpi", "memory"]:
     """Return what ``auto`` is here; refuse ``mpi`` if it cannot be started."""
     if backend == "memory":
         return backend
-    try:
-        find_launcher(loaded_library())
-    except MPIUnavailableError as error:
-        if backend == "mpi":
-            refuse("verify", f"--backend mpi: {error}")
-        say("verify", f"uses threads, because MPI cannot be started here: {error}")
-        return "memory"
-    return "mpi"
+    mpi = MPIInstallation.of_this_python()
+    if mpi.launcher is not None:
+        return "mpi"
+    if backend == "mpi":
+        refuse("verify", f"--backend mpi: {mpi.error}")
+    say("verify", f"uses threads, because MPI cannot be started here: {mpi.error}")
+    return "memory"
 
 
 def _run(*arguments: str) -> int:
