@@ -481,14 +481,14 @@ def predict_on_one_rank_at_the_end(backend, culprit):
 def sleeps(backend, culprit):
     backend.barrier()
     if backend.rank == culprit:
-        time.sleep(FOREVER if backend._rank_is_process else 3)
+        time.sleep(FOREVER if backend._rank_is_process else 1.5)
     backend.all_reduce(LONG.copy())
 
 
 @stalls("rank {culprit}", "barrier()", "catalogue.py:")
 def computes_for_ever(backend, culprit):
     backend.barrier()
-    end = time.monotonic() + (FOREVER if backend._rank_is_process else 3)
+    end = time.monotonic() + (FOREVER if backend._rank_is_process else 1.5)
     while backend.rank == culprit and time.monotonic() < end:
         np.ones(1000).sum()
     backend.barrier()

@@ -182,7 +182,7 @@ def thread_complaints(fault: Fault, ranks: int, culprit: int) -> list[str]:
 
     def start() -> None:
         with suppress(BaseException):  # each rank's own is looked at below
-            run_in_threads(ranks, body, timeout=1.0 if fault.stalls else 20.0)
+            run_in_threads(ranks, body, timeout=0.5 if fault.stalls else 20.0)
 
     thread = threading.Thread(target=start, daemon=True)
     thread.start()

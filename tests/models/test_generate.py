@@ -26,7 +26,7 @@ def gpt(tied: bool = False) -> nn.GPT:
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}, {"schedule": "zb-v"}])
 @in_worlds(1, 2, 3, 4, 6)
 def test_every_mesh_draws_the_plain_models_tokens(backend: Any, options: Any) -> None:
-    expected = gpt(tied=True).generate([3, 1, 4], 9, 0.7, seed=2, top_k=5)
+    expected = gpt(tied=True).generate([3, 1, 4], 7, 0.7, seed=2, top_k=5)
     for pipeline, tensor in MESHES:
         if backend.world_size % (pipeline * tensor):
             continue
@@ -35,7 +35,7 @@ def test_every_mesh_draws_the_plain_models_tokens(backend: Any, options: Any) ->
             data_parallel_strategy="fsdp", **options,
         )  # fmt: skip
         for _ in range(2):
-            actual = model.generate([3, 1, 4], 9, 0.7, seed=2, top_k=5)
+            actual = model.generate([3, 1, 4], 7, 0.7, seed=2, top_k=5)
             np.testing.assert_array_equal(actual, expected)
 
 

@@ -77,7 +77,7 @@ def train(
         data = ms.OptimizationInputData(
             model=model, x_train=TOKENS, y_train=TARGETS, x_validation=TOKENS[:7],
             y_validation=TARGETS[:7], batch_size=9, epochs=2, seed=3, progress=False,
-            keep_best=True, validate_every=1, **options,
+            keep_best=True, validate_every=2, **options,
         )  # fmt: skip
         result = optimizer.optimize(data)
         assert result.iterations == options.get("max_steps", TOTAL)

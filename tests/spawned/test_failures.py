@@ -152,6 +152,7 @@ def test_where_the_launcher_lets_them_survivors_name_the_rank_that_is_gone(scena
     assert "the process of rank 1 of 3 is gone" in ended.err, ended
 
 
+@pytest.mark.timeout(60)
 @needs_mpi
 @pytest.mark.parametrize(
     ("scenario", "waits", "says"),
@@ -191,7 +192,7 @@ def test_a_rank_that_never_comes_is_waited_for_so_long(scenario, waits, says):
 def test_a_rank_that_is_stopped_is_named(scenario, where, way, tmp_path):
     has_folder, by_run = way != "plain", way == "mpishard run"
     folder = {"MPISHARD_JOB_FOLDER": str(tmp_path)} if has_folder and not by_run else {}
-    limits = {"MPISHARD_TIMEOUT": "3", "MPISHARD_WARN_AFTER": "2"}
+    limits = {"MPISHARD_TIMEOUT": "2", "MPISHARD_WARN_AFTER": "1"}
     ended = job(scenario, 3, by_run=by_run, **limits, **folder)
     assert ended.code == 124, ended
     assert ended.seconds < 25, ended  # the start of MPI has 1 s more here

@@ -134,6 +134,7 @@ def test_what_a_rank_starts_fails_for_itself():
     assert "helper 1" in ended.out, ended
 
 
+@pytest.mark.timeout(60)
 def test_a_rank_that_has_finished_says_once_whom_it_waits_for():
     ended = run("finishes_later_on_rank_1", MPISHARD_WARN_AFTER="0.3", MPISHARD_TIMEOUT="1")
     assert ended.code == 0, ended
@@ -165,10 +166,11 @@ def test_settings_of_one_meaning_do_not_differ(given):
     assert "init()" not in ended.out, ended
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("leaves", ["end", "shutdown"])
 @pytest.mark.parametrize("where", ["script", "thread", "atexit", "finalization"])
 def test_a_rank_that_does_not_end_is_waited_for_so_long(where, leaves):
-    limits = {"MPISHARD_TIMEOUT": "1", "MPISHARD_WARN_AFTER": "1", "MPISHARD_EXIT_TIMEOUT": "3"}
+    limits = {"MPISHARD_TIMEOUT": "1", "MPISHARD_WARN_AFTER": "1", "MPISHARD_EXIT_TIMEOUT": "2"}
     ended = run(f"does_not_end {where} {leaves}", **limits)
     if where == "finalization":  # of Python, whose threads have ended
         assert ended.code == 1, ended
@@ -180,12 +182,13 @@ def test_a_rank_that_does_not_end_is_waited_for_so_long(where, leaves):
         waits = "for rank 1. Rank 1: in no collective since collective 1, barrier(), at"
     else:
         waits = "in MPI_Finalize, which every rank of the job must call (rank 1 does not); the job"
-    for seconds in (1, 3):
+    for seconds in (1, 2):
         assert f"{has_finished} {seconds} s {waits}" in ended.err, ended
-    assert "he job ends after 3 s (MPISHARD_EXIT_TIMEOUT)" in ended.err, ended
+    assert "he job ends after 2 s (MPISHARD_EXIT_TIMEOUT)" in ended.err, ended
     assert ended.err.count("he job ends (MPISHARD_EXIT_TIMEOUT)") == 1, ended
 
 
+@pytest.mark.timeout(60)
 def test_mpi_that_ends_after_python_is_waited_for_so_long():
     ended = run("works_on_after_mpi", MPISHARD_EXIT_TIMEOUT="1")
     assert ended.code not in (0, None), ended
@@ -202,6 +205,7 @@ def test_a_forked_child_that_ends_leaves_no_world():
     assert "the job ends" not in ended.err, ended
 
 
+@pytest.mark.timeout(60)
 def test_ctrl_c_while_all_ranks_are_stuck_in_c():
     with start("all_are_stuck") as job:
         for pid in job.ranks():
