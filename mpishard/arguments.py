@@ -22,9 +22,9 @@ def as_number(name: str, value: Any) -> float:
     Raises
     ------
     TypeError
-        Naming the argument, if it is no number.
+        Naming the argument, if it is no number; a bool is none.
     """
-    if not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     return float(value)
 

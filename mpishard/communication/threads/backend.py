@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from mpishard import settings
+from mpishard.arguments import as_count, as_integer, as_number
 from mpishard.arrays import (
     Array,
     address,
@@ -71,14 +72,15 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         *,
         timeout: float = settings.MEMORY_TIMEOUT,
     ) -> None:
-        if world_size < 1:
-            raise ValueError(f"world_size must be 1 or more, got {world_size}")
+        rank, world_size = as_integer("rank", rank), as_count("world_size", world_size)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is outside [0, {world_size})")
         if not isinstance(environment_id, str):
             raise TypeError(f"environment_id must be a string, got {environment_id!r}")
         if not environment_id.strip():
             raise ValueError(f"environment_id must not be blank, got {environment_id!r}")
+        if not as_number("timeout", timeout) >= 0:
+            raise ValueError(f"timeout must be 0 or more seconds, got {timeout}")
         super().__init__(rank, world_size)
         self._me = rank  # in the root world
         self._environment_id = environment_id
