@@ -260,8 +260,8 @@ def check_path(name: str, path: Any) -> None:
 
 
 def is_size(value: Any, least: int = 1) -> bool:
-    """True if ``value`` is an integer, of Python or of NumPy, and at least ``least``."""
-    return isinstance(value, Integral) and int(value) >= least
+    """True if ``value`` is an integer, of Python or of NumPy and no bool, of ``least`` or more."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
 def check_divides(name: str, number: int, of: str, whole: int) -> None:
