@@ -22,9 +22,9 @@ def as_number(name: str, value: Any) -> float:
     Raises
     ------
     TypeError
-        Naming the argument, if it is no number.
+        Naming the argument, if it is no number; a bool is none.
     """
-    if not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     return float(value)
 
@@ -277,8 +277,8 @@ def check_path(name: str, path: Any) -> None:
 
 
 def is_size(value: Any, least: int = 1) -> bool:
-    """Return whether ``value`` is an integer, of Python or of NumPy, and at least ``least``."""
-    return isinstance(value, Integral) and int(value) >= least
+    """Return whether ``value`` is an integer, but no bool, of at least ``least``."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
 def check_divides(name: str, number: int, of: str, whole: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from mpishard.arguments import as_count, as_integer
+
 __all__ = ["LeafLayout", "ShardLayout", "even_sizes"]
 
 
@@ -24,8 +26,8 @@ class ShardLayout:
 
     Raises
     ------
-    ValueError
-        If ``length`` is negative or ``world_size`` is below 1.
+    TypeError, ValueError
+        If one is no integer, ``length`` is negative, or ``world_size`` is below 1.
 
     Examples
     --------
@@ -40,10 +42,8 @@ class ShardLayout:
     world_size: int
 
     def __post_init__(self) -> None:
-        if self.length < 0:
-            raise ValueError(f"length must be 0 or more, got {self.length}")
-        if self.world_size < 1:
-            raise ValueError(f"world_size must be 1 or more, got {self.world_size}")
+        as_count("length", self.length, 0)
+        as_count("world_size", self.world_size)
 
     def start(self, rank: int) -> int:
         """Return the index of the first element that ``rank`` owns."""
@@ -76,14 +76,14 @@ class ShardLayout:
         IndexError
             If ``index`` is outside ``[0, length)``.
         """
-        if not 0 <= index < self.length:
+        if not 0 <= as_integer("index", index) < self.length:
             raise IndexError(f"index {index} is outside [0, {self.length})")
         base, rest = divmod(self.length, self.world_size)
         wide = rest * (base + 1)
         return index // (base + 1) if index < wide else rest + (index - wide) // base
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
+        if not 0 <= as_integer("rank", rank) < self.world_size:
             raise ValueError(f"rank {rank} is outside [0, {self.world_size})")
 
 

@@ -381,3 +381,21 @@ def test_generation_repeats_itself_by_seed():
 def test_generation_refuses_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         GPT(**SIZES).generate(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"sizes": 5}, TypeError, r"sizes must be a sequence of integers such as .*, got 5"),
+        ({"sizes": [3, True]}, ValueError, r"all integers >= 1, got \[3, True\]"),
+        ({"activation": []}, ValueError, r"activation must be one of .*, got \[\]"),
+        ({"seed": "x"}, TypeError, "seed must be an integer, got 'x'"),
+        ({"seed": float("nan")}, TypeError, "seed must be an integer, got nan"),
+        ({"loss": "mse"}, TypeError, "loss must be an ILossFunction, got str"),
+        ({"loss": []}, TypeError, "loss must be an ILossFunction, got list"),
+        ({"dtype": "x"}, TypeError, "dtype must be float32 or float64, got 'x'"),
+    ],
+)
+def test_an_mlp_is_told_of_wrong_arguments_when_it_is_made(options, error, message):
+    with pytest.raises(error, match=message):
+        MLP(**({"sizes": [3, 2]} | options))

@@ -190,7 +190,9 @@ def test_so_does_a_sharded_one(backend: Any, make: Any) -> None:
         # One parameter called "parameters": of such a model no other's bytes have the names.
         flat = np.zeros(5)
         data = named_bytes(model.parameter_entries, flat, chosen().choices())
-    with pytest.raises(ValueError, match=r"input features \[0, 3\]|belong to the choices \['active_features'"):
+    with pytest.raises(
+        ValueError, match=r"input features \[0, 3\]|belong to the choices \['active_features'"
+    ):
         model.deserialize(data)
 
 

@@ -328,10 +328,26 @@ def test_clip_factor():
         (lambda: Lion(beta2=1), "beta2 must be"),
         (lambda: Adagrad(epsilon=-1), "epsilon must be above 0"),
         (lambda: RMSprop(momentum=-1), "momentum must be"),
+        (lambda: AdamW(epsilon=np.inf), "epsilon must be above 0 and finite, got inf"),
     ],
 )
 def test_mistakes(make, message):
     with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AdamW(weight_decay=True), "weight_decay must be a number, got True"),
+        (lambda: SGD(True), "learning_rate must be a number"),
+        (lambda: SGD(clip_global_norm=True), "clip_global_norm must be a number, got True"),
+        (lambda: SGD(parameter_options=5), "parameter_options must be a Mapping, got int"),
+        (lambda: SGD(parameter_options=[]), "parameter_options must be a Mapping, got list"),
+    ],
+)
+def test_mistakes_of_type(make, message):
+    with pytest.raises(TypeError, match=message):
         make()
 
 

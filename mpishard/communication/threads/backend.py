@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from mpishard import settings
-from mpishard.arguments import as_count, as_index
+from mpishard.arguments import as_count, as_index, as_number
 from mpishard.arrays import (
     Array,
     address,
@@ -73,11 +73,14 @@ class InMemoryCommunicationBackend(CommunicationBackend):
         *,
         timeout: float = settings.MEMORY_TIMEOUT,
     ) -> None:
-        as_index("rank", rank, as_count("world_size", world_size))
+        world_size = as_count("world_size", world_size)
+        rank = as_index("rank", rank, world_size)
         if not isinstance(environment_id, str):
             raise TypeError(f"environment_id must be a string, got {environment_id!r}")
         if not environment_id.strip():
             raise ValueError(f"environment_id must not be blank, got {environment_id!r}")
+        if not as_number("timeout", timeout) >= 0:
+            raise ValueError(f"timeout must be 0 or more seconds, got {timeout}")
         super().__init__(rank, world_size)
         self._me = rank  # this rank's number in the root world
         self._environment_id = environment_id

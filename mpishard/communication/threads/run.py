@@ -36,6 +36,9 @@ _LISTEN_SECONDS = 0.5
 _GRACE_SECONDS = 5.0  # for the other ranks to end after a failure
 _INTERRUPT_SECONDS = 2.0  # for all ranks to end after Ctrl-C
 
+MOST_RANKS = 4096
+"""Most threads of a process that are ranks."""
+
 # Made once, because it looks through all loaded libraries.
 _thread_pools = functools.cache(threadpoolctl.ThreadpoolController)
 
@@ -54,7 +57,7 @@ def run_in_threads(
     Parameters
     ----------
     world_size : int
-        Number of ranks, 1 or more.
+        Number of ranks, 1 to 4096.
     fn : callable
         The program of each rank. Its backend is initialised, and shut down when it returns.
     timeout : float
@@ -72,9 +75,9 @@ def run_in_threads(
     Raises
     ------
     TypeError
-        For a world size that is no integer.
+        For a world size that is no integer, or what cannot be called.
     ValueError
-        For a world below 1, or another ``on_failure``.
+        For another world size, a negative timeout, or another ``on_failure``.
     Exception
         The first failure (with "shrink" only if no rank is left), with a note that names its
         rank. Its traceback has no frames inside mpishard except the last, unless
@@ -90,7 +93,13 @@ def run_in_threads(
     >>> run_in_threads(3, lambda backend: backend.rank ** 2)
     [0, 1, 4]
     """
-    as_count("world_size", world_size)
+    if as_count("world_size", world_size) > MOST_RANKS:
+        raise ValueError(
+            f"world_size must be 1 to {MOST_RANKS}, because each rank is a thread of this process, "
+            f"got {world_size}; start ranks as processes with mpishard run -n"
+        )
+    if not callable(fn):
+        raise TypeError(f"each rank calls a function with its backend, and {fn!r} is no function")
     report.check_on_failure(on_failure)
     sys.modules[__name__.partition(".")[0]].load_rooms()
     ranks = _ThreadRanks(world_size, timeout, survives=on_failure == "shrink")

@@ -313,6 +313,8 @@ class MLP(Model):
 
     Raises
     ------
+    TypeError
+        For sizes that are no sequence; as `Model`.
     ValueError
         If there are fewer than two sizes, one is not an integer >= 1, or the activation is unknown.
     """
@@ -329,7 +331,12 @@ class MLP(Model):
     ) -> None:
         chain = mlp_chain(sizes, activation)
         super().__init__(
-            chain, loss or MSE(), input_shape=(sizes[0],), seed=seed, dtype=dtype, device=device
+            chain,
+            MSE() if loss is None else loss,
+            input_shape=(sizes[0],),
+            seed=seed,
+            dtype=dtype,
+            device=device,
         )
 
 
@@ -338,10 +345,17 @@ def mlp_chain(sizes: Sequence[int], activation: str = "relu") -> Sequential:
 
     Parameters and errors are those of `MLP`.
     """
+    try:
+        sizes = list(sizes)
+    except TypeError:
+        raise TypeError(
+            f"sizes must be a sequence of integers such as [64, 128, 1], got {sizes!r}"
+        ) from None
     if len(sizes) < 2 or not all(is_size(size) for size in sizes):
-        raise ValueError(f"an MLP needs at least two sizes, all integers >= 1, got {list(sizes)}")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}")
+        raise ValueError(f"an MLP needs at least two sizes, all integers >= 1, got {sizes}")
+    known = sorted(_ACTIVATIONS)
+    if activation not in known:
+        raise ValueError(f"activation must be one of {known}, got {activation!r}")
     layers: dict[str, Layer] = {}
     for i, (inputs, outputs) in enumerate(pairwise(int(size) for size in sizes)):
         if i > 0:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpishard.arguments import require_type
+from mpishard.arguments import as_integer, require_type
 from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.contracts import (
@@ -61,6 +61,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
 
     Raises
     ------
+    TypeError
+        For a seed that is no integer, a loss that is none, or what is no dtype.
     ValueError
         If the dtype or device is another one, or the layers' shapes do not fit each other.
     DeviceUnavailableError
@@ -77,7 +79,13 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         dtype: Any = "float64",
         device: str | Device = "cpu",
     ) -> None:
-        self._dtype = np.dtype(dtype)
+        seed = as_integer("seed", seed)
+        if loss is not None:
+            require_type("loss", loss, ILossFunction)
+        try:
+            self._dtype = np.dtype(dtype)
+        except TypeError as error:
+            raise TypeError(f"dtype must be float32 or float64, got {dtype!r}: {error}") from None
         if self._dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
             raise ValueError(f"dtype must be float32 or float64, got {self._dtype.name}")
         self._device = Device.parse(device)

@@ -15,11 +15,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpishard.arguments import as_flag
+from mpishard.arguments import as_flag, as_positive
 from mpishard.arrays import Array
 from mpishard.optimizers.rules.compiled import Body, elements
 from mpishard.optimizers.rules.ranges import UpdateContext
-from mpishard.optimizers.rules.rule import Optimizer, above_zero, fraction
+from mpishard.optimizers.rules.rule import Optimizer, fraction
 from mpishard.optimizers.rules.schedules import Schedule
 
 
@@ -114,7 +114,7 @@ class Adagrad(Optimizer):
     epsilon: float = 1e-10
 
     state_names: ClassVar[tuple[str, ...]] = ("sum_of_squares",)
-    checks = Optimizer.checks | {"epsilon": above_zero}
+    checks = Optimizer.checks | {"epsilon": as_positive}
 
     def body(self, learning_rate: float, weight_decay: float, context: UpdateContext) -> Body:
         return Body(_adagrad, (context.gradient_scale, weight_decay, learning_rate, self.epsilon))
@@ -174,7 +174,7 @@ class RMSprop(Optimizer):
     state_names: ClassVar[tuple[str, ...]] = ("mean_square", "velocity", "mean")
     checks = Optimizer.checks | {
         "beta2": fraction,
-        "epsilon": above_zero,
+        "epsilon": as_positive,
         "momentum": fraction,
         "centered": as_flag,
     }
@@ -255,7 +255,7 @@ class Adam(Optimizer):
     epsilon: float = 1e-8
 
     state_names: ClassVar[tuple[str, ...]] = ("first_moment", "second_moment")
-    checks = Optimizer.checks | {"beta1": fraction, "beta2": fraction, "epsilon": above_zero}
+    checks = Optimizer.checks | {"beta1": fraction, "beta2": fraction, "epsilon": as_positive}
 
     def body(self, learning_rate: float, weight_decay: float, context: UpdateContext) -> Body:
         scale = context.gradient_scale

@@ -10,7 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from mpishard.arguments import as_amount, as_count, as_flag, take_plain_fields
+from mpishard.arguments import as_amount, as_count, as_flag, require_type, take_plain_fields
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.rules.ranges import Segment
 from mpishard.optimizers.rules.schedules import (
@@ -52,6 +52,7 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
 
     def __init__(self, options: ParameterOptions) -> None:
         self._held: dict[str, dict[str, Any]] = {}
+        require_type("parameter_options", options, Mapping)
         for pattern, values in options.items():
             place = f"parameter_options[{pattern!r}]"
             if not isinstance(values, Mapping):

@@ -39,13 +39,6 @@ _ELSEWHERE = {
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # differs between processes
 
 
-def above_zero(name: str, value: float) -> float:
-    """Return a setting that must be above 0."""
-    if not as_number(name, value) > 0:
-        raise ValueError(f"{name} must be above 0, got {value}")
-    return float(value)
-
-
 def _above_zero_or_none(name: str, value: float | None) -> float | None:
     if value is not None and not as_number(name, value) > 0:
         raise ValueError(f"{name} must be above 0 or None, got {value}")
@@ -110,7 +103,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         "weight_decay": as_amount,
         "clip_global_norm": _above_zero_or_none,
         "clip_value": _above_zero_or_none,
-        "parameter_options": lambda _, options: CheckedOptions(options or {}),
+        "parameter_options": lambda _, options: CheckedOptions({} if options is None else options),
     }
     # Makes the holder that trains a rule without ranks. `mpishard.optimizers` sets it, because the
     # holder imports the training loop and the sharded optimizers, and these import rules.
