@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -86,8 +88,85 @@ class Part:
         return slice(self.start - self.entry.start, self.stop - self.entry.start)
 
 
-class SharedParameter(torch.nn.Parameter):  # type: ignore[misc]
-    """Parameter of a sharded module.
+class ChangedOnce:
+    """A tensor whose memory the ranks of a node may share; they change it in place together.
+
+    Every rank calls the method, such as ``mul_``, and the tensor is changed once.
+    """
+
+    _owner: Any
+    """The ShardedModule."""
+
+
+# Methods that change more than a tensor's values.
+_OTHER_CHANGES = frozenset(
+    [
+        "as_strided_", "detach_", "rename_", "requires_grad_", "resize_", "resize_as_",
+        "resize_as_sparse_", "set_", "share_memory_", "sparse_resize_", "sparse_resize_and_clear_",
+        "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_",
+    ]
+)  # fmt: skip
+REPEATABLE = frozenset(["clamp_", "clamp_max_", "clamp_min_", "clip_", "fill_", "zero_"])
+"""Methods that give the same values however often they run, so that ranks need not wait."""
+
+_OPERATORS = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+
+
+def _once(name: str) -> Callable[..., Any]:
+    """A method that changes a tensor in place, for `ChangedOnce`."""
+    method = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def change(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._owner.change(self, method, args, kwargs)
+
+    return change
+
+
+for _name in [
+    *(n for n in dir(torch.Tensor) if n[0] != "_" and n[-1] == "_" and n not in _OTHER_CHANGES),
+    *(f"__{operator}__" for operator in _OPERATORS),
+]:
+    setattr(ChangedOnce, _name, _once(_name))
+
+
+class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
+    """The ``.data`` of a parameter."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class PlacedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
+    """A parameter of a sharded module, in the memory where the module's owner put it."""
+
+    @property
+    def data(self) -> Any:
+        values = torch.Tensor.data.__get__(self)
+        # PyTorch's compiler looks at the type, which has to be one that it knows.
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if type(values) is torch.Tensor and not caller.startswith("torch."):
+            values = values.as_subclass(SharedValues)
+            values._owner = self._owner
+        return values
+
+    @data.setter
+    def data(self, values: Any) -> None:
+        torch.Tensor.data.__set__(self, values)
+
+    # Copies and pickles are plain parameters of PyTorch. A view would be saved with all of its
+    # memory, which is a whole unit.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied.__reduce_ex__(protocol)
+
+
+class SharedParameter(PlacedParameter):
+    """A trained parameter, or one that is gathered.
 
     ``.grad`` is this rank's part of the reduced gradient, as a flat tensor; under DDP it is the
     whole gradient. It may be set to None, replaced by a tensor of its shape, or changed in place.
@@ -119,17 +198,6 @@ class SharedParameter(torch.nn.Parameter):  # type: ignore[misc]
     @grad.deleter
     def grad(self) -> None:
         self._part.tensor.grad = None
-
-    # Copies and pickles are plain parameters of PyTorch. A view would be saved with all of its
-    # memory, which is a whole unit.
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
-        return copied.__reduce_ex__(protocol)
 
 
 class GradientPiece(torch.Tensor):  # type: ignore[misc]

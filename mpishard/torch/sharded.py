@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -37,7 +37,14 @@ from mpishard.observe.trace import span, step_span
 from mpishard.sharding import ParameterEntry, Placement, Unit, owned_pieces
 from mpishard.torch.backward import BackwardPasses
 from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
-from mpishard.torch.parameters import Part, SharedParameter, Uncopied, native_gradient
+from mpishard.torch.parameters import (
+    REPEATABLE,
+    Part,
+    PlacedParameter,
+    SharedParameter,
+    Uncopied,
+    native_gradient,
+)
 from mpishard.torch.placed import PlacedModule, tensor_of
 from mpishard.torch.world import current_world
 
@@ -189,6 +196,7 @@ class ShardedModule(Uncopied):
             for entry, index in zip(self._inside(unit), numbered, strict=False):
                 placed.place(index, full[entry.start - unit.start : entry.stop - unit.start])
                 parameter = placed.parameters[index]
+                parameter._owner = self
                 if gathered is not None:
                     # The object stays the same and changes its class, because the module and the
                     # user refer to it.
@@ -197,6 +205,7 @@ class ShardedModule(Uncopied):
                 elif entry.trainable:
                     parameter.__class__ = SharedParameter
                 else:
+                    parameter.__class__ = PlacedParameter
                     continue
                 parameter._part = self._make_part(index, unit)
         if gathered is not None:
@@ -215,6 +224,37 @@ class ShardedModule(Uncopied):
             parameter.register_post_accumulate_grad_hook(hook)
             self.parts.append(part)
         return part
+
+    @called_as("a change of a parameter in place")
+    def change(self, tensor: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Change a parameter, or its values, by a method that every rank calls.
+
+        Collective if the ranks of a node share the memory: it is changed once there.
+
+        Raises
+        ------
+        ShardingError
+            If the module has rounded copies of its parameters.
+        """
+        store = self.parameters
+        if store.computed is not store:
+            raise ShardingError(
+                f"{method.__name__}() of a parameter of {type(self.module).__name__} with "
+                'precision="bfloat16" would change the rounded copies, and not the float32 '
+                "parameters of their owners: change parameters before shard()"
+            )
+        is_refused = tensor.requires_grad and torch.is_grad_enabled()  # by PyTorch
+        if not store.once_per_node or is_refused or method.__name__ in REPEATABLE:
+            return method(tensor, *args, **kwargs)
+        changed = tensor.detach().clone()
+        is_operator = method(changed, *args, **kwargs) is None
+        self.backend.barrier()  # all ranks have read the old values
+        if self.backend.local_rank == 0:
+            tensor.detach().copy_(changed)
+        else:  # for autograd, which refuses a backward pass through changed values
+            torch.autograd.graph.increment_version(tensor)
+        self.backend.barrier()
+        return None if is_operator else tensor
 
     def require_reduced(self, purpose: str) -> None:
         """See `BackwardPasses.require_reduced`."""

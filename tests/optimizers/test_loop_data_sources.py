@@ -155,3 +155,31 @@ def test_indexing_that_gives_something_else_is_refused():
             train(backend, Columns(), Y)
 
     ms.run_in_threads(2, main)
+
+
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [
+        (lambda i: [0.0] * int(i), TypeError),
+        (lambda i: (X[i], Y[i], "label"), ValueError),
+        (lambda i: iter(X[i]), ValueError),
+        (lambda i: list(X)[i], TypeError),
+    ],
+)
+def test_a_data_set_that_takes_one_number_is_told_what_it_is_given(index, error):
+    """As data sets of PyTorch; NumPy's own words do not say whose mistake it is."""
+
+    class One:
+        def __len__(self):
+            return SAMPLES
+
+        def __getitem__(self, i):
+            return index(i)
+
+    def main(backend):
+        with pytest.raises(error) as caught:
+            train(backend, One(), Y)
+        told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+        assert all(words in told for words in ("x_train", "One", "an array of integers"))
+
+    ms.run_in_threads(1, main)

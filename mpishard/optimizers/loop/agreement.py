@@ -15,6 +15,7 @@ from mpishard.checkpoint.format.content import CheckpointState
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import count_samples, take
+from mpishard.data.batches import place_of
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport
 from mpishard.models.programs.program import Program
@@ -145,17 +146,32 @@ def _check_first(
     """Refuse a data set if its first sample does not fit the model."""
     x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
     indices = np.zeros(min(1, count_samples(x)), np.int64)
-    first = take(x, indices), None if y is None else take(y, indices)
-    for letter, sample in zip("xy", first, strict=True):
-        if sample is not None and len(sample) != len(indices):
-            raise ValueError(
-                f"{letter}_{part} gave an array of shape {sample.shape} for the index array "
-                f"{indices}; the first dim must be the samples"
-            )
+    first = (
+        _take_first(x, f"x_{part}", indices),
+        None if y is None else _take_first(y, f"y_{part}", indices),
+    )
     program.check_pair(*first, loss)
     if data.predictions and loss is None and len(indices):
         # A black box may have no predict. Its predict needs no store of parameters.
         program.predict(None, first[0])  # type: ignore[arg-type]
+
+
+def _take_first(samples: Any, name: str, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Array:
+    try:
+        taken = take(samples, indices)
+    except Exception as error:
+        error.add_note(
+            f"{name} ({place_of(samples)}) was indexed by an array of integers, {indices!r}, and "
+            "must return an array of as many samples; a data set that takes one number can be "
+            "stacked: numpy.stack([samples[i] for i in indices])"
+        )
+        raise
+    if getattr(taken, "ndim", 1) == 0 or len(taken) != len(indices):
+        raise ValueError(
+            f"{name} gave an array of shape {taken.shape} for the index array {indices}; the "
+            f"first dim must be the samples. {place_of(samples)} is indexed by an array of integers"
+        )
+    return taken
 
 
 def require_agreement(

@@ -1,0 +1,102 @@
+"""Scripts that change parameters in place between steps: every rank does, and it counts once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from mpishard.errors import ShardingError
+from mpishard.testing.worlds import in_worlds
+
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is not installed here; pip install 'mpishard[torch]'"
+)
+import torch_nets as nets  # noqa: E402
+
+import mpishard.torch as mst  # noqa: E402
+
+by_path = pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+
+
+def decay(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+
+
+def decay_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9).add_(0.01)
+        parameter.data -= 0.1 * parameter.detach()
+
+
+def normalise_rows(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter / parameter.norm())
+
+
+def change_elements(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter[0] = 2 * parameter[0]
+        model.net[0].bias += 0.1
+
+
+def follow(model: Any) -> None:
+    with torch.no_grad():
+        model.momentum.weight.lerp_(model.net[0].weight, 0.5)
+        model.momentum.bias.data.mul_(0.5).add_(model.net[0].bias)
+
+
+class Momentum(torch.nn.Module):
+    """A network, and a frozen layer that follows one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nets.make(nets.perceptron)
+        self.momentum = copy.deepcopy(self.net[0]).requires_grad_(False)
+
+    def forward(self, x: Any) -> Any:
+        return self.net(x) + self.momentum(x).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "change", [decay, decay_data, normalise_rows, change_elements, follow], ids=lambda c: c.__name__
+)
+@by_path
+@in_worlds(1, 2, 3)
+def test_a_change_that_every_rank_makes_is_made_once(
+    backend: Any, change: Any, path: str, shared_path: Any
+) -> None:
+    mst.init()
+    x, y = nets.batch("mlp")
+    for strategy in STRATEGIES:
+        alone = Momentum()
+        model = mst.shard(Momentum(), strategy, minimum_unit_size=1)
+        for one, optimizer, data in (
+            (model, mst.optimizer(torch.optim.SGD, model, lr=0.01), nets.mine(backend, (x, y))),
+            (alone, torch.optim.SGD(alone.parameters(), lr=0.01), (x, y)),
+        ):
+            for _ in range(3):
+                optimizer.zero_grad()
+                nets.squared(one, *data).backward()
+                optimizer.step()
+                change(one)
+        assert nets.difference(model, alone.state_dict()) < 1e-13
+
+
+@in_worlds(1, 2)
+def test_a_change_of_rounded_copies_is_refused(backend: Any) -> None:
+    """The next update would round the owners' float32 parameters again."""
+    mst.init()
+    for strategy in STRATEGIES:
+        model = mst.shard(nets.make(nets.perceptron).float(), strategy, precision="bfloat16")
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for change in (decay, decay_data, lambda m: m[0].weight.data.clamp_(-0.1, 0.1)):
+            with pytest.raises(ShardingError, match="change the rounded copies"):
+                change(model)
+        assert nets.difference(model, before) == 0
