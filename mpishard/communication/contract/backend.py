@@ -64,8 +64,8 @@ _LINE_BYTES = 64
 class CommunicationBackend(ITransport):
     """Collectives on NumPy or CuPy arrays, with checks before data is mixed.
 
-    Every collective takes any C-contiguous array of any length, 0 and fewer elements than ranks
-    included, and splits along dim 0 as `ShardLayout` does unless told otherwise. Reductions
+    Every collective takes C-contiguous arrays of any length, also 0, and fewer elements than ranks.
+    By default it splits along dim 0 as `ShardLayout` does. Reductions
     combine in one tree order (`mpishard.communication.contract.reduction`): the same inputs
     give the same bits on every backend, rank and run.
 
@@ -761,9 +761,9 @@ class CommunicationBackend(ITransport):
         """Memory that all ranks of this rank's node read and write in place. Collective.
 
         There is one array for each node. A rank sees the values that another rank of its node has
-        written after the next collective of both. Collectives recognise such memory: if the arrays
-        of a node's ranks lie in one allocation, reductions read them in place, and an ``out`` that
-        is the same array on all ranks of a node is written once. The memory is freed with the last
+        written after the next collective of both. Collectives recognise such memory. Reductions
+        read the arrays of a node's ranks in place if they lie in one allocation. An ``out`` that is
+        the same array on all ranks of a node is written once. The memory is freed with the last
         array in it. Pages belong to the NUMA domain of the rank that first writes them.
 
         Parameters
