@@ -51,7 +51,6 @@ from mpishard.communication.contract.work import (
 from mpishard.communication.tracing.recorder import (
     InFlight,
     Recorder,
-    collective_in_flight,
     current_recorder,
     stop_recording,
 )
@@ -1105,7 +1104,12 @@ class CommunicationBackend(ITransport):
         recorder = current_recorder.get()
         in_flight = None
         if recorder is not None:
-            in_flight = collective_in_flight(recorder, call, self.group, self.axis)
+            # Group and sequence number are the same on every rank, so traces can be compared.
+            about = {"bytes": call.nbytes, "group": self.group, "sequence": call.sequence}
+            about |= {"axis": self.axis} if self.axis else {}
+            if call.filename:
+                about["site"] = f"{call.filename.rpartition('/')[2]}:{call.line}"
+            in_flight = InFlight(recorder, call.kind.label, about)
         work = Work(self, steps, in_flight, call)
         self._pending.append(work)
         work.advance()
