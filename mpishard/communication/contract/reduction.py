@@ -150,8 +150,8 @@ class TreeReducer:
         """Combine ``contributions`` (rank order, each of shape (n,)) into ``out`` of shape (n,).
 
         ``out`` may be one of the contributions or overlap them. With ``cuts`` each part from one
-        of these elements to the next is combined by itself: the sign of a NaN depends on its
-        length.
+        of these elements to the next is combined by itself, because the sign of a NaN depends on
+        the length of the part.
         """
         if cuts:
             for start, stop in pairwise(cuts):
