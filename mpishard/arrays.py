@@ -142,8 +142,8 @@ def reuse_freed_memory() -> None:
     """Let the allocator of this process keep the memory that a step frees for the next step.
 
     By default glibc returns freed memory to the kernel, which clears each page anew when the next
-    step allocates the same activations: 10 to 20 % of a GPT's step. It does so with every block
-    above M_MMAP_THRESHOLD, which may be 32 MiB at most, and with free memory at the top of the
+    step allocates the same activations: 10 to 20 % of a GPT's step. It returns every block above
+    M_MMAP_THRESHOLD, which may be 32 MiB at most. It also returns free memory at the top of the
     heap above M_TRIM_THRESHOLD (mallopt(3)). A pool of activations would save no more. Other
     allocators have no such call and stay as they are.
     """

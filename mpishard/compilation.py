@@ -54,9 +54,9 @@ def compile_loop(
     processor = importlib.import_module("llvmlite.binding").get_host_cpu_name()
     name = "_".join(filter(None, [loop.__name__, variant, processor]))
     # A copy of ``loop``, so that each variant and processor has its own entry in numba's cache.
-    # numba replaces the index of an entry and its code one after the other. So processes that
-    # wrote to one entry at the same time might mix up the code of different dtypes or, if nodes
-    # share the folder, of different processors.
+    # numba replaces the index of an entry and its code one after the other. Processes that wrote
+    # to one entry at the same time might mix up the code of different dtypes. If nodes share the
+    # folder, they might mix up that of different processors.
     function = FunctionType(loop.__code__, {**loop.__globals__, **names}, name)
     function.__module__, function.__qualname__ = loop.__module__, name
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}

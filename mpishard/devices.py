@@ -94,7 +94,7 @@ class Device:
         return load_cupy() if self.is_gpu else np
 
     def for_rank(self, local_rank: int) -> Device:
-        """Return the device with the GPU of the node's rank ``local_rank``, unless it has one."""
+        """Return the device with the GPU number for ``local_rank``, unless it has a number."""
         if not self.is_gpu or self.index is not None:
             return self
         return Device("cuda", local_rank % _device_count(load_cupy()))

@@ -92,9 +92,9 @@ class PeerError(CommunicationError):
     message : str
         The event, with the origin rank and the collective.
     rank : int
-        The rank where the failure began, by its number in the root world, even if the collective
-        is one of a group that was split off, or of an axis of a mesh. -1 if a thread that is no
-        rank failed, or if no rank failed and another one called ``shrink()``.
+        The rank where the failure began. This is its number in the root world, also in a group that
+        was split off, or an axis of a mesh. It is -1 if a thread that is no rank failed, or if no
+        rank failed and another one called ``shrink()``.
     """
 
     def __init__(self, message: str, rank: int) -> None:

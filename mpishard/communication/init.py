@@ -38,9 +38,9 @@ def init(
 ) -> CommunicationBackend:
     """Return the initialised backend of this process, the same one every time.
 
-    Under MPI the call is collective and prepares the process: an uncaught exception ends
-    the job instead of hanging it, and BLAS gets as many threads as this rank has cores, unless
-    the environment says how many. XLA gets as many by ``NPROC``, if JAX has made no array before.
+    Under MPI the call is collective and prepares the process. An uncaught exception then ends the
+    job instead of hanging it. BLAS gets as many threads as this rank has cores, unless the
+    environment says how many. XLA gets as many by ``NPROC``, if JAX has made no array before.
 
     Parameters
     ----------

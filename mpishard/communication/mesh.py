@@ -23,13 +23,13 @@ _ALL_AXES: tuple[Axis, ...] = ("replica", *AXES)
 class ProcessMesh:
     """Divide a world into replicas, pipeline stages, tensor groups and data ranks. Collective.
 
-    With the default order, data fastest, ``rank = (p * tensor + t) * data + d``; 512 ranks as
-    8 x 8 x 8 have ranks 0 to 63 in pipeline stage 0, and ranks 0 to 7 are the data ranks of
-    tensor slice 0.
+    With the default order, data fastest, ``rank = (p * tensor + t) * data + d``. In a mesh of
+    8 x 8 x 8, ranks 0 to 63 are pipeline stage 0, and ranks 0 to 7 are the data ranks of tensor
+    slice 0.
 
     With ``replica=n`` there are n such meshes: rank ``r * replica_size + rank`` has the place in
     replica r that ``rank`` has in replica 0. Each replica has all of the model's parameters, also
-    if they are sharded over its data axis, and is trained apart from the others, as by
+    if they are sharded over its data axis. It is trained apart from the others, as by
     `LocalSGDOptimizer`.
 
     Parameters

@@ -171,7 +171,7 @@ class ILayeredModel(ABC):
 
     @abstractmethod
     def fill_parameters(self, start: int, out: Array) -> None:
-        """Write the range of the flat vector from ``start`` on into ``out``, as long as that."""
+        """Write ``out.size`` parameters, from index ``start`` of the flat vector, into ``out``."""
 
     @abstractmethod
     def release_parameters(self, holder: str) -> None:

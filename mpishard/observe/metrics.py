@@ -41,8 +41,8 @@ class MetricsWriter:
         if self.path.is_file():  # not a device such as /dev/null, which has no lines to keep
             before = _keep(self.path, math.inf if resume_step is None else resume_step)
         self._stream = self.path.open("a", encoding="utf-8")
-        # The time of a resumed run goes on from the last line that was kept, so that times rise
-        # with steps, and a curve over time does not go back.
+        # The time of a resumed run goes on from the last line that was kept. So times rise with
+        # steps, and a curve over time does not go back.
         self._began = time.monotonic() - before
 
     def write(self, step: int, **values: Any) -> None:

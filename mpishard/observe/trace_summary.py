@@ -32,7 +32,7 @@ class RankShares:
     seconds, computing, waiting, idle, in_flight, hidden : float
         Times in seconds.
     last : float
-        The fraction of its collectives, with other ranks in the trace, to which it came last.
+        The fraction of the collectives, recorded by other ranks too, to which it came last.
     """
 
     rank: int

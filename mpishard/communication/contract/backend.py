@@ -51,7 +51,6 @@ from mpishard.communication.contract.work import (
 from mpishard.communication.tracing.recorder import (
     InFlight,
     Recorder,
-    collective_in_flight,
     current_recorder,
     stop_recording,
 )
@@ -64,8 +63,8 @@ _LINE_BYTES = 64
 class CommunicationBackend(ITransport):
     """Collectives on NumPy or CuPy arrays, with checks before data is mixed.
 
-    Every collective takes any C-contiguous array of any length, 0 and fewer elements than ranks
-    included, and splits along dim 0 as `ShardLayout` does unless told otherwise. Reductions
+    Every collective takes C-contiguous arrays of any length, also 0, and fewer elements than ranks.
+    By default it splits along dim 0 as `ShardLayout` does. Reductions
     combine in one tree order (`mpishard.communication.contract.reduction`): the same inputs
     give the same bits on every backend, rank and run.
 
@@ -762,9 +761,9 @@ class CommunicationBackend(ITransport):
         """Memory that all ranks of this rank's node read and write in place. Collective.
 
         There is one array for each node. A rank sees the values that another rank of its node has
-        written after the next collective of both. Collectives recognise such memory: if the arrays
-        of a node's ranks lie in one allocation, reductions read them in place, and an ``out`` that
-        is the same array on all ranks of a node is written once. The memory is freed with the last
+        written after the next collective of both. Collectives recognise such memory. Reductions
+        read the arrays of a node's ranks in place if they lie in one allocation. An ``out`` that is
+        the same array on all ranks of a node is written once. The memory is freed with the last
         array in it. Pages belong to the NUMA domain of the rank that first writes them.
 
         Parameters
@@ -1106,7 +1105,12 @@ class CommunicationBackend(ITransport):
         recorder = current_recorder.get()
         in_flight = None
         if recorder is not None:
-            in_flight = collective_in_flight(recorder, call, self.group, self.axis)
+            # Group and sequence number are the same on every rank, so traces can be compared.
+            about = {"bytes": call.nbytes, "group": self.group, "sequence": call.sequence}
+            about |= {"axis": self.axis} if self.axis else {}
+            if call.filename:
+                about["site"] = f"{call.filename.rpartition('/')[2]}:{call.line}"
+            in_flight = InFlight(recorder, call.kind.label, about)
         work = Work(self, steps, in_flight, call)
         self._pending.append(work)
         work.advance()

@@ -1,7 +1,8 @@
 """The flight recorder: one memory-mapped status page per rank and root world.
 
-A page holds the identity of the rank (process, host), its state, the collective or message for
-which it waits, and its last `settings.CALL_LOG_LENGTH` collectives with the lines that called them.
+A page holds the identity of the rank (process, host), its state, and the collective or message for
+which it waits. It has the last `settings.CALL_LOG_LENGTH` collectives, with the lines that called
+them.
 `RankRecord` is its content at one moment. `StatusPage` writes the page of this rank. `StatusReader`
 reads the pages of all ranks that can be read from here. It needs no help of these ranks, which may
 compute, sleep or be stuck. The kernel keeps the pages, so the ranks of the node and `mpishard run`
@@ -220,8 +221,8 @@ class StatusPage:
             path = Path(f"/proc/{os.getpid()}/fd/{handle}")
         else:
             path = folder / self.name
-            # A file of this name is that of an earlier process with the same id, or was put there
-            # by another user, whose file or link must not be written to.
+            # A file of this name is that of an earlier process with the same id. Or another user
+            # has put it there, and the page must not be written through that file or link.
             path.unlink(missing_ok=True)
             handle = os.open(path, _CREATE, 0o600)
         weakref.finalize(self, os.close, handle)

@@ -267,8 +267,8 @@ class ITransport(ABC):
     def _drive(self, work: Work) -> None:
         """Wait until ``work`` is done.
 
-        Meanwhile all of this rank's collectives and messages go on (`progress`), in all worlds
-        that were split from one another, so that ranks may wait in different orders.
+        Meanwhile all of this rank's collectives and messages go on (`Session.progress`), in all
+        worlds of one root. So ranks may wait in different orders.
 
         Raises
         ------

@@ -382,10 +382,10 @@ class MPICommunicationBackend(CommunicationBackend):
         members = sorted((k, r) for r, (c, k) in enumerate(wishes) if c == color)
         mine = self._mpi.UNDEFINED if color is None else colors.index(color)
         place = 0 if color is None else members.index((key, self._rank))
-        # MPI_Comm_split blocks. So earlier collectives must not need this rank any more, and the
-        # first fence makes sure that no rank was cut off by an exception while it waited for the
-        # headers. A rank that has reached the second fence calls MPI_Comm_split whatever exception
-        # strikes, because others may be in it then.
+        # MPI_Comm_split blocks. So earlier collectives must not need this rank any more. The first
+        # fence ensures that no exception has cut off a rank in its wait for the headers. A rank
+        # that has reached the second fence calls MPI_Comm_split whatever exception strikes, because
+        # others may be in it then.
         yield Condition(lambda: self._pending[0].awaited is call)
         with job.making_group():
             job.tidy()

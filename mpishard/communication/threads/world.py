@@ -110,9 +110,9 @@ class Failure:
 class World:
     """The state that the thread-ranks of one world share. Every field is guarded by ``lock``.
 
-    Worlds split from one another share ``pages``, ``bells``, ``clock``, ``lock`` and ``failures``,
-    so that a failure in any of them wakes every rank, and a report shows the activity of each rank
-    in all. ``bells`` has a condition variable of that lock for each rank of the root world.
+    Worlds of one root share ``pages``, ``bells``, ``clock``, ``lock`` and ``failures``. So a
+    failure in any of them wakes every rank, and a report shows the activity of each rank in all.
+    ``bells`` has a condition variable of that lock for each rank of the root world.
     ``messages`` holds those that were not received yet by (sender, receiver, tag), oldest first.
     ``members`` are backends. ``left`` has the last collective of each rank that has left, ``lost``
     the ranks that failed, and ``survivors`` those that wait in `shrink`. When all survivors have

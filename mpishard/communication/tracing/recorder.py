@@ -308,19 +308,6 @@ class InFlight:
         messages[key] += 1
 
 
-def collective_in_flight(recorder: Recorder, call: Any, group: str, axis: str) -> InFlight:
-    """Return the record of a collective, with the same group and sequence number on every rank.
-
-    ``call`` is a `Call` of the contract, a chapter that comes after this one.
-    """
-    arguments = {"bytes": call.nbytes, "group": group, "sequence": call.sequence}
-    if axis:
-        arguments["axis"] = axis
-    if call.filename:
-        arguments["site"] = f"{call.filename.rpartition('/')[2]}:{call.line}"
-    return InFlight(recorder, call.kind.label, arguments)
-
-
 current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", default=None)
 """The recorder of the calling rank; None if nothing is recorded."""
 
