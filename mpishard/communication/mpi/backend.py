@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard import settings
+from mpishard.arguments import require_type
 from mpishard.arrays import Array, is_device_array, to_device
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
@@ -211,6 +212,7 @@ class MPICommunicationBackend(CommunicationBackend):
         Ctrl-C ends it with 130. Does not return, except in a world of one: there nobody waits,
         and the exception can go its way. So it can in a process that a rank forked, which is none.
         """
+        require_type("error", error, BaseException)
         if self._is_forked:
             return
         job, _ = self._joined()
