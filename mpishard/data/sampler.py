@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_count
+from mpishard.arguments import as_count, as_integer
 from mpishard.layout import LeafLayout, ShardLayout
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -159,7 +159,8 @@ class GlobalBatchSampler:
     )
 
     def __post_init__(self) -> None:
-        if self.length < 1:
+        as_integer("seed", self.seed)
+        if as_integer("length", self.length) < 1:
             raise ValueError(f"a data set needs at least one sample, got length {self.length}")
         as_count("batch_size", self.batch_size)
         _check_block(self.shuffle_block_size)

@@ -122,3 +122,18 @@ def test_leaves_are_the_same_in_every_world(world_size: int) -> None:
 def test_leaves_that_cannot_be_dealt() -> None:
     with pytest.raises(ValueError, match="4 leaves cannot be dealt evenly to 8 ranks"):
         GlobalBatchSampler(23, 10, leaves=4).local(0, 0, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("length", "seed", "message"),
+    [
+        (2.5, 0, r"length must be an integer, got 2\.5"),
+        (float("nan"), 0, "length must be an integer, got nan"),
+        ("x", 0, "length must be an integer, got 'x'"),
+        (9, 1.5, r"seed must be an integer, got 1\.5"),
+        (9, None, "seed must be an integer, got None"),
+    ],
+)
+def test_no_order_is_made_of_what_is_no_integer(length, seed, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        GlobalBatchSampler(length, 2, seed=seed)

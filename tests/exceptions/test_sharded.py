@@ -222,6 +222,13 @@ WRAPPED = [
           ("a unit that is a number", {"throughput_unit": 5}, TypeError,
            "throughput_unit must be a str, got int"),
           ("resume is no path", {"resume": 5}, TypeError, "resume must be a string or a path"))],
+    *[("1.5", f"apply_gradients: rate {rate}", ValueError, f"rate must be finite, got {rate}",
+       lambda g, rate=rate: g.model.apply_gradients(g.ones, rate))
+      for rate in (float("nan"), float("inf"))],
+    ("A", "unsharded: a root that is a word", TypeError, "root must be an integer, got 'x'",
+     lambda g: g.model.unsharded(root="x").__enter__()),
+    ("A", "accumulate: defer 1", TypeError, "defer must be True or False, got 1",
+     lambda g: g.model.accumulate(defer=1).__enter__()),
     ("A", "step: a plain model", TypeError, r"got MLP; wrap it with mpishard\.as_distributed",
      lambda g: g.optimizer.step(MLP([5, 2]), X, Y)),
     ("A", "step: a second model", ShardingError, r"another model; .*reset\(\)",

@@ -631,6 +631,8 @@ class CommunicationBackend(ITransport):
 
     def all_to_all_async(self, parts: Sequence[Array]) -> Work:
         """Issue an `all_to_all` without waiting for it."""
+        if not isinstance(parts, Sequence | np.ndarray):
+            raise TypeError(f"all_to_all needs a list of arrays, one for each rank, got {parts!r}")
         if len(parts) != self.world_size:
             raise ValueError(
                 f"all_to_all needs one part for each of {self.world_size} ranks, got {len(parts)}"
@@ -798,7 +800,7 @@ class CommunicationBackend(ITransport):
         >>> run_in_threads(3, body)
         [[0, 1, 4], [0, 1, 4], [0, 1, 4]]
         """
-        if length < 1:
+        if as_integer("length", length) < 1:
             raise ValueError(f"allocate_shared needs a length of 1 or more, got {length}")
         # The array for the header, with the shape and dtype that ranks compare, needs no memory.
         wanted = np.broadcast_to(np.zeros((), dtype), (length,))

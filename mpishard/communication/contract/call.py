@@ -12,7 +12,7 @@ import math
 import struct
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -400,6 +400,8 @@ def piece_sizes(
 
     Raises
     ------
+    TypeError
+        If ``counts`` are no integers.
     ValueError
         If ``counts`` has not one count for each rank, or they do not add up to ``rows``; if
         ``strict``, also for a remainder.
@@ -411,7 +413,9 @@ def piece_sizes(
         )
     if counts is None:
         return even_sizes(rows, world_size)
-    pieces = tuple(int(count) for count in counts)
+    if not isinstance(counts, Iterable):
+        raise TypeError(f"{name}: counts must be a sequence of integers, got {counts!r}")
+    pieces = tuple(as_integer(f"{name}: a count", count) for count in counts)
     if len(pieces) != world_size or min(pieces) < 0 or sum(pieces) != rows:
         raise ValueError(
             f"{name}: counts {pieces} must be {world_size} numbers, none negative, "

@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard import settings
+from mpishard.arguments import require_type
 from mpishard.arrays import Array, is_device_array, to_device
 from mpishard.communication.contract.arena import number_nodes
 from mpishard.communication.contract.backend import CommunicationBackend
@@ -211,6 +212,7 @@ class MPICommunicationBackend(CommunicationBackend):
         Ctrl-C ends it with 130. It returns only in a world of one, where nobody waits, and in a
         process that a rank forked, which is no rank. The exception then ends the process alone.
         """
+        require_type("error", error, BaseException)
         if self._is_forked:
             return
         job, _ = self._joined()

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from mpishard import settings
-from mpishard.arguments import as_count, as_index, as_number
+from mpishard.arguments import as_count, as_index, as_number, require_type
 from mpishard.arrays import (
     Array,
     address,
@@ -150,6 +150,7 @@ class InMemoryCommunicationBackend(CommunicationBackend):
 
     def abort(self, error: BaseException) -> None:
         """Make every other rank's present or next collective raise `PeerError`."""
+        require_type("error", error, BaseException)
         stop_recording(self, error)
         world = self._joined()
         self.status.end(RankState.REPORTED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 import numpy as np
 
 from mpishard import checkpoint
-from mpishard.arguments import as_number, require_type
+from mpishard.arguments import as_flag, as_integer, as_number, require_type
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import (
@@ -386,7 +387,7 @@ class ShardedModelBase(IShardedModel):
             the rank needs memory as large as the parameters. Otherwise sharded gradients are
             reduced in each step.
         """
-        with self.engine.accumulate(defer=defer):
+        with self.engine.accumulate(defer=as_flag("defer", defer)):
             yield
 
     def set_parameters(self, parameters: Array) -> None:
@@ -480,12 +481,14 @@ class ShardedModelBase(IShardedModel):
         Raises
         ------
         TypeError, ValueError
-            As `set_parameters`; TypeError for a rate that is not a number, ValueError for rates
-            that differ between ranks.
+            As `set_parameters`; TypeError for a rate that is not a number, ValueError for one that
+            is not finite, and for rates that differ between ranks.
         ShardingError
             If replicas have drifted apart; in the middle of a round of `accumulate`.
         """
         rate = as_number("learning_rate", learning_rate)
+        if not math.isfinite(rate):
+            raise ValueError(f"learning_rate must be finite, got {rate}")
         self.engine.replicas.require_equal("apply_gradients")
         self.engine.round.require_none("apply_gradients()")
         self.engine.descend(agreed_vector(self.engine, gradients, "apply_gradients", rate), rate)
@@ -624,7 +627,7 @@ class ShardedModelBase(IShardedModel):
         object or None
             A plain model, whose parameters are released on exit. Changes to them are lost.
         """
-        if root is not None and not 0 <= root < self.world_size:
+        if root is not None and not 0 <= as_integer("root", root) < self.world_size:
             raise ValueError(f"root {root} is outside [0, {self.world_size})")
         full = self.engine.gather() if root is None else self.engine.gather_on(root)
         model = None if full is None else holding(self._wrapped_model, full)
