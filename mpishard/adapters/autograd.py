@@ -1,4 +1,4 @@
-"""A loss function in NumPy as a model: HIPS autograd differentiates it."""
+"""Model of a loss function in NumPy, which HIPS autograd differentiates."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mpishard.data import tree_of
 
 
 class Trace:
-    """The run of a function of several arrays, which can be walked back once.
+    """Recorded run of a function of several arrays, which can be differentiated once.
 
-    autograd's own ``grad`` differentiates by one argument. Of a list of n arrays it makes n nodes
-    that each copy the list, in both directions: a second per gradient for some hundred arrays.
-    Here every array is an argument of its own.
+    autograd's own ``grad`` differentiates by one argument. For a list of n arrays it makes n nodes,
+    each of which copies the list forward and backward. With some hundred arrays a gradient then
+    takes a second. Here each array is an argument of its own.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Trace:
     value : object
         The function's result.
     is_connected : bool
-        Whether autograd saw at least one of the arrays in it.
+        True if the result depends on at least one of the arrays, as far as autograd can see.
     """
 
     def __init__(self, function: Callable[[list[Any]], Any], arrays: Sequence[Array]) -> None:
@@ -51,9 +51,10 @@ class Trace:
         self._end = end._node if self.is_connected else None
 
     def gradients(self, cotangent: Array) -> list[Array | None]:
-        """The gradient with respect to each array; None if the function did not use it.
+        """Return the gradient with respect to each array, or None if the function did not use it.
 
-        ``cotangent`` has the value's shape: the derivative of what is wanted by the value.
+        ``cotangent`` has the value's shape. It is the gradient of the final result with respect to
+        the value.
         """
         from autograd.core import add_outgrads
         from autograd.util import toposort
@@ -67,24 +68,25 @@ class Trace:
                 continue
             for parent, part in zip(node.parents, node.vjp(gradient), strict=True):
                 arriving[parent] = add_outgrads(arriving.get(parent), part)
-        self._end = None  # lets the tape go
+        self._end = None  # This frees the recorded values.
         return [found.get(id(root)) for root in self._roots]
 
 
-# autograd numbers its traces with one counter per process. Two threads that trace at once can give
-# an inner derivative the number of an outer one, which mixes up the two: gradients would be wrong.
+# autograd numbers its traces with one counter per process. If two threads trace at the same time,
+# an inner derivative may get the number of an outer one, and gradients would be wrong.
 _tracing = threading.RLock()
 
+# Words in messages of errors that are due to autograd, and not to the user's function.
 _SYMPTOM = re.compile(r"ArrayBox|autograd|differentiate|VJP|array element with a sequence")
 
 
 class AutogradModel(TreeModel):
-    """A model from a loss function that is written in NumPy, differentiated by HIPS autograd.
+    """Model from a loss function in NumPy, which HIPS autograd differentiates.
 
-    The parameters are a tree of arrays, as the function takes it. End to end they are the flat
-    vector; once the model is sharded they are views of memory that the ranks of a node share, and
-    no step copies them. Each leaf has a name, by which ``parameter_options``, checkpoints and
-    reports know it: ``{"layers": [{"weight": ..}]}`` has ``layers.0.weight``.
+    The parameters are a tree of arrays, in the form that the function takes. End to end they are
+    the flat vector. When the model is sharded they become views of memory that the ranks of a node
+    share, and no step copies them. Each leaf has a name, which ``parameter_options``, checkpoints
+    and reports use: ``{"layers": [{"weight": ..}]}`` has ``layers.0.weight``.
 
     Maclaurin, Duvenaud and Adams, "Autograd: effortless gradients in NumPy", ICML AutoML workshop,
     2015.
@@ -92,25 +94,25 @@ class AutogradModel(TreeModel):
     Parameters
     ----------
     loss : callable
-        ``loss(parameters, x, y)``, the *mean* over the samples of x, a scalar. It is written with
+        ``loss(parameters, x, y)`` returns a scalar, the *mean* over the samples of x. It must use
         ``autograd.numpy`` in place of ``numpy``, and gets x and y as they are given.
     parameters : pytree
-        First values: nested dicts, lists, tuples and named tuples of float32 or float64 arrays and
-        Python floats, of one dtype; or one array. They are copied.
+        Initial values: nested dicts, lists, tuples and named tuples of float32 or float64 arrays
+        and Python floats, of one dtype; or one array. They are copied.
     predict : callable, optional
-        ``predict(parameters, x)``, for `predict`, and if another loss is asked for.
+        ``predict(parameters, x)``, for the method `predict`, and for gradients of another loss.
 
     Raises
     ------
     ImportError
         If autograd is not installed.
     TypeError, ValueError
-        For arguments that are not such, with the name of the parameter.
+        If an argument is not as described. The message names the parameter.
 
     Notes
     -----
-    Thread-ranks take turns in computing gradients: autograd records one trace at a time. Under
-    MPI each rank has its own.
+    Thread-ranks compute gradients one after the other, because autograd can record only one trace
+    at a time in a process. MPI ranks are processes.
 
     Examples
     --------
@@ -148,7 +150,7 @@ class AutogradModel(TreeModel):
         if loss is None:
             trace = self._traced(lambda tree: self._loss(tree, tree_of(x), tree_of(y)), "loss")
             mean, samples = scalar_loss(trace.value), float(len(x))
-            # A loss of shape (1,) takes a cotangent of that shape.
+            # The cotangent has the shape of the loss, which may be (1,).
             return mean * samples, samples, (trace, lambda: samples * np.ones_like(trace.value))
         predict = self._known_predict()
         trace = self._traced(lambda tree: predict(tree, tree_of(x)), "predict")
@@ -162,7 +164,7 @@ class AutogradModel(TreeModel):
             gradients = trace.gradients(given)
         for index in reversed(range(len(self._entries))):
             gradient, entry = gradients[index], self._entries[index]
-            if gradient is None:  # not used in this pass
+            if gradient is None:  # This pass did not use the parameter.
                 continue
             if np.shape(gradient) != entry.shape:
                 raise ValueError(
@@ -173,7 +175,7 @@ class AutogradModel(TreeModel):
             receive(index, np.asarray(gradient, self._dtype).reshape(-1))
 
     def _traced(self, function: Callable[[Any], Any], what: str) -> Trace:
-        """The run of ``function(tree)``."""
+        """Record ``function(tree)``; errors of autograd are explained, and name ``what``."""
         try:
             with _tracing:
                 trace = Trace(lambda leaves: function(self._tree.build(leaves)), self._leaves)

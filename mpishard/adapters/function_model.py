@@ -1,4 +1,4 @@
-"""A model from one function."""
+"""Model of a function that returns loss and gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpishard.sharding import ParameterEntry
 
 
 class FunctionModel(PlainModelFiles, IFullModel):
-    """A model from ``fun(theta, x, y) -> (loss, gradient)``, as ``scipy.optimize``'s ``jac=True``.
+    """Model from ``fun(theta, x, y) -> (loss, gradient)``, as ``scipy.optimize``'s ``jac=True``.
 
     Parameters
     ----------
@@ -24,16 +24,17 @@ class FunctionModel(PlainModelFiles, IFullModel):
         ``fun(theta, x, y)`` returns the *mean* loss over the samples of ``x``, a float, and its
         gradient, an array of theta's shape. It must not change theta.
     initial_parameters : array_like
-        First parameters, shape (n,), floating.
+        Initial parameters, a floating-point vector of shape (n,).
     predict : callable, optional
-        ``predict(theta, x)``, for `predict`.
+        ``predict(theta, x)``, for the method `predict`.
 
     Raises
     ------
     TypeError
-        If a function cannot be called.
+        If an argument for a function is not callable.
     ValueError
-        For parameters that are not a non-empty 1-D floating vector.
+        If the parameters are not a non-empty 1-D floating-point vector of at most 64 bits per
+        element, in the machine's byte order.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class FunctionModel(PlainModelFiles, IFullModel):
         return vector
 
     def compute_loss_and_gradients(self, x: Array, y: Array) -> tuple[float, Array]:
-        """Mean loss over the samples, and its gradient of shape (parameter_count,)."""
+        """Return the mean loss over the samples, and its gradient of shape (parameter_count,)."""
         require_plain(x)
         require_plain(y)
         result: Any = self._function(self._theta, x, y)
@@ -120,7 +121,7 @@ class FunctionModel(PlainModelFiles, IFullModel):
         self._theta -= learning_rate * self._checked(gradients)
 
     def train(self, x: Array, y: Array, learning_rate: float = 0.01) -> float:
-        """One step of plain gradient descent; the loss before it."""
+        """Make one step of plain gradient descent, and return the loss before it."""
         loss, gradient = self.compute_loss_and_gradients(x, y)
         self.apply_gradients(gradient, learning_rate)
         return loss

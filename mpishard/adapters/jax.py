@@ -1,4 +1,4 @@
-"""A loss function in JAX as a model: XLA compiles and differentiates it."""
+"""Model of a loss function in JAX, which XLA compiles and JAX differentiates."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _log = logging.getLogger("mpishard")
 
 
 class JaxTree:
-    """The structure of a JAX pytree of floating arrays; see `ParameterTree`.
+    """Structure of a JAX pytree of floating-point arrays; see `ParameterTree`.
 
-    A leaf's name is the path to it, as in ``params.Dense_0.kernel``. None is no leaf.
+    A leaf's name is the path to it, as in ``params.Dense_0.kernel``. None is not a leaf.
 
     Parameters
     ----------
     tree : pytree
-        Structure and first values, which are copied.
+        Structure and initial values, which are copied.
 
     Raises
     ------
     TypeError
-        For a leaf that is no array or float, or of a dtype other than float32 or float64, by name.
+        If a leaf is not a float or an array of float32 or float64. The message names it.
     ValueError
-        For float64 without ``jax_enable_x64``; as `ParameterTree`.
+        If a leaf is float64 without ``jax_enable_x64``, or as for `ParameterTree`.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -44,7 +44,7 @@ class JaxTree:
         found, self._structure = jax.tree_util.tree_flatten_with_path(tree)
         if not found:
             raise ValueError(f"there is no array in the parameters: {tree!r}")
-        # A Python float has no dtype of its own: it takes that of the arrays.
+        # Python floats take the dtype of the arrays. Without arrays it is JAX's default.
         default = jax.dtypes.canonicalize_dtype(np.float64)
         only_floats = all(isinstance(leaf, float) for _, leaf in found)
         leaves = []
@@ -59,18 +59,18 @@ class JaxTree:
             )
 
     def build(self, leaves: Sequence[Any]) -> Any:
-        """A tree of this structure that has ``leaves``, one per entry."""
+        """Return a tree of this structure with ``leaves``, one per entry."""
         return self._structure.unflatten(leaves)
 
     def values(self, vector: Array) -> Any:
-        """The tree of a flat vector's values, shape (sum of sizes,), in JAX arrays of their own."""
+        """Return the tree of a flat vector's values (sum of sizes,), copied to JAX arrays."""
         import jax.numpy as jnp
 
         return self.build([jnp.array(entry.view(vector)) for entry in self.entries])
 
 
 def _host_leaf(name: str, leaf: Any) -> Any:
-    """A Python float, or an array in host memory."""
+    """Return a leaf as a Python float or an array in host memory, and refuse other leaves."""
     if isinstance(leaf, float):
         return leaf
     dtype = getattr(leaf, "dtype", None)
@@ -86,44 +86,46 @@ def _host_leaf(name: str, leaf: Any) -> Any:
 
 
 class JaxModel(TreeModel):
-    """A model from a loss function that is written in JAX.
+    """Model from a loss function that is written in JAX.
 
-    The parameters are any pytree, as the function takes it: Flax and Haiku dicts, an Equinox module
-    whose other leaves are None. End to end they are the flat vector; once the model is sharded they
-    lie in memory that the ranks of a node share, which XLA reads in place: no step copies a
-    parameter whose place is a multiple of 64 bytes, as it is behind leaves of 16 n float32 numbers.
-    XLA computes loss and gradient together. The gradient of each leaf is written once, to memory
-    that the node's ranks can read, and reduced unit by unit. XLA keeps the whole gradient until
-    then.
+    The parameters are any pytree that the function takes: Flax and Haiku dicts, or an Equinox
+    module whose other leaves are None. End to end they are the flat vector. When the model is
+    sharded they are in memory that the ranks of a node share. XLA reads a parameter there in place
+    if its address is a multiple of 64 bytes, for instance if all leaves before it have multiples of
+    16 float32 elements. Each step copies the other parameters.
 
-    Each leaf has a name, by which ``parameter_options``, checkpoints and reports know it:
-    ``{"dense": {"kernel": ..}}`` has ``dense.kernel``. They are in JAX's order, which sorts keys.
+    XLA computes loss and gradient together, and keeps the whole gradient until the gradients of all
+    leaves are copied to memory that the node's ranks can read. They are reduced unit by unit.
+
+    Each leaf has a name, which ``parameter_options``, checkpoints and reports use:
+    ``{"dense": {"kernel": ..}}`` has ``dense.kernel``. Leaves are in JAX's order, which sorts keys.
 
     Parameters
     ----------
     loss : callable
-        ``loss(parameters, x, y)``, the *mean* over the samples of x, a scalar. It is compiled by
-        ``jax.jit``, once for each shape of x and y; it may be jitted already. x and y are arrays,
-        or trees of them, of `mpishard.data.Samples`.
+        ``loss(parameters, x, y)`` returns a scalar, the *mean* over the samples of x. ``jax.jit``
+        compiles it once for each shape of x and y. It may be jitted already. x and y are arrays, or
+        the trees of `mpishard.data.Samples`.
     parameters : pytree
-        First values: float32 or float64 arrays and Python floats, of one dtype. They are copied.
+        Initial values: float32 or float64 arrays and Python floats, of one dtype. They are copied.
     predict : callable, optional
-        ``predict(parameters, x)``, for `predict`, and if another loss is asked for; compiled, too.
+        ``predict(parameters, x)``, for the method `predict`, and for gradients of another loss. It
+        is compiled, too.
 
     Raises
     ------
     ImportError
         If JAX is not installed.
     RuntimeError
-        If JAX computes elsewhere than on the CPU.
+        If JAX's default device is not the CPU.
     TypeError, ValueError
-        For arguments that are not such, with the name of the parameter; for float64 without
-        ``jax_enable_x64``.
+        If an argument is not as described, or a parameter is float64 without ``jax_enable_x64``.
+        The message names the parameter.
 
     Notes
     -----
-    `mpishard.init` gives XLA as many threads as this rank has cores, if it comes before the first
-    array of JAX. Thread-ranks share one pool.
+    `mpishard.init` gives XLA as many threads as this rank has cores, if it is called before the
+    first array of JAX is made. Thread-ranks share one pool of threads.
 
     Examples
     --------
@@ -165,8 +167,8 @@ class JaxModel(TreeModel):
             assert predict is not None
             return jax.vjp(lambda tree: predict(tree, x), tree)[1](cotangent)[0]
 
-        # Arguments are the NumPy views themselves: `jit` reads those that are aligned in place,
-        # where jnp.asarray would copy them.
+        # The jitted functions are called with the NumPy views themselves. `jit` reads aligned views
+        # in place, but jnp.asarray would copy them.
         self._differentiated = jax.jit(jax.value_and_grad(loss_sum, has_aux=True))
         self._pulled_back = jax.jit(pull_back)
         self._loss = _on_host(jax.jit(loss))
@@ -219,12 +221,12 @@ class JaxModel(TreeModel):
 
 
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its result copied to a NumPy array."""
+    """Return the function with its result copied to a NumPy array, which is writable."""
     return lambda *arguments: np.array(function(*arguments))
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # a thread that has just ended
+    except OSError:  # The thread has just ended.
         return ""

@@ -1,4 +1,4 @@
-"""An optax transformation as an update rule, on the elements that a rank owns."""
+"""Update rule made of an optax transformation, for the elements that a rank owns."""
 
 from __future__ import annotations
 
@@ -13,43 +13,45 @@ from mpishard.optimizers.rules.options import ParameterOptions
 from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
 
 _EXAMPLE = np.zeros(2, np.float32)
-_SIDE = 128  # of a matrix that optax's Adafactor factors
-# Of trial gradients: with any usual limit some are clipped. The last has an element without value.
+_SIDE = 128  # Rows and columns of the trial matrix; optax's Adafactor does not factor smaller ones.
+# Factors of the trial's gradients: any usual limit clips some. The last gradient has a NaN.
 _SCALES = (1.0, 1e-6, 1e6, 1e12, 1.0)
-_TOLERANCE = 1e-4  # of a trial's largest update, in float32
+_TOLERANCE = 1e-4  # Allowed difference, relative to the step's largest update, in float32.
 
 
 class OptaxRule(Optimizer):
-    """An optax transformation that updates each element alone, such as ``optax.adamw(1e-3)``.
+    """Update rule of an optax transformation that is element-wise, such as ``optax.adamw(1e-3)``.
 
-    Each rank updates the elements that it owns, and holds their state; counts and other numbers
-    of the state are the same on all ranks. Both are saved in checkpoints, which other worlds can
-    read. The learning rate, its schedule and decay are the transformation's own; `learning_rate`
-    of this rule is 1, a factor of its updates.
+    Each rank updates the elements that it owns, and holds their state. Counts and other numbers
+    of the state are the same on all ranks. Both are saved in checkpoints, which any world size can
+    read. The learning rate, its schedule and weight decay are the transformation's own.
+    `learning_rate` of this rule is 1, a factor of the updates.
 
-    A transformation that looks at more than one element would see a part of the parameters. It is
-    found by a trial when the rule is made: two halves of a matrix are updated alone, and must
-    become what the whole becomes.
+    A transformation that combines elements would use only a rank's part of the parameters. The
+    constructor detects it by a trial: two halves of a matrix are updated separately, and the
+    results must equal the update of the whole matrix.
 
     Parameters
     ----------
     transformation : optax.GradientTransformation
-        Its state: arrays like the parameters, of their dtype, and numbers.
+        Transformation, whose state consists of arrays like the parameters, of their dtype, and
+        numbers.
     clip_global_norm : float, optional
-        As `Optimizer`: in place of ``optax.clip_by_global_norm``.
+        As in `Optimizer`. It replaces ``optax.clip_by_global_norm``.
     parameter_options : mapping, optional
-        As `Optimizer`, of ``frozen`` and ``learning_rate_scale``: in place of ``optax.masked``.
+        As in `Optimizer`, with the keys ``frozen`` and ``learning_rate_scale``. It replaces
+        ``optax.masked``.
 
     Raises
     ------
     ImportError
         If JAX is not installed.
     TypeError
-        For what is no transformation, or one that cannot be applied to a vector.
+        If the argument is not a transformation, or cannot be applied to a vector.
     ValueError
-        For one that looks at more than one element, such as ``clip_by_global_norm``, ``lamb``,
-        ``adafactor`` or ``muon``; for one that draws random numbers, such as ``add_noise``; for a
-        state of other arrays; for other options.
+        If the transformation combines elements, as ``clip_by_global_norm``, ``lamb``,
+        ``adafactor`` and ``muon`` do; draws random numbers, as ``add_noise`` does; or has a state
+        of other arrays. Also if there are other options.
     """
 
     def __init__(
@@ -105,7 +107,8 @@ class OptaxRule(Optimizer):
                 "; parameter_options replace masks"
             )
         for name, leaf in self._leaves.items():
-            # A dtype that is fixed may be that of the parameters, which are not known yet.
+            # A fixed dtype is accepted here, because the parameters, which are not known yet, may
+            # have it. `_update_part` checks it.
             is_vector = leaf.shape == _EXAMPLE.shape and leaf.dtype in (np.float32, np.float64)
             if not is_vector and (leaf.shape or leaf.dtype.kind not in "fiub"):
                 raise ValueError(
@@ -130,7 +133,7 @@ class OptaxRule(Optimizer):
         return tuple(name for name, leaf in self._leaves.items() if leaf.shape)
 
     def fingerprint(self) -> dict[str, Any]:
-        # Its settings are hidden in closures: its updates tell two transformations apart.
+        # The settings are hidden in closures. Two transformations differ if their updates differ.
         return {**super().fingerprint(), "transformation": self._mark}
 
     def update(
@@ -144,7 +147,16 @@ class OptaxRule(Optimizer):
         self.update_all([OwnedRange(parameters, gradients, state, segments)], context)
 
     def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
-        """Update all ranges of this rank, in place."""
+        """Update all ranges of this rank in place.
+
+        Raises
+        ------
+        NotImplementedError
+            If the rule is used without a model, which would keep the counts.
+        ValueError
+            If JAX computes in float32 for float64 parameters, or a state has another dtype than
+            the parameters.
+        """
         if context.loss is None:
             raise NotImplementedError(
                 "an optax transformation keeps its counts with a model: use optimize, or a sharded "
@@ -158,7 +170,8 @@ class OptaxRule(Optimizer):
                 after = self._update_part(owned, part, rate, before, context)
         vectors = [leaf.dtype for leaf in self._leaves.values() if leaf.shape]
         if not after and len(vectors) < len(self._leaves):
-            # No element is here: the numbers go on, for a checkpoint.
+            # This rank has no elements. An update of one dummy element advances the counts, which
+            # must be the same on all ranks.
             nothing = np.zeros(1, np.result_type(np.float32, *vectors))
             state = {name: nothing.copy() for name in self.needed_state()}
             nowhere = OwnedRange(nothing, nothing.copy(), state, [])
@@ -209,7 +222,7 @@ class OptaxRule(Optimizer):
 
 
 def _state_of(transformation: Any) -> tuple[Any, dict[str, Any]]:
-    """Structure of the state of two parameters, and its leaves by name, with shape and dtype."""
+    """Return the structure of the state of two parameters, and its leaves' shapes and dtypes."""
     import jax
 
     state = jax.eval_shape(transformation.init, _EXAMPLE)
@@ -220,14 +233,14 @@ def _state_of(transformation: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _dtype(leaf: Any, parameters: Array) -> Any:
-    """The dtype of a number of the state: a rate that is injected has the parameters'."""
+    """Return the dtype of a number of the state; an injected rate has that of the parameters."""
     return parameters.dtype if leaf.dtype.kind == "f" else leaf.dtype
 
 
 def _trial(transformation: Any) -> tuple[str, bool]:
-    """Return updates as text, and whether each depends on its own element alone.
+    """Return some updates as text, and True if each update depends only on its own element.
 
-    Two halves of a matrix that are updated alone must become what the whole becomes.
+    Two halves of a matrix, updated separately, must become what the whole matrix becomes.
     """
     import jax
 
@@ -246,7 +259,8 @@ def _trial(transformation: Any) -> tuple[str, bool]:
         state = transformation.init(parameters)
         steps = []
         for gradient in gradients:
-            # Before the last step: optax.zero_nans notes in its state whether there was a NaN.
+            # Numbers are compared before the last step, as optax.zero_nans then notes a NaN in its
+            # state, which only one half has.
             counts = [
                 float(leaf) for leaf in jax.tree_util.tree_leaves(state) if np.ndim(leaf) == 0
             ]

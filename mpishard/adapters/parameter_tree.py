@@ -1,4 +1,4 @@
-"""Parameters as people write them, nested dicts, lists and tuples of arrays, as a flat vector."""
+"""Conversion of nested dicts, lists and tuples of arrays to a flat vector, and back."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from mpishard.sharding import ParameterEntry
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """The place of an array in the tree: its number, and whether it was a Python float."""
+    """Position of a leaf in the flat order; ``is_number`` is True if it was a Python float."""
 
     index: int
     is_number: bool
 
 
 class ParameterTree:
-    """The structure of a pytree of floating arrays.
+    """Structure of a pytree of floating-point arrays.
 
-    Leaves are NumPy arrays and Python floats, inner nodes dicts, lists, tuples and named tuples.
-    A leaf's name is the path to it, as in ``layers.0.weight``; a tree that is one array has the
-    name ``parameters``.
+    Leaves are NumPy arrays and Python floats. Inner nodes are dicts, lists, tuples and named
+    tuples. A leaf's name is the path to it, as in ``layers.0.weight``. If the tree is a single
+    array, its name is ``parameters``.
 
     Parameters
     ----------
     tree : pytree
-        Structure and first values, which are copied.
+        Structure and initial values, which are copied.
 
     Attributes
     ----------
     entries : tuple of ParameterEntry
         Name, shape and start of each leaf, in the order in which the tree has them.
     dtype : numpy.dtype
-        Dtype of all arrays, which Python floats take. float64 if there are only floats.
+        Dtype of all arrays, which Python floats take; float64 if there are only Python floats.
     first_values : Array
         Flat vector of the tree's values, shape (sum of sizes,).
 
     Raises
     ------
     TypeError
-        For a leaf that is neither, or of a dtype other than float32 or float64, by name.
+        If a leaf is not a float or an array of float32 or float64. The message names it.
     ValueError
-        For arrays of both dtypes, an empty array, a tree without leaves, or paths that give two
-        leaves one name.
+        If arrays have different dtypes, an array is empty, the tree has no leaves, or two leaves
+        have the same name.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -65,11 +65,11 @@ class ParameterTree:
         self.entries, self.dtype, self.first_values = flat_leaves(found)
 
     def build(self, leaves: Sequence[Any]) -> Any:
-        """A tree of this structure that has ``leaves``, one per entry; its nodes are new."""
+        """Return a new tree of this structure with ``leaves``, one per entry."""
         return map_tree(lambda _, leaf: leaves[leaf.index], self._template)
 
     def values(self, vector: Array) -> Any:
-        """The tree of a flat vector's values, shape (sum of sizes,), in arrays of their own."""
+        """Return the tree of a flat vector's values, shape (sum of sizes,), as copies."""
 
         def value(_: str, leaf: _Leaf) -> Any:
             part = self.entries[leaf.index].view(vector).copy()
@@ -81,12 +81,14 @@ class ParameterTree:
 def flat_leaves(
     found: Sequence[tuple[str, Any]],
 ) -> tuple[tuple[ParameterEntry, ...], np.dtype[Any], Array]:
-    """Entries, dtype and flat vector of the named leaves of a tree; errors are `ParameterTree`'s.
+    """Return entries, dtype and flat vector of the named leaves of a tree.
+
+    The errors raised are those of `ParameterTree`.
 
     Parameters
     ----------
     found : sequence of (str, leaf)
-        Name of each leaf and the leaf, a NumPy array or a Python float, in flat order.
+        Name and value of each leaf, a NumPy array or a Python float, in flat order.
     """
     for name, leaf in found:
         _check_leaf(name, leaf)

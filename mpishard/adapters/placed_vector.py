@@ -1,4 +1,4 @@
-"""The parts that adapters share: models whose parameters lie in memory that a wrapper chooses."""
+"""Bases of adapters: models whose parameters are in memory that a wrapper chooses."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mpishard.sharding import ParameterEntry
 
 
 class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
-    """A plain model on a flat vector of its own, until a holder places its parameters elsewhere.
+    """Plain model with a flat vector of its own, until a holder places its parameters elsewhere.
 
     A subclass sets ``_name``, ``_entries`` and ``_dtype``, and then calls `reclaim_parameters`
-    with its first values.
+    with its initial values.
     """
 
     _name: str
@@ -34,7 +34,7 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
 
     @abstractmethod
     def _place(self, arrays: Sequence[Array]) -> None:
-        """Compute with these arrays, of shape (size,), one per entry, from now on."""
+        """Compute from now on with these arrays, one of shape (size,) per entry."""
 
     # ---------------------------------------------------------------------------------- structure
 
@@ -107,7 +107,7 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
     def compute_loss_and_gradients(
         self, x: Array, y: Array, loss_function: ILossFunction | None = None
     ) -> tuple[float, Array]:
-        """Mean loss, and its gradient of shape (parameter_count,)."""
+        """Return the mean loss, and its gradient of shape (parameter_count,)."""
         self.check_input(x)
         require_plain(y)
         full = np.zeros(self.parameter_count, self._dtype)
@@ -117,7 +117,7 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
             parts[index] += gradient
 
         total, weight, saved = self.forward_pass(x, y, loss_function or self.default_loss_function)
-        # A rank without samples: the loss has no gradient, and 0 / 0 would be NaN.
+        # Without samples the loss has no gradient, and 0 / 0 would be NaN.
         if weight == 0:
             return 0.0, full
         self.backward_pass(saved, receive)
@@ -133,44 +133,44 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
         self._flat_vector()[...] -= learning_rate * self._checked(gradients)
 
     def train(self, x: Array, y: Array, learning_rate: float = 0.01) -> float:
-        """One step of plain gradient descent; the loss before it."""
+        """Make one step of plain gradient descent, and return the loss before it."""
         loss, gradients = self.compute_loss_and_gradients(x, y)
         self.apply_gradients(gradients, learning_rate)
         return loss
 
 
 class ITree(Protocol):
-    """The structure of a tree of arrays; see `ParameterTree`."""
+    """Structure of a tree of arrays; see `ParameterTree`."""
 
     entries: tuple[ParameterEntry, ...]
     dtype: np.dtype[Any]
     first_values: Array
 
     def build(self, leaves: Sequence[Any]) -> Any:
-        """A tree of this structure that has ``leaves``, one per entry."""
+        """Return a tree of this structure with ``leaves``, one per entry."""
 
     def values(self, vector: Array) -> Any:
-        """The tree of a flat vector's values, in arrays of their own."""
+        """Return the tree of a flat vector's values, as copies."""
 
 
 class TreeModel(PlacedVectorModel):
-    """A model from ``loss(parameters, x, y)``, whose parameters are a tree of arrays.
+    """Model from ``loss(parameters, x, y)``, whose parameters are a tree of arrays.
 
-    A subclass differentiates: it has `forward_pass` and `backward_pass`.
+    A subclass differentiates the loss: it defines `forward_pass` and `backward_pass`.
 
     Parameters
     ----------
     tree : ITree
-        Structure and first values.
+        Structure and initial values.
     loss : callable
-        ``loss(parameters, x, y)``, the *mean* over the samples of x, a scalar.
+        ``loss(parameters, x, y)`` returns a scalar, the *mean* over the samples of x.
     predict : callable, optional
-        ``predict(parameters, x)``, for `predict`, and if another loss is asked for.
+        ``predict(parameters, x)``, for the method `predict`, and for gradients of another loss.
 
     Raises
     ------
     TypeError
-        If a function cannot be called.
+        If an argument for a function is not callable.
     """
 
     def __init__(
@@ -202,18 +202,18 @@ class TreeModel(PlacedVectorModel):
         return True
 
     def parameters_tree(self, vector: Array | None = None) -> Any:
-        """The parameters as the tree they were given in, a copy.
+        """Return a copy of the parameters in their tree.
 
         Parameters
         ----------
         vector : Array, optional
-            Other values, shape (parameter_count,): a gradient, or what a sharded model's
-            ``gather_full_parameters`` gave.
+            Other values of shape (parameter_count,), such as a gradient or the result of a sharded
+            model's ``gather_full_parameters``.
         """
         return self._tree.values(self._flat_vector() if vector is None else self._checked(vector))
 
     def _place(self, arrays: Sequence[Array]) -> None:
-        # What the user's functions get is read-only: other ranks may be reading the same memory.
+        # The user's functions get read-only arrays, because other ranks may read the same memory.
         self._leaves = []
         for entry, array in zip(self._entries, arrays, strict=True):
             leaf = array.reshape(entry.shape)
@@ -221,9 +221,9 @@ class TreeModel(PlacedVectorModel):
             self._leaves.append(leaf)
 
     def with_parameters(self, parameters: Array) -> Self:
-        """A new plain model of this structure that *holds* ``parameters``, without a copy.
+        """Return a new plain model of this structure that uses ``parameters`` without a copy.
 
-        ``parameters`` is copied only if its dtype differs.
+        The array is copied only if its dtype differs, or if it is not C-contiguous.
         """
         model = copy.copy(self)
         model.reclaim_parameters(parameters)
@@ -254,7 +254,7 @@ class TreeModel(PlacedVectorModel):
         Raises
         ------
         MissingMemberError
-            If the model was made without it.
+            If the model was made without ``predict``.
         """
         return self._known_predict()(self._parameters, tree_of(x))
 
@@ -274,12 +274,12 @@ class TreeModel(PlacedVectorModel):
 
 
 def scalar_loss(value: Any) -> float:
-    """Return the value of a loss, which has one element.
+    """Return the value of a loss as a float.
 
     Raises
     ------
     TypeError
-        For anything but one float.
+        If it is not a single floating-point element.
     """
     if np.size(value) != 1 or np.result_type(value).kind != "f":
         raise TypeError(

@@ -1,4 +1,4 @@
-"""A PyTorch module as a model: its parameters and gradients are views of mpishard's memory."""
+"""Model of a PyTorch module, whose parameters are views of mpishard's memory."""
 
 from __future__ import annotations
 
@@ -18,48 +18,52 @@ from mpishard.data import Samples
 
 _log = logging.getLogger("mpishard")
 
-_BUFFERS = "buffers"  # key of the module's buffers in what is saved
+_BUFFERS = "buffers"  # Key of the module's buffers in saved choices.
 
 
 class TorchModel(PlacedVectorModel):
-    """A ``torch.nn.Module`` on the CPU, trained by mpishard's optimizers.
+    """Model of a ``torch.nn.Module`` on the CPU, for mpishard's optimizers.
 
     The parameters that require gradients, in the order of ``module.named_parameters()``, are the
-    flat vector. The module's parameters become views of it, and, once the model is sharded, views
-    of memory that the ranks of a node share: no step copies a parameter. Autograd's gradients are
-    reduced unit by unit while backward goes on.
+    flat vector. The module's parameters become views of it. When the model is sharded they become
+    views of memory that the ranks of a node share, and no step copies a parameter. Autograd's
+    gradients are reduced unit by unit during the backward pass.
 
     Frozen parameters and buffers stay the module's own. When the model is sharded every rank gets
-    rank 0's, and again after each step that has changed a buffer, as batch normalisation does in
-    train mode: each rank normalises with its own samples, or, after
-    `mpishard.torch.convert_sync_batchnorm`, with those of all ranks. Checkpoints hold the buffers
-    of ``state_dict()``, and no frozen parameters. Training uses each submodule's own mode, train or
-    eval; `predict` and evaluation use eval mode. Random layers (dropout) draw from torch's
-    generator: when the model is sharded, each rank but the first gets a seed of its own. Hooks on
-    the module, checkpointed segments and tied parameters work; ``.grad`` of the parameters is None
-    after each pass. The gradient of a parameter that no rank used is 0, so that weight decay and
-    momentum change it; optimizers of PyTorch leave it out. A warning names such parameters of the
-    first step.
+    those of rank 0. Buffers are sent again after each step that has changed one, as batch
+    normalisation does in train mode. Each rank normalises with its own samples or, after
+    `mpishard.torch.convert_sync_batchnorm`, with those of all ranks. Checkpoints have the buffers
+    of ``state_dict()``, but no frozen parameters.
+
+    Training uses each submodule's own mode, train or eval. `predict` and evaluation use eval mode.
+    Random layers (dropout) draw from PyTorch's generator. When the model is sharded, each rank
+    except the first gets a seed of its own. Hooks on the module, checkpointed segments and tied
+    parameters work. After each pass ``.grad`` of the parameters is None.
+
+    A parameter that no rank used has the gradient 0, so that weight decay and momentum change it.
+    Optimizers of PyTorch skip such a parameter. A warning names those of the first step.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Returns one tensor of as many samples as it is given: one array; of `mpishard.data.Samples`
-        those of a dict as keyword arguments, those of a tuple as arguments. Each rank makes its
-        own.
+        Module that returns one tensor with as many samples as its input. The input is one array, or
+        the arrays of a `mpishard.data.Samples`: a dict as keyword arguments, a tuple as positional
+        arguments. Each rank makes a module of its own.
     loss : callable or ILossFunction
-        ``loss(output, y)``, a scalar tensor: the *mean* over samples, as of
-        ``torch.nn.functional.mse_loss``. Or a loss of `mpishard.nn`, which may weigh its targets.
+        ``loss(output, y)`` returns a scalar tensor, the *mean* over samples, as
+        ``torch.nn.functional.mse_loss`` does. Or a loss of `mpishard.nn`.
 
     Raises
     ------
     ImportError
         If PyTorch is not installed.
     TypeError
-        For other arguments, or a parameter that is no plain strided tensor.
+        If an argument is another one, or a parameter is not a plain strided tensor.
     ValueError
-        For parameters of several dtypes, of none but float32 or float64, on another device than
-        the CPU. Nothing has changed then.
+        If the trained parameters are not all float32 or all float64, or a tensor is not on the CPU.
+        Nothing has changed then.
+    ShardingError
+        If `mpishard.torch.shard` has sharded the module.
     """
 
     def __init__(self, module: Any, loss: Callable[[Any, Any], Any] | ILossFunction) -> None:
@@ -84,7 +88,7 @@ class TorchModel(PlacedVectorModel):
 
         self._placed = PlacedModule(module, with_frozen=False)
         self._module, self._entries = module, self._placed.entries
-        # Which parameters this rank has used; None once the first step has ended.
+        # One flag for each parameter that this rank has used; None after the first step.
         self._used: np.ndarray[Any, Any] | None = np.zeros(len(self._entries), np.uint8)
 
     # ---------------------------------------------------------------------------------- structure
@@ -105,15 +109,16 @@ class TorchModel(PlacedVectorModel):
     # --------------------------------------------------------------------------------- parameters
 
     def with_parameters(self, parameters: Array) -> Self:
-        """A new plain model of this structure that *holds* ``parameters``, without a copy.
+        """Return a new plain model of this structure that uses ``parameters`` without a copy.
 
-        ``parameters`` is copied only if its dtype differs.
+        The array is copied only if its dtype differs, or if it is not C-contiguous.
         """
         import torch
 
         parameters = self._checked(parameters)
         model = copy.copy(self)
-        # With new parameters in its memo, deepcopy copies what is no parameter.
+        # deepcopy takes objects from its memo. With the new parameters there, it copies only
+        # buffers and other state.
         memo = {
             id(old): torch.nn.Parameter(torch.from_numpy(values).view(old.shape))
             for old, values in zip(self._placed.parameters, self._cut(parameters), strict=True)
@@ -127,7 +132,7 @@ class TorchModel(PlacedVectorModel):
 
     def fill_parameters(self, start: int, out: Array) -> None:
         if self._holder is not None:
-            self._flat_vector()  # raises
+            self._flat_vector()  # This raises the error that names the holder.
         self._placed.fill(start, out)
 
     def obstacle_to_bfloat16(self) -> str | None:
@@ -191,19 +196,19 @@ class TorchModel(PlacedVectorModel):
         return self._placed.computes_together
 
     def choices(self) -> dict[str, Any]:
-        """The buffers of ``state_dict()``, which training may have changed."""
+        """Return the buffers of ``state_dict()``, which training may have changed."""
         from mpishard.torch.placed import to_text
 
         buffers = self._placed.buffers.saved(with_parameters=False)
         return {_BUFFERS: to_text(buffers)} if buffers else {}
 
     def check_choices(self, choices: Mapping[str, Any]) -> None:
-        """Refuse buffers that the module has not, by name."""
+        """Refuse buffers that the module does not have, naming one."""
         super().check_choices({name: choices[name] for name in choices if name != _BUFFERS})
         self._placed.buffers.check(_buffers_in(choices))
 
     def take_choices(self, choices: Mapping[str, Any]) -> None:
-        """Take the buffers that `choices` gave; a checkpoint without any leaves them."""
+        """Restore the buffers of `choices`; without any, the module keeps its buffers."""
         self._placed.buffers.take(_buffers_in(choices))
 
     # ---------------------------------------------------------------------------------- computing
@@ -212,7 +217,7 @@ class TorchModel(PlacedVectorModel):
         _check_array("x", x)
 
     def predict(self, x: Array) -> Array:
-        """Outputs in eval mode, shape (B, ...), for inputs of shape (B, ...)."""
+        """Return outputs in eval mode, shape (B, ...), for inputs of shape (B, ...)."""
         import torch
 
         _check_array("x", x)
@@ -226,10 +231,14 @@ class TorchModel(PlacedVectorModel):
                 module.training = mode
 
     def _run(self, x: Array) -> tuple[Any, Array]:
-        """The module's output; as an array, on the same memory unless it is bfloat16."""
+        """Return the module's output as a tensor and as an array.
+
+        Both have the same memory, unless the tensor is bfloat16.
+        """
         import torch
 
-        dtype = self._placed.parameters[0].dtype  # bfloat16, if a sharded wrapper has placed such
+        # The dtype is bfloat16 if a sharded wrapper has placed rounded parameters.
+        dtype = self._placed.parameters[0].dtype
 
         def given(array: Array) -> Any:
             tensor = _tensor(array, self._dtype)
@@ -270,7 +279,7 @@ class TorchModel(PlacedVectorModel):
         import torch
 
         output, loss, saved = kept
-        if not output.requires_grad:  # no parameter was used
+        if not output.requires_grad:  # The module used no parameter.
             return
         handles = []
         try:
@@ -285,7 +294,7 @@ class TorchModel(PlacedVectorModel):
                 parameter.grad = None
 
     def _hand_over(self, receive: Callable[[int, Array], None], index: int, parameter: Any) -> None:
-        """Hook: autograd's gradient of a parameter goes where gradients are gathered."""
+        """Pass autograd's gradient of a parameter to ``receive``, as the parameter's hook."""
         from mpishard.torch.placed import flat_gradient
 
         gradient, parameter.grad = parameter.grad, None
@@ -295,7 +304,7 @@ class TorchModel(PlacedVectorModel):
 
 
 def _wide(named: Iterable[tuple[str, Any]]) -> list[str]:
-    """The names of tensors of more than 16 bits."""
+    """Return the names of floating-point tensors of other than 16 bits."""
     return [name for name, t in named if t.is_floating_point() and t.itemsize != 2]
 
 
@@ -306,7 +315,7 @@ def _buffers_in(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TorchLoss(ILossFunction):
-    """A loss written in PyTorch, ``function(output, target)``: a scalar, the mean over samples."""
+    """Loss of a PyTorch ``function(output, target)``, which returns a scalar, the samples' mean."""
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self._function = function
@@ -343,7 +352,11 @@ class TorchLoss(ILossFunction):
 
 
 def _tensor(array: Array, dtype: np.dtype[Any]) -> Any:
-    """``array`` as a tensor on the same memory: floats in ``dtype``, integers as int64."""
+    """Return ``array`` as a tensor, if possible in the same memory.
+
+    Floating-point arrays are converted to ``dtype``, integers to int64. Read-only arrays, which
+    PyTorch does not support, are copied.
+    """
     import torch
 
     if array.dtype.kind == "f":

@@ -1,4 +1,4 @@
-"""The parameters of a `GPT` in a safetensors file, under the names of PyTorch programs."""
+"""Files of a `GPT`'s parameters in safetensors format, under the names of PyTorch programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BLOCK = {
     "mlp.norm": "ln_2", "mlp.expansion": "mlp.c_fc", "mlp.projection": "mlp.c_proj",
 }  # fmt: skip
 _EMBEDDING, _HEAD = "transformer.wte.weight", "lm_head.weight"
-# Masks that programs of that time keep among the parameters.
+# Attention masks that older GPT-2 programs store among the parameters.
 _BUFFERS = ("attn.bias", "attn.masked_bias")
 
 
@@ -40,28 +40,28 @@ def save_gpt2(model: Any, path: PathLike, *, transposed: bool = False) -> None:
     """Write a `GPT` as a safetensors file that a GPT-2 of PyTorch loads.
 
     Names are ``transformer.wte.weight``, ``transformer.h.0.attn.c_attn.weight`` and so on, as in
-    nanoGPT and in Hugging Face's ``GPT2LMHeadModel``. Their GPT has a bias on queries, keys and
-    values, which is written as zeros. It computes the same if its GELU is the one by tanh, as
-    GPT-2's own. Collective if the model is sharded: rank 0 writes, unit by unit.
+    nanoGPT and in Hugging Face's ``GPT2LMHeadModel``. These models have a bias on queries, keys and
+    values, which is written as zeros. They compute the same as the `GPT` if their GELU has the tanh
+    form, as in GPT-2. Collective if the model is sharded: rank 0 writes, unit by unit.
 
     Parameters
     ----------
-    model : GPT or sharded model of one
-        With as many heads of keys and values as of queries.
+    model : GPT, or a sharded model of one
+        Model with as many heads of keys and values as of queries.
     path : path
-        The file. One that is there is replaced.
+        File to make or replace.
     transposed : bool
-        Write the weights of blocks as (inputs, outputs), as ``GPT2LMHeadModel`` has them. Default:
-        (outputs, inputs), as ``torch.nn.Linear`` and nanoGPT have them.
+        If True, the weights of blocks are written as (inputs, outputs), as ``GPT2LMHeadModel``
+        needs them. If False, as (outputs, inputs), as ``torch.nn.Linear`` and nanoGPT need them.
 
     Raises
     ------
     TypeError
-        For another model.
+        If the model is not a `GPT`.
     ValueError
-        If heads share keys and values, which GPT-2 cannot.
+        If heads share keys and values, which GPT-2 does not support.
     OSError
-        If the file cannot be written. On every rank.
+        If the file cannot be written. Every rank raises it.
     """
     transposed = as_flag("transposed", transposed)
 
@@ -76,18 +76,19 @@ def save_gpt2(model: Any, path: PathLike, *, transposed: bool = False) -> None:
             value = next(values)
             yield value.reshape(entry.shape).T.ravel() if turns else value
 
-        tensors: dict[str, LazyTensor] = {}  # written in this order, which is that of the values
+        # Tensors are written in the order of the dict, which must be that of the values.
+        tensors: dict[str, LazyTensor] = {}
         for entry in entries:
             name, shape = _name(entry.name), entry.shape
             turns = transposed and entry.name.startswith("block") and len(shape) == 2
             read = functools.partial(following, entry, turns)
             tensors[name] = LazyTensor(dtype, shape[::-1] if turns else shape, read)
-            # GPT-2 has a bias there, without which PyTorch would refuse the file.
+            # GPT-2 has a bias here, and PyTorch refuses a file without it.
             if name.endswith("attn.c_attn.weight"):
                 zeros = np.zeros(shape[0], dtype)
                 bias = LazyTensor(dtype, zeros.shape, functools.partial(iter, [zeros]))
                 tensors[name.removesuffix("weight") + "bias"] = bias
-            # Programs that do not tie the head read it by its own name.
+            # Programs whose head is not tied need a copy of the embedding under the head's name.
             elif is_tied and name == _EMBEDDING:
                 tensors[_HEAD] = LazyTensor(dtype, shape, lambda: iter([value]))
         return TensorFile(tensors, {"format": "pt"}).parts()
@@ -96,29 +97,30 @@ def save_gpt2(model: Any, path: PathLike, *, transposed: bool = False) -> None:
 
 
 def load_gpt2(model: Any, path: PathLike) -> None:
-    """Give a `GPT` the parameters of a safetensors file that a GPT-2 of PyTorch wrote.
+    """Load the parameters of a `GPT` from a safetensors file of a GPT-2 of PyTorch.
 
-    Both layouts of `save_gpt2` are read, and names without ``transformer.``. Every rank reads the
+    Both layouts of `save_gpt2` are read, and names may lack ``transformer.``. Every rank reads the
     file. Collective if the model is sharded.
 
     Parameters
     ----------
-    model : GPT or sharded model of one
-        Of the sizes in the file. If its head is tied to the embedding, the file's must be, too.
+    model : GPT, or a sharded model of one
+        Model of the sizes in the file. If its head is tied to the embedding, the file's must be,
+        too.
     path : path
         The file.
 
     Raises
     ------
     TypeError
-        For another model.
+        If the model is not a `GPT`.
     FileNotFoundError
         If there is no such file.
     ValueError
-        If it is not a complete safetensors file; if parameters are missing, have other shapes, or
-        are no floating numbers; if queries, keys and values have a bias other than 0, for which a
-        `GPT` has no parameter; if the head is not tied and the model's is. On every rank; the
-        model has not changed.
+        If the file is not a complete safetensors file. If parameters are missing, unknown, of other
+        shapes, or not floating-point. If queries, keys and values have a bias other than 0, for
+        which a `GPT` has no parameter. If the model's head is tied and the file's is not. Every
+        rank raises it, and the model has not changed.
     """
     check_path("path", path)
     if not isinstance(model, ShardedModelBase):
@@ -143,7 +145,10 @@ def _require_gpt(model: Any) -> None:
 
 
 def _name(name: str) -> str:
-    """GPT-2's name of a parameter: ``block0_mlp.norm.bias`` -> ``transformer.h.0.ln_2.bias``."""
+    """Return GPT-2's name of a parameter.
+
+    For ``block0_mlp.norm.bias`` it is ``transformer.h.0.ln_2.bias``.
+    """
     if name in _LAYERS:
         return _LAYERS[name]
     block, _, rest = name.removeprefix("block").partition("_")
@@ -153,7 +158,7 @@ def _name(name: str) -> str:
 
 def _vector(model: GPT, path: Path) -> Array:
     given = _read(path)
-    # Blocks stored as (inputs, outputs) are found by the matrix that is never square.
+    # The layout of blocks is found from this matrix, which has 4 times as many outputs as inputs.
     first = given.get("transformer.h.0.mlp.c_fc.weight")
     transposed = first is not None and first.ndim == 2 and first.shape[1] > first.shape[0]
     vector = np.empty(model.parameter_count, model.dtype)
@@ -199,7 +204,8 @@ def _read(path: Path) -> dict[str, Any]:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
-    except AttributeError as error:  # of a dtype such as float8, for which NumPy has no name
+    except AttributeError as error:  # NumPy has no name for a dtype such as float8.
         raise ValueError(f"{path} has numbers of a dtype that NumPy lacks: {error}") from error
-    plain = ("wte.", "wpe.", "h.", "ln_f.")  # GPT2Model, without a head, has no prefix
+    # Names in a file of GPT2Model, which has no head, have no prefix.
+    plain = ("wte.", "wpe.", "h.", "ln_f.")
     return {f"transformer.{n}" if n.startswith(plain) else n: v for n, v in found.items()}

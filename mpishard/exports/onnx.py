@@ -1,4 +1,4 @@
-"""A model's computation graph as an ONNX file."""
+"""Export of a model's computation graph as an ONNX file."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from mpishard.exports.rank_zero import write_model
 from mpishard.nn import ComputationNode, Model
 from mpishard.nn.graph.tracing import input_of, trace_chain
 
-_OPSET = 20  # the first with Gelu
-_IR_VERSION = 9  # of the same time; older readers refuse newer files
-_MAXIMUM_BYTES = 2**31 - 1  # of a message of Protocol Buffers
-_GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9  # fields of ModelProto, GraphProto, TensorProto
+_OPSET = 20  # Opset 20 is the first with Gelu.
+_IR_VERSION = 9  # Version that came with the opset. A reader refuses files of newer versions.
+_MAXIMUM_BYTES = 2**31 - 1  # Maximum size of a message of Protocol Buffers.
+_GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9  # Fields of ModelProto, GraphProto and TensorProto.
 
 
 def export_onnx(model: Any, path: PathLike) -> None:
-    """Write the function that ``model.predict`` computes as an ONNX file, in float32.
+    """Write the function ``model.predict`` as an ONNX file, in float32.
 
     ONNX Runtime's results differ from the model's by rounding (about 1e-6). The input is named
-    "x", the output "y"; the batch dim is open, as is time for layers that leave it open. Inputs
-    are float32, or int64 tokens. Parameters keep the names of the parameter table; dropout is
-    gone. Collective if the model is sharded: rank 0 writes, unit by unit.
+    "x", the output "y". The batch dim has any size; so has the time dim if the layers allow it.
+    Inputs are float32, or int64 tokens. Parameters keep the names of the parameter table. Dropout
+    is left out. Collective if the model is sharded: rank 0 writes, unit by unit.
 
     Parameters
     ----------
     model : object
         A model of `mpishard.nn`, plain or sharded, on any device.
     path : path
-        The file. One that is there is replaced.
+        File to make or replace.
 
     Raises
     ------
     ImportError
-        Without onnx: ``pip install "mpishard[onnx]"``.
+        If onnx is not installed: ``pip install "mpishard[onnx]"``.
     TypeError
-        For a model that is not of `mpishard.nn`.
+        If the model is not one of `mpishard.nn`.
     ValueError
-        If it has layers of the user's own, which ONNX does not know, or needs more than 2 GiB.
+        If the model has layers of the user's own, which ONNX cannot represent, or has more than
+        2 GiB of parameters.
     OSError
-        If the file cannot be written. On every rank.
+        If the file cannot be written. Every rank raises it.
     """
     write_model(path, model, _content)
 
@@ -60,7 +61,7 @@ def _content(model: Any, values: Iterator[Array]) -> Iterator[memoryview | bytes
 
 
 class _Graph:
-    """The ONNX nodes and constants of a computation graph."""
+    """ONNX nodes and constants of a computation graph."""
 
     def __init__(self, onnx: Any, model: Model) -> None:
         self._onnx = onnx
@@ -69,13 +70,14 @@ class _Graph:
         self._names: dict[ComputationNode, str] = {}
         self._title = type(model).__name__
         self._table = model.parameter_table
-        # The structure alone: `parts` gets the values one by one.
+        # The graph is traced without values, which `parts` gets one by one. This array of zeros
+        # takes no memory.
         nothing = np.broadcast_to(np.zeros((), model.dtype), model.parameter_count)
         shape = tuple(model.get_input_shape())
         self._input = input_of([], shape, model.get_dynamic_shape_info())
         self._output = trace_chain(model.chain, self._table, nothing, self._input, shape)
         order = list(self._output.walk())
-        # Models of numbers begin with a cast to the dtype of their parameters.
+        # A graph begins with a cast to the dtype of the parameters unless its input is integer.
         self._takes_integers = not any(
             node.op == "cast" for node in order if self._input in node.inputs
         )
@@ -83,7 +85,7 @@ class _Graph:
             self._names[node] = self._add(node)
 
     def parts(self, values: Iterator[Array]) -> Iterator[memoryview | bytes]:
-        """The file's bytes, part by part; ``values`` are the parameters in their table's order."""
+        """Return the file's bytes in parts; ``values`` yields the parameters in table order."""
         helper, kinds = self._onnx.helper, self._onnx.TensorProto
         size = 4 * sum(entry.size for entry in self._table.entries)
         if size > _MAXIMUM_BYTES:
@@ -103,11 +105,15 @@ class _Graph:
             producer_name="mpishard",
         )  # fmt: skip
         self._onnx.checker.check_model(model, full_check=True)
-        del model.graph.input[1:]  # of the check alone: in the file they are constants
+        # Parameters are inputs only for the check. In the file they are constants.
+        del model.graph.input[1:]
         return self._stream(model, values)
 
     def _stream(self, model: Any, values: Iterator[Array]) -> Iterator[memoryview | bytes]:
-        """The bytes of ``model`` with the parameters, which Protocol Buffers would copy thrice."""
+        """Yield the bytes of ``model`` with the parameters.
+
+        They are encoded here, because Protocol Buffers would copy the parameters three times.
+        """
         begin = model.graph.SerializeToString()
         model.ClearField("graph")
         heads = []
@@ -122,10 +128,10 @@ class _Graph:
             yield np.ascontiguousarray(value, "<f4").data.cast("B")
 
     def _add(self, node: ComputationNode) -> str:
-        """Add the operations of a node; return the name of its result."""
+        """Add the operations of a node, and return the name of its result."""
         if node.op == "input":
             return "x"
-        if node.op == "constant":  # a parameter
+        if node.op == "constant":  # All constants are parameters.
             return node.name
         if node.op == "layer":
             layer = type(node.attributes["layer"]).__name__
@@ -136,7 +142,7 @@ class _Graph:
         return _OPERATIONS[node.op](self, node, *names)
 
     def constant(self, value: Any) -> str:
-        """Name of a constant; integers are int64."""
+        """Add a constant, and return its name; integers become int64."""
         array = np.asarray(value)
         array = array.astype(np.int64) if array.dtype.kind == "i" else array
         name = f"constant{len(self._constants)}"
@@ -144,18 +150,21 @@ class _Graph:
         return name
 
     def number(self, value: float) -> str:
-        """Name of a float32 constant."""
+        """Add a float32 constant, and return its name."""
         return self.constant(np.float32(value))
 
     def apply(self, op: str, *names: str, outputs: int = 1, **attributes: Any) -> Any:
-        """Name of the result of an ONNX operation, or names if it has several."""
+        """Add an ONNX operation, and return the name of its result, or names if it has several."""
         made = [f"{op}{len(self._nodes)}_{number}" for number in range(outputs)]
         self._nodes.append(self._onnx.helper.make_node(op, names, made, **attributes))
         return made[0] if outputs == 1 else made
 
 
 def _field(number: int, length: int) -> bytes:
-    """The begin of a field of ``length`` bytes: https://protobuf.dev/programming-guides/encoding."""
+    """Return the key and length that precede a field of ``length`` bytes.
+
+    See https://protobuf.dev/programming-guides/encoding.
+    """
     text = bytearray([number << 3 | 2])
     while length > 0x7F:
         text.append(length & 0x7F | 0x80)
@@ -202,7 +211,7 @@ def _split_heads(graph: _Graph, node: ComputationNode, x: str) -> Any:
     start = (0, heads, heads + kv_heads)[part] * size
     ends = (graph.constant([start]), graph.constant([start + count * size]))
     own = graph.apply("Slice", x, *ends, graph.constant([-1]))
-    if count < heads:  # each of these heads stands beside its copies
+    if count < heads:  # Each head of keys or values is repeated for the queries that share it.
         own = graph.apply("Reshape", own, graph.constant([0, 0, count, 1, size]))
         own = graph.apply("Expand", own, graph.constant([1, 1, 1, heads // count, 1]))
     own = graph.apply("Reshape", own, graph.constant([0, 0, heads, size]))
@@ -232,7 +241,7 @@ def _add_by_channel(graph: _Graph, node: ComputationNode, x: str, bias: str) -> 
 _OPERATIONS: Mapping[str, Callable[..., str]] = {
     "add": _simple("Add"),
     "add_by_channel": _add_by_channel,
-    "cast": lambda graph, node, x: x,  # all numbers are float32
+    "cast": lambda graph, node, x: x,  # All numbers in the file are float32.
     "causal_scores": _causal_scores,
     "convolve": lambda graph, node, x, weight: graph.apply(
         "Conv", x, weight, strides=[*node.attributes["stride"]],

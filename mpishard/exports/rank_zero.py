@@ -1,4 +1,4 @@
-"""The file of a model that may lie on several ranks."""
+"""Writing of a plain or sharded model to one file."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from mpishard.models import ShardedModelBase
 from mpishard.nn import Model
 
 Content = Callable[[Any, Iterator[Array]], Iterable[memoryview | bytes]]
-"""A model's structure, and its parameters in the order of its table, to the parts of a file."""
+"""Function of a model's structure and its parameters, in table order: it yields a file's parts."""
 
 
 def write_model(path: PathLike, model: Any, content: Content) -> None:
-    """Write the ``content`` of a model to ``path``; what was there is replaced at once.
+    """Write the ``content`` of a model to ``path``. Collective if the model is sharded.
 
-    One unit of a sharded model is whole at a time (all on a mesh), and rank 0 writes. Collective
-    then.
+    A file at ``path`` is replaced atomically. Rank 0 writes. It gathers one unit of a sharded model
+    at a time (of a model on a mesh, all units).
 
     Raises
     ------
     TypeError, ValueError, OSError
-        For a path that is none, or blank; if ``content`` refuses the model; if the file cannot be
-        written. On every rank.
+        If the path is not a path or is blank, ``content`` refuses the model, or the file cannot be
+        written. Every rank raises it.
     """
     check_path("path", path)
 
@@ -49,7 +49,8 @@ def write_model(path: PathLike, model: Any, content: Content) -> None:
         try:
             if model.backend.rank == 0:
                 write(model.wrapped_model, chunks)
-        finally:  # to gather a unit is collective, whatever becomes of the file
+        finally:
+            # Gathering is collective: every rank gathers all units, even if rank 0 could not write.
             for _ in chunks:
                 pass
 
@@ -59,7 +60,7 @@ def _chunks(model: Any) -> Iterator[Array]:
 
 
 def _parameters(model: Model, chunks: Iterator[Array]) -> Iterator[Array]:
-    """Yield each parameter, flat, of chunks that hold one or several."""
+    """Yield each parameter as a vector, from chunks that may end anywhere."""
     held = np.empty(0, model.dtype)
     for entry in model.parameter_table.entries:
         while held.size < entry.size:
