@@ -1,8 +1,9 @@
-"""Text for people: counts, bytes and times in words, messages, and refusals with exit code 2."""
+"""Text for people: counts, bytes and times in words; messages, and refusals with exit code 2."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from mpishard import settings
 from mpishard.arguments import nearest
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -61,7 +63,7 @@ def parse_bytes(text: str) -> int:
 
 
 def say(command: str, message: object) -> None:
-    """Print ``message`` as that of ``mpishard <command>``, beside what the command answers."""
+    """Print ``message`` of ``mpishard <command>`` to stderr, apart from its results on stdout."""
     typer.echo(f"mpishard {command}: {message}", err=True)
 
 
@@ -77,6 +79,13 @@ def refuse(command: str, message: object, code: int = 2) -> NoReturn:
     raise typer.Exit(code) from None
 
 
+def refuse_in_a_rank(command: str, fix: str) -> None:
+    """Refuse to start ranks if this process is a rank itself."""
+    variable = settings.launcher_variable()
+    if variable is not None:
+        refuse(command, f"this process is a rank already ({variable} is set): {fix}")
+
+
 @contextmanager
 def refusing(
     command: str,
@@ -84,9 +93,9 @@ def refusing(
     code: int = 2,
     errors: tuple[type[Exception], ...] = (OSError, ValueError),
 ) -> Iterator[None]:
-    """Inside, `refuse` with the message of an error, behind ``what``.
+    """Inside, `refuse` with ``what`` and the message of an exception of ``errors``.
 
-    A pipe that nobody reads any more, as in ``| head``, is no error: the command ends in silence.
+    A closed pipe, as of ``| head``, is left to `typer`, which ends the command without a message.
     """
     try:
         yield
@@ -117,9 +126,22 @@ def choice(command: str, names: Iterable[str], help_text: str = "One of {}.") ->
     return typer.Option(help=help_text.format(", ".join(known)), callback=check)
 
 
+def check_output(command: str, flag: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before it takes minutes to make its content."""
+    # Folders that are missing are made later.
+    folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if path.is_dir():
+        refuse(command, f"{flag}: {path} is a folder: give the name of a file")
+    if not folder.is_dir():
+        refuse(command, f"{flag}: {folder} is a file, and no folder for {path.name}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        refuse(command, f"{flag}: this user may not write {path}")
+
+
 def check_png(command: str, flag: str, path: Path) -> None:
-    """Refuse a picture that cannot be drawn: in another format, or without matplotlib."""
+    """Refuse a picture that cannot be drawn: without matplotlib, elsewhere, in another format."""
     if path.suffix.lower() != ".png":
         refuse(command, f"{flag}: a PNG is drawn: give a name that ends with .png, got {path}")
+    check_output(command, flag, path)
     if importlib.util.find_spec("matplotlib") is None:
         refuse(command, f"{flag} needs matplotlib: pip install 'mpishard[plot]'")

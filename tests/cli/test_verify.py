@@ -708,6 +708,16 @@ def test_refuses_what_factories_return(given: Any, dtype: Any, message: str) -> 
         build_problem(lambda seed: given, 0, dtype)
 
 
+def test_refuses_a_factory_without_a_seed() -> None:
+    def factory() -> Any:
+        raise AssertionError
+
+    with pytest.raises(
+        TargetError, match=r"factory\(\) must take a seed\nwrite def factory\(seed\)"
+    ):
+        build_problem(factory, 0, "float32")
+
+
 def test_refuses_a_model_that_is_sharded() -> None:
     def wrap(backend: Any) -> None:
         model = ms.as_distributed(squares(), backend)
@@ -775,6 +785,13 @@ def test_refuses_options(arguments: list[str], message: str) -> None:
     assert ended.exit_code == 2
     assert message in " ".join(ended.stderr.replace("│", " ").split())
     assert ended.stdout == ""
+
+
+def test_refuses_a_setting_that_ranks_would_refuse(monkeypatch: Any) -> None:
+    monkeypatch.setenv("MPISHARD_ARENA", "sand")
+    ended = CliRunner().invoke(app, ["verify", "file.py:factory", "--backend", "memory"])
+    assert ended.exit_code == 2
+    assert ended.stderr.startswith("mpishard verify: MPISHARD_ARENA must be ")
 
 
 def test_refuses_to_be_a_rank(monkeypatch: Any) -> None:

@@ -18,7 +18,15 @@ from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark
 from mpishard.cli.bench.step import CONTEXT, STRATEGIES, ChecksBenchmark, StepBenchmark
 from mpishard.cli.machine import write_json
 from mpishard.cli.tables import show
-from mpishard.cli.wording import check_png, choice, parse_bytes, refuse, refusing
+from mpishard.cli.wording import (
+    check_output,
+    check_png,
+    choice,
+    parse_bytes,
+    refuse,
+    refuse_in_a_rank,
+    refusing,
+)
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.errors import MPIUnavailableError
@@ -174,7 +182,10 @@ def checkpoint(
     size: Annotated[str, typer.Option(help="Bytes of each rank's file, about.")] = "256MiB",
     repeats: Annotated[int, _count("Number of times of each.", 2)] = 7,
     folder: Annotated[
-        Path, typer.Option(help="Where files are written, and removed; all ranks see it.")
+        Path,
+        typer.Option(
+            file_okay=False, help="Folder for files, which are removed; all ranks must see it."
+        ),
     ] = Path(),
     json: JSONOption = None,
     ranks: RanksOption = 0,
@@ -183,7 +194,7 @@ def checkpoint(
     """Time saving, saving beside training, and loading, against plain writing and reading."""
     with refusing("bench", "--size: "):
         benchmark = CheckpointBenchmark(parse_bytes(size), repeats, folder)
-    with refusing("bench", errors=(OSError,)):
+    with refusing("bench", "--folder: ", errors=(OSError,)):
         _measure(context, benchmark, ranks, world_size, json)
 
 
@@ -201,14 +212,16 @@ def _measure(
     ``run(backend)``, ``table(results, world_size)``, and ``panels(results, world_size)`` if it
     can be plotted.
     """
+    if json is not None:
+        check_output("bench", "--json", json)
     if plot is not None:
         check_png("bench", "--plot", plot)
+    with refusing("bench"):
+        settings.check()
     if ranks and threads:
         refuse("bench", "-n starts MPI ranks and --world-size threads: give one of them")
-    launcher = settings.launcher_variable()
-    if launcher is not None and (ranks or threads) and context.obj is not _RANK:
-        text = f"this process is a rank already ({launcher} is set): leave out -n and "
-        refuse("bench", f"{text}--world-size")
+    if (ranks or threads) and context.obj is not _RANK:
+        refuse_in_a_rank("bench", "leave out -n and --world-size")
     if ranks and context.obj is not _RANK:
         words = ["run", "-n", str(ranks), "-m", __name__, *sys.argv[2:]]  # after `mpishard bench`
         # In place of this process, so that signals and the exit code are those of the job.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -76,9 +76,8 @@ def run(
         ),
     ] = None,
     on_failure: Annotated[
-        str,
+        Literal["abort", "shrink"],
         typer.Option(
-            metavar="abort|shrink",
             help="abort: a lost rank ends the job; shrink: the others may go on, in scripts that "
             'ask for on_failure="shrink", under Open MPI.',
         ),

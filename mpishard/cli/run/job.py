@@ -36,7 +36,6 @@ from mpishard.cli.run.restarts import (
 )
 from mpishard.cli.run.supervisor import Supervisor
 from mpishard.cli.wording import counted, refuse, refusing, say
-from mpishard.communication.failure.report import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -276,7 +275,6 @@ def prepare_job(
         refuse(name, f"a job has at least one rank, got -n {ranks}")
     with refusing(name, errors=(MPIUnavailableError, ValueError)):
         program = python_arguments(words, is_module)
-        check_on_failure(on_failure)
         settings.check()
         machines = parse_hosts(hosts, ranks)
         limits.check(ranks, machines, may_be_resized=folder is not None)

@@ -353,8 +353,16 @@ def build_problem(factory: Factory, seed: int, dtype: str | None) -> Problem:
     TargetError
         If that is no model with data, or a model of another dtype.
     """
-    takes_dtype = "dtype" in inspect.signature(factory).parameters
-    given = factory(seed, dtype=dtype) if dtype and takes_dtype else factory(seed)
+    signature = inspect.signature(factory)
+    named = {"dtype": dtype} if dtype and "dtype" in signature.parameters else {}
+    try:
+        signature.bind(seed, **named)
+    except TypeError:
+        text = (
+            f"{factory.__name__}{signature} must take a seed\nwrite def factory(seed), and return"
+        )
+        raise TargetError(f"{text} (model, x, y) or (model, x, y, loss)") from None
+    given = factory(seed, **named)
     for fault in _faults(given, dtype):
         raise TargetError(fault)
     return Problem(*given)
