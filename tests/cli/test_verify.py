@@ -668,7 +668,7 @@ def test_targets_are_files_and_modules(file: str) -> None:
         ("factory", "package.module:factory or file.py:factory, got 'factory'\nfactory"),
         ("FILE:", "package.module:factory or file.py:factory, got"),
         ("FILE:factroy", "has no 'factroy'\nits functions are factory, fault, box, diverges"),
-        ("FILE:NUMBER", "'NUMBER' of .* is a int and no function\nfactory"),
+        ("FILE:NUMBER", "'NUMBER' of .* is of type int, not a function\nfactory"),
         ("no.such:factory", "there is no module 'no'\nlooked for it in"),
         ("mpishard.nowhere:factory", "there is no module 'mpishard.nowhere'\n"),
     ],
@@ -713,7 +713,7 @@ def test_refuses_a_factory_without_a_seed() -> None:
         raise AssertionError
 
     with pytest.raises(
-        TargetError, match=r"factory\(\) must take a seed\nwrite def factory\(seed\)"
+        TargetError, match=r"factory\(\) must take a seed\nfactory\(seed\) is a fun"
     ):
         build_problem(factory, 0, "float32")
 
