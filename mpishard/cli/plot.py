@@ -8,7 +8,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from mpishard.cli.wording import check_png, refuse, refusing
+from mpishard.cli.outputs import check_png
+from mpishard.cli.wording import refuse, refusing
 from mpishard.observe import Curve, Panel, losses_of, plot_loss_curve, plot_panels
 from mpishard.observe.plots import moving_mean
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -79,13 +76,6 @@ def refuse(command: str, message: object, code: int = 2) -> NoReturn:
     raise typer.Exit(code) from None
 
 
-def refuse_in_a_rank(command: str, fix: str) -> None:
-    """Refuse to start ranks if this process is a rank itself."""
-    variable = settings.launcher_variable()
-    if variable is not None:
-        refuse(command, f"this process is a rank already ({variable} is set): {fix}")
-
-
 @contextmanager
 def refusing(
     command: str,
@@ -103,6 +93,15 @@ def refusing(
         raise
     except errors as error:
         refuse(command, f"{what}{error}", code)
+
+
+def check_start(command: str, advice: str, *, starts_ranks: bool = True) -> None:
+    """Refuse MPISHARD_ variables that ranks refuse, and to start ranks in one of another job."""
+    with refusing(command):
+        settings.check()
+    variable = settings.launcher_variable()
+    if starts_ranks and variable is not None:
+        refuse(command, f"this process is a rank already ({variable} is set): {advice}")
 
 
 def choice(command: str, names: Iterable[str], help_text: str = "One of {}.") -> Any:
@@ -124,24 +123,3 @@ def choice(command: str, names: Iterable[str], help_text: str = "One of {}.") ->
         return chosen[0] if isinstance(given, str) else chosen
 
     return typer.Option(help=help_text.format(", ".join(known)), callback=check)
-
-
-def check_output(command: str, flag: str, path: Path) -> None:
-    """Refuse a file that cannot be written, before it takes minutes to make its content."""
-    # Folders that are missing are made later.
-    folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
-    if path.is_dir():
-        refuse(command, f"{flag}: {path} is a folder: give the name of a file")
-    if not folder.is_dir():
-        refuse(command, f"{flag}: {folder} is a file, and no folder for {path.name}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        refuse(command, f"{flag}: this user may not write {path}")
-
-
-def check_png(command: str, flag: str, path: Path) -> None:
-    """Refuse a picture that cannot be drawn: without matplotlib, elsewhere, in another format."""
-    if path.suffix.lower() != ".png":
-        refuse(command, f"{flag}: a PNG is drawn: give a name that ends with .png, got {path}")
-    check_output(command, flag, path)
-    if importlib.util.find_spec("matplotlib") is None:
-        refuse(command, f"{flag} needs matplotlib: pip install 'mpishard[plot]'")

@@ -14,7 +14,7 @@ from mpishard import run_in_threads
 from mpishard.cli import app
 from mpishard.cli.bench.collectives import CollectiveBenchmark, CollectiveResult
 from mpishard.cli.bench.step import ChecksBenchmark, StepBenchmark, training_step
-from mpishard.cli.machine import write_json
+from mpishard.cli.outputs import write_json
 from mpishard.cli.wording import bytes_text, counted, milliseconds, parse_bytes
 from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.pipeline import SCHEDULE_NAMES

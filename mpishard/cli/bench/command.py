@@ -16,17 +16,9 @@ from mpishard.cli.bench.checkpoint import CheckpointBenchmark
 from mpishard.cli.bench.collectives import KINDS, CollectiveBenchmark
 from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark
 from mpishard.cli.bench.step import CONTEXT, STRATEGIES, ChecksBenchmark, StepBenchmark
-from mpishard.cli.machine import write_json
+from mpishard.cli.outputs import check_output, check_png, write_json
 from mpishard.cli.tables import show
-from mpishard.cli.wording import (
-    check_output,
-    check_png,
-    choice,
-    parse_bytes,
-    refuse,
-    refuse_in_a_rank,
-    refusing,
-)
+from mpishard.cli.wording import check_start, choice, parse_bytes, refuse, refusing
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.errors import MPIUnavailableError
@@ -212,17 +204,13 @@ def _measure(
     ``run(backend)``, ``table(results, world_size)``, and ``panels(results, world_size)`` if it
     can be plotted.
     """
-    if json is not None:
-        check_output("bench", "--json", json)
-    if plot is not None:
-        check_png("bench", "--plot", plot)
-    with refusing("bench"):
-        settings.check()
+    check_output("bench", "--json", json)
+    check_png("bench", "--plot", plot)
     if ranks and threads:
         refuse("bench", "-n starts MPI ranks and --world-size threads: give one of them")
-    if (ranks or threads) and context.obj is not _RANK:
-        refuse_in_a_rank("bench", "leave out -n and --world-size")
-    if ranks and context.obj is not _RANK:
+    starts_ranks = bool(ranks or threads) and context.obj is not _RANK
+    check_start("bench", "leave out -n and --world-size", starts_ranks=starts_ranks)
+    if ranks and starts_ranks:
         words = ["run", "-n", str(ranks), "-m", __name__, *sys.argv[2:]]  # after `mpishard bench`
         # In place of this process, so that signals and the exit code are those of the job.
         os.execv(sys.executable, [sys.executable, "-m", "mpishard", *words])  # noqa: S606

@@ -352,12 +352,12 @@ def build_problem(factory: Factory, seed: int, dtype: str | None) -> Problem:
     TargetError
         If that is no model with data, or a model of another dtype.
     """
-    signature = inspect.signature(factory)
+    signature, factory_name = inspect.signature(factory), getattr(factory, "__name__", "factory")
     named = {"dtype": dtype} if dtype and "dtype" in signature.parameters else {}
     try:
         signature.bind(seed, **named)
     except TypeError:
-        text = f"{factory.__name__}({', '.join(signature.parameters)}) must take a seed"
+        text = f"{factory_name}({', '.join(signature.parameters)}) must take a seed"
         raise TargetError(f"{text}\n{_RETURNS}") from None
     given = factory(seed, **named)
     for fault in _faults(given, dtype):
