@@ -39,7 +39,7 @@ _COMMANDS = {
     "checkpoint": (
         "checkpoint", "Look into checkpoints, verify them, exchange them with other programs."
     ),
-    "resize": ("run.resizing", "Order a running job to go on with N ranks."),
+    "resize": ("run.resizing", "Change the number of ranks of a running job to N."),
     "trace": ("trace", "Record what each rank does and when; merge it for Perfetto, add it up."),
     "plot": ("plot", "Draw the losses of one run, or of several."),
     "watch": (

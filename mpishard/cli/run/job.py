@@ -269,7 +269,9 @@ def prepare_job(
     limits, variables = limits or RestartLimits(), dict(variables or {})
     if ranks is None:
         misplaced = {"-n", "-np"}.intersection(words)
-        where = f"{min(misplaced)} stands behind the script, which gets it: " if misplaced else ""
+        where = (
+            f"{min(misplaced)} stands after the script, which receives it: " if misplaced else ""
+        )
         refuse(name, f"{where}give the number of ranks before the script: -n 4 SCRIPT")
     if ranks < 1:
         refuse(name, f"a job has at least one rank, got -n {ranks}")
