@@ -13,7 +13,7 @@ import numpy as np
 
 import mpishard as ms
 from mpishard.adapters import TorchModel
-from mpishard.cli.machine import write_json
+from mpishard.cli.outputs import write_json
 from mpishard.observe import time_chain
 
 sys.path.append(str(Path(__file__).parent / "peers"))

@@ -13,7 +13,7 @@ import numpy as np
 import mpishard as ms
 from mpishard.cli.bench.collectives import CollectiveBenchmark
 from mpishard.cli.bench.step import ALONE, StepBenchmark
-from mpishard.cli.machine import write_json
+from mpishard.cli.outputs import write_json
 from mpishard.observe import Timing, time_chain
 from mpishard.sharding import build_units
 

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import mpishard as ms
-from mpishard.cli.machine import write_json
+from mpishard.cli.outputs import write_json
 from mpishard.observe import time_chain
 from mpishard.settings import write
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import mpishard as ms
 from mpishard.cli.bench.step import gpt, tokens, training_step
-from mpishard.cli.machine import write_json
+from mpishard.cli.outputs import write_json
 from mpishard.models.programs.program import Batch
 from mpishard.observe import memory_while, proportional_memory
 

@@ -7,9 +7,9 @@ pipeline schedules, ``checkpoint.py``, ``trace.py`` and ``plot.py`` read what a 
 ``resize`` is in ``run/``, whose jobs it changes. This file has the table of commands. A command is
 imported when it is called, so that ``mpishard run`` does not wait for models.
 
-Commands share ``tables.py``, ``wording.py`` (and messages and refusals), ``probe.py`` (programs
-with a time limit) and ``machine.py``. They may import those, ``run/``, and every other room of
-mpishard; they do not import each other.
+Commands share ``wording.py`` (text, messages, refusals), ``tables.py``, ``outputs.py`` (files that
+they write), ``probe.py`` (programs with a time limit) and ``machine.py``. They may import those,
+``run/``, and every other room of mpishard; they do not import each other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COMMANDS = {
     "checkpoint": (
         "checkpoint", "Look into checkpoints, verify them, exchange them with other programs."
     ),
-    "resize": ("run.resizing", "Order a running job to go on with N ranks."),
+    "resize": ("run.resizing", "Change the number of ranks of a running job to N."),
     "trace": ("trace", "Record what each rank does and when; merge it for Perfetto, add it up."),
     "plot": ("plot", "Draw the losses of one run, or of several."),
     "watch": (

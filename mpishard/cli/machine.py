@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +77,6 @@ def describe_machine() -> dict[str, Any]:
         "blas": [f"{i['internal_api']} {i['version']} {i.get('architecture')}" for i in blas],
         "blas_threads": [i["num_threads"] for i in blas],
     }
-
-
-def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write measurements, with the machine that they were made on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"machine": describe_machine(), **result}
-    # NaN and infinity are refused: other readers of JSON do not know them.
-    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _memory_facts() -> dict[str, int]:

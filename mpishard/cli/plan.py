@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from mpishard.cli.outputs import check_png
 from mpishard.cli.tables import figures_table, screen_width, show
-from mpishard.cli.wording import check_png, choice, counted, refusing, say
+from mpishard.cli.wording import choice, counted, refusing, say
 from mpishard.pipeline import SCHEDULE_NAMES, RuleSchedule, StageTimes, schedule_by_name
 from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
 
@@ -101,10 +102,9 @@ def _check(output: Path | None, *times: float) -> None:
             raise ValueError(f"{flag} must be 0 or more and finite, got {value:g}")
     if not any(times):
         raise ValueError(f"{', '.join(flags[:-1])} and {flags[-1]} are all 0: one must take time")
-    if output is not None:
-        check_png("plan", "--output", output)
-        if not output.parent.is_dir():
-            raise ValueError(f"--output: there is no folder {output.parent}: make it first")
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"--output: there is no folder {output.parent}: make it first")
+    check_png("plan", "--output", output)
 
 
 def _schedules(

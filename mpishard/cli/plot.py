@@ -8,7 +8,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from mpishard.cli.wording import check_png, refusing
+from mpishard.cli.outputs import check_png
+from mpishard.cli.wording import refuse, refusing
 from mpishard.observe import Curve, Panel, losses_of, plot_loss_curve, plot_panels
 from mpishard.observe.plots import moving_mean
 
@@ -42,6 +43,12 @@ def plot(
     first = runs[0] if runs[0].is_dir() else runs[0].parent
     target = first / "loss.png" if output is None else output
     check_png("plot", "--output", target)
+    for run in runs:
+        if not run.exists():
+            refuse("plot", f"there is no {run}")
+        file = run / "metrics.jsonl"
+        if run.is_dir() and not file.exists():
+            refuse("plot", f"there is no {file}; a run writes its losses there with metrics={file}")
     with refusing("plot", errors=(OSError, ValueError, ImportError)):
         if len(runs) == 1:
             plot_loss_curve(target, runs[0], title=title or _name(runs[0]), unit=unit)

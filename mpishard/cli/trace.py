@@ -58,7 +58,7 @@ def run(
         is_module=module,
         may_oversubscribe=oversubscribe,
     )
-    with refusing("trace"):
+    with refusing("trace run", "--output: "):
         folder.mkdir(parents=True, exist_ok=True)
         # An earlier job may have had more ranks, whose traces would be merged with these.
         for old in (*folder.glob("rank_*.json"), folder / _MERGED):

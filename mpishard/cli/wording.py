@@ -1,16 +1,15 @@
-"""Text for people: counts, bytes and times in words, messages, and refusals with exit code 2."""
+"""Text for people: counts, bytes and times in words; messages, and refusals with exit code 2."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 
+from mpishard import settings
 from mpishard.arguments import nearest
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -61,7 +60,7 @@ def parse_bytes(text: str) -> int:
 
 
 def say(command: str, message: object) -> None:
-    """Print ``message`` as that of ``mpishard <command>``, beside what the command answers."""
+    """Print ``message`` of ``mpishard <command>`` to stderr, apart from its results on stdout."""
     typer.echo(f"mpishard {command}: {message}", err=True)
 
 
@@ -84,9 +83,9 @@ def refusing(
     code: int = 2,
     errors: tuple[type[Exception], ...] = (OSError, ValueError),
 ) -> Iterator[None]:
-    """Inside, `refuse` with the message of an error, behind ``what``.
+    """Inside, `refuse` with ``what`` and the message of an exception of ``errors``.
 
-    A pipe that nobody reads any more, as in ``| head``, is no error: the command ends in silence.
+    A closed pipe, as of ``| head``, is left to `typer`, which ends the command without a message.
     """
     try:
         yield
@@ -94,6 +93,15 @@ def refusing(
         raise
     except errors as error:
         refuse(command, f"{what}{error}", code)
+
+
+def check_start(command: str, advice: str, *, starts_ranks: bool = True) -> None:
+    """Refuse MPISHARD_ variables that ranks refuse, and to start ranks in one of another job."""
+    with refusing(command):
+        settings.check()
+    variable = settings.launcher_variable()
+    if starts_ranks and variable is not None:
+        refuse(command, f"this process is a rank already ({variable} is set): {advice}")
 
 
 def choice(command: str, names: Iterable[str], help_text: str = "One of {}.") -> Any:
@@ -115,11 +123,3 @@ def choice(command: str, names: Iterable[str], help_text: str = "One of {}.") ->
         return chosen[0] if isinstance(given, str) else chosen
 
     return typer.Option(help=help_text.format(", ".join(known)), callback=check)
-
-
-def check_png(command: str, flag: str, path: Path) -> None:
-    """Refuse a picture that cannot be drawn: in another format, or without matplotlib."""
-    if path.suffix.lower() != ".png":
-        refuse(command, f"{flag}: a PNG is drawn: give a name that ends with .png, got {path}")
-    if importlib.util.find_spec("matplotlib") is None:
-        refuse(command, f"{flag} needs matplotlib: pip install 'mpishard[plot]'")

@@ -14,7 +14,7 @@ from mpishard import run_in_threads
 from mpishard.cli import app
 from mpishard.cli.bench.collectives import CollectiveBenchmark, CollectiveResult
 from mpishard.cli.bench.step import ChecksBenchmark, StepBenchmark, training_step
-from mpishard.cli.machine import write_json
+from mpishard.cli.outputs import write_json
 from mpishard.cli.wording import bytes_text, counted, milliseconds, parse_bytes
 from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.pipeline import SCHEDULE_NAMES
@@ -267,6 +267,31 @@ def test_refuses(arguments, message):
     assert ended.exit_code == 2
     assert message in " ".join(ended.stderr.replace("│", " ").split())
     assert ended.stdout == ""
+
+
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("file/a.png", "file is a file, and no folder"), ("folder.png", "folder.png is a folder")],
+)
+def test_refuses_a_file_that_cannot_be_written_before_it_measures(tmp_path, flag, name, message):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.png").mkdir()
+    if flag == "--plot":
+        pytest.importorskip("matplotlib")
+    ended = bench("collectives", *FEW, "--world-size", 1, flag, tmp_path / name)
+    assert ended.exit_code == 2
+    assert ended.stdout == ""
+    assert ended.stderr.startswith(f"mpishard bench: {flag}: {tmp_path}")
+    assert message in ended.stderr
+
+
+@pytest.mark.parametrize("words", [["collectives", *FEW], ["checks"], ["step", *SMALL]])
+def test_refuses_a_setting_that_ranks_would_refuse(monkeypatch, words):
+    monkeypatch.setenv("MPISHARD_TIMEOUT", "soon")
+    ended = bench(*words, "--world-size", 1)
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("mpishard bench: MPISHARD_TIMEOUT must be ")
 
 
 def test_refuses_a_rank_that_would_start_ranks(monkeypatch):

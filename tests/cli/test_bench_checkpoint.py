@@ -65,6 +65,14 @@ def test_what_is_asked_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ended = bench("--size", "5 parsecs", "--world-size", 1)
     assert ended.exit_code == 2
     assert "--size: a size is a number with B, KiB, MiB or GiB" in ended.stderr
+    (tmp_path / "file").write_text("")
+    ended = bench("--size", "1MiB", "--world-size", 1, "--folder", tmp_path / "file")
+    assert ended.exit_code == 2
+    assert "Invalid value for '--folder': Directory" in ended.stderr
+    ended = bench("--size", "1MiB", "--world-size", 1, "--folder", tmp_path / "file" / "new")
+    assert ended.exit_code == 2
+    assert ended.stderr.startswith("mpishard bench: --folder: ")
+    (tmp_path / "file").unlink()
     monkeypatch.setattr(disk, "free_bytes", lambda _: 100)
     ended = bench("--size", "1MiB", "--world-size", 1, "--folder", tmp_path)
     assert ended.exit_code == 2

@@ -157,7 +157,7 @@ def test_ranks_that_left_have_codes_of_their_own():
     assert job(0, (0, ENDED), (1, ENDED), (2, ENDED), states=left).judge() == Verdict(0)
     verdict = job(11, (0, ENDED), (1, SEGMENTED), states=left).judge()
     assert verdict.code == 139
-    assert "after it had left all worlds in good order" in verdict.lines[0]
+    assert "after it had left all worlds cleanly" in verdict.lines[0]
 
 
 def test_before_and_in_init():
@@ -346,9 +346,9 @@ class TestRanksThatOutliveEachOther:
         assert verdict.code == code
         assert "rank 0 (process 4000" in killed
         assert "was killed by signal 9 (SIGKILL; out of memory?) after collective 2" in killed
-        assert killed.endswith("at train.py:33; the others went on without it")
+        assert killed.endswith("at train.py:33; the others continued without it")
         assert "rank 2 (process 4002" in failed
-        assert failed.endswith("failed, as it reported; the others went on without it")
+        assert failed.endswith("failed, as it reported; the others continued without it")
 
     def test_a_survivor_that_is_killed_when_it_is_alone_has_not_come_to_its_end(self):
         running = (RankState.RUNNING,)

@@ -79,7 +79,7 @@ def test_picture(tmp_path):
         "": "give a name that ends with .png",
         "chart.pdf": "give a name that ends with .png",
         "new/chart.png": f"there is no folder {tmp_path / 'new'}",
-        "folder.png": "Is a directory",
+        "folder.png": "folder.png is a folder",
     }.items():
         ended = plan("-p", 1, "-m", 1, "--schedule", "gpipe", "--output", tmp_path / name)
         assert (ended.exit_code, "Traceback" in ended.output) == (2, False)

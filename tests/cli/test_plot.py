@@ -41,8 +41,12 @@ def test_one_run_and_several(runs: list[Path], tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_drawn_is_named(runs: list[Path], tmp_path: Path) -> None:
-    code, said = plot(tmp_path / "nothing")
-    assert (code, "No such file" in said) == (2, True)
+    nothing = tmp_path / "nothing"
+    assert plot(nothing) == (2, f"mpishard plot: there is no {nothing}\n")
+    (tmp_path / "empty").mkdir()
+    file = tmp_path / "empty" / "metrics.jsonl"
+    why = f"there is no {file}; a run writes its losses there with metrics={file}"
+    assert plot(runs[0], file.parent) == (2, f"mpishard plot: {why}\n")
     code, said = plot(runs[0], "-o", "loss.pdf")
     why = "a PNG is drawn: give a name that ends with .png, got loss.pdf"
     assert (code, said) == (2, f"mpishard plot: --output: {why}\n")

@@ -76,7 +76,7 @@ def refused(*words: str) -> str:
         (["bench", "stp"], "No such command 'stp'. Did you mean 'step'?"),
         (["run", "--max-restart", "3", "train.py"], "--max-ranks, --max-restarts"),
         (["run", "train.py"], "give the number of ranks before the script: -n 4 SCRIPT"),
-        (["run", "train.py", "-n", "2"], "-n stands behind the script, which gets it: give the"),
+        (["run", "train.py", "-n", "2"], "-n stands after the script, which receives it: give the"),
         (["run", "-np", "0", "train.py"], "a job has at least one rank, got -n 0"),
         (["trace", "run", "-np", "2", "trian.py"], "did you mean train.py?"),
     ],

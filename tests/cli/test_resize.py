@@ -1,4 +1,4 @@
-"""``mpishard resize``: a job that goes on with other ranks, and the orders that it refuses."""
+"""``mpishard resize``: a job that continues with other ranks, and the requests that it refuses."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from mpishard.cli.run.job_report import Outcome, Verdict
 from mpishard.cli.run.launcher import Host
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.run.notice import Notice
-from mpishard.cli.run.resizing import Order, Resizing
+from mpishard.cli.run.resizing import Request, Resizing
 from mpishard.cli.run.restarts import RestartLimits, Restarts
 from mpishard.communication.contract.status import StatusPage, records_in
 
@@ -71,7 +71,7 @@ class Job:
             if event == "trains" and self.resizing.before:
                 self.resizing.end("done", 0)
             elif event.isdecimal():
-                self.resizing.order = Order(int(event), self.command, ["a"] * bool(hosts))
+                self.resizing.request = Request(int(event), self.command, ["a"] * bool(hosts))
             elif event == "SIGTERM":
                 self.restarts.received.append(signal.SIGTERM)
             elif event == "SIGUSR1":
@@ -86,9 +86,9 @@ class Job:
         ([("4", SAVED), ("", ended(0, "ended well"))], [2, 4], 0, ("ended well", 0)),
         # The ordered ranks fail before they train, and the job goes back: no restart is used up.
         ([("4", SAVED), ("", ended(1)), ("", ended(0))], [2, 4, 2], 0,
-         ("the cause, before it trained with 4 ranks; it goes on with 2", 1)),
+         ("the cause, before it trained with 4 ranks; it continues with 2", 1)),
         ([("4", SAVED), ("", ended(2)), ("", ended(0))], [2, 4, 2], 0,
-         ("the cause, before it trained with 4 ranks; it goes on with 2", 1)),
+         ("the cause, before it trained with 4 ranks; it continues with 2", 1)),
         # Later failures are restarts, with the ordered number.
         ([("4", SAVED), ("trains", ended(9)), ("", ended(0))], [2, 4, 4], 0, ("done", 0)),
         # A rank is lost while they save; the job has ended before it could.
@@ -104,14 +104,14 @@ def test_what_follows_an_order(monkeypatch, ends, starts, code, answer):
     job = Job(monkeypatch, *ends, most=1)
     assert ([ranks for ranks, _ in job.starts], job.code) == (starts, code)
     assert job.command.answers == [answer, "closed"]
-    assert (job.resizing.order, job.resizing.before) == (None, 0)
+    assert (job.resizing.request, job.resizing.before) == (None, 0)
 
 
 def test_the_lines_of_changes_and_the_number_of_a_start(monkeypatch):
     ends = ("4", SAVED), ("trains", ended(9)), ("", ended(7))
     job = Job(monkeypatch, *ends, most=1)
     assert job.lines == [
-        "the ranks have saved; the job goes on with 4 ranks instead of 2",
+        "the ranks have saved; the job continues with 4 ranks instead of 2",
         "the cause; restart 1 of 1 with 4 ranks in 1 s",
         "the cause",
         "the job failed for good, after 1 restart; root cause, in start 2: the cause",
@@ -132,7 +132,7 @@ def test_hosts_that_answered_when_the_order_came_are_used(monkeypatch):
 
 @pytest.fixture
 def ordered(tmp_path):
-    """Gives an order to a job that is told of, and returns exit code, output and errors."""
+    """Sends a request to a job that is told of, and returns exit code, output and errors."""
     folder = tmp_path / ("logs" * 30)  # longer than the address of a socket may be
     folder.mkdir()
 
@@ -151,7 +151,7 @@ def ordered(tmp_path):
             if is_taken and after is not None:
                 after()
             command.join(LIMIT)
-        assert not (folder / ".orders").exists()
+        assert not (folder / ".resize").exists()
         return found[0].exit_code, found[0].stdout, found[0].stderr, is_taken
 
     return run
@@ -160,24 +160,26 @@ def ordered(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "options", "message"),
     [
-        (5, {}, "5 ranks cannot be had: `mpishard run` was started for 2 to 4 (--min-ranks, --"),
-        (1, {}, "1 rank cannot be had: `mpishard run` was started for 2 to 4"),
-        (4, {"allowed": (2, 3)}, "4 ranks cannot be had: the script's optimize allows 2 to 3"),
+        (5, {}, "the job cannot have 5 ranks: `mpishard run` was started for 2 to 4 (--min-ranks"),
+        (1, {}, "the job cannot have 1 rank: `mpishard run` was started for 2 to 4"),
+        (4, {"allowed": (2, 3)}, "the job cannot have 4 ranks: the script's optimize allows 2 t"),
         (4, {"allowed": (0, 0)}, "no rank is in an optimize(checkpoint=FOLDER) now"),
-        (4, {"is_ending": True}, "the job has been ordered to end"),
+        (4, {"is_ending": True}, "the job is ending"),
     ],
 )  # fmt: skip
 def test_refused_orders(ordered, ranks, options, message):
     resizing = Resizing(3, 2, 4)
     code, out, error, is_taken = ordered(resizing, ranks, **options)
-    assert (code, out, is_taken, resizing.order) == (2, "", False, None)
+    assert (code, out, is_taken, resizing.request) == (2, "", False, None)
     assert error.startswith(f"mpishard resize: {message}")
 
 
 def test_hosts_limit_the_ranks(ordered):
     resizing = Resizing(2, 1, 8, HOSTS, lambda: ["b"])
     error = ordered(resizing, 4)[2]
-    words = "4 ranks cannot be had: the hosts take 2 without b, which cannot be reached; the job"
+    words = (
+        "the job cannot have 4 ranks: the hosts take 2 without b, which cannot be reached; the job"
+    )
     assert error.startswith(f"mpishard resize: {words} has 2")
     code, *_ = ordered(resizing, 1, after=lambda: resizing.end("done", 0))
     assert code == 0
@@ -186,8 +188,8 @@ def test_hosts_limit_the_ranks(ordered):
 def test_one_order_at_a_time(ordered):
     resizing = Resizing(2, 1, 4)
     assert ordered(resizing, 2)[:2] == (0, "the job has 2 ranks already\n")
-    resizing.order = Order(3, Command())
-    message = "the job is changing from 2 ranks to 3: give the next order when that is done"
+    resizing.request = Request(3, Command())
+    message = "the job is changing from 2 ranks to 3: ask again when that is done"
     assert ordered(resizing, 4)[2] == f"mpishard resize: {message}\n"
     resizing.before, resizing.ranks = 2, 3
     assert ordered(resizing, 2)[2] == f"mpishard resize: {message}\n"
@@ -217,10 +219,10 @@ def test_a_host_that_answers_again_is_taken_back(monkeypatch, tmp_path):
     monkeypatch.setattr(resizing_module, "_HOSTS_SECONDS", 1e9)
     resizing._answers = [["a"], []]
     assert looks()
-    assert (resizing.order.ranks, resizing.order.lost) == (4, [])
+    assert (resizing.request.ranks, resizing.request.lost) == (4, [])
     assert not looks()  # it is being carried out
     resizing.end("done", 0)
-    assert resizing.order is None
+    assert resizing.request is None
 
 
 def test_ranks_that_a_lost_host_has_taken_are_wanted_back(monkeypatch):
@@ -243,12 +245,12 @@ def test_a_change_that_fails(ordered, how):
         if how == "fails":
             resizing.end("why", 1)
         else:
-            resizing.order.connection.close()
+            resizing.request.connection.close()
 
     code, out, error, _ = ordered(resizing, 4, after=after)
     assert (code, out) == (
         1,
-        "2 ranks will save at the next step boundary; the job then goes on with 4\n",
+        "2 ranks will save at the next step boundary; the job then continues with 4\n",
     )
     assert error == f"mpishard resize: {'why' if how == 'fails' else 'the job has ended'}\n"
 
@@ -332,13 +334,13 @@ def test_a_running_job_takes_another_rank_and_has_the_same_bits(tmp_path):
                 assert command.stdout.readline().startswith("1 rank will save at the next step")
                 allowed.write_text("99")
                 said = command.communicate(timeout=LIMIT)[0]
-            assert (command.returncode, said) == (0, "the job goes on with 2 ranks\n")
+            assert (command.returncode, said) == (0, "the job continues with 2 ranks\n")
             error = job.communicate(timeout=LIMIT)[1]
         finally:
             if job.poll() is None:
                 job.terminate()
     assert job.returncode == 0, error
-    assert "the ranks have saved; the job goes on with 2 ranks instead of 1\n" in error
+    assert "the ranks have saved; the job continues with 2 ranks instead of 1\n" in error
     assert "preempted after step 9 of 24" in error
     assert np.load(tmp_path / "found.npy").tobytes() == whole().tobytes()
 

@@ -72,7 +72,7 @@ def test_ranks_that_save_have_time_for_it(monkeypatch, tmp_path, capsys):
     run.receive(signal.SIGTERM)
     assert run.sent() == [[signal.SIGTERM], []]
     assert (run.to_launcher, run.alarms) == ([], [25.0])
-    run.now += 0.5  # the same order, along another path
+    run.now += 0.5  # the same request, along another path
     run.receive(signal.SIGTERM)
     assert run.to_launcher == []
     run.receive(signal.SIGALRM)
@@ -111,9 +111,7 @@ def test_a_notice_before_there_are_ranks_here(monkeypatch, tmp_path, capsys, is_
     run = Run(monkeypatch, tmp_path, 0, is_elsewhere=is_elsewhere)
     run.receive(signal.SIGUSR1)
     assert run.to_launcher == ([signal.SIGUSR1] if is_elsewhere else [])
-    words = (
-        "SIGUSR1: no rank is where it could save, in an optimize(checkpoint=FOLDER); the job goes"
-    )
+    words = "SIGUSR1: no rank can save now, as none is in optimize(checkpoint=FOLDER); the job runs"
     assert (words in capsys.readouterr().err) != is_elsewhere
 
 
@@ -121,7 +119,7 @@ def test_a_notice_to_ranks_that_keep_it(monkeypatch, tmp_path, capsys):
     run = Run(monkeypatch, tmp_path)
     run.receive(signal.SIGUSR1)
     assert (run.sent(), run.to_launcher) == ([[signal.SIGUSR1]] * 2, [])
-    assert "the job goes on until one is" in capsys.readouterr().err
+    assert "the job runs until one is" in capsys.readouterr().err
 
 
 def test_call_logs_are_elsewhere_if_the_disk_of_the_logs_is_full(monkeypatch, tmp_path, capsys):

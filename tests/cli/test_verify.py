@@ -668,7 +668,7 @@ def test_targets_are_files_and_modules(file: str) -> None:
         ("factory", "package.module:factory or file.py:factory, got 'factory'\nfactory"),
         ("FILE:", "package.module:factory or file.py:factory, got"),
         ("FILE:factroy", "has no 'factroy'\nits functions are factory, fault, box, diverges"),
-        ("FILE:NUMBER", "'NUMBER' of .* is a int and no function\nfactory"),
+        ("FILE:NUMBER", "'NUMBER' of .* is of type int, not a function\nfactory"),
         ("no.such:factory", "there is no module 'no'\nlooked for it in"),
         ("mpishard.nowhere:factory", "there is no module 'mpishard.nowhere'\n"),
     ],
@@ -706,6 +706,16 @@ class Nothing:
 def test_refuses_what_factories_return(given: Any, dtype: Any, message: str) -> None:
     with pytest.raises(TargetError, match=message):
         build_problem(lambda seed: given, 0, dtype)
+
+
+def test_refuses_a_factory_without_a_seed() -> None:
+    def factory() -> Any:
+        raise AssertionError
+
+    with pytest.raises(
+        TargetError, match=r"factory\(\) must take a seed\nfactory\(seed\) is a fun"
+    ):
+        build_problem(factory, 0, "float32")
 
 
 def test_refuses_a_model_that_is_sharded() -> None:
@@ -775,6 +785,13 @@ def test_refuses_options(arguments: list[str], message: str) -> None:
     assert ended.exit_code == 2
     assert message in " ".join(ended.stderr.replace("│", " ").split())
     assert ended.stdout == ""
+
+
+def test_refuses_a_setting_that_ranks_would_refuse(monkeypatch: Any) -> None:
+    monkeypatch.setenv("MPISHARD_ARENA", "sand")
+    ended = CliRunner().invoke(app, ["verify", "file.py:factory", "--backend", "memory"])
+    assert ended.exit_code == 2
+    assert ended.stderr.startswith("mpishard verify: MPISHARD_ARENA must be ")
 
 
 def test_refuses_to_be_a_rank(monkeypatch: Any) -> None:

@@ -149,7 +149,7 @@ def test_the_end_of_a_job_stays(tmp_path):
     assert (now["ended"]["code"], now["ended"]["text"]) == (137, verdict.lines[0])
     preempted = [RankProcess(1, 17, 16, exit_code=75)]
     text = JobEnd(2, 75, logs, preempted).summary(Verdict(75, ()))["text"]
-    assert text == "the job saved and ended, as it was ordered (exit code 75)"
+    assert text == "the job saved and ended, as requested (exit code 75)"
     assert not now["is_running"]
     states = [(r["kind"], r["state"]) for r in now["ranks"]]
     assert states[0] == ("left", "left")

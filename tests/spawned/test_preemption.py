@@ -50,7 +50,7 @@ def test_an_order_before_the_loop_is_kept_for_its_first_step(tmp_path):
     with start(BY_RUN, folder, 0, "builds") as job:
         job.ranks()
         os.kill(job.pid, signal.SIGUSR1)
-        job.wait_for("the job goes on until one is")
+        job.wait_for("the job runs until one is")
         (tmp_path / "run-go").touch()
         ended = job.end()
     assert saved_step(ended, folder) == 1

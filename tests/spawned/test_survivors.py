@@ -92,7 +92,7 @@ def test_two_losses_in_a_row_end_where_those_that_are_left_would_from_the_checkp
     assert "was killed by signal 9" in error
     assert "ValueError: boom on a rank that others outlive" in error
     assert "rank 0 of 3 failed in or after collective" in error
-    assert error.count("the others went on without it") == 2
+    assert error.count("the others continued without it") == 2
     ends = ends_of(tmp_path)
     assert sorted(ends) == [1, 3]
     expected = trained(tmp_path / "reference", (4, 3), (3, 6), (2, scenarios.STEPS))
@@ -109,7 +109,7 @@ def test_a_loss_while_a_save_is_written(tmp_path):
     code, out, error = job(4, "training", str(tmp_path), "2:save:2")
     assert code == 0, error
     assert "rank 3 was [(3, 4), (2, 3)]" in out
-    assert error.count("the others went on without it") == 1
+    assert error.count("the others continued without it") == 1
     ends = ends_of(tmp_path)
     assert sorted(ends) == [0, 1, 3]
     expected = trained(tmp_path / "reference", (4, 3), (3, scenarios.STEPS))
@@ -124,7 +124,7 @@ def test_those_that_are_left_make_room_when_they_are_told_to(tmp_path):
     """Rank 2 of 4 is killed in step 5; then rank 1 is told to make room, in step 8 or so."""
     code, _, error = job(4, "training", str(tmp_path), "2:5:3", "1:10:notice")
     assert code == 75, error
-    assert re.search(r"rank 2 \(process \d+.*the others went on without it", error), error
+    assert re.search(r"rank 2 \(process \d+.*the others continued without it", error), error
     saved = newest_valid(tmp_path / "checkpoints", None)
     assert scenarios.EVERY < int(saved.name.removeprefix("step-")) < scenarios.STEPS
     found = trained(tmp_path / "checkpoints", (3, scenarios.STEPS))

@@ -16,9 +16,9 @@ from mpishard.cli.bench.checkpoint import CheckpointBenchmark
 from mpishard.cli.bench.collectives import KINDS, CollectiveBenchmark
 from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark
 from mpishard.cli.bench.step import CONTEXT, STRATEGIES, ChecksBenchmark, StepBenchmark
-from mpishard.cli.machine import write_json
+from mpishard.cli.outputs import check_output, check_png, write_json
 from mpishard.cli.tables import show
-from mpishard.cli.wording import check_png, choice, parse_bytes, refuse, refusing
+from mpishard.cli.wording import check_start, choice, parse_bytes, refuse, refusing
 from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.errors import MPIUnavailableError
@@ -174,7 +174,10 @@ def checkpoint(
     size: Annotated[str, typer.Option(help="Bytes of each rank's file, about.")] = "256MiB",
     repeats: Annotated[int, _count("Number of times of each.", 2)] = 7,
     folder: Annotated[
-        Path, typer.Option(help="Where files are written, and removed; all ranks see it.")
+        Path,
+        typer.Option(
+            file_okay=False, help="Folder for files, which are removed; all ranks must see it."
+        ),
     ] = Path(),
     json: JSONOption = None,
     ranks: RanksOption = 0,
@@ -183,7 +186,7 @@ def checkpoint(
     """Time saving, saving beside training, and loading, against plain writing and reading."""
     with refusing("bench", "--size: "):
         benchmark = CheckpointBenchmark(parse_bytes(size), repeats, folder)
-    with refusing("bench", errors=(OSError,)):
+    with refusing("bench", "--folder: ", errors=(OSError,)):
         _measure(context, benchmark, ranks, world_size, json)
 
 
@@ -201,15 +204,13 @@ def _measure(
     ``run(backend)``, ``table(results, world_size)``, and ``panels(results, world_size)`` if it
     can be plotted.
     """
-    if plot is not None:
-        check_png("bench", "--plot", plot)
+    check_output("bench", "--json", json)
+    check_png("bench", "--plot", plot)
     if ranks and threads:
         refuse("bench", "-n starts MPI ranks and --world-size threads: give one of them")
-    launcher = settings.launcher_variable()
-    if launcher is not None and (ranks or threads) and context.obj is not _RANK:
-        text = f"this process is a rank already ({launcher} is set): leave out -n and "
-        refuse("bench", f"{text}--world-size")
-    if ranks and context.obj is not _RANK:
+    starts_ranks = bool(ranks or threads) and context.obj is not _RANK
+    check_start("bench", "leave out -n and --world-size", starts_ranks=starts_ranks)
+    if ranks and starts_ranks:
         words = ["run", "-n", str(ranks), "-m", __name__, *sys.argv[2:]]  # after `mpishard bench`
         # In place of this process, so that signals and the exit code are those of the job.
         os.execv(sys.executable, [sys.executable, "-m", "mpishard", *words])  # noqa: S606

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -61,8 +61,8 @@ def run(
         int | None,
         typer.Option(
             metavar="M",
-            help="Go on with fewer ranks, M or more, if hosts are lost, or if `mpishard resize` "
-            "orders it. Default: N.",
+            help="Continue with fewer ranks, M or more, if hosts are lost or `mpishard resize` "
+            "asks for it. Default: N.",
             show_default=False,
         ),
     ] = None,
@@ -70,17 +70,16 @@ def run(
         int | None,
         typer.Option(
             metavar="M",
-            help="Go on with more ranks, M at most: a restart, if the hosts have free slots, or if "
-            "`mpishard resize` orders it. Default: N.",
+            help="Continue with more ranks, M at most, if the hosts have free slots at a restart, "
+            "or `mpishard resize` asks for it. Default: N.",
             show_default=False,
         ),
     ] = None,
     on_failure: Annotated[
-        str,
+        Literal["abort", "shrink"],
         typer.Option(
-            metavar="abort|shrink",
-            help="abort: a lost rank ends the job; shrink: the others may go on, in scripts that "
-            'ask for on_failure="shrink", under Open MPI.',
+            help="abort: a lost rank ends the job; shrink: the others may continue, under Open MPI "
+            'in scripts that ask for on_failure="shrink".',
         ),
     ] = "abort",
 ) -> None:
@@ -91,13 +90,13 @@ def run(
     named.
 
     --max-restarts starts a failed job again, after 1 second, and after 2, 4, .. 30 seconds if
-    starts in a row lasted less than a minute. optimize(checkpoint=FOLDER) then goes on from the
+    starts in a row lasted less than a minute. optimize(checkpoint=FOLDER) then resumes from the
     last checkpoint; MPISHARD_RESTART is the number of restarts. A job is not restarted after
     Ctrl-C, SIGTERM or SIGHUP to this command, or exit code 130, 75 (preempted), or 2 before init
     (usage). The exit code is that of the last start; the first failure is reported again as the
     root cause.
 
-    A job with --log-dir takes orders for another number of ranks: see mpishard resize.
+    `mpishard resize` changes the number of ranks of a job with --log-dir.
     """
     # Here, because they import NumPy and the communication room, and --help needs neither.
     from mpishard.cli.run.job import prepare_job

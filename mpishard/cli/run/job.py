@@ -36,7 +36,6 @@ from mpishard.cli.run.restarts import (
 )
 from mpishard.cli.run.supervisor import Supervisor
 from mpishard.cli.wording import counted, refuse, refusing, say
-from mpishard.communication.failure.report import check_on_failure
 from mpishard.errors import MPIUnavailableError
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -270,13 +269,14 @@ def prepare_job(
     limits, variables = limits or RestartLimits(), dict(variables or {})
     if ranks is None:
         misplaced = {"-n", "-np"}.intersection(words)
-        where = f"{min(misplaced)} stands behind the script, which gets it: " if misplaced else ""
+        where = (
+            f"{min(misplaced)} stands after the script, which receives it: " if misplaced else ""
+        )
         refuse(name, f"{where}give the number of ranks before the script: -n 4 SCRIPT")
     if ranks < 1:
         refuse(name, f"a job has at least one rank, got -n {ranks}")
     with refusing(name, errors=(MPIUnavailableError, ValueError)):
         program = python_arguments(words, is_module)
-        check_on_failure(on_failure)
         settings.check()
         machines = parse_hosts(hosts, ranks)
         limits.check(ranks, machines, may_be_resized=folder is not None)

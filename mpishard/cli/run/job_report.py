@@ -180,7 +180,7 @@ class JobEnd:
             else:
                 code = process.exit_code or 0
                 how = f"{_how(code)}{self._where(process, code)}"
-            lines.append(f"{self._who(process)} {how}; the others went on without it")
+            lines.append(f"{self._who(process)} {how}; the others continued without it")
         return tuple(lines)
 
     @property
@@ -198,7 +198,7 @@ class JobEnd:
         if named:
             return f"the job ended with code {verdict.code}, as {who(named)} reported"
         if verdict.code == settings.EXIT_PREEMPTED:
-            return f"the job saved and ended, as it was ordered (exit code {verdict.code})"
+            return f"the job saved and ended, as requested (exit code {verdict.code})"
         first = self._first()
         if first is not None and first.exit_code:
             return f"{self._who(first)} {_how(first.exit_code)}"
@@ -311,7 +311,7 @@ class JobEnd:
         if log is None:
             return " before it called mpishard.init()"
         if log.state is RankState.LEFT:
-            return " after it had left all worlds in good order"
+            return " after it had left all worlds cleanly"
         silently = " without leaving (os._exit, MPI_Abort?)," if code >= 0 else ""
         if log.state is RankState.STARTED:
             return f"{silently} in mpishard.init()"

@@ -1,7 +1,7 @@
-"""SIGUSR1 to `mpishard run`: the order to save and end, for this start of the job and later ones.
+"""SIGUSR1 to `mpishard run`: a notice of preemption, after which the job saves and ends.
 
-It may come before there are ranks, or between two starts of a job that fails: the ranks of each
-start receive it.
+It may come before there are ranks, or between two starts of a job that fails: the ranks of every
+later start receive it, too.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from types import FrameType
 
 
 class Notice:
-    """The order to save and end, if this process has received it."""
+    """The notice of preemption, if this process has received it."""
 
     def __init__(self) -> None:
         self.is_given = False
 
     def receive(self, _number: int, _frame: FrameType | None) -> None:
-        """Keep the order until there is a job that can obey it."""
+        """Remember the signal until there are ranks to forward it to."""
         self.is_given = True
 
 
 notice = Notice()
-"""The order to the job of this process."""
+"""The notice to the job of this process."""

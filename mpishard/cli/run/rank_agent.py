@@ -6,20 +6,20 @@ the folder of ``--log-dir``, or empty. The rank is the child of this process, an
 environment and its files, the connection to the launcher included.
 
 - When the rank ends, this process appends one line to the file ``agents-HOST`` of the job's folder,
-  and ends with the same exit code or signal. The launcher, which ends the other ranks for it,
-  cannot know of the end before the line is written: the lines are in the order of the ends.
-- Launchers send signals to the process group, which the rank belongs to. A signal that anybody else
-  sends to this process is forwarded to the rank.
-- When the launcher's process on this machine is gone, the rank is killed. When this process is
+  and ends with the same exit code or signal. The launcher ends the other ranks only after that:
+  the lines are in the order in which the ranks ended.
+- Launchers send signals to the process group, which the rank belongs to. A signal that another
+  process sends to this one is forwarded to the rank.
+- If the launcher's process on this machine is gone, this process kills the rank. If this process is
   killed, the system kills the rank.
-- SIGUSR1, the order to save and end, is blocked in the rank until mpishard is imported there, and
-  has a handler: an order that comes earlier waits.
+- SIGUSR1, the notice of preemption, is blocked in the rank until mpishard is imported there and has
+  a handler. A notice that comes earlier stays pending.
 
-With LOGS a further process copies what the rank prints to a file and passes it on. The log has
+With LOGS a further process copies the rank's output to a file and to the launcher. The log has
 stdout and stderr in the order in which they were written: each is a pipe that holds one packet at a
-time, and epoll tells which of two came first. A write costs some 50 us so.
+time, and epoll returns them in the order of arrival. A write costs some 50 us more.
 
-Nothing but the standard library is imported, and little of it: this starts in 15 ms.
+Only little of the standard library is imported, and nothing else: this process starts in 15 ms.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ import sys
 import time
 from contextlib import suppress
 
-TYPE_CHECKING = False  # as typing has it, whose import would take a third of the start
+TYPE_CHECKING = False  # not imported from typing, which would take a third of the start
 if TYPE_CHECKING:
     from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 1.0
 
-_PACKET = 65536  # longest that a page can be: a packet is a page at most
-_LINE_SECONDS = 0.02  # that the rest of a line may take
+_PACKET = 65536  # the largest page of Linux: a packet is a page at most
+_LINE_SECONDS = 0.02  # time for the rest of a line to arrive
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1,
               signal.SIGUSR2)  # fmt: skip
 
@@ -74,7 +74,7 @@ class _Agent:
         self._parent_gone = int(signal.SIGRTMIN) + 1
         self._ends = -1
         folder = os.environ.get("MPISHARD_JOB_FOLDER", "")
-        # On another machine the folder may not exist: the launcher's exit code tells then.
+        # On another machine the folder may not exist. Then only the launcher's exit code is known.
         with suppress(OSError):
             path = os.path.join(folder, f"agents-{os.uname().nodename}")  # noqa: PTH118
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -99,7 +99,7 @@ class _Agent:
                 self._prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != agent:
                     os._exit(1)
-                for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+                for number in (signal.SIGPIPE, signal.SIGXFSZ):  # this Python ignores them
                     signal.signal(number, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, signal.SIGUSR1})
                 os.execvp(self.program[0], self.program)  # noqa: S606
@@ -121,16 +121,16 @@ class _Agent:
         os._exit(128 - code)
 
     def _wait(self, child: int, awaited: set[int], forwarded: set[int]) -> int:
-        """The wait status of a rank that ended by itself; forward signals meanwhile."""
+        """Forward signals until the rank has ended by itself; return its wait status."""
         # Not sigtimedwait: if this process was suspended, Python's returns an undefined signal,
-        # and a rank would be sent it.
+        # which would be forwarded.
         signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
         while True:
             received = signal.sigwaitinfo(awaited)
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, signal.SIG_IGN)  # lets go of one that waits
+                signal.signal(signal.SIGALRM, signal.SIG_IGN)  # discards a pending one
                 return status
             if os.getppid() != self._launcher:
                 os.kill(child, signal.SIGKILL)
@@ -148,7 +148,7 @@ class _Agent:
 
     def _note(self, *words: object) -> None:
         if self._ends >= 0:
-            with suppress(OSError):  # a full disk: the launcher's exit code tells
+            with suppress(OSError):  # a full disk: the launcher's exit code must do
                 os.write(self._ends, f"{self.rank} {' '.join(map(str, words))}\n".encode())
 
 
@@ -162,7 +162,7 @@ def _fail(reason: str) -> NoReturn:
 
 
 def _keep_log(folder: str, rank: str) -> None:
-    """Start the process that copies what is printed, and print to it from now on."""
+    """Start the process that copies output, and redirect stdout and stderr to it."""
     import fcntl
 
     path = os.path.join(folder, f"rank-{rank}.log")  # noqa: PTH118
@@ -174,12 +174,12 @@ def _keep_log(folder: str, rank: str) -> None:
     pipes = []
     for _ in ("stdout", "stderr"):
         ends = os.pipe2(os.O_CLOEXEC | os.O_DIRECT)
-        fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, 1)  # the system makes a page of it
+        fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, 1)  # the system rounds it up to a page
         pipes.append(ends)
     try:
         child = os.fork()
         if child == 0:
-            # Once more, so that this process has no child but the rank.
+            # A second fork, so that the rank is the only child of this process.
             if os.fork() == 0:
                 _copy(file, {pipes[0][0]: 1, pipes[1][0]: 2})
             os._exit(0)
@@ -194,8 +194,9 @@ def _keep_log(folder: str, rank: str) -> None:
 
 
 def _copy(log: int, targets: dict[int, int]) -> None:
-    """Copy what comes from each key of ``targets`` to its value and to ``log``, until all end."""
-    # The launcher signals and waits for its ranks' groups and sockets: this is no part of them.
+    """Copy from each key of ``targets`` to its value and to ``log``, until all are closed."""
+    # The launcher signals its ranks' process groups, and waits until their sockets are closed.
+    # This process must outlive both: it leaves the group, and closes all other files.
     import select
 
     os.setsid()
@@ -231,7 +232,7 @@ def _copy(log: int, targets: dict[int, int]) -> None:
 
 
 class _Output:
-    """Where to copy to. An output that fails is left out: the disk is full, or nobody reads."""
+    """A file to copy to. After an error, as of a full disk or a closed pipe, it is left out."""
 
     def __init__(self, handle: int) -> None:
         self.error: OSError | None = None
@@ -239,7 +240,7 @@ class _Output:
         self._handle = handle
 
     def write_lines(self, data: bytes) -> None:
-        """Write whole lines, and hold the rest: the launcher mixes the pieces of several ranks."""
+        """Write whole lines and hold the rest: launchers mix the pieces of several ranks."""
         data = self.held + data
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         self.held = data[end:]

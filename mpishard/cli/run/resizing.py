@@ -1,8 +1,8 @@
-"""``mpishard resize``: order a running job to go on with another number of ranks.
+"""``mpishard resize``: change the number of ranks of a running job.
 
 The command connects to a socket in the folder of ``--log-dir`` and sends the number. Answers come
-back as lines of JSON; the last one has the exit code of the command. A job that a lost host has
-left with fewer ranks gives itself such an order when the host answers again.
+back as lines of JSON; the last one has the exit code of the command. A job with fewer ranks since
+a host was lost makes such a request itself when the host answers again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mpishard.cli.run.launcher import Host
 from mpishard.cli.run.logs import RankLogs
 from mpishard.cli.wording import counted, refuse
 
-_SOCKET = ".orders"
+_SOCKET = ".resize"
 _WORD_SECONDS = 1.0
 _WORD_BYTES = 32
 _HOSTS_SECONDS = 60.0
-"""Between two looks whether lost hosts answer again."""
+"""Time between two checks whether lost hosts answer again."""
 
 
 @contextmanager
-def _orders_socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
+def _request_socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
     """Return a new socket, and the address of the job that logs to ``folder``.
 
     Raises
@@ -54,16 +54,16 @@ def resize(
     ],
     ranks: Annotated[int, typer.Option("-n", "-np", metavar="N", help="Number of ranks.")],
 ) -> None:
-    """Order a running job to go on with N ranks.
+    """Change the number of ranks of a running job to N.
 
-    At the next step boundary its ranks save, as when they are preempted, and `mpishard run` starts
-    N ranks at once, which go on from there: parameters, optimizer state, position in the data and
-    the error feedback of compression are dealt to them. The job must be in an
+    The ranks save at the next step boundary, as when they are preempted. Then `mpishard run` starts
+    N ranks at once, which resume there: parameters, optimizer state, position in the data and the
+    error feedback of compression are divided among them. The job must be in an
     optimize(checkpoint=FOLDER), and N within --min-ranks and --max-ranks of `mpishard run` and the
-    bounds of an ElasticOptimizer. Otherwise nothing happens to it.
+    bounds of an ElasticOptimizer. Otherwise the job does not change.
 
-    Waits until the N ranks train. If they fail before that, the job goes back to its number of
-    ranks. Exit codes: 0, the job has N ranks; 2, refused; 1, the change failed, or the job ended.
+    Waits until the N ranks train. If they fail before that, the job returns to its number of ranks.
+    Exit codes: 0, the job has N ranks; 2, refused; 1, the change failed, or the job ended.
     """
     if ranks < 1:
         refuse("resize", f"a job has at least one rank, got -n {ranks}")
@@ -71,7 +71,7 @@ def resize(
         refuse("resize", f"there is no folder {run}")
     text, code = "the job has ended", 1
     try:
-        with _orders_socket(run) as (connection, address):
+        with _request_socket(run) as (connection, address):
             connection.connect(address)
             connection.sendall(f"{ranks}\n".encode())
             for line in connection.makefile():
@@ -90,19 +90,19 @@ def resize(
 
 
 @dataclass(slots=True)
-class Order:
-    """The number of ranks that a command has ordered, and the connection to it, if it was one."""
+class Request:
+    """A number of ranks, and the connection to the command that asked for it, if it was one."""
 
     ranks: int
     connection: socket.socket | None = None
     lost: Sequence[str] = ()
-    """Hosts that could not be reached when it came."""
+    """Hosts that could not be reached when the request came."""
 
     def answer(self, text: str, code: int | None = None) -> None:
-        """Tell the command; with an exit code it ends."""
+        """Send a line to the command, which ends if it is given an exit code."""
         if self.connection is None:
             return
-        with suppress(OSError):  # Ctrl-C has ended the command, and the change goes on
+        with suppress(OSError):  # Ctrl-C ended the command; the change continues
             self.connection.sendall(json.dumps([text, code]).encode() + b"\n")
         if code is not None:
             self.connection.close()
@@ -110,11 +110,11 @@ class Order:
 
 @dataclass(slots=True)
 class Resizing:
-    """The orders for other numbers of ranks, of which one at a time is carried out.
+    """The requests for other numbers of ranks. One at a time is carried out.
 
     The ranks receive SIGUSR1, save at the next step boundary and end; the job starts with the
-    ordered number at once. The change is complete when these ranks train. If they fail before that,
-    the job goes back to the number that it had.
+    new number at once. The change is complete when these ranks train. If they fail before that,
+    the job returns to the number that it had.
 
     Parameters
     ----------
@@ -133,28 +133,28 @@ class Resizing:
     most: int
     hosts: Sequence[Host] = ()
     find_lost: Callable[[], Sequence[str]] = tuple
-    order: Order | None = None
-    """The one that is being carried out."""
+    request: Request | None = None
+    """The request that is being carried out."""
     before: int = 0
-    """Number of ranks until the order; 0 as long as these have not saved."""
+    """Number of ranks before the change; 0 until these have saved."""
     wanted: int = 0
-    """Number of ranks, if no host were lost."""
+    """Number of ranks that the job would have without lost hosts."""
     sockets: list[socket.socket] = field(default_factory=list)
-    """The socket that can be read when an order comes; none if nobody listens."""
+    """The socket that becomes readable when a request comes; none if the job accepts none."""
     _answers: list[Sequence[str]] = field(default_factory=list)
     _asked_at: float = field(default_factory=time.monotonic)
 
     @contextmanager
     def listens(self, folder: Path) -> Iterator[None]:
-        """Take orders during the block, through ``folder``, which is this job's alone.
+        """Accept requests during the block, through ``folder``, which only this job uses.
 
         Raises
         ------
         OSError
             If its file system has no sockets.
         """
-        with _orders_socket(folder) as (listening, address):
-            (folder / _SOCKET).unlink(missing_ok=True)  # of a job that was killed
+        with _request_socket(folder) as (listening, address):
+            (folder / _SOCKET).unlink(missing_ok=True)  # left by a job that was killed
             listening.bind(address)
             # Only this user may change the job.
             (folder / _SOCKET).chmod(0o600)
@@ -174,32 +174,32 @@ class Resizing:
         logs : mapping of int to RankLogs
             Of the ranks that run.
         is_ending : bool
-            Whether the job has been ordered to end.
+            Whether the job is ending.
         """
         try:
             connection, _ = self.sockets[0].accept()
-            # The supervisor must not wait for a program that connects and says nothing.
+            # The supervisor must not wait for a program that connects and sends nothing.
             connection.settimeout(_WORD_SECONDS)
-            order = Order(int(connection.recv(_WORD_BYTES)), connection)
-        except (OSError, ValueError):  # the command has ended, or it is none of ours
+            request = Request(int(connection.recv(_WORD_BYTES)), connection)
+        except (OSError, ValueError):  # the command has ended, or another program connected
             return False
-        if self.order is None and not is_ending and order.ranks == self.ranks:
-            order.answer(f"the job has {counted(self.ranks, 'rank')} already", 0)
+        if self.request is None and not is_ending and request.ranks == self.ranks:
+            request.answer(f"the job has {counted(self.ranks, 'rank')} already", 0)
             return False
-        refusal = self._refusal(order, logs, is_ending)
+        refusal = self._refusal(request, logs, is_ending)
         if refusal:
-            order.answer(refusal, 2)
+            request.answer(refusal, 2)
             return False
-        order.answer(
+        request.answer(
             f"{counted(self.ranks, 'rank')} will save at the next step boundary; the job then "
-            f"goes on with {order.ranks}"
+            f"continues with {request.ranks}"
         )
-        self.order = order
+        self.request = request
         return True
 
     def take_back_hosts(self, logs: Callable[[], Mapping[int, RankLogs]]) -> bool:
-        """Look whether lost hosts answer again; return whether the ranks are to save for it."""
-        if self.order is not None or self.ranks >= self.wanted:
+        """Check whether lost hosts answer again; return whether the ranks are to save for them."""
+        if self.request is not None or self.ranks >= self.wanted:
             return False
         now = time.monotonic()
         if now - self._asked_at > _HOSTS_SECONDS:
@@ -208,60 +208,63 @@ class Resizing:
             Thread(target=lambda: self._answers.append(self.find_lost()), daemon=True).start()
         if not self._answers:
             return False
-        order = Order(0, None, self._answers.pop())
-        order.ranks = min(self.wanted, self._slots(order))
+        request = Request(0, None, self._answers.pop())
+        request.ranks = min(self.wanted, self._slots(request))
         least, most = _resumable_by(logs())
-        if not (self.ranks < order.ranks and least <= order.ranks <= most):
+        if not (self.ranks < request.ranks and least <= request.ranks <= most):
             return False
-        self.order = order
+        self.request = request
         return True
 
     def end(self, text: str, code: int) -> None:
-        """Tell the command the end of the change."""
-        if self.order is not None:
-            self.order.answer(text, code)
-        self.order, self.before = None, 0
+        """Tell the command how the change ended."""
+        if self.request is not None:
+            self.request.answer(text, code)
+        self.request, self.before = None, 0
 
-    def _refusal(self, order: Order, logs: Mapping[int, RankLogs], is_ending: bool) -> str:
-        """Return the reason to refuse ``order``; "" if there is none."""
-        if self.order is not None:
+    def _refusal(self, request: Request, logs: Mapping[int, RankLogs], is_ending: bool) -> str:
+        """Return the reason to refuse ``request``; "" if there is none."""
+        if self.request is not None:
             return (
                 f"the job is changing from {counted(self.before or self.ranks, 'rank')} to "
-                f"{self.order.ranks}: give the next order when that is done"
+                f"{self.request.ranks}: ask again when that is done"
             )
         if is_ending:
-            return "the job has been ordered to end"
-        ranks, has = order.ranks, f"the job has {self.ranks}"
+            return "the job is ending"
+        ranks, has = request.ranks, f"the job has {self.ranks}"
         if not self.least <= ranks <= self.most:
             return (
-                f"{counted(ranks, 'rank')} cannot be had: `mpishard run` was started for "
+                f"the job cannot have {counted(ranks, 'rank')}: `mpishard run` was started for "
                 f"{self.least} to {self.most} (--min-ranks, --max-ranks), and {has}"
             )
         least, most = _resumable_by(logs)
         if not least:
             return (
                 "no rank is in an optimize(checkpoint=FOLDER) now, from which another number of "
-                f"ranks could go on; {has}"
+                f"ranks could resume; {has}"
             )
         if not least <= ranks <= most:
             return (
-                f"{counted(ranks, 'rank')} cannot be had: the script's optimize allows "
+                f"the job cannot have {counted(ranks, 'rank')}: the script's optimize allows "
                 f"{least} to {most} (bounds of ElasticOptimizer; with local_data as "
                 f"many as now), and {has}"
             )
         # Last, because hosts that do not answer take seconds.
-        order.lost = self.find_lost()
-        slots = self._slots(order)
+        request.lost = self.find_lost()
+        slots = self._slots(request)
         if self.hosts and ranks > slots:
-            lost = f" without {', '.join(order.lost)}, which cannot be reached" * bool(order.lost)
-            return f"{counted(ranks, 'rank')} cannot be had: the hosts take {slots}{lost}; {has}"
+            lost = f" without {', '.join(request.lost)}, which cannot be reached" * bool(
+                request.lost
+            )
+            text = f"the job cannot have {counted(ranks, 'rank')}: the hosts take {slots}{lost}"
+            return f"{text}; {has}"
         return ""
 
-    def _slots(self, order: Order) -> int:
-        return sum(host.slots for host in self.hosts if host.name not in order.lost)
+    def _slots(self, request: Request) -> int:
+        return sum(host.slots for host in self.hosts if host.name not in request.lost)
 
 
 def _resumable_by(logs: Mapping[int, RankLogs]) -> tuple[int, int]:
-    """Return the fewest and the most ranks that can go on; (0, 0) if no rank says so."""
+    """Return the fewest and the most ranks that can resume; (0, 0) if no rank is saving."""
     said = (log.resumable_by for log in logs.values() if log.resumable_by[0])
     return next(said, (0, 0))

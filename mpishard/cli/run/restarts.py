@@ -68,8 +68,8 @@ class RestartLimits:
                 continue
             if not (self.most or may_be_resized):
                 raise ValueError(
-                    f"{option} {given} is for restarts: give --max-restarts too; or --log-dir, for "
-                    "orders of `mpishard resize`"
+                    f"{option} {given} is for restarts: give --max-restarts too; or --log-dir, "
+                    "which `mpishard resize` needs"
                 )
             if option == "--min-ranks" and not 1 <= given <= ranks:
                 raise ValueError(f"--min-ranks must be 1 to {ranks}, the job's ranks; got {given}")
@@ -80,8 +80,8 @@ class RestartLimits:
             if not (hosts or may_be_resized or settings.is_slurm_allocation()):
                 raise ValueError(
                     f"{option} {given} is for jobs whose hosts may be lost: give --hosts, or start "
-                    "it inside a SLURM allocation; or give --log-dir, for orders of `mpishard "
-                    "resize`. On one machine a job keeps its ranks otherwise"
+                    "it inside a SLURM allocation; or give --log-dir, which `mpishard resize` "
+                    "needs. Otherwise a job keeps its ranks on one machine"
                 )
 
 
@@ -117,7 +117,7 @@ class Restarts:
     Attributes
     ----------
     resizing : Resizing
-        Takes orders for another number of ranks, which then stands for ``ranks``.
+        Accepts requests for another number of ranks, which then replaces ``ranks``.
     """
 
     start: Callable[[int, int, Sequence[Host]], Outcome]
@@ -194,24 +194,24 @@ class Restarts:
         return failures[-1].verdict.code
 
     def _change(self, outcome: Outcome) -> tuple[int, Sequence[str], str] | None:
-        """Return ranks, lost hosts and a line for the user, if the job goes on with other ranks."""
+        """Return ranks, lost hosts and a message if the job continues with other ranks."""
         resizing, code = self.resizing, outcome.verdict.code
-        order, now, before = resizing.order, resizing.ranks, resizing.before
-        if order is None:
+        request, now, before = resizing.request, resizing.ranks, resizing.before
+        if request is None:
             return None
         is_to_end = self.received or notice.is_given
         if code == settings.EXIT_PREEMPTED and not (before or is_to_end):
-            resizing.before, self.ranks = now, order.ranks
+            resizing.before, self.ranks = now, request.ranks
             self.limits = replace(self.limits, max_ranks=None)
-            ranks = counted(order.ranks, "rank")
-            text = f"the ranks have saved; the job goes on with {ranks} instead of {now}"
-            return order.ranks, order.lost, text
+            ranks = counted(request.ranks, "rank")
+            text = f"the ranks have saved; the job continues with {ranks} instead of {now}"
+            return request.ranks, request.lost, text
         if before and not (self.received or code in _NO_FAILURES):
             self.ranks = before
             ranks = counted(now, "rank")
-            text = f"{outcome.cause}, before it trained with {ranks}; it goes on with {before}"
+            text = f"{outcome.cause}, before it trained with {ranks}; it continues with {before}"
             resizing.end(text, 1)
-            return before, order.lost, text
+            return before, request.lost, text
         has_changed = before and not code
         resizing.end(f"{'' if has_changed else 'no change: '}{outcome.cause}", int(not has_changed))
         return None

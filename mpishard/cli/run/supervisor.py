@@ -35,30 +35,30 @@ _GRACE_SECONDS = 3.5
 """Between a forwarded signal and SIGKILL: a job ends within 5 seconds of Ctrl-C."""
 
 _SAVE_SECONDS = 25.0
-"""Time for ranks that save before they end. SLURM kills 30 seconds after SIGTERM."""
+"""Time for ranks that save before they end. SLURM sends SIGKILL 30 seconds after SIGTERM."""
 
-_ONE_ORDER_SECONDS = 1.0
-"""One order to end a job may send SIGTERM on several paths: from SLURM, and from srun."""
+_SAME_SIGNAL_SECONDS = 1.0
+"""A job that is cancelled may receive SIGTERM on several paths: from SLURM, and from srun."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _LAUNCHER_SECONDS = 10.0
-"""Time for the launcher to end after all its ranks. Open MPI's sometimes waits for ever."""
+"""Time for the launcher to end after its ranks. That of Open MPI sometimes never ends."""
 
 _OTHERS_SECONDS = 3.0
-"""Time for the others, and the launcher, to end by themselves when a rank has failed."""
+"""Time for the other ranks and the launcher to end by themselves after a rank has failed."""
 
 _SAVED = (0, settings.EXIT_PREEMPTED)
-"""Exit codes of a job that had time to save: it may have been at its end."""
+"""Exit codes of a job that saved in time; 0 if it was at its end anyway."""
 
 _FIRST_LOOK_SECONDS, _START_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.01, 0.05, 0.5
 
 _START_SECONDS = 10.0
-"""For so long the supervisor looks often: most jobs that fail do so in the beginning."""
+"""Time in which the supervisor looks often: most jobs that fail do so in the beginning."""
 
 _FORK_SECONDS, _STARTS_SECONDS = 2.0, 30.0
-"""If ranks are missing, and none has come for so long, the supervisor tries to start a process; and
-gives up."""
+"""Times without a new rank, while some are missing, after which the supervisor tests whether the
+system allows another process, and gives up."""
 
 _OPEN_MPI_FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
 
@@ -76,9 +76,9 @@ rm -rf "$@"
 class Supervisor:
     """Runs the launcher of a job, once.
 
-    The job is a process group of its own, so that it gets each signal once, from here: Hydra takes
-    a second Ctrl-C for an order to drop its ranks. A terminal stays with this process. Ranks read
-    an empty input, because the system would stop them at the first read of the terminal.
+    The job is a process group of its own, so that it receives each signal once, from here: at a
+    second Ctrl-C Hydra leaves its ranks behind. The terminal stays with this process. The input of
+    ranks is empty, because the system would stop them at the first read of the terminal.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class Supervisor:
     world_size : int
         Number of ranks.
     resizing : Resizing
-        Takes orders for another number of ranks.
+        Accepts requests for another number of ranks.
     hosts : sequence of str
         The machines that the user named; empty for this one, or for those that SLURM chooses.
     log_folder : Path, optional
@@ -130,9 +130,9 @@ class Supervisor:
     def run(self, environment: Mapping[str, str]) -> Outcome:
         """Run the job to its end.
 
-        Its exit code is the one that a rank reported with; else 128 + the signal that this process
-        was sent, or that ended the first rank that failed; else that rank's own code, and 1 if it
-        ended with 0 without leaving.
+        Its exit code is, in this order: the code in the report of a rank; 128 + the signal that
+        this process received, or that ended the first rank that failed; the code of that rank; 1 if
+        that rank ended with 0 without leaving.
         """
         temporary = Path(tempfile.mkdtemp(prefix="mpishard-job-"))
         self._folder = self._folder_for_calls(temporary)
@@ -151,7 +151,7 @@ class Supervisor:
     def _folder_for_calls(self, temporary: Path) -> Path:
         """Return the folder for the call logs: ``temporary`` if the disk of --log-dir is full.
 
-        Without call logs, and the notes of the agents beside them, nobody knows how a rank ended.
+        The end of a rank is known only from its call log and the notes of the agents beside it.
         """
         if self.log_folder is None:
             return temporary
@@ -159,7 +159,7 @@ class Supervisor:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as file:
-                # Twice, because agents and logs need some, too, before the ranks have their pages.
+                # Twice, because agents and logs need room before the ranks allocate their pages.
                 os.posix_fallocate(file.fileno(), 0, 2 * self.world_size * PAGE_BYTES)
         except OSError as error:
             why = f"--log-dir: {error}: the logs will be cut off"
@@ -171,7 +171,7 @@ class Supervisor:
     def _run(self, environment: dict[str, str], to_remove: Sequence[Path]) -> Outcome:
         processes = self._processes
         self._handle_signals()
-        # Its input ends with this process, also if that is killed: then it ends the job.
+        # Its input is closed when this process ends, even by SIGKILL: then it ends the job.
         janitor = subprocess.Popen(
             ["/bin/sh", "-c", _JANITOR, "sh", *map(str, to_remove)],
             stdin=subprocess.PIPE,
@@ -195,11 +195,11 @@ class Supervisor:
             self._watch(job)
         code = job.wait()
         self._job = None
-        signal.setitimer(signal.ITIMER_REAL, 0)  # the time to save has ended with the job
+        signal.setitimer(signal.ITIMER_REAL, 0)  # of the time to save
         processes.wait_for_all()
-        for process in processes.running:  # else they write to the files of the next start
+        for process in processes.running:  # they would write to the files of the next start
             process.send(signal.SIGKILL)
-        # A launcher that was killed from here ends with that signal's code, and not with the job's.
+        # The code of a launcher that this process has killed says nothing about the job.
         if self._has_ended_launcher:
             code = next((process.exit_code for process in processes.ended if process.exit_code), 0)
         seconds = time.monotonic() - started
@@ -251,7 +251,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------ watching
 
     def _watch(self, job: subprocess.Popen[bytes]) -> None:
-        """Wait for the end of ``job``; end it if the others wait for a rank that is gone."""
+        """Wait for the end of ``job``. End it if ranks wait for one that is gone."""
         processes = self._processes
         pause = _FIRST_LOOK_SECONDS
         failed_at = ended_at = 0.0
@@ -260,7 +260,7 @@ class Supervisor:
         launcher = os.pidfd_open(job.pid)
         while job.poll() is None:
             found = processes.look()
-            for process in found if notice.is_given else ():  # the order came before the rank
+            for process in found if notice.is_given else ():  # SIGUSR1 came before the rank
                 process.send(signal.SIGUSR1)
             now = time.monotonic()
             suspect = self._suspect()
@@ -284,7 +284,7 @@ class Supervisor:
             elif now - ended_at > _LAUNCHER_SECONDS and not self._has_ended_launcher:
                 self._has_ended_launcher = True
                 self._signal_job(signal.SIGKILL)
-            # Seconds in which this process was suspended do not count.
+            # The time in which this process was suspended does not count.
             waited = 0.0 if found else waited + min(now - looked_at, 2 * _LAST_LOOK_SECONDS)
             looked_at = now
             if not (processes.all_seen or self.host_count or self._is_ending):
@@ -295,9 +295,9 @@ class Supervisor:
         os.close(launcher)
 
     def _look_for_ranks(self, waited: float) -> None:
-        """End the job if ranks of this machine have not been started for ``waited`` seconds.
+        """End the job if no further rank of this machine has started for ``waited`` seconds.
 
-        Hydra tries for ever to start a process that the system does not allow.
+        Hydra never gives up if the system allows no more processes.
         """
         why = ""
         if self._processes.failed:
@@ -320,10 +320,10 @@ class Supervisor:
         )
 
     def _suspect(self) -> RankProcess | None:
-        """Return the first rank that failed, if the others would not be told of it.
+        """Return the first rank that failed, unless a rank has reported why the job ends.
 
-        Open MPI's launcher and srun end the job if a rank fails; Hydra may let the others wait. If
-        ranks outlive each other, only a rank that is lost before their world exists counts.
+        Open MPI's launcher and srun end the job if a rank fails; under Hydra the others may wait
+        for it. If ranks survive each other, only a rank that is lost before its world began counts.
         """
         logs = self._logs() if self._processes.ended else {}
         if any(log.state is RankState.REPORTED for log in logs.values()):
@@ -349,7 +349,7 @@ class Supervisor:
         }
         signal.signal(signal.SIGALRM, self._after_grace)
         for number, handler in handlers.items():
-            # Started with nohup, or in the background, this process is to ignore the signal.
+            # With nohup, or in the background, this process must ignore the signal as before.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, handler)
 
@@ -358,36 +358,36 @@ class Supervisor:
         if number == signal.SIGTERM:
             now = time.monotonic()
             savers = self._savers() if self._saves_since is None else []
-            for process in savers:  # Open MPI's launcher would not wait for them
+            for process in savers:  # directly: Open MPI's launcher would not wait for them
                 process.send(signal.SIGTERM)
             if savers:
                 self._saves_since = now
                 signal.setitimer(signal.ITIMER_REAL, _SAVE_SECONDS)
-            if self._saves_since is not None and now - self._saves_since < _ONE_ORDER_SECONDS:
+            if self._saves_since is not None and now - self._saves_since < _SAME_SIGNAL_SECONDS:
                 return
         self._end(signal.Signals(number))
 
     def _give_notice(self, _number: int, _frame: FrameType | None) -> None:
-        """Order the ranks of this machine to save and leave as soon as they can.
+        """Forward the notice of preemption: the ranks save and leave as soon as they can.
 
-        One rank is enough, because the ranks save together. In a rank that has not imported
-        mpishard yet the signal is blocked, and waits.
+        The ranks of this machine are enough, because all ranks save together. The signal stays
+        pending in a rank that has not imported mpishard yet.
         """
         notice.is_given = True
         running = self._processes.running
         for process in running:
             process.send(signal.SIGUSR1)
         if self.host_count and not running:
-            self._signal_job(signal.SIGUSR1)  # launchers pass it on to other machines
+            self._signal_job(signal.SIGUSR1)  # launchers forward it to other machines
         elif not self._savers():
             say(
                 self.name,
-                "SIGUSR1: no rank is where it could save, in an optimize(checkpoint=FOLDER); the "
-                "job goes on until one is",
+                "SIGUSR1: no rank can save now, as none is in optimize(checkpoint=FOLDER); the "
+                "job runs until one is",
             )
 
     def _wait(self, launcher: int, seconds: float) -> None:
-        """Wait, until the job ends or an order for another number of ranks comes."""
+        """Wait until the job ends, a request for another number of ranks comes, or time is up."""
         resizing = self.resizing
         watched: list[Any] = [launcher, *resizing.sockets]
         is_asked = set(select.select(watched, [], [], seconds)[0]) - {launcher}
@@ -408,10 +408,10 @@ class Supervisor:
             if not savers:  # they run on other machines
                 self._signal_job(signal.SIGUSR1)
         elif resizing.before and any(log.is_saving for log in self._logs().values()):
-            resizing.end(f"the job goes on with {counted(self.world_size, 'rank')}", 0)
+            resizing.end(f"the job continues with {counted(self.world_size, 'rank')}", 0)
 
     def _savers(self) -> list[RankProcess]:
-        """Return the ranks of this machine that save if they receive the order now."""
+        """Return the ranks of this machine that would save if they received SIGUSR1 now."""
         logs = self._logs()
         return [p for p in self._processes.running if p.rank in logs and logs[p.rank].is_saving]
 
@@ -431,9 +431,9 @@ class Supervisor:
             process.send(signal.SIGKILL)
 
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
-        """Make the ranks of this machine report what they do. The job goes on."""
+        """Make the ranks of this machine report what they do. The job continues."""
         running = self._processes.running
-        # A process without a handler, as a rank before init, would end.
+        # SIGQUIT would end a process without a handler, such as a rank before init.
         asked = [process for process in running if process.catches(signal.SIGQUIT)]
         for process in asked:
             process.send(signal.SIGQUIT)

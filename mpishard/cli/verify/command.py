@@ -24,7 +24,7 @@ from mpishard.cli.verify.job import (
 )
 from mpishard.cli.verify.reference import RULES
 from mpishard.cli.verify.script import verify_script
-from mpishard.cli.wording import choice, counted, refuse, refusing, say
+from mpishard.cli.wording import check_start, choice, counted, refuse, refusing, say
 from mpishard.pipeline import SCHEDULE_NAMES
 
 Backend = Literal["auto", "mpi", "memory"]
@@ -107,10 +107,7 @@ def verify(
 
     Exit codes: 0, all agree; 1, they differ; 2, nothing can be compared.
     """
-    launcher = settings.launcher_variable()
-    if launcher is not None:
-        text = f"this process is a rank already ({launcher} is set): start verify without mpirun"
-        refuse("verify", text)
+    check_start("verify", "start verify without mpirun")
     for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
         if number is not None and not 0 < number < float("inf"):
             refuse("verify", f"{flag} must be above 0, got {number}")

@@ -270,6 +270,7 @@ def relative_error(actual: Array, expected: Array, floor: float = 1.0) -> float:
 
 
 _MODULE_NAME = "mpishard_verified"
+_RETURNS = "factory(seed) is a function that returns (model, x, y) or (model, x, y, loss)"
 
 Factory = Callable[..., Any]
 
@@ -304,9 +305,8 @@ def load_factory(target: str) -> Factory:
     """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name.isidentifier():
-        text = "factory(seed) is a function that returns (model, x, y) or (model, x, y, loss)"
         places = "package.module:factory or file.py:factory"
-        raise TargetError(f"TARGET must be {places}, got {target!r}\n{text}")
+        raise TargetError(f"TARGET must be {places}, got {target!r}\n{_RETURNS}")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     factory = getattr(module, name, None)
     if factory is None:
@@ -314,9 +314,8 @@ def load_factory(target: str) -> Factory:
         text = f"its functions are {', '.join(there)}" if there else "it has no function at all"
         raise TargetError(f"{place} has no {name!r}\n{text}")
     if not callable(factory):
-        text = "factory(seed) returns (model, x, y) or (model, x, y, loss)"
         kind = type(factory).__name__
-        raise TargetError(f"{name!r} of {place} is a {kind} and no function\n{text}")
+        raise TargetError(f"{name!r} of {place} is of type {kind}, not a function\n{_RETURNS}")
     return factory  # type: ignore[no-any-return]
 
 
@@ -353,8 +352,14 @@ def build_problem(factory: Factory, seed: int, dtype: str | None) -> Problem:
     TargetError
         If that is no model with data, or a model of another dtype.
     """
-    takes_dtype = "dtype" in inspect.signature(factory).parameters
-    given = factory(seed, dtype=dtype) if dtype and takes_dtype else factory(seed)
+    signature, factory_name = inspect.signature(factory), getattr(factory, "__name__", "factory")
+    named = {"dtype": dtype} if dtype and "dtype" in signature.parameters else {}
+    try:
+        signature.bind(seed, **named)
+    except TypeError:
+        text = f"{factory_name}({', '.join(signature.parameters)}) must take a seed"
+        raise TargetError(f"{text}\n{_RETURNS}") from None
+    given = factory(seed, **named)
     for fault in _faults(given, dtype):
         raise TargetError(fault)
     return Problem(*given)
