@@ -1,6 +1,7 @@
 """``mpishard bench``: figures are there and add up; no test looks at how large a time is."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -312,6 +313,7 @@ def test_starts_its_ranks(tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        env=os.environ | {"MPISHARD_NUMBA": "off"},  # which takes each rank a second to load
         timeout=50,
         check=False,
     )

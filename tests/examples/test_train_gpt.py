@@ -109,6 +109,7 @@ def kill_after_first_checkpoint(directory: Path, *arguments: str) -> None:
     started = subprocess.Popen(
         [sys.executable, str(SCRIPT), *arguments],
         cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=os.environ | {"MPISHARD_NUMBA": "off"},
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while not list(directory.glob("runs/*/checkpoint/latest")):
