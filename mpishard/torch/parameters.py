@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.layout import ShardLayout
 from mpishard.sharding import ParameterEntry, Piece, Unit
@@ -116,6 +117,7 @@ def _once(name: str) -> Callable[..., Any]:
     """A method that changes a tensor in place, for `ChangedOnce`."""
     method = getattr(torch.Tensor, name)
 
+    @called_as("a change of a parameter in place")
     @functools.wraps(method)
     def change(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._owner.change(self, method, args, kwargs)
@@ -131,9 +133,16 @@ for _name in [
 
 
 class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
-    """The ``.data`` of a parameter."""
+    """The ``.data`` of a parameter; copies are plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = self.detach().clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
 
 
 class PlacedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]

@@ -225,7 +225,6 @@ class ShardedModule(Uncopied):
             self.parts.append(part)
         return part
 
-    @called_as("a change of a parameter in place")
     def change(self, tensor: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Change a parameter, or its values, by a method that every rank calls.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+import io
 from typing import Any
 
 import pytest
 
-from mpishard.errors import ShardingError
+from mpishard.errors import CollectiveMismatchError, ShardingError
 from mpishard.testing.worlds import in_worlds
 
 torch = pytest.importorskip(
@@ -100,3 +102,29 @@ def test_a_change_of_rounded_copies_is_refused(backend: Any) -> None:
             with pytest.raises(ShardingError, match="change the rounded copies"):
                 change(model)
         assert nets.difference(model, before) == 0
+
+
+@in_worlds(1)
+def test_values_of_a_parameter_are_saved_as_plain_tensors(backend: Any) -> None:
+    """A program without mpishard reads them; they are not saved with the unit around them."""
+    mst.init()
+    model = mst.shard(nets.make(nets.perceptron))
+    values = model[0].weight.data
+    file = io.BytesIO()
+    torch.save({"weight": values}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)["weight"]
+    for copied in (saved, copy.deepcopy(values)):
+        assert type(copied) is torch.Tensor
+        assert torch.equal(copied, model[0].weight)
+        assert copied.untyped_storage().nbytes() == values.numel() * values.itemsize
+
+
+@in_worlds(2)
+def test_a_change_on_one_rank_is_named(backend: Any) -> None:
+    mst.init()
+    model = mst.shard(nets.make(nets.perceptron))
+    expected = "a change of a parameter in place is collective: rank 0 called it"
+    act = decay if backend.rank == 0 else functools.partial(mst.clip_grad_norm_, max_norm=1.0)
+    with pytest.raises(CollectiveMismatchError, match=expected):
+        act(model)
