@@ -95,7 +95,7 @@ def consolidate(
     is_full = as_flag("optimizer", optimizer)
     place = _fresh(target)
     if place.path.suffix != _SUFFIX:
-        raise ValueError(f"one file is written: its name ends with {_SUFFIX}, got {target}")
+        raise ValueError(f"the target is a file, whose name must end with {_SUFFIX}; got {target}")
     with open_source(path) as source:
         if not source.is_checkpoint:
             raise CheckpointError(f"{source.path} is not a checkpoint; convert reads other forms")

@@ -170,8 +170,8 @@ def _sharded_source(directory: Path, index: Path, stack: ExitStack) -> TensorSou
         # The index may be from an untrusted source. It must not name files outside its directory.
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index}: {name!r} is said to be in {file!r}, which is no name of a safetensors "
-                "file beside the index"
+                f"{index}: {name!r} is said to be in {file!r}, which is not the name of a "
+                "safetensors file beside the index"
             )
     missing = sorted(f for f in set(weight_map.values()) if not (directory / f).is_file())
     if missing:
@@ -185,12 +185,12 @@ def _sharded_source(directory: Path, index: Path, stack: ExitStack) -> TensorSou
         if here - mapped:
             raise CheckpointError(
                 f"{directory / file} holds {_listed(sorted(here - mapped))}, which {index.name} "
-                "says to be elsewhere or nowhere"
+                "lists in another file or not at all"
             )
         if mapped - here:
             raise CheckpointError(
                 f"{directory / file} does not hold {_listed(sorted(mapped - here))}, which "
-                f"{index.name} says to be there"
+                f"{index.name} lists there"
             )
         found |= {name: _tensor_of(opened, directory / file, name) for name in mapped}
     return TensorSource(directory, False, {PARAMETERS: {name: found[name] for name in weight_map}})

@@ -208,7 +208,7 @@ def as_metadata(given: Any) -> dict[str, Any]:
         return {}
     if not isinstance(given, Mapping):
         raise TypeError(
-            f"metadata must map names to what JSON can hold, as {{'note': 'first'}}; got {given!r}"
+            f"metadata must map names to values of JSON, such as {{'note': 'first'}}; got {given!r}"
         )
     return dict(given)
 

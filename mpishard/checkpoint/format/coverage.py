@@ -34,7 +34,7 @@ def check_region(region: Region, shape: Sequence[int]) -> None:
         for (low, high), size in zip(region.box, shape, strict=True):
             fits = fits and 0 <= low < high <= size
     if not (fits and 0 <= region.start < region.stop <= math.prod(box_shape(region.box))):
-        raise ValueError(f"{region} is no part of a tensor of shape {tuple(shape)}")
+        raise ValueError(f"{region} is not a part of a tensor of shape {tuple(shape)}")
 
 
 def check_coverage(

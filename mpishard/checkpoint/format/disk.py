@@ -67,7 +67,7 @@ def replace_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
         If ``file`` is not a regular file, such as ``/dev/null``, or the disk fails.
     """
     if file.exists() and not file.is_file():  # A rename would replace a device, too.
-        raise OSError(f"{file} is not a regular file, and none is written in its place")
+        raise OSError(f"{file} is not a regular file, and is not replaced")
     beside = file.with_name(f".{file.name}.tmp")
     # A killed process may have left this file, and `write_file` refuses one that exists.
     beside.unlink(missing_ok=True)

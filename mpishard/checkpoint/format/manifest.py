@@ -103,7 +103,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if not 0 < self.sequence < _MOST_BYTES:
-            raise CheckpointError(f"it is save number {self.sequence}")
+            raise CheckpointError(f"its save number is {self.sequence}, which is not in [1, 2^63)")
         position, names = 0, set()
         for entry in self.parameters:
             if entry.name in names:
@@ -142,8 +142,8 @@ class Manifest:
         for name in pieces:
             if name not in held:
                 raise CheckpointError(
-                    f"{kind}: {pieces[name][0].file} holds a piece of {name!r}, which is no "
-                    "parameter, or a frozen one"
+                    f"{kind}: {pieces[name][0].file} holds a piece of {name!r}, which is not "
+                    "a parameter, or is frozen"
                 )
         for name, entry in held.items():
             given = pieces.get(name, ())
@@ -262,7 +262,7 @@ class Manifest:
         file = directory / MANIFEST
         # A read of a pipe could wait for ever, and a read of /dev/zero would never end.
         if not file.is_file():
-            raise CheckpointError("it is no file")
+            raise CheckpointError("it is not a regular file")
         nbytes = file.stat().st_size
         if nbytes > _LONGEST:
             raise CheckpointError(f"it has {nbytes} bytes; {_LONGEST} are the most")
@@ -285,7 +285,7 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"it is not JSON: {type(error).__name__}: {error}") from None
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise CheckpointError(f"it does not say that its format is {_FORMAT!r}")
+            raise CheckpointError(f"its format is not {_FORMAT!r}")
         if document.get("version") != _VERSION:
             raise CheckpointError(
                 f"it has version {document.get('version')!r}; this mpishard reads version "
@@ -387,7 +387,7 @@ def _check_shape(entry: ParameterEntry) -> None:
             "are the most"
         )
     if nbytes >= _MOST_BYTES:
-        raise CheckpointError(f"parameter {entry.name!r} of shape {entry.shape} is no array's size")
+        raise CheckpointError(f"parameter {entry.name!r} of shape {entry.shape} is too large")
 
 
 def _piece_of(document: Mapping[str, Any]) -> PieceRecord:

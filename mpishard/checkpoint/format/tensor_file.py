@@ -259,7 +259,7 @@ class FileRecord:
     def tear(self, file: Path) -> str:
         """Return a text if ``file`` is missing or of another length than recorded, otherwise ""."""
         if not file.is_file():
-            return "is no file" if file.exists() else "is missing"
+            return "is not a regular file" if file.exists() else "is missing"
         held = file.stat().st_size
         return "" if held == self.nbytes else f"has {held} of {self.nbytes} bytes"
 

@@ -113,7 +113,7 @@ def load_states(
         # All checks come before the first read, so that a refused load changes nothing.
         reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
         if not isinstance(reader.metadata.get("user"), Mapping):
-            raise CheckpointError(f"the checkpoint {reader.path} has no metadata of its user")
+            raise CheckpointError(f"the checkpoint {reader.path} has no user metadata")
         for state in states.values():
             # Some states read other arrays for other kinds in the checkpoint, for instance if more
             # ranks have saved.
