@@ -102,9 +102,9 @@ class OptaxRule(Optimizer):
         if not is_elementwise:
             raise ValueError(
                 "the transformation looks at more than one element at a time (norms, matrices): "
-                "each rank has a part of the elements, and would find another update. Clip with "
-                "OptaxRule(..., clip_global_norm=1.0); mpishard.optimizers.LAMB is divided rightly"
-                "; parameter_options replace masks"
+                "each rank has a part of the elements, and would compute another update. Clip with "
+                "OptaxRule(..., clip_global_norm=1.0); mpishard.optimizers.LAMB has norms over "
+                "all ranks; parameter_options replace masks"
             )
         for name, leaf in self._leaves.items():
             # A fixed dtype is accepted here, because the parameters, which are not known yet, may

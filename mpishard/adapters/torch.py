@@ -173,23 +173,20 @@ class TorchModel(PlacedVectorModel):
 
     def settle(self, ranks: CommunicationBackend) -> bool:
         if self._used is not None:
+            from mpishard.torch.placed import some
+
             used, self._used = ranks.all_reduce(self._used, ReductionOperation.MAX), None
-            if ranks.rank == 0:
-                self._warn_of_unused(used)
+            unused = [e.name for e, count in zip(self._entries, used, strict=True) if not count]
+            if unused and ranks.rank == 0:
+                _log.warning(
+                    "no rank used parameter %s of %s in the first step. Unlike PyTorch, a "
+                    "parameter without a gradient is updated with a gradient of 0: weight decay "
+                    "and momentum still change it. To leave it out, call requires_grad_(False) "
+                    "before the module is given to TorchModel, or set "
+                    "parameter_options={%r: {'frozen': True}}",
+                    some(unused), self._name, unused[0],
+                )  # fmt: skip
         return self._placed.buffers.settle(ranks)
-
-    def _warn_of_unused(self, used: np.ndarray[Any, Any]) -> None:
-        from mpishard.torch.placed import some
-
-        unused = [entry.name for entry, count in zip(self._entries, used, strict=True) if not count]
-        if unused:
-            _log.warning(
-                "no rank used parameter %s of %s in the first step. Unlike PyTorch, a parameter "
-                "without a gradient is updated with a gradient of 0: weight decay and momentum "
-                "still change it. To leave it out, call requires_grad_(False) before the module is "
-                "given to TorchModel, or set parameter_options={%r: {'frozen': True}}",
-                some(unused), self._name, unused[0],
-            )  # fmt: skip
 
     @property
     def computes_together(self) -> bool:

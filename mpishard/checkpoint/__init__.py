@@ -1,13 +1,13 @@
 """Checkpoints that fit every world size and strategy.
 
 A checkpoint is a directory: one safetensors file for each rank that wrote something, and
-``manifest.json``, written last. It holds regions of the model's parameters and knows no ranks, so
-a rank that loads it reads the regions that it needs.
+``manifest.json``, written last. It has regions of the model's parameters and does not depend on
+ranks: a rank that loads it reads the regions that it needs.
 
-Begin with `saving.save` (`save`) and `loading.restore` (`load`). `format` is what lies on the
-disk, and how ranks agree; `exchange` converts to and from other programs' files. A chapter imports
-from those before it: format, loading, saving, exchange. The room imports from `sharding` and the
-rooms before that.
+Begin with `saving.save` (`save`) and `loading.restore` (`load`). `format` has the files on the
+disk, and the agreement of ranks. `exchange` converts to and from other programs' files. A chapter
+imports from those before it: format, loading, saving, exchange. The room imports from `sharding`
+and the rooms before that.
 """
 
 from mpishard.checkpoint.exchange.convert import CheckpointForm, consolidate, convert

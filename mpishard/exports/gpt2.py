@@ -135,7 +135,7 @@ def load_gpt2(model: Any, path: PathLike) -> None:
 
 def _require_gpt(model: Any) -> None:
     if not isinstance(model, GPT):
-        raise TypeError(f"GPT-2's names are those of a GPT, got a {type(model).__name__}")
+        raise TypeError(f"a GPT-2 file needs a GPT, got a {type(model).__name__}")
     for entry in model.parameter_table.entries:
         if entry.name.endswith("qkv.weight") and entry.shape[0] != 3 * entry.shape[1]:
             raise ValueError(
@@ -174,8 +174,8 @@ def _vector(model: GPT, path: Path) -> Array:
             value = value.T
         if value.dtype.kind in "biuc":
             raise ValueError(
-                f"{other!r} of {path} is {value.dtype.name}, which is no dtype of parameters: a "
-                "quantized file must be converted to floating numbers first"
+                f"{other!r} of {path} is {value.dtype.name}, which is not a floating-point dtype: "
+                "convert a quantized file to floating-point numbers first"
             )
         if value.shape != view.shape:
             raise ValueError(
@@ -190,7 +190,10 @@ def _vector(model: GPT, path: Path) -> Array:
             )
         if other == _HEAD and not is_known:
             if not np.array_equal(value, given["transformer.wte.weight"]):
-                raise ValueError(f"{_HEAD!r} of {path} is not the embedding's, and the model's is")
+                raise ValueError(
+                    f"{_HEAD!r} of {path} differs from the embedding, to which the model's head is "
+                    "tied"
+                )
         elif not is_known:
             raise ValueError(f"{path} has {other!r}, for which the model has no parameter")
     return vector

@@ -52,7 +52,7 @@ def export_onnx(model: Any, path: PathLike) -> None:
 
 def _content(model: Any, values: Iterator[Array]) -> Iterator[memoryview | bytes]:
     if not isinstance(model, Model):
-        raise TypeError(f"ONNX is written of models of mpishard.nn, got a {type(model).__name__}")
+        raise TypeError(f"export_onnx needs a model of mpishard.nn, got a {type(model).__name__}")
     try:
         import onnx
     except ImportError as error:
@@ -89,7 +89,7 @@ class _Graph:
         helper, kinds = self._onnx.helper, self._onnx.TensorProto
         size = 4 * sum(entry.size for entry in self._table.entries)
         if size > _MAXIMUM_BYTES:
-            raise ValueError(f"{size} bytes of parameters are more than an ONNX file holds, 2 GiB")
+            raise ValueError(f"the parameters take {size} bytes; an ONNX file can have 2 GiB")
         self._nodes.append(helper.make_node("Identity", [self._names[self._output]], ["y"]))
         kind = kinds.INT64 if self._takes_integers else kinds.FLOAT
         graph = helper.make_graph(

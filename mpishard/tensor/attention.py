@@ -192,8 +192,8 @@ def attention_layers(
     for name, number in ("num_heads", num_heads), ("num_kv_heads", groups):
         if number % ranks:
             raise ValueError(
-                f"{owner} deals its heads evenly: {name} {number} is no multiple of the {ranks} "
-                "ranks; use a multiple, or partition_chain, which deals any number"
+                f"{owner} splits its heads evenly: {name} {number} is not a multiple of the "
+                f"{ranks} ranks; use a multiple, or partition_chain, which splits any number"
             )
     check_divides("num_heads", num_heads, "embed_dim", embed_dim)
     check_divides("num_kv_heads", groups, "num_heads", num_heads)

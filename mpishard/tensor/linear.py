@@ -137,7 +137,9 @@ class SplitLinear(TensorParallelLayer):
         given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         values = {name: self._checked(name, array) for name, array in given.items()}
         self._whole = {
-            name: replace(spec, initializer=_constant(values[name])) if name in values else spec
+            name: replace(spec, initializer=lambda *_, name=name: values[name])
+            if name in values
+            else spec
             for name, spec in self._whole.items()
         }
 
@@ -167,10 +169,6 @@ class SplitLinear(TensorParallelLayer):
         if self.activation is None:
             return dy
         return self.activation.backward_input({}, saved, dy)[0]
-
-
-def _constant(values: np.ndarray[Any, Any]) -> Initializer:
-    return lambda _, __: values
 
 
 class ColumnParallelLinear(SplitLinear):

@@ -144,7 +144,7 @@ class Ties:
             if target not in self._owners:
                 raise ValueError(
                     f"{path}.{name} is tied to {target}, which none of the layers given has: pass "
-                    "model_layers, all layers of the model, where a part of it is partitioned"
+                    "model_layers, all layers of the model, if only a part of it is partitioned"
                 )
             owner = self._owners[target]
             for other, sharer in [owner, *self._users[target]]:

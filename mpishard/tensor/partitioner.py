@@ -464,9 +464,8 @@ def _check_images(layers: Mapping[str, Layer]) -> None:
     images = [(path, layer) for path, layer in walk_layers(layers) if isinstance(layer, kinds)]
     for path, layer in images:
         raise ValueError(
-            f"sequence parallelism cuts activations along time, dim 1, which {path}, a "
-            f"{type(layer).__name__}, takes for something else: partition this model without "
-            "sequence_parallel"
+            "sequence parallelism cuts activations along dim 1, time, which is not time for "
+            f"{path}, a {type(layer).__name__}: partition this model without sequence_parallel"
         )
 
 

@@ -61,8 +61,8 @@ class DataLoader(PlainLoader):  # type: ignore[misc]
         batch_size = as_count("batch_size", batch_size)
         if batch_size % world.world_size:
             raise ValueError(
-                f"batch_size is that of all ranks together, a multiple of their number: got "
-                f"{batch_size} for {world.world_size} ranks"
+                "batch_size is that of all ranks together, and must be a multiple of their number: "
+                f"got {batch_size} for {world.world_size} ranks"
             )
         if "sampler" in options or "batch_sampler" in options:
             raise ValueError(

@@ -329,8 +329,8 @@ def parts_of(made: Any) -> dict[int, Part]:
     parts: dict[int, Part] | None = getattr(made, "_mpishard_parts", None)
     if parts is None:
         raise TypeError(
-            f"{type(made).__name__} is no optimizer of a sharded model; mpishard.torch.optimizer("
-            "torch.optim.AdamW, model, lr=1e-3) makes one"
+            f"{type(made).__name__} is not an optimizer of a sharded model; "
+            "mpishard.torch.optimizer(torch.optim.AdamW, model, lr=1e-3) makes one"
         )
     return parts
 

@@ -310,7 +310,7 @@ def _check(module: Any) -> None:
     odd = [n for n, t in everything if type(t.data) is not torch.Tensor or t.is_sparse]
     if odd:
         raise TypeError(
-            f"{some(odd)} are no plain strided tensors; give mpishard the module as it was "
+            f"{some(odd)} are not plain strided tensors; give mpishard the module as it was "
             "before another library (FSDP, quantisation) took it over"
         )
     odd = [f"{name} on {t.device}" for name, t in everything if t.device.type != "cpu"]

@@ -450,7 +450,7 @@ def part_of(parameter: Any) -> Part:
     if isinstance(parameter, SharedParameter) and parameter._part.entry.trainable:
         return parameter._part
     raise ShardingError(
-        f"a parameter of shape {tuple(parameter.shape)} is no trained parameter of a sharded "
+        f"a parameter of shape {tuple(parameter.shape)} is not a trained parameter of a sharded "
         "module: it was frozen, not there or without elements when the module was sharded, or the "
         "parameters were collected before shard(). Give the module itself, or leave it out"
     )

@@ -113,7 +113,7 @@ def test_a_manifest_that_lies_costs_neither_memory_nor_time() -> None:
 )
 def test_what_is_no_region_of_the_tensor_is_refused(region: Region) -> None:
     with pytest.raises(
-        CheckpointError, match=r"kind: t.* is no part of a tensor of shape \(3, 2\)"
+        CheckpointError, match=r"kind: t.* is not a part of a tensor of shape \(3, 2\)"
     ):
         check((3, 2), [region])
 

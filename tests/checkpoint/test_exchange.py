@@ -209,11 +209,11 @@ BOTH = {"w": np.ones(2, np.float32), "b": np.ones(1, np.float32)}
     ("weight_map", "arrays", "message"),
     [
         ({"w": "../a.safetensors"}, {}, r"'w' is said to be in '../a.safetensors', which is no"),
-        ({"w": "/tmp/a.safetensors"}, {}, "which is no name of a safetensors file beside"),
-        ({"w": "..\\a.safetensors"}, {}, "which is no name"),
-        ({"w": "a.bin"}, {}, "'a.bin', which is no name of a safetensors file"),
+        ({"w": "/tmp/a.safetensors"}, {}, "which is not the name of a safetensors file beside"),
+        ({"w": "..\\a.safetensors"}, {}, "which is not the name"),
+        ({"w": "a.bin"}, {}, "'a.bin', which is not the name of a safetensors file"),
         ({"w": "a.safetensors", "b": "c.safetensors"}, {"a": ONE}, "lacks 'c.safetensors'"),
-        ({"w": "a.safetensors"}, {"a": BOTH}, "holds 'b', which .* elsewhere or nowhere"),
+        ({"w": "a.safetensors"}, {"a": BOTH}, "holds 'b', which .* lists in another file or not"),
         ({"w": "a.safetensors", "b": "c.safetensors"}, {"a": ONE, "c": BOTH}, "holds 'w', which"),
         ({"w": "a.safetensors", "b": "a.safetensors"}, {"a": ONE}, "does not hold 'b', which"),
         ('{"weight_map": {"w": "a.safetensors", "w": "a.safetensors"}}', {"a": ONE}, "twice: 'w'"),
@@ -300,7 +300,7 @@ def test_what_is_asked_wrongly(tmp_path: Path, fakes: Any) -> None:
     (tmp_path / "dangling.safetensors").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileExistsError):
         checkpoint.consolidate(tmp_path / "c", tmp_path / "dangling.safetensors")
-    with pytest.raises(ValueError, match=r"ends with \.safetensors"):
+    with pytest.raises(ValueError, match=r"must end with \.safetensors"):
         checkpoint.consolidate(tmp_path / "c", tmp_path / "d")
     with pytest.raises(ValueError, match="'gguf' is not a valid"):
         checkpoint.convert(tmp_path / "c", tmp_path / "d", "gguf")

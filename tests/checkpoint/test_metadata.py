@@ -66,7 +66,7 @@ def test_a_run_without_an_evaluation_leaves_strict_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "error", "message"),
     [
-        ([1], TypeError, r"metadata must map names to what JSON can hold.*got \[1\]"),
+        ([1], TypeError, r"metadata must map names to values of JSON.*got \[1\]"),
         (0, TypeError, "metadata must map names"),
         ({1: 2, "1": 3}, TypeError, r"strings for keys.*got the key 1 in \['user'\]"),
         ({"a": [{"b": {None: 1}}]}, TypeError, r"the key None in \['user'\]\['a'\]\[0\]\['b'\]"),

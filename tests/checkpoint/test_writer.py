@@ -314,9 +314,9 @@ ALL = Region("w", ((0, 13),), 0, 13)
         ),
         ([(ALL, np.zeros(13, complex))], {}, CheckpointError, "dtype complex128, which no saf"),
         ([(Region("w", ((0, 14),), 0, 14), np.zeros(14))], {}, CheckpointError,
-         r"w\[0:14\]\[0:14\] is no part of a tensor of shape \(13,\)"),
+         r"w\[0:14\]\[0:14\] is not a part of a tensor of shape \(13,\)"),
         ([(Region("v", ((0, 13),), 0, 13), np.zeros(13))], {}, CheckpointError,
-         "rank00000.safetensors holds a piece of 'v', which is no parameter"),
+         "rank00000.safetensors holds a piece of 'v', which is not a parameter"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_written_is_refused(

@@ -200,7 +200,7 @@ def test_check(folder: Path, damaged: Path) -> None:
     (damaged / "step-00000008" / "manifest.json").write_text("{}")
     assert invoke("check", damaged).stdout.startswith(f"{damaged / 'step-00000008'} is damaged")
     words = invoke("check", damaged / "step-00000008").stdout
-    assert "  manifest.json: it does not say that its format" in words
+    assert "  manifest.json: its format is not" in words
 
 
 def test_problems_name_file_tensor_and_reason(damaged: Path) -> None:
@@ -280,7 +280,7 @@ def test_forged_metadata_are_no_traceback(folder: Path, tmp_path: Path) -> None:
         (("convert", "run", ""), "must not be blank"),
         (("consolidate", "none", "x.safetensors"), "there is no checkpoint"),
         (("convert", "none", "x"), "there is no checkpoint"),
-        (("consolidate", "run", "x"), "its name ends with .safetensors"),
+        (("consolidate", "run", "x"), "whose name must end with .safetensors"),
         (("convert", "run", "run"), "run already exists"),
         (("convert", "run", "x", "--max-shard-size", "5 parsecs"), "got '5 parsecs'"),
         (("convert", "run", "x", "--max-shard-size", "0"), "got '0'"),

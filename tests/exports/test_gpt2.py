@@ -101,7 +101,7 @@ def test_files_that_do_not_fit_are_refused_and_change_nothing(tmp_path):
             model,
             "ln_1.bias' .* is int8",
         ),
-        ({}, tied, "'lm_head.weight' of .* is not the embedding's"),
+        ({}, tied, "'lm_head.weight' of .* differs from the embedding, to which"),
     ):
         changed = {name: a for name, a in (good | change).items() if a is not None}
         save_file(changed, path)
@@ -120,7 +120,7 @@ def test_files_that_do_not_fit_are_refused_and_change_nothing(tmp_path):
         ms.load_gpt2(model, path)
     with pytest.raises(ValueError, match="heads share keys and values"):
         ms.save_gpt2(gpt(heads=4, kv_heads=2), path)
-    with pytest.raises(TypeError, match="names are those of a GPT, got a MLP"):
+    with pytest.raises(TypeError, match="a GPT-2 file needs a GPT, got a MLP"):
         ms.save_gpt2(ms.nn.MLP([3, 2]), path)
     assert model.get_parameters().tobytes() == before
     assert path.read_bytes() == b"something else"

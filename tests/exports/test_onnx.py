@@ -136,7 +136,7 @@ def test_models_that_onnx_cannot_hold_are_refused(tmp_path):
     path.write_bytes(b"old")
     with pytest.raises(ValueError, match="no operation for Doubled, a layer that is not"):
         ms.export_onnx(chain_of(nn.Linear(3, 3), Doubled(), shape=(3,)), path)
-    with pytest.raises(TypeError, match=r"models of mpishard.nn, got a FunctionModel"):
+    with pytest.raises(TypeError, match=r"needs a model of mpishard.nn, got a FunctionModel"):
         ms.export_onnx(ms.FunctionModel(lambda t, x, y: (0.0, t), np.ones(3)), path)
     with pytest.raises(ValueError, match="path"):
         ms.export_onnx(nn.MLP([2, 1]), " ")

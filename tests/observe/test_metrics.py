@@ -110,7 +110,7 @@ def test_a_pipe_or_a_device_stays_what_it_is(tmp_path: Path) -> None:
     assert os.read(reader, 100) == b'{"step": 1, "loss": 1.0, "time": 1.0}\n'
     os.close(reader)
     assert path.is_fifo()
-    with pytest.raises(OSError, match="is not a regular file, and none is written in its place"):
+    with pytest.raises(OSError, match="is not a regular file, and is not replaced"):
         replace_file(path, [b"x"])
     assert path.is_fifo()
 

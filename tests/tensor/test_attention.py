@@ -85,7 +85,7 @@ def test_it_is_the_formula_and_trains_like_one_rank(backend, causal, shared):
 def test_sizes_and_inputs_are_refused(backend):
     with pytest.raises(TypeError, match="backend must be a CommunicationBackend, got int"):
         TensorParallelAttention(2, 8, 2)
-    with pytest.raises(ValueError, match="num_heads 3 is no multiple of the 2 ranks"):
+    with pytest.raises(ValueError, match="num_heads 3 is not a multiple of the 2 ranks"):
         TensorParallelAttention(backend, 9, 3)
     with pytest.raises(ValueError, match=r"divide embed_dim, got 9 = 4 \* 2 \+ 1"):
         TensorParallelAttention(backend, 9, 2)

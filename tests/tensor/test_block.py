@@ -56,7 +56,7 @@ def test_it_trains_like_a_block_on_one_rank(backend, activation, causal):
 def test_what_makes_no_block_is_refused(backend):
     with pytest.raises(TypeError, match=r"activation\(\) must be a layer, .* got int"):
         TensorParallelTransformerBlock(backend, 8, 2, 16, int)
-    with pytest.raises(ValueError, match="TensorParallelTransformerBlock deals its heads evenly"):
+    with pytest.raises(ValueError, match="TensorParallelTransformerBlock splits its heads evenly"):
         TensorParallelTransformerBlock(backend, 9, 3, 16)
     with pytest.raises(ValueError, match="ffn_dim=0"):
         TensorParallelTransformerBlock(backend, 8, 2, 0)

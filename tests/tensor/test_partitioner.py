@@ -531,7 +531,7 @@ def test_what_cannot_be_partitioned_is_refused(backend):
     assert not partition_chain({}, backend).layers
     if backend.world_size > 1:
         options = {"sequence_parallel": True, "split_output": True}
-        with pytest.raises(ValueError, match="dim 1, which 0, a Conv2D, takes for something else"):
+        with pytest.raises(ValueError, match="dim 1, time, which is not time for 0, a Conv2D"):
             partition_chain(convolutions().children, backend, **options)
     check_sequence(gpt().children, (TIME,))
     with pytest.raises(ValueError, match=r"linear0 takes samples of shape \(5,\): partition"):

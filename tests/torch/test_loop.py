@@ -479,7 +479,7 @@ def test_misuse_is_refused_with_the_way_out(backend):
         optimizer.step(lambda: None)
     with pytest.raises(ShardingError, match="sharded already"):
         mst.shard(model)
-    with pytest.raises(ShardingError, match="no trained parameter of a sharded module"):
+    with pytest.raises(ShardingError, match="is not a trained parameter of a sharded module"):
         mst.optimizer(torch.optim.SGD, nn.Linear(2, 2).parameters())
     with pytest.raises(ShardingError, match="is not sharded"):
         mst.clip_grad_norm_(nn.Linear(2, 2), 1.0)

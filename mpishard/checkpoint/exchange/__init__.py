@@ -1,8 +1,8 @@
 """Conversion of checkpoints to and from other programs' files.
 
-Begin with `convert`: a checkpoint, one safetensors file, or a directory of such files, each from
-any other. `sources` reads all three, a few MiB at a time. `plain` gives a model of one process its
-`serialize`, `save_model` and their opposites.
+Begin with `convert`, which writes a checkpoint, one safetensors file, or a directory of such files,
+from any of the three. `sources` reads them, a few MiB at a time. `plain` has `serialize`,
+`save_model`, `deserialize` and `load_model` of models in one process.
 
-May import every other chapter of checkpoint.
+This chapter may import every other chapter of checkpoint.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints for other programs, and other programs' files as checkpoints."""
+"""Conversion of checkpoints to files of other programs, and of such files to checkpoints."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
 MAXIMUM_SHARD_BYTES = 5 * 10**9
-"""Bytes of tensors in one file of a sharded directory, by default."""
+"""Default maximum of the bytes of tensors in one file of a sharded directory."""
 
 ProgressCallback = Callable[[int, int], object]
-"""Called with the number of bytes done and that of all tensors."""
+"""Function that is called with the number of bytes done, and the total of all tensors."""
 
 _SUFFIX = ".safetensors"
-# Names of files in other formats, which nobody means as a directory's.
+# Suffixes of files in other formats. A target with such a name is not meant to be a directory.
 _OTHER_FILES = {
     ".bin", ".ckpt", ".gguf", ".h5", ".hdf5", ".json", ".msgpack", ".npy", ".npz", ".onnx",
     ".pickle", ".pkl", ".pt", ".pth", ".tar", ".zip",
 }  # fmt: skip
-_ROOM = 1 << 20  # bytes, for headers and a manifest
-# Hugging Face's loaders refuse files without it; the tensors are the same for every framework.
+_ROOM = 1 << 20  # Free bytes needed for headers and a manifest, beside the tensors.
+# Hugging Face's loaders refuse files without this key. The tensors are the same in every framework.
 _FORMAT = {"format": "pt"}
 
 
 class CheckpointForm(StrEnum):
-    """The form of tensors on disk."""
+    """Form of tensors on disk."""
 
     CHECKPOINT = "checkpoint"
     """A directory that `load` reads: safetensors files and ``manifest.json``."""
     SAFETENSORS = "safetensors"
     """One safetensors file with the parameters by name, in their global shapes."""
     HF = "hf"
-    """A directory of such files, with ``model.safetensors.index.json``."""
+    """A directory of safetensors files, with ``model.safetensors.index.json``."""
 
 
 def consolidate(
@@ -62,21 +62,21 @@ def consolidate(
 ) -> Path:
     """Write a checkpoint as one safetensors file: the parameters by name, in their global shapes.
 
-    It is read and written a few MiB at a time, and each block's checksum is compared. The header
-    keeps the checkpoint's metadata; if ``optimizer`` is true, `convert` makes the same checkpoint
-    of the file again.
+    The checkpoint is read and written a few MiB at a time, and each block's checksum is compared.
+    The header keeps the checkpoint's metadata. If ``optimizer`` is True, `convert` can make the
+    same checkpoint of the file again.
 
     Parameters
     ----------
     path : path
-        The checkpoint, or a folder of them, of which the newest is taken.
+        The checkpoint, or a folder of checkpoints, of which the newest is taken.
     target : path
-        The file to make.
+        File to make.
     optimizer : bool
-        Whether to write the other kinds, too, as ``<kind>/<parameter>``: an optimizer's states as
-        ``optimizer/<state>/<parameter>``.
+        If True, other kinds of arrays are written, too, as ``<kind>/<parameter>``. An optimizer's
+        states are ``optimizer/<state>/<parameter>``.
     progress : callable, optional
-        Called with the number of bytes written and that of all tensors.
+        Function that is called with the number of bytes written, and the total of all tensors.
 
     Returns
     -------
@@ -86,16 +86,16 @@ def consolidate(
     Raises
     ------
     TypeError, ValueError
-        For a path that is none, or blank, and a target that does not end with ".safetensors".
+        If a path is not a path or is blank, or the target does not end with ".safetensors".
     FileExistsError
         If there is something at ``target``.
     FileNotFoundError, CheckpointError
-        As `CheckpointReader`, and if there is not enough room. Nothing is left behind then.
+        As for `CheckpointReader`, and if there is not enough room. Nothing is left behind then.
     """
     is_full = as_flag("optimizer", optimizer)
     place = _fresh(target)
     if place.path.suffix != _SUFFIX:
-        raise ValueError(f"one file is written: its name ends with {_SUFFIX}, got {target}")
+        raise ValueError(f"the target is a file, whose name must end with {_SUFFIX}; got {target}")
     with open_source(path) as source:
         if not source.is_checkpoint:
             raise CheckpointError(f"{source.path} is not a checkpoint; convert reads other forms")
@@ -113,24 +113,24 @@ def convert(
 ) -> Path:
     """Write parameters in another form: a checkpoint, one safetensors file, or several.
 
-    A checkpoint made of other files holds parameters alone, with their names, and loads into any
-    model that has them. One made of a checkpoint holds everything that was in it, in one file.
-    Tensors are read and written a few MiB at a time.
+    A checkpoint made from other files has only parameters, with their names, and loads into any
+    model that has these parameters. A checkpoint made from a checkpoint has all of its content, in
+    one file. Tensors are read and written a few MiB at a time.
 
     Parameters
     ----------
     source : path
-        A checkpoint or a folder of them, a safetensors file, or a directory of such files with an
-        index, as Hugging Face's libraries write it.
+        A checkpoint or a folder of checkpoints, a safetensors file, or a directory of such files
+        with an index, as Hugging Face's libraries write it.
     target : path
-        The file or directory to make.
+        File or directory to make.
     form : CheckpointForm or str, optional
-        "checkpoint", "safetensors" or "hf". By default "safetensors" if ``target`` ends with
-        ".safetensors"; else "hf" of a checkpoint, and a checkpoint of other files.
+        "checkpoint", "safetensors" or "hf". The default is "safetensors" if ``target`` ends with
+        ".safetensors". Otherwise it is "hf" for a checkpoint, and "checkpoint" for other files.
     maximum_shard_bytes : int
-        Most bytes of the tensors in one file of "hf"; a larger tensor has a file of its own.
+        Maximum bytes of the tensors in one file of "hf". A larger tensor has a file of its own.
     progress : callable, optional
-        Called with the number of bytes written and that of all tensors.
+        Function that is called with the number of bytes written, and the total of all tensors.
 
     Returns
     -------
@@ -140,15 +140,15 @@ def convert(
     Raises
     ------
     TypeError, ValueError
-        For a path that is none, or blank, and for another form; for a target named like a file of
-        another format, such as ``model.pt``, if no form is given.
+        If a path is not a path or is blank, or the form is unknown. Also if no form is given, and
+        the target has the suffix of another format, such as ``model.pt``.
     FileExistsError
         If there is something at ``target``.
     FileNotFoundError
         If there is nothing to read.
     CheckpointError
-        If the source is malformed, incomplete, or holds data that the target cannot, and if there
-        is not enough room. Nothing is left behind then.
+        If the source is malformed, incomplete, or has data that the target cannot represent, or if
+        there is not enough room. Nothing is left behind then.
     """
     wanted = None if form is None else CheckpointForm(form)
     as_count("maximum_shard_bytes", maximum_shard_bytes)
@@ -186,7 +186,7 @@ def _without_states(source: TensorSource) -> TensorSource:
 
 
 def _observed(source: TensorSource, progress: ProgressCallback | None) -> TensorSource:
-    """Return the same source, which reports its progress."""
+    """Return the same source, whose tensors call ``progress`` when they are read."""
     if progress is None:
         return source
     total = _size(source)
@@ -225,7 +225,8 @@ def _write(
         if form is CheckpointForm.SAFETENSORS:
             file = directory / "whole.safetensors"
             _whole_file(source).write(file)
-            _require_nothing_at(place.path)  # again, for a file is replaced without a word
+            # A file may have been made meanwhile, and a rename would silently replace it.
+            _require_nothing_at(place.path)
             disk.rename(file, place.path)
             disk.sync_directory(place.path.parent)
             disk.remove_tree(directory)
@@ -265,7 +266,8 @@ def _whole_file(source: TensorSource) -> TensorFile:
     words = _FORMAT | {CHECKPOINT_HEADER: json.dumps(known, allow_nan=False)}
     choices = choices_in(source.metadata.get("model") or {})
     if choices:
-        # As in the bytes of a model's `serialize`, so that its `deserialize` takes the file.
+        # The bytes of a model's `serialize` have this key, too, so that `deserialize` can read the
+        # file.
         words[CHOICES_HEADER] = json.dumps(choices, sort_keys=True)
     return TensorFile(tensors, words)
 
@@ -275,7 +277,7 @@ def _write_shards(source: TensorSource, directory: Path, maximum_bytes: int) -> 
     shards: list[dict[str, LazyTensor]] = [{}]
     filled = 0
     for name, tensor in parameters.items():
-        # A tensor is never cut: one that is larger than a file may be has a file of its own.
+        # A tensor is never cut. A tensor that is larger than the maximum has a file of its own.
         if shards[-1] and filled + tensor.nbytes > maximum_bytes:
             shards.append({})
             filled = 0
@@ -302,8 +304,7 @@ def _write_checkpoint(source: TensorSource, directory: Path) -> None:
         raise CheckpointError(f"{source.path} holds no tensors")
     pieces: dict[str, list[tuple[Region, Any]]] = {}
     for kind, given in source.tensors.items():
-        # The first name of each dtype, for the message.
-        first: dict[str, str] = {}
+        first: dict[str, str] = {}  # Dtype -> name of the first tensor that has it.
         for name, tensor in given.items():
             first.setdefault(tensor.dtype.name, name)
         if len(first) > 1:
@@ -320,7 +321,7 @@ def _write_checkpoint(source: TensorSource, directory: Path) -> None:
     file = RankFile(0, pieces)
     file.write(directory)
     dtype = source.tensors[PARAMETERS][entries[0].name].dtype
-    # The random part of the temporary name, as of a save.
+    # The identity is the random part of the temporary name, as in a save.
     identity = directory.name.rsplit(".", 2)[1]
     manifest = assemble(identity, 1, entries, dtype, source.metadata, [file.record()])
     disk.write_file(directory / MANIFEST, [manifest.to_bytes()])

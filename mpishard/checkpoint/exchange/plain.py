@@ -1,4 +1,4 @@
-"""Files and bytes of a model that is whole in one process."""
+"""Serialisation of a model that is whole in one process, to files and bytes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mpishard.contracts import ICheckpointableModel, PathLike
 from mpishard.sharding import ParameterEntry, Placement
 
 CHOICES_HEADER = "mpishard.choices"
-"""Key, in a file's metadata, of a model's choices as JSON."""
+"""Key of a model's choices, as JSON, in a file's metadata."""
 
 
 class PlainModelFiles(ICheckpointableModel):
     """Serialisation of a flat vector, which a subclass returns from `_flat_vector`.
 
-    `choices` returns what else belongs to the model; for most models that is nothing.
+    `choices` returns other values that belong to the model; for most models there are none.
     """
 
     @abstractmethod
@@ -36,7 +36,7 @@ class PlainModelFiles(ICheckpointableModel):
         """Return name, shape and start of each parameter."""
 
     def choices(self) -> dict[str, Any]:
-        """Return the values saved besides the parameters, as JSON; empty for a model as made."""
+        """Return values that are saved besides the parameters, as JSON; {} if all are defaults."""
         return {}
 
     def check_choices(self, choices: Mapping[str, Any]) -> None:
@@ -45,7 +45,7 @@ class PlainModelFiles(ICheckpointableModel):
         Raises
         ------
         ValueError
-            Naming them.
+            If they do not fit. The message names them.
         """
         if choices:
             raise ValueError(
@@ -55,24 +55,24 @@ class PlainModelFiles(ICheckpointableModel):
             )
 
     def take_choices(self, choices: Mapping[str, Any]) -> None:
-        """Apply choices that `check_choices` accepted; without any, become as made."""
+        """Apply choices that `check_choices` has accepted; without any, return to the defaults."""
 
     def serialize(self) -> bytes:
-        """The named parameters in safetensors format, and `choices` in its header."""
+        """Return the named parameters in safetensors format, with `choices` in its header."""
         vector = to_host(self._flat_vector())
         return named_bytes(self.checkpoint_parameters(), vector, self.choices())
 
     def deserialize(self, data: bytes) -> None:
-        """Take parameters and choices from the bytes of `serialize`, also of a sharded model.
+        """Load parameters and choices from the bytes of `serialize`, also those of a sharded model.
 
         Raises
         ------
         TypeError, ValueError
-            For other bytes, or those of another model; nothing has changed then.
+            If ``data`` is something else, or from another model. Nothing has changed then.
         """
         vector = self._flat_vector()
         arrays, choices = tensors_of(data), choices_of(data)
-        # All is checked before anything is written, so that an error changes nothing.
+        # Parameters and choices are checked before anything is written.
         values = packed_vector(arrays, self.checkpoint_parameters(), vector.dtype)
         self.check_choices(choices)
         copy_into(vector, values)
@@ -84,30 +84,31 @@ class PlainModelFiles(ICheckpointableModel):
         Raises
         ------
         ValueError
-            For a blank path.
+            If the path is blank.
         OSError
-            If it cannot be written, a PermissionError if that is why. The earlier file is
-            unchanged.
+            If the checkpoint cannot be written (PermissionError without the permission). An earlier
+            checkpoint at ``path`` is unchanged.
         """
         save(path, self)
 
     def load_model(self, path: PathLike) -> None:
-        """Take parameters from a checkpoint of any world size and strategy; needs no MPI.
+        """Load parameters and choices from a checkpoint of any world size; needs no MPI.
 
         Raises
         ------
         ValueError
-            For a blank path.
+            If the path is blank.
         FileNotFoundError
-            If nothing is there.
+            If there is no checkpoint.
         CheckpointError
-            If it is torn or of another model, an OSError; nothing has changed then.
+            If the checkpoint is damaged or from another model (an OSError). Nothing has changed
+            then.
         """
         load(path, self)
 
     @property
     def checkpoint_backend(self) -> None:
-        """None: one process writes and reads."""
+        """None, because one process writes and reads."""
         return
 
     @property
@@ -131,11 +132,11 @@ class PlainModelFiles(ICheckpointableModel):
         return {"choices": choices} if choices else {}
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Refuse choices that are another model's."""
+        """Refuse choices of another model."""
         self.check_choices(choices_in(metadata))
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Apply the choices; nothing of the parameters is cached."""
+        """Apply the choices."""
         self.take_choices(choices_in(metadata))
 
 
@@ -145,7 +146,7 @@ def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        If they are no object: something else wrote the file.
+        If the choices are not a JSON object, which no save writes.
     """
     require_form(metadata, {"choices?": OBJECT}, "metadata.model")
     return dict(metadata.get("choices", {}))
@@ -154,7 +155,7 @@ def choices_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def named_bytes(
     records: Sequence[ParameterEntry], vector: Array, choices: Mapping[str, Any]
 ) -> bytes:
-    """Return a flat vector of the host as named arrays in safetensors format, with choices."""
+    """Return a flat vector in host memory as named arrays in safetensors format, with choices."""
     metadata = {CHOICES_HEADER: json.dumps(choices, sort_keys=True)} if choices else None
     return bytes_of({record.name: record.view(vector) for record in records}, metadata)
 

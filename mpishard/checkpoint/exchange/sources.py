@@ -1,4 +1,4 @@
-"""Sources of tensors to be written in another form: checkpoints and safetensors files."""
+"""Sources of tensors for a conversion: checkpoints and safetensors files."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
 CHECKPOINT_HEADER = "mpishard.checkpoint"
-"""Key, in a file's metadata, of a checkpoint's kinds and metadata, as JSON."""
+"""Key of a checkpoint's kinds and metadata, as JSON, in a file's metadata."""
 
 INDEX = ".safetensors.index.json"
-"""End of the name of the table of contents of a sharded directory."""
+"""End of the name of a sharded directory's index file."""
 
 NOTHING_BESIDE: Mapping[str, Any] = {"model": {}, "optimizer": None, "user": {}}
-"""The metadata of a checkpoint that is made of tensors alone."""
+"""Metadata of a checkpoint that is made only of tensors."""
 
 _SINGLE = "model.safetensors"
 _BLOCK_BYTES = 16 << 20
-_LONGEST_INDEX = 1 << 28  # bytes
-_NAMED = 5  # names that a message lists
+_LONGEST_INDEX = 1 << 28  # Maximum bytes of an index.
+_NAMED = 5  # Maximum number of names in a message.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class TensorSource:
     path : Path
         The file or directory.
     is_checkpoint : bool
-        Whether it is a checkpoint, rather than safetensors files of any origin.
+        True for a checkpoint, False for safetensors files of any origin.
     tensors : mapping of str to mapping of str to LazyTensor
-        Kind -> parameter's name -> tensor; "parameters" is among the kinds.
+        Kind -> parameter's name -> tensor. One of the kinds is "parameters".
     metadata : mapping
         A checkpoint's metadata of its model, optimizer and so on.
     frozen : frozenset of str
-        The parameters that were not trained.
+        Names of the parameters that were not trained.
     """
 
     path: Path
@@ -67,22 +67,22 @@ class TensorSource:
 
 @contextmanager
 def open_source(path: str | os.PathLike[str]) -> Iterator[TensorSource]:
-    """Open the tensors at ``path``, whatever their form, for a ``with`` statement.
+    """Open the tensors at ``path``, in any form, for a ``with`` statement.
 
     Parameters
     ----------
     path : path
-        A checkpoint or a folder of them, a safetensors file, or a directory of such files with an
-        index, as Hugging Face's libraries write it.
+        A checkpoint or a folder of checkpoints, a safetensors file, or a directory of such files
+        with an index, as Hugging Face's libraries write it.
 
     Raises
     ------
     TypeError, ValueError
-        For a path that is none, or blank.
+        If the path is not a path or is blank.
     FileNotFoundError
-        If there is none of these.
+        If there are no tensors of such a form.
     CheckpointError
-        If it is malformed or incomplete.
+        If the files are malformed or incomplete.
     """
     check_path("the path to read", path)
     place = Path(path)
@@ -130,7 +130,8 @@ def _file_source(file: Path, stack: ExitStack) -> TensorSource:
     words = opened.metadata() or {}
     tensors = {name: _tensor_of(opened, file, name) for name in opened.offset_keys()}
     if CHECKPOINT_HEADER in words:
-        # A file that was a checkpoint: the names of its tensors say their kinds.
+        # `consolidate` or `convert` made the file of a checkpoint. The names of its tensors begin
+        # with their kinds.
         known = _json_object(file, CHECKPOINT_HEADER, words[CHECKPOINT_HEADER])
         kinds, metadata, frozen = (known.get(key) for key in ("kinds", "metadata", "frozen"))
         if not (
@@ -158,7 +159,7 @@ def _is_names(value: Any) -> TypeGuard[list[str]]:
 
 
 def _sharded_source(directory: Path, index: Path, stack: ExitStack) -> TensorSource:
-    # Before it is read: a wrong file of many gigabytes would fill the memory.
+    # The size is checked before the file is read, as a wrong file of many GB would fill the memory.
     if index.stat().st_size > _LONGEST_INDEX:
         raise CheckpointError(f"{index} has more than {_LONGEST_INDEX} bytes")
     document = _json_object(index, "the index", index.read_bytes())
@@ -166,11 +167,11 @@ def _sharded_source(directory: Path, index: Path, stack: ExitStack) -> TensorSou
     if not isinstance(weight_map, dict) or not _is_names(list(weight_map.values())):
         raise CheckpointError(f"{index} has no weight_map of names to files")
     for name, file in weight_map.items():
-        # An index comes from anywhere: it must not name files outside of its directory.
+        # The index may be from an untrusted source. It must not name files outside its directory.
         if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index}: {name!r} is said to be in {file!r}, which is no name of a safetensors "
-                "file beside the index"
+                f"{index}: {name!r} is said to be in {file!r}, which is not the name of a "
+                "safetensors file beside the index"
             )
     missing = sorted(f for f in set(weight_map.values()) if not (directory / f).is_file())
     if missing:
@@ -180,16 +181,16 @@ def _sharded_source(directory: Path, index: Path, stack: ExitStack) -> TensorSou
         opened = _open(directory / file, stack)
         here = set(opened.offset_keys())
         mapped = {name for name, place in weight_map.items() if place == file}
-        # Tensors that the index does not name would be left out silently.
+        # Tensors that are not in the index would be left out silently.
         if here - mapped:
             raise CheckpointError(
                 f"{directory / file} holds {_listed(sorted(here - mapped))}, which {index.name} "
-                "says to be elsewhere or nowhere"
+                "lists in another file or not at all"
             )
         if mapped - here:
             raise CheckpointError(
                 f"{directory / file} does not hold {_listed(sorted(mapped - here))}, which "
-                f"{index.name} says to be there"
+                f"{index.name} lists there"
             )
         found |= {name: _tensor_of(opened, directory / file, name) for name in mapped}
     return TensorSource(directory, False, {PARAMETERS: {name: found[name] for name in weight_map}})
@@ -216,7 +217,7 @@ def _tensor_of(opened: Any, file: Path, name: str) -> LazyTensor:
         if not shape:
             yield opened.get_tensor(name).reshape(1)
             return
-        # safetensors reads slices of the first dim, so that a block is some whole rows.
+        # safetensors reads slices of the first dim, so that a block has whole rows.
         row = math.prod(shape[1:]) * dtype.itemsize
         step = max(1, _BLOCK_BYTES // max(1, row))
         for start in range(0, shape[0] if row else 0, step):
@@ -226,7 +227,7 @@ def _tensor_of(opened: Any, file: Path, name: str) -> LazyTensor:
 
 
 def _json_object(file: Path, what: str, text: str | bytes) -> dict[str, Any]:
-    # JSON takes the last of two equal names; here one of the tensors would be lost.
+    # The JSON reader keeps only the last of two equal names, so that a tensor would be lost.
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):

@@ -1,4 +1,4 @@
-"""All ranks succeed, or all raise; and the exchange of texts and paths between ranks."""
+"""Agreement of ranks, so that all succeed or all raise; exchange of texts and paths."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError, CommunicationError
 
-# Messages name paths; Python holds bytes of a path that it cannot decode as surrogates.
+# Messages contain paths. Python represents bytes of a path that it cannot decode by surrogates.
 _SURROGATES = "surrogatepass"
 
 _MOST_SHOWN = 8
-"""Differences in one message: models of many layers may differ in all of them."""
+"""Maximum number of differences in a message, as models of many layers may differ in all."""
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
@@ -38,29 +38,29 @@ _KINDS: dict[str, type[Exception]] = {
 
 @dataclass
 class Statements:
-    """The text that a rank passes to the others by `together`, and the texts of all ranks."""
+    """Text that a rank passes to the others by `together`, and the texts of all ranks."""
 
     own: str = ""
-    """To be set in the body; nothing is sent for an empty one."""
+    """Text of this rank, which the body may set. For an empty text nothing is sent."""
     everyone: list[str] = field(default_factory=list)
-    """After the body: the ranks' texts in the order of ranks, without the empty ones."""
+    """Texts of the ranks, in the order of ranks and without empty ones, after the body."""
 
 
 @contextmanager
 def together(backend: CommunicationBackend | None) -> Iterator[Statements]:
-    """Leave the body on every rank, or raise on every rank. Collective: one all-gather.
+    """Leave the body of the ``with`` statement on every rank, or raise on every rank. Collective.
 
-    A rank whose body raised raises that again. The others raise an error of the same kind as that
-    of the first rank that failed; the message names every rank that failed. If no rank failed and
-    none set a text, only headers travel.
+    A rank whose body raised an error raises it again. The other ranks raise an error of the same
+    type as that of the first rank that failed; the message names every rank that failed. This takes
+    one all-gather. If no rank failed and none set a text, it sends only headers.
     """
     failure: Exception | None = None
     statements = Statements()
     try:
         yield statements
-    except CommunicationError:  # every rank raises it, and no collective can follow
+    except CommunicationError:  # Every rank raises it, and no collective can follow.
         raise
-    except Exception as error:  # noqa: BLE001 - raised again below, when the others know of it
+    except Exception as error:  # noqa: BLE001 - raised again below, after the exchange
         failure = error
     if backend is None:
         statements.everyone = [statements.own] if statements.own else []
@@ -70,7 +70,7 @@ def together(backend: CommunicationBackend | None) -> Iterator[Statements]:
             told = [backend.rank, type(failure).__name__, str(failure)]
         everyone = _gather_values(backend, told)
         failures = [each for each in everyone if not isinstance(each, str)]
-        # A rank that failed raises its own error below, with its traceback.
+        # A rank that failed does not raise here, but below: its own error, with the traceback.
         if failures and failure is None:
             message = "; ".join(f"rank {rank}: {words}" for rank, _, words in failures)
             raise _KINDS.get(failures[0][1], CheckpointError)(message)
@@ -93,22 +93,22 @@ def share_path(backend: CommunicationBackend | None, path: Path | None) -> Path 
 
 
 def path_text(path: Path | None) -> str:
-    """Return a text that stands for ``path``, or for None, on ranks with another locale.
+    """Return a text that represents ``path``, or None, also on ranks with another locale.
 
-    It has a character for each byte that the file system knows.
+    It has a character for each byte of the path on the file system.
     """
     return "" if path is None else os.fsencode(path).decode("latin-1")
 
 
 def path_from(text: str) -> Path | None:
-    """Return the path, or None, that `path_text` was given."""
+    """Return the path, or None, from the text of `path_text`."""
     return Path(os.fsdecode(text.encode("latin-1"))) if text else None
 
 
 def all_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
     """Return the ranks' texts, in the order of ranks, without the empty ones. Collective.
 
-    If all are empty only headers travel.
+    If all texts are empty, only headers are sent.
     """
     if backend is None:
         return [text] if text else []
@@ -116,19 +116,19 @@ def all_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
 
 
 def begin_all_gather(backend: CommunicationBackend | None, array: Array) -> Callable[[], Array]:
-    """Issue `all_gather`; the function returned waits for the others and returns the result."""
+    """Issue `all_gather`, and return a function that waits for the result and returns it."""
     if backend is None:
         return lambda: array
     return backend.all_gather_async(array).wait
 
 
 def gather_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
-    """Return every rank's ``text``, one line each, on rank 0; elsewhere nothing. Collective."""
+    """Return every rank's ``text``, a line without breaks, on rank 0; [] elsewhere. Collective."""
     return GatheredTexts(backend, text).wait()
 
 
 class GatheredTexts:
-    """`gather_texts` under way. Making one is collective."""
+    """`gather_texts` under way. The constructor is collective."""
 
     def __init__(self, backend: CommunicationBackend | None, text: str) -> None:
         self._own = text
@@ -136,11 +136,11 @@ class GatheredTexts:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return at once. Other collectives drive it."""
+        """True if `wait` would return at once. Progress is made during other collectives."""
         return self._work is None or self._work.done
 
     def wait(self) -> list[str]:
-        """Return the texts on rank 0, elsewhere nothing."""
+        """Return the texts on rank 0, and [] elsewhere."""
         if self._work is None:
             return [self._own]
         lines = self._work.wait()
@@ -148,16 +148,16 @@ class GatheredTexts:
 
 
 def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:
-    """Return the differences between the ranks' JSON objects, by rank, in words. Collective.
+    """Describe the differences between the ranks' JSON objects. Collective.
 
-    The result is "" for equal ones, which cost one small all-gather.
+    The result is "" if the objects are equal, which takes one small all-gather.
     """
     text = json.dumps(mine)
     marks = backend.all_gather(np.array([zlib.crc32(text.encode())]))
-    # A checksum of each first: the texts, which are rarely needed, travel only if these differ.
+    # The texts are sent only if their checksums differ, which is rare.
     if (marks == marks[0]).all():
         return ""
-    everyone = [json.loads(line) for line in gather_texts(backend, text)]  # on rank 0
+    everyone = [json.loads(line) for line in gather_texts(backend, text)]  # Empty except on rank 0.
     names = dict.fromkeys(name for other in everyone for name in other)
     found = [
         f"{name} is {', '.join(str(other.get(name)) for other in everyone)}"
@@ -171,7 +171,7 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:
 
 def _gather_values(backend: CommunicationBackend, value: Any) -> list[Any]:
     """Return the ranks' JSON values, in the order of ranks, without those that are empty."""
-    # Nothing at all for an empty value: an all-gather of no bytes is only headers.
+    # An empty value takes no bytes, so that an all-gather of empty values sends only headers.
     line = json.dumps(value) + "\n" if value else ""
     lines = backend.all_gather(_encode(line)).tobytes().decode().splitlines()
     return [json.loads(line) for line in lines]

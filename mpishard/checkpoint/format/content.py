@@ -1,7 +1,7 @@
-"""The content of a checkpoint: arrays that models and others provide, and JSON beside them.
+"""Content of a checkpoint: arrays from models, optimizers and training loops, and JSON metadata.
 
-First the interface of models, optimizers and training loops, then the checks and the spelling of
-the JSON metadata.
+The interfaces of models, optimizers and training loops come first, then the checks and the encoding
+of the metadata.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
-_SPELLING = "$float"  # the only key of an object that stands for such a number
+_SPELLING = "$float"  # Only key of an object that represents one of the _NUMBERS.
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_SHOWN = 60  # characters of a value that a message quotes
+_SHOWN = 60  # Maximum number of characters of a value in a message.
 _CONTAINERS = (dict, list, tuple)
 
 Pieces = Mapping[str, Sequence[tuple[Region, Array]]]
-"""Kind -> region of a parameter and 1-D array, for each piece.
+"""Mapping of each kind to its pieces: regions of parameters, and their values as 1-D arrays.
 
-A kind is ``"parameters"``, ``"optimizer/<state name>"`` or ``"training/<name>"``; it has an array
+A kind is ``"parameters"``, ``"optimizer/<state name>"`` or ``"training/<name>"``. It has an array
 of the shape of each parameter. All ranks have the same kinds, even if a rank has no piece of one.
 `mpishard.sharding.Placement.cut` makes pieces of a rank's own flat vector.
 """
@@ -39,8 +39,8 @@ class CheckpointState(Protocol):
     def arrays_to_write(self) -> Pieces:
         """Return the pieces that this rank writes.
 
-        Together the ranks' pieces of a kind are all parameters, each element once. Of replicated
-        arrays each rank returns a part, or one rank everything.
+        Together the ranks' pieces of a kind must have each element of each parameter once. If
+        arrays are replicated, each rank returns a part, or one rank returns all.
         """
         ...
 
@@ -49,31 +49,31 @@ class CheckpointState(Protocol):
         ...
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """Return what else must be restored, as JSON: step, schedule. Rank 0's is saved."""
+        """Return other values to restore, such as a step, as JSON. Those of rank 0 are saved."""
         ...
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Finish, on every rank, when the arrays of all ranks are filled. May communicate.
+        """Finish the restoration, after the arrays of all ranks are filled. May communicate.
 
         Parameters
         ----------
         metadata : mapping
-            What `checkpoint_metadata` returned when it was saved.
+            The result of `checkpoint_metadata` when the checkpoint was saved.
         """
         ...
 
 
 class Checkpointable(CheckpointState, Protocol):
-    """A model whose parameters can be saved and restored."""
+    """Model whose parameters can be saved and restored."""
 
     @property
     def checkpoint_backend(self) -> CommunicationBackend | None:
-        """The ranks that save and load together; None for a model of one process."""
+        """Ranks that save and load together; None for a model of one process."""
         ...
 
     @property
     def checkpoint_dtype(self) -> np.dtype[Any]:
-        """The dtype of the parameters."""
+        """Dtype of the parameters."""
         ...
 
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
@@ -86,13 +86,13 @@ class Checkpointable(CheckpointState, Protocol):
         Raises
         ------
         ValueError
-            If they do not fit the model.
+            If the metadata do not fit the model.
         """
         ...
 
 
 class CheckpointableOptimizer(Protocol):
-    """An optimizer whose state can be saved and restored beside its model's parameters."""
+    """Optimizer whose state can be saved and restored with its model's parameters."""
 
     def checkpoint_view(self, model: Any) -> CheckpointState:
         """Return the optimizer's state for the parameters of ``model``."""
@@ -100,12 +100,12 @@ class CheckpointableOptimizer(Protocol):
 
 
 def require_checkpointable(model: Any, optimizer: Any = None) -> None:
-    """Refuse on this rank arguments that no rank could save or load; nothing is communicated.
+    """Refuse arguments that no rank could save or load. Nothing is communicated.
 
     Raises
     ------
     TypeError
-        For another model or optimizer.
+        If the model or the optimizer is not checkpointable.
     """
     if not hasattr(model, "checkpoint_parameters"):
         raise TypeError(
@@ -124,7 +124,7 @@ def states_of(
     optimizer: CheckpointableOptimizer | None,
     training: CheckpointState | None,
 ) -> dict[str, CheckpointState]:
-    """Return the states that a checkpoint holds, by their names in its metadata."""
+    """Return the states that a checkpoint has, by their names in its metadata."""
     states: dict[str, CheckpointState] = {"model": model}
     if optimizer is not None:
         states["optimizer"] = optimizer.checkpoint_view(model)
@@ -135,7 +135,7 @@ def states_of(
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of JSON value: its name in messages, and the test of a value."""
+    """Kind of a JSON value, with its name for messages, and a test."""
 
     name: str
     holds: Callable[[Any], bool]
@@ -150,20 +150,23 @@ TEXT = Kind("a text", lambda v: isinstance(v, str))
 _LIST = Kind("a list", lambda v: isinstance(v, list))
 
 Form = Kind | list[Any] | tuple[Any, ...] | dict[str, Any]
-"""The form of a JSON value.
+"""Form of a JSON value.
 
-A kind; ``[form]``, a list of such; ``(form, form)``, a list of two; ``{"a": form, "b?": form}``, an
-object that has a key a, and may have a key b.
+It is a `Kind`; ``[form]``, a list of values of this form; ``(form, form)``, a list of two values;
+or ``{"a": form, "b?": form}``, an object that must have the key a, and may have the key b.
 """
 
 
 def require_form(value: Any, form: Form, key: str) -> None:
-    """Refuse a JSON value of another form: a file may hold anything and have the right checksum.
+    """Refuse a JSON value of another form.
+
+    The check is needed because a forged file may have any content and the right checksum.
 
     Raises
     ------
     ValueError
-        Naming the key, such as ``metadata.user.steps[3]``, the form and the value.
+        If the form differs. The message names the key, such as ``metadata.user.steps[3]``, the form
+        and the value.
     """
     if isinstance(form, Kind):
         if not form.holds(value):
@@ -188,24 +191,24 @@ def require_form(value: Any, form: Form, key: str) -> None:
 def _shortened(value: Any) -> str:
     try:
         text = json.dumps(value) if isinstance(value, str) else repr(value)
-    except (RecursionError, ValueError):  # Python prints no number of more than 4300 digits
+    except (RecursionError, ValueError):  # Python does not print numbers of more than 4300 digits.
         return f"a {type(value).__name__} that is too large to print"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
 def as_metadata(given: Any) -> dict[str, Any]:
-    """Return a user's metadata, not yet checked; {} for None.
+    """Return a copy of a user's metadata, whose values are not checked; {} for None.
 
     Raises
     ------
     TypeError
-        If it is no mapping.
+        If ``given`` is not a mapping.
     """
     if given is None:
         return {}
     if not isinstance(given, Mapping):
         raise TypeError(
-            f"metadata must map names to what JSON can hold, as {{'note': 'first'}}; got {given!r}"
+            f"metadata must map names to values of JSON, such as {{'note': 'first'}}; got {given!r}"
         )
     return dict(given)
 
@@ -218,13 +221,14 @@ def as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     Raises
     ------
     TypeError
-        For a value that JSON does not have, and for a key that is no string: JSON would make one
-        of it, and the same one of 1 and "1".
+        If JSON cannot represent a value, or a key is not a string. JSON would convert the keys 1
+        and "1" to the same string.
     ValueError
-        For the key that stands for a number that JSON does not have.
+        If a key is "$float", which represents NaN and infinities, or a container contains itself.
     """
     found = as_metadata(metadata)
-    text = json.dumps(found, default=_plain)  # refuses what holds itself
+    # This comes first, because it refuses containers that contain themselves.
+    text = json.dumps(found, default=_plain)
     check_keys("metadata", found)
     return dict(json.loads(text))
 
@@ -232,8 +236,8 @@ def as_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def spelled(value: Any) -> Any:
     """Return JSON with infinities and NaN as objects, which every reader of JSON accepts.
 
-    RFC 8259, section 6, has no such numbers; they become ``{"$float": "NaN"}``, ``"Infinity"``
-    or ``"-Infinity"``.
+    RFC 8259, section 6, does not have these numbers. They become ``{"$float": "NaN"}``, with
+    ``"Infinity"`` and ``"-Infinity"`` for infinities.
     """
     if isinstance(value, float) and not math.isfinite(value):
         name = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -241,7 +245,7 @@ def spelled(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: spelled(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        # Loss histories are long.
+        # Finite floats need no call, which matters for long histories of losses.
         return [
             item if type(item) is float and math.isfinite(item) else spelled(item) for item in value
         ]
@@ -249,7 +253,7 @@ def spelled(value: Any) -> Any:
 
 
 def unspelled(value: Any) -> Any:
-    """Return the value that `spelled` was given."""
+    """Return the value from the result of `spelled`."""
     if isinstance(value, dict):
         if value.keys() == {_SPELLING} and str(value[_SPELLING]) in _NUMBERS:
             return _NUMBERS[value[_SPELLING]]
@@ -265,7 +269,7 @@ def check_keys(name: str, value: Any, place: str = "") -> None:
     Raises
     ------
     TypeError, ValueError
-        As `as_json`, naming the argument and the key.
+        As for `as_json`. The message names the argument, ``name``, and the key.
     """
     if isinstance(value, np.ndarray) and value.dtype == object:
         value = value.tolist()

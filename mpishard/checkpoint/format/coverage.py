@@ -1,4 +1,4 @@
-"""Check that pieces make up a tensor, each element once."""
+"""Check that the pieces of a tensor have each of its elements exactly once."""
 
 from __future__ import annotations
 
@@ -18,45 +18,46 @@ from mpishard.sharding.regions import (
     whole_box,
 )
 
-_MOST_CUT_DIMS = 8  # a box of d dims has 2**d corners
+_MOST_CUT_DIMS = 8  # A box of d dims has 2**d corners, so that memory and time are limited.
 
 
 def check_region(region: Region, shape: Sequence[int]) -> None:
-    """Refuse a region that is no part of a tensor of ``shape``.
+    """Refuse a region that is not a part of a tensor of ``shape``.
 
     Raises
     ------
     ValueError
-        If the box is outside the tensor, the range outside the box, or there is nothing in it.
+        If the box is outside the tensor, the range is outside the box, or the region is empty.
     """
     fits = len(region.box) == len(shape)
     if fits:
         for (low, high), size in zip(region.box, shape, strict=True):
             fits = fits and 0 <= low < high <= size
     if not (fits and 0 <= region.start < region.stop <= math.prod(box_shape(region.box))):
-        raise ValueError(f"{region} is no part of a tensor of shape {tuple(shape)}")
+        raise ValueError(f"{region} is not a part of a tensor of shape {tuple(shape)}")
 
 
 def check_coverage(
     kind: str, name: str, shape: Sequence[int], pieces: Sequence[tuple[str, Region]]
 ) -> None:
-    """Refuse pieces that do not hold every element of a tensor exactly once.
+    """Refuse pieces that do not have every element of a tensor exactly once.
 
-    Time is proportional to the number of pieces; elements take no memory.
+    Time and memory depend on the number of pieces, and not on the number of elements.
 
     Parameters
     ----------
     kind, name : str
-        Names of the tensor for the message.
+        Kind and name of the tensor, for the message.
     shape : sequence of int
-        The tensor's.
+        Shape of the tensor.
     pieces : sequence of (str, Region)
-        File and region of each.
+        File and region of each piece.
 
     Raises
     ------
     CheckpointError
-        Naming the first elements, in row-major order, that no piece or several pieces hold.
+        If no piece, or more than one, has an element. The message names the first such elements in
+        row-major order.
     """
     try:
         for _, region in pieces:
@@ -86,19 +87,19 @@ def check_coverage(
 def _first_fault(whole: Box, regions: Sequence[Region]) -> tuple[int, int, int] | None:
     """Return the first run of elements not held once: start, stop, number of holders.
 
-    Let f(element) be the number of holders less 1. The mixed differences of f along all dims are 0
-    except at corners of boxes, and f is the sum of the differences at all places that do not come
-    after the element in any dim. So f is 0 everywhere if all differences are. Otherwise, at the
-    first place in row-major order with a difference, f equals that difference, and it stays the
-    same in that row up to the next such place.
+    Let f(element) be the number of holders minus 1. The mixed differences of f along all dims are 0
+    except at corners of boxes. f(element) is the sum of the differences at all places that do not
+    come after the element in any dim. Therefore f is 0 everywhere if all differences are 0.
+    Otherwise f equals the difference at the first place, in row-major order, that has one. It stays
+    the same in that row up to the next such place.
     """
     if math.prod(box_shape(whole)) == 0:
         return None
-    # Most tensors are divided into ranges of one box: joined, they are the whole, and done.
+    # Most tensors are divided into ranges of one box. Their joined ranges are the whole tensor.
     regions = list(_join_ranges(regions))
     if [r.box for r in regions] == [whole] and regions[0].length == math.prod(box_shape(whole)):
         return None
-    # Fewer dims have fewer corners. A tensor without dims counts as one of one element.
+    # Joined dims make fewer corners. A tensor of shape () is treated as one of shape (1,).
     whole, *boxes = join_dims([box or ((0, 1),) for box in (whole, *(r.box for r in regions))])
     if len(whole) > _MOST_CUT_DIMS:
         raise CheckpointError(
@@ -116,7 +117,7 @@ def _first_fault(whole: Box, regions: Sequence[Region]) -> tuple[int, int, int] 
     if not places:
         return None
     first = min(places)
-    # Differences along the last dim add up to 0, so that there is a later place in the row.
+    # The differences of a row sum to 0, so that the row has a later place with a difference.
     run = min(p[-1] for p in places if p[:-1] == first[:-1] and p > first) - first[-1]
     start = 0
     for (_, size), index in zip(whole, first, strict=True):
@@ -125,7 +126,7 @@ def _first_fault(whole: Box, regions: Sequence[Region]) -> tuple[int, int, int] 
 
 
 def _join_ranges(regions: Sequence[Region]) -> Iterator[Region]:
-    """Yield the same elements as fewer regions: ranges that follow each other in a box joined."""
+    """Yield the same elements in fewer regions, with consecutive ranges of a box joined."""
     joined: Region | None = None
     for region in sorted(regions, key=lambda region: (region.box, region.start)):
         if joined is None or (joined.box, joined.stop) != (region.box, region.start):

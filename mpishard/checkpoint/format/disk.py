@@ -1,7 +1,8 @@
-"""Every change of the file system that a save makes, in one place.
+"""All changes of the file system that a save makes.
 
-A save that is interrupted anywhere must leave a complete checkpoint. So all operations on the disk
-are here, and tests record these calls, make each of them fail, and examine the disk after each.
+A save that is interrupted anywhere must leave a complete checkpoint. Therefore all operations on
+the disk are here. Tests record these calls, make each of them fail, and examine the disk after
+each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 def free_bytes(directory: Path) -> int:
     """Return the bytes free for this user on the file system of ``directory``, existing or not."""
-    # The directory is made later, and on the file system of its nearest parent.
+    # A directory that does not exist will be on the file system of its nearest existing parent.
     while not directory.exists():
         directory = directory.parent
     system = os.statvfs(directory)
@@ -24,7 +25,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def may_write(directory: Path) -> bool:
-    """Return whether this user may make files in an existing directory."""
+    """Return True if this user may make files in an existing directory."""
     is_effective = os.access in os.supports_effective_ids
     return os.access(directory, os.W_OK | os.X_OK, effective_ids=is_effective)
 
@@ -39,17 +40,17 @@ def make_directories(directory: Path) -> None:
     if not directory.is_dir():
         make_directories(directory.parent)
         directory.mkdir(exist_ok=True)
-        # The name itself is on the disk only after a sync of the parent.
+        # A new directory's name is on the disk only after a sync of its parent.
         sync_directory(directory.parent)
 
 
 def write_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
-    """Make ``file`` from ``parts``, in order, and sync it to the disk."""
+    """Make ``file``, which must not exist, from ``parts``, and sync it to the disk."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for part in parts:
             rest = memoryview(part)
-            # The system may write less than it was given, and at most 2 GiB at once.
+            # A call may write less than it is given, and writes at most 2 GiB.
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
@@ -58,17 +59,17 @@ def write_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
 
 
 def replace_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
-    """Replace the content of ``file``: at every moment it is the old one or the new one.
+    """Replace the content of ``file``, which is the old one or the new one at every moment.
 
     Raises
     ------
     OSError
-        If there is something else than a file, such as ``/dev/null``; if the disk fails.
+        If ``file`` is not a regular file, such as ``/dev/null``, or the disk fails.
     """
-    if file.exists() and not file.is_file():  # a rename would replace a device, too
-        raise OSError(f"{file} is not a regular file, and none is written in its place")
+    if file.exists() and not file.is_file():  # A rename would replace a device, too.
+        raise OSError(f"{file} is not a regular file, and is not replaced")
     beside = file.with_name(f".{file.name}.tmp")
-    # A killed process may have left it, and `write_file` takes no file that exists.
+    # A killed process may have left this file, and `write_file` refuses one that exists.
     beside.unlink(missing_ok=True)
     try:
         write_file(beside, parts)
@@ -76,7 +77,7 @@ def replace_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
     except BaseException as error:
         beside.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno and not error.filename:
-            error.filename = str(file)  # the error of a full disk names no file
+            error.filename = str(file)  # The error of a full disk has no file name.
         raise
     sync_directory(file.parent)
 
@@ -92,7 +93,7 @@ def sync_directory(directory: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems cannot sync a directory, and say so; a disk that fails says EIO.
+        # Some file systems cannot sync a directory, and return these. A failing disk returns EIO.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES):
             raise
     finally:
@@ -100,18 +101,18 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove a directory. What cannot be removed stays for the next save."""
+    """Remove a directory. Files that cannot be removed are left for the next save."""
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def remove_aside(directories: Mapping[Path, Path]) -> None:
-    """Remove directories so that none is ever partly there under its name.
+    """Remove directories, so that none ever has a part of its content under its name.
 
     Parameters
     ----------
     directories : mapping of Path to Path
-        Directory -> its name, in the same parent, while it is removed. One that cannot be renamed
-        stays for the next save.
+        Directory -> its name, in the same parent, while it is removed. A directory that cannot be
+        renamed is left for the next save.
 
     Raises
     ------
@@ -123,7 +124,7 @@ def remove_aside(directories: Mapping[Path, Path]) -> None:
         with suppress(PermissionError, FileNotFoundError):
             rename(directory, name)
             aside.append(name)
-    # A crash may lose removals in any order, so the new names must be on the disk before them.
+    # After a crash any of the removals may be on the disk. The new names must be there before.
     for parent in {name.parent for name in aside}:
         sync_directory(parent)
     for name in aside:

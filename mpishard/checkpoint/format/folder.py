@@ -1,4 +1,4 @@
-"""A folder of the checkpoints of one run: the newest, some before it, and which is the newest."""
+"""Folder with the checkpoints of one run, and the place of a single checkpoint."""
 
 from __future__ import annotations
 
@@ -19,57 +19,56 @@ LATEST = "latest"
 
 _log = logging.getLogger("mpishard")
 
-# Inode, time of the last change in ns, and bytes: of a manifest that was not replaced.
+# Inode, time of the last change in ns, and bytes, which differ if a manifest was replaced.
 _FileMark = tuple[int, int, int]
 _NAME = re.compile(r"step-(\d{8,})(\.previous)?")
-
-
+# NFS makes files .nfs* of removed files that are still open.
 _OURS = re.compile(r"manifest\.json|rank\d{5,}\.safetensors|\.nfs.*")
 _TOKEN_BYTES = 8
 _LISTED = 5
 
 
 def previous_of(path: Path) -> Path:
-    """Return the place of the checkpoint that ``path`` replaces, until it is replaced."""
-    return path.parent / f"{path.name}.previous"  # with_name() raises for the root
+    """Return the place of the old checkpoint while a new one is moved to ``path``."""
+    return path.parent / f"{path.name}.previous"  # with_name() would raise for the root.
 
 
 def temporary_of(path: Path) -> Path:
-    """Return a new name for a directory that becomes, or was, the checkpoint ``path``."""
+    """Return a new name for a directory that will become, or was, the checkpoint ``path``."""
     return path.with_name(f".{path.name}.{secrets.token_hex(_TOKEN_BYTES)}.tmp")
 
 
 def foreign_in(directory: Path) -> str:
-    """Return, in words, the first few names in a directory that are no part of a checkpoint."""
+    """Return the first few names in a directory that are not part of a checkpoint, as text."""
     names = sorted(e.name for e in directory.iterdir() if not _OURS.fullmatch(e.name))
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more
 
 
 class Target:
-    """The directory of one checkpoint, on rank 0. Communicates nothing.
+    """Directory of one checkpoint, on rank 0. It communicates nothing.
 
     Parameters
     ----------
     path : path
-        The directory to make or replace.
+        Directory to make or replace.
 
     Raises
     ------
     TypeError, ValueError
-        For a path that is none, or blank.
+        If the path is not a path or is blank.
     CheckpointError
-        If other files are there, which would be lost.
+        If there is a file, or a directory with other files, which would be lost.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         check_path("the path of a checkpoint", path)
         self.path = Path(path).resolve()
         self.is_put = False
-        """Whether the new checkpoint is in its place, durably."""
+        """True if the new checkpoint is in its place, and on the disk."""
         self.sequence = 1
         """Number of the save, among those in the same folder."""
-        # The nearest one that exists: those below it will be made.
+        # The nearest existing parent must be a directory. Missing ones are made below it.
         for parent in self.path.parents:
             if parent.exists():
                 if not parent.is_dir():
@@ -89,7 +88,7 @@ class Target:
                 raise CheckpointError(f"{directory} is a file; a checkpoint is a directory")
 
     def make_temporary(self) -> Path:
-        """Make a new directory beside it; remove those of saves that were killed."""
+        """Make a new directory beside the target, and remove those of saves that were killed."""
         parent = self.path.parent
         disk.make_directories(parent)
         for entry in parent.iterdir():
@@ -104,21 +103,22 @@ class Target:
         return re.fullmatch(ours, entry.name) is not None
 
     def put(self, directory: Path) -> None:
-        """Move ``directory``, whose content is on the disk, to the checkpoint's place.
+        """Move ``directory``, whose files are on the disk, to the checkpoint's place.
 
         Raises
         ------
         OSError
-            If that is impossible. Unless `is_put`, the earlier checkpoint is unchanged.
+            If a step fails. Unless `is_put`, the earlier checkpoint is unchanged.
         """
         previous = previous_of(self.path)
         disk.sync_directory(directory)
-        # No system call swaps two directories everywhere, so there are two renames, and between
-        # them the earlier checkpoint is found under its other name.
+        # No portable system call swaps two directories. This takes two renames, between which
+        # readers find the earlier checkpoint under its other name.
         replaces = self.path.exists()
         if replaces:
             if previous.exists():
-                # The directory that a killed save moved here may not be on the disk yet.
+                # After a killed save `previous` may be the only complete checkpoint on the disk. It
+                # is removed only after the one at `path` is certainly there.
                 disk.sync_directory(self.path.parent)
                 disk.remove_tree(previous)
             disk.rename(self.path, previous)
@@ -127,7 +127,7 @@ class Target:
             try:
                 disk.sync_directory(self.path.parent)
             except BaseException:
-                # A new checkpoint that a power failure may take back is none: restore the old one.
+                # A power failure could undo the rename, so that the old checkpoint is restored.
                 disk.rename(self.path, directory)
                 raise
         except BaseException:
@@ -146,13 +146,15 @@ class Entry:
     Parameters
     ----------
     path : Path
-        Its directory.
+        Directory of the checkpoint.
     step : int
-        The step after which it was saved.
+        Step after which the checkpoint was saved.
     sequence : int
-        Number of the save; the newest has the highest, even if the run went back in steps.
+        Number of the save. The newest has the highest number, even if the run went back in steps.
+        It is 0 if the manifest cannot be read.
     problem : str
-        Why it cannot be read, as far as its manifest and its files' lengths tell; empty if it can.
+        Reason why the checkpoint cannot be read, according to its manifest and the lengths of its
+        files; empty if there is none.
     """
 
     path: Path
@@ -162,24 +164,24 @@ class Entry:
 
 
 class CheckpointFolder:
-    """The folder of the checkpoints of one run: ``<path>/step-00000010`` and so on.
+    """Folder of the checkpoints of one run: ``<path>/step-00000010`` and so on.
 
-    The text file ``latest`` in it has the name of the newest. It is changed when that checkpoint
-    is complete and on the disk, and only then are older ones removed.
+    The text file ``latest`` in the folder has the name of the newest checkpoint. It is changed when
+    that checkpoint is complete and on the disk. Older checkpoints are removed afterwards.
 
     Parameters
     ----------
     path : path
-        The folder, on a file system that all ranks see; made by the first save.
+        The folder, on a file system that all ranks see. The first save makes it.
     keep_last : int
-        Number of the newest to keep. One that cannot be read is not counted.
+        Number of newest checkpoints to keep. Checkpoints that cannot be read are not counted.
     keep_every : int, optional
-        Checkpoints of steps that it divides are kept for ever.
+        Checkpoints whose step is a multiple of this number are never removed.
 
     Raises
     ------
     TypeError, ValueError
-        For a path that is none, or blank, or numbers below 1.
+        If the path is not a path or is blank, or a number is not an integer >= 1.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class CheckpointFolder:
         self.path = Path(path).resolve()
         self.keep_last = as_count("keep_last", keep_last)
         self.keep_every = None if keep_every is None else as_count("keep_every", keep_every)
-        # A manifest is read once, however many checkpoints a run keeps.
+        # Manifests are kept, so that each is read only once.
         self._manifests: dict[_FileMark, Manifest] = {}
         self._refused: dict[int, str] = {}
 
@@ -203,7 +205,7 @@ class CheckpointFolder:
         Raises
         ------
         ValueError
-            For a negative step.
+            If the step is negative.
         CheckpointError
             If the folder is a file, or a single checkpoint.
         """
@@ -223,7 +225,7 @@ class CheckpointFolder:
         Raises
         ------
         CheckpointError
-            If nobody may, as on a read-only file system, or only others.
+            If the user has no permission, or the file system is read-only.
         """
         existing = next(path for path in (self.path, *self.path.parents) if path.exists())
         if not disk.may_write(existing):
@@ -233,19 +235,18 @@ class CheckpointFolder:
             )
 
     def entries(self) -> list[Entry]:
-        """Return the checkpoints of the folder, the newest first, the unreadable ones last."""
+        """Return the checkpoints of the folder, newest first, and unreadable ones last."""
         known, self._manifests = self._manifests, {}
         found = []
         for directory in self.path.iterdir() if self.path.is_dir() else ():
             match = _NAME.fullmatch(directory.name)
-            # What a save was replacing counts if that save was killed between its renames.
+            # A directory *.previous counts only if its save was killed between the two renames.
             if match is None or (match[2] and self.path_of(int(match[1])).exists()):
                 continue
             sequence = 0
             try:
                 status = (directory / MANIFEST).stat()
                 mark = status.st_ino, status.st_mtime_ns, status.st_size
-                # A manifest that has not changed since the last look is not read again.
                 manifest = self._manifests[mark] = known.get(mark) or Manifest.read(directory)
                 problem = "; ".join(manifest.torn_files(directory))
                 sequence = manifest.sequence
@@ -256,13 +257,13 @@ class CheckpointFolder:
         return sorted(found, key=lambda e: (not e.problem, e.sequence, e.step), reverse=True)
 
     def refuse(self, sequence: int, problem: str) -> None:
-        """Stop counting the save ``sequence``: somebody has read all of it and found a problem."""
+        """Treat the save ``sequence`` as unreadable from now on; ``problem`` is the reason."""
         self._refused[sequence] = problem
 
     def prune(self) -> None:
-        """Remove checkpoints that need not be kept. The newest that can be read always stays.
+        """Remove checkpoints that need not be kept, but never the newest that can be read.
 
-        So does a directory with files of other programs; a warning names them.
+        A directory with files of other programs is not removed, and a warning names them.
         """
         whole = [entry for entry in self.entries() if not entry.problem]
         unwanted = {}
@@ -278,12 +279,15 @@ class CheckpointFolder:
 
 
 def newest_of(path: Path) -> Path | None:
-    """Return the newest checkpoint of a folder, None if there are none."""
+    """Return the newest checkpoint of a folder that can be read, or None if there is none.
+
+    If no checkpoint can be read, it is one of the others.
+    """
     entries = CheckpointFolder(path).entries()
     if not entries:
         return None
     newest = entries[0].path
-    # `latest` may name a checkpoint that was damaged since: the newest that can be read counts.
+    # The checkpoint that `latest` names may be damaged since. A warning then gives the reason.
     latest = path / LATEST
     named = latest.read_text(errors="replace").strip() if latest.is_file() else newest.name
     broken = [entry for entry in entries if entry.problem and entry.path.name == named]
@@ -293,7 +297,7 @@ def newest_of(path: Path) -> Path | None:
 
 
 class _StepTarget(Target):
-    """A step's place in a folder."""
+    """Place of a step's checkpoint in a folder."""
 
     def __init__(self, folder: CheckpointFolder, step: int) -> None:
         super().__init__(folder.path_of(step))
@@ -301,7 +305,7 @@ class _StepTarget(Target):
         self.sequence = 1 + max((entry.sequence for entry in folder.entries()), default=0)
 
     def make_temporary(self) -> Path:
-        # The checkpoint that a killed save was about to replace gets its name back.
+        # A checkpoint that a killed save has renamed to *.previous gets its name back.
         for entry in self._folder.entries():
             place = self._folder.path_of(entry.step)
             if not place.exists():
@@ -316,6 +320,6 @@ class _StepTarget(Target):
 
     def put(self, directory: Path) -> None:
         super().put(directory)
-        # Only now, so that `latest` never names a directory that is not complete.
+        # `latest` is changed last, so that it never names an incomplete directory.
         disk.replace_file(self._folder.path / LATEST, [f"{self.path.name}\n".encode()])
         self._folder.prune()

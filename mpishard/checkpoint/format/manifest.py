@@ -1,4 +1,4 @@
-"""The table of contents of a checkpoint: files, and the regions of tensors that they hold."""
+"""Table of contents of a checkpoint: its files, and the regions of tensors in them."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
 MANIFEST = "manifest.json"
-"""Name of the file in a checkpoint's directory, written last."""
+"""Name of the file in a checkpoint's directory that is written last."""
 
 PARAMETERS = "parameters"
-"""The kind that every checkpoint has."""
+"""Kind of the model's parameters, which every checkpoint of a model has."""
 
 _OPTIMIZER = "optimizer/"
 
 MOST_DIMS = 32
-"""Dims of a tensor; NumPy knows no more than 64, or 32 before its version 2."""
+"""Maximum number of dims of a tensor. NumPy allows 64, and 32 before version 2."""
 
 _FORMAT = "mpishard checkpoint"
 _VERSION = 3
-_LONGEST = 1 << 28  # bytes
-_MOST_BYTES = 1 << 63  # of an array, and of anything that is counted
+_LONGEST = 1 << 28  # Maximum bytes of a manifest.
+_MOST_BYTES = 1 << 63  # Bytes of an array, and all counts, must be below this number.
 _FILE = re.compile(r"rank\d{5,}\.safetensors")
 _DTYPES: dict[str, np.dtype[Any]] = {dtype.name: dtype for dtype in DTYPES}
 
 
 @dataclass(frozen=True, slots=True)
 class KindRecord:
-    """One array for each parameter: their dtype, and the pieces of each by the parameter's name."""
+    """Arrays of one kind, one for each parameter: their dtype, and their pieces by parameter."""
 
     dtype: np.dtype[Any]
     pieces: Mapping[str, tuple[PieceRecord, ...]]
@@ -65,16 +65,16 @@ class KindRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of a checkpoint, and the place of every piece of it.
+    """Content of a checkpoint, and the place of each piece.
 
     Parameters
     ----------
     identity : str
-        Drawn at random for each save.
+        Random name of the save.
     sequence : int
-        Number of the save, among those in the same folder: the newest has the highest.
+        Number of the save, among those in the same folder. The newest has the highest number.
     dtype : dtype
-        Of the parameters.
+        Dtype of the parameters.
     parameters : tuple of ParameterEntry
         The parameters along the flat vector.
     arrays : mapping of str to KindRecord
@@ -82,14 +82,15 @@ class Manifest:
     files : mapping of str to FileRecord
         The files beside the manifest, by name.
     metadata : mapping
-        What else was saved, as JSON.
+        Other saved values, as JSON.
 
     Raises
     ------
     CheckpointError
-        If the parameters leave gaps, or are larger than an array can be; if the pieces of a kind
-        do not hold each element of each parameter exactly once (of an optimizer's kind: none of
-        frozen parameters); or if a piece is in no file that is listed, or beyond its end.
+        If the parameters leave gaps, or are larger than an array can be. If the pieces of a kind
+        do not have each element of each parameter exactly once (for an optimizer's kinds: of each
+        parameter that is not frozen). If a piece is in a file that is not listed, or beyond the end
+        of its file.
     """
 
     identity: str
@@ -102,7 +103,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if not 0 < self.sequence < _MOST_BYTES:
-            raise CheckpointError(f"it is save number {self.sequence}")
+            raise CheckpointError(f"its save number is {self.sequence}, which is not in [1, 2^63)")
         position, names = 0, set()
         for entry in self.parameters:
             if entry.name in names:
@@ -116,7 +117,7 @@ class Manifest:
                     f"it ends at {position}"
                 )
             position = entry.stop
-        # If an optimizer was saved alone, the metadata say that there is no model.
+        # The metadata of an optimizer that was saved without its model have None for the model.
         if PARAMETERS not in self.arrays and self.metadata.get("model", "") is not None:
             raise CheckpointError(f"there are no {PARAMETERS} among the arrays {[*self.arrays]}")
         if PARAMETERS in self.arrays and self.arrays[PARAMETERS].dtype != self.dtype:
@@ -125,7 +126,7 @@ class Manifest:
                 f"{self.arrays[PARAMETERS].dtype.name}"
             )
         for name, file in self.files.items():
-            # A manifest from elsewhere must not name files outside its directory.
+            # A forged manifest must not name files outside its directory.
             if not _FILE.fullmatch(name):
                 raise CheckpointError(f"{name!r} is not the name of a file beside the manifest")
             if len(file.checksums) != -(-file.nbytes // BLOCK_BYTES):
@@ -141,12 +142,13 @@ class Manifest:
         for name in pieces:
             if name not in held:
                 raise CheckpointError(
-                    f"{kind}: {pieces[name][0].file} holds a piece of {name!r}, which is no "
-                    "parameter, or a frozen one"
+                    f"{kind}: {pieces[name][0].file} holds a piece of {name!r}, which is not "
+                    "a parameter, or is frozen"
                 )
         for name, entry in held.items():
             given = pieces.get(name, ())
-            # Checked before a reader allocates or writes: a model is never half loaded.
+            # The check is made before a reader allocates or writes anything, so that a model is
+            # never partly loaded.
             check_coverage(kind, name, entry.shape, [(p.file, p.region) for p in given])
             for piece in given:
                 if piece.file not in self.files:
@@ -160,8 +162,7 @@ class Manifest:
                     )
 
     def held(self, kind: str) -> list[ParameterEntry]:
-        """Return the parameters of a kind: all, or those that an optimizer has state of."""
-        # Frozen parameters have values, and no state of an optimizer.
+        """Return the parameters of a kind: all, or for an optimizer's kind those not frozen."""
         has_all = not kind.startswith(_OPTIMIZER)
         return [entry for entry in self.parameters if has_all or entry.trainable]
 
@@ -171,7 +172,7 @@ class Manifest:
         return self.parameters[-1].stop if self.parameters else 0
 
     def tensors_by_file(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Return for each file, by `tensor_key`, the bytes of its tensors: start and stop."""
+        """Return for each file the byte range (start, stop) of each tensor, by `tensor_key`."""
         tensors: dict[str, dict[str, tuple[int, int]]] = {name: {} for name in self.files}
         for kind, record in self.arrays.items():
             for given in record.pieces.values():
@@ -182,7 +183,7 @@ class Manifest:
         return tensors
 
     def torn_files(self, directory: Path) -> list[str]:
-        """Return the files in ``directory`` that are missing or of another length, in words."""
+        """Return a text for each file in ``directory`` that is missing or of another length."""
         tears = {name: record.tear(directory / name) for name, record in self.files.items()}
         return [f"{name} {tear}" for name, tear in tears.items() if tear]
 
@@ -192,7 +193,7 @@ class Manifest:
         Raises
         ------
         CheckpointError
-            If it is longer than the longest that is read.
+            If the content is longer than `read` accepts.
         """
         content = self.to_json().encode()
         if len(content) > _LONGEST:
@@ -238,7 +239,8 @@ class Manifest:
             },
             "metadata": spelled(self.metadata),
         }
-        # On one line, which the C encoder writes: ten times as fast with thousands of pieces.
+        # Without an indent Python's C encoder is used, which is ten times as fast with thousands of
+        # pieces.
         text = json.dumps(content, allow_nan=False)
         crc32 = zlib.crc32(text.encode())
         return (
@@ -253,14 +255,14 @@ class Manifest:
         Raises
         ------
         OSError
-            If it cannot be read.
+            If the file cannot be read.
         CheckpointError
-            As `from_json`; also if it is no file, or too long to be a manifest.
+            As for `from_json`, and if it is not a regular file, or too long for a manifest.
         """
         file = directory / MANIFEST
-        # A read of a pipe would wait, and one of /dev/zero would never end.
+        # A read of a pipe could wait for ever, and a read of /dev/zero would never end.
         if not file.is_file():
-            raise CheckpointError("it is no file")
+            raise CheckpointError("it is not a regular file")
         nbytes = file.stat().st_size
         if nbytes > _LONGEST:
             raise CheckpointError(f"it has {nbytes} bytes; {_LONGEST} are the most")
@@ -271,19 +273,19 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Return the manifest that `to_json` wrote.
+        """Return the manifest from the text of `to_json`.
 
         Raises
         ------
         CheckpointError
-            If the text is no manifest, is torn or changed, or comes from another version.
+            If the text is not a manifest, is incomplete or changed, or has another version.
         """
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"it is not JSON: {type(error).__name__}: {error}") from None
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise CheckpointError(f"it does not say that its format is {_FORMAT!r}")
+            raise CheckpointError(f"its format is not {_FORMAT!r}")
         if document.get("version") != _VERSION:
             raise CheckpointError(
                 f"it has version {document.get('version')!r}; this mpishard reads version "
@@ -291,8 +293,8 @@ class Manifest:
             )
         try:
             content = document["content"]
-            # Encoding the parsed content again gives the text that was written, so the place of
-            # that text in the file need not be found.
+            # The parsed content is encoded again, which gives the text that was written. Its place
+            # in the file therefore need not be found.
             if zlib.crc32(json.dumps(content).encode()) != document["crc32"]:
                 raise CheckpointError("its content does not have the checksum that it names")
             manifest = cls._from_document(content)
@@ -337,11 +339,11 @@ class Manifest:
                 str(name): FileRecord(int(file["bytes"]), tuple(int(crc) for crc in file["crc32"]))
                 for name, file in document["files"].items()
             },
-            metadata=unspelled(document["metadata"] | {}),  # refuses a value that is no object
+            metadata=unspelled(document["metadata"] | {}),  # `| {}` raises unless it is an object.
         )
 
 
-# Used only to explain a failure: checks of thousands of pieces would slow down every read.
+# These forms only explain a failure. With thousands of pieces a check would slow down every read.
 _PIECE = {"file": TEXT, "offset": COUNT, "tensor": TEXT, "box": [(COUNT, COUNT)], "start": COUNT,
           "stop": COUNT}  # fmt: skip
 _CONTENT = {
@@ -357,7 +359,10 @@ _CONTENT = {
 
 
 def _reason(document: Any, error: Exception) -> str:
-    """Why a document is no manifest: the key whose value has another form, if there is one."""
+    """Return the reason why a document is not a manifest.
+
+    If there is a key whose value has another form, the reason names it.
+    """
     try:
         require_form(document, {"crc32": COUNT, "content": _CONTENT}, "manifest")
         content = document["content"]
@@ -373,15 +378,16 @@ def _reason(document: Any, error: Exception) -> str:
 
 
 def _check_shape(entry: ParameterEntry) -> None:
-    """Refuse shapes that no array can have, before anybody makes one."""
-    nbytes = 8 * math.prod(max(1, size) for size in entry.shape)  # NumPy counts no dim as 0
+    """Refuse shapes that no array can have, before an array is allocated."""
+    # NumPy applies its limit to the product of the dims that are not 0.
+    nbytes = 8 * math.prod(max(1, size) for size in entry.shape)
     if any(size < 0 for size in entry.shape) or len(entry.shape) > MOST_DIMS:
         raise CheckpointError(
             f"parameter {entry.name!r} has the shape {entry.shape}; {MOST_DIMS} dims of 0 or more "
             "are the most"
         )
     if nbytes >= _MOST_BYTES:
-        raise CheckpointError(f"parameter {entry.name!r} of shape {entry.shape} is no array's size")
+        raise CheckpointError(f"parameter {entry.name!r} of shape {entry.shape} is too large")
 
 
 def _piece_of(document: Mapping[str, Any]) -> PieceRecord:
@@ -403,14 +409,14 @@ def assemble(
     Parameters
     ----------
     identity, sequence, parameters, dtype, metadata
-        As those of `Manifest`.
+        As for `Manifest`.
     records : iterable of mapping
-        What `RankFile.record` returned on each rank, as JSON.
+        Result of `RankFile.record` on each rank, as JSON.
 
     Raises
     ------
     CheckpointError
-        If the pieces of a kind differ in dtype; also as `Manifest`.
+        If the pieces of a kind differ in dtype, or as for `Manifest`.
     """
     files: dict[str, FileRecord] = {}
     dtypes: dict[str, set[str]] = {}
@@ -428,7 +434,7 @@ def assemble(
     for kind, names in dtypes.items():
         if len(names) > 1:
             raise CheckpointError(f"{kind}: pieces have the dtypes {sorted(names)}; one is allowed")
-    # A kind that no rank has a piece of, as of a model without parameters, gets the model's dtype.
+    # A kind without pieces, as for a model without parameters, gets the model's dtype.
     own = np.dtype(dtype)
     arrays = {
         kind: KindRecord.of(np.dtype(next(iter(dtypes[kind] or {own.name}))), given)

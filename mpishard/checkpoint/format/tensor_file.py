@@ -1,9 +1,9 @@
-"""A file of named tensors in safetensors format, with a checksum for each block.
+"""Files of named tensors in safetensors format, with a checksum for each block.
 
-The format (https://huggingface.co/docs/safetensors): the length of the header as 8 bytes, little
-end first; the header, JSON, padded with spaces; the arrays, one after the other, without gaps.
-The library's own writer tells neither the offset of an array nor a checksum, and holds Python's
-lock meanwhile; so the files are written here. The library reads them.
+A file (https://huggingface.co/docs/safetensors) begins with the length of the header as 8
+little-endian bytes. The header follows, JSON padded with spaces, and then the arrays, without gaps.
+The library's own writer returns neither offsets nor checksums, and holds Python's lock while it
+writes. The files are therefore written here; the library can read them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 
 BLOCK_BYTES = 4 << 20
-"""Bytes of a file that share a checksum; the last block may be shorter."""
+"""Bytes of a block of a file. Each block has a checksum, and the last may be shorter."""
 
-_PART_BYTES = 4 << 20  # bytes given to the system at once
-_ALIGNMENT = 64  # bytes, of the first array, so that a memory map of the arrays is aligned
+_PART_BYTES = 4 << 20  # Maximum bytes that are given to the system at once.
+_ALIGNMENT = 64  # Alignment of the first array in bytes, for memory maps of the arrays.
 
 _DTYPES = {
     "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
@@ -43,9 +43,9 @@ _DTYPES = {
 DTYPES_OF_FILES: dict[str, np.dtype[Any]] = {
     code: np.dtype(getattr(ml_dtypes, name, name)) for name, code in _DTYPES.items()
 }
-"""The format's names of the dtypes that a checkpoint can hold."""
+"""Dtypes that a checkpoint can have, by their names in the format."""
 
-# By the dtype itself: NumPy makes up its name anew each time, in microseconds.
+# The keys are dtypes and not their names, which NumPy makes again each time, in microseconds.
 _CODES = {dtype: code for code, dtype in DTYPES_OF_FILES.items()}
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -53,16 +53,16 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor that is not in memory.
+    """Tensor that is not in memory.
 
     Parameters
     ----------
     dtype : dtype
-        Of its elements.
+        Dtype of the elements.
     shape : tuple of int
-        Its shape.
+        Shape of the tensor.
     blocks : callable
-        Yields its elements in row-major order, as 1-D contiguous arrays.
+        ``blocks()`` yields the elements in row-major order, as 1-D contiguous arrays.
     """
 
     dtype: np.dtype[Any]
@@ -71,17 +71,17 @@ class LazyTensor:
 
     @property
     def size(self) -> int:
-        """Number of its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size of the elements in bytes."""
         return self.size * self.dtype.itemsize
 
 
 Tensor = np.ndarray[Any, Any] | LazyTensor
-"""A tensor to be written."""
+"""Tensor to be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class _Entry:
     key: str
     tensor: Tensor
     start: int
-    """Offset in bytes behind the header."""
+    """Offset from the end of the header, in bytes."""
 
     def contents(self) -> Iterator[Bytes]:
         if isinstance(self.tensor, LazyTensor):
@@ -100,25 +100,25 @@ class _Entry:
 
 
 class TensorFile:
-    """One file, laid out before anything is written.
+    """File of named tensors, whose layout is fixed before anything is written.
 
     Parameters
     ----------
     tensors : mapping of str to array or LazyTensor
-        Arrays are 1-D, contiguous, in host memory.
+        The tensors. Arrays must be 1-D, contiguous, and in host memory.
     metadata : mapping of str to str
-        For the header.
+        Metadata for the header.
 
     Raises
     ------
     CheckpointError
-        For a dtype or a name that the format cannot hold.
+        If the format cannot represent a dtype or a name.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         self._entries: list[_Entry] = []
         start = 0
-        # Wide elements first: then each array is aligned to its own.
+        # Arrays with wide elements come first. Each array is then aligned to its element size.
         for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
             self._entries.append(_Entry(key, tensor, start))
             start += tensor.nbytes
@@ -145,7 +145,7 @@ class TensorFile:
         self.nbytes: int = len(self._header) + start
         """Length of the file."""
         self.checksums: list[int] = []
-        """CRC-32 of each block, once it is written."""
+        """CRC-32 of each block; empty until the file is written."""
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -153,23 +153,24 @@ class TensorFile:
         return {entry.key: len(self._header) + entry.start for entry in self._entries}
 
     def write(self, file: Path, check: Callable[[], None] | None = None) -> None:
-        """Write the file durably, and set `checksums`.
+        """Write the file, sync it to the disk, and set `checksums`.
 
-        ``check`` is called before each part of an array, and may raise: then no more is written.
+        ``check`` is called before each part of an array. If it raises, no more is written.
 
         Raises
         ------
         OSError
             If the file exists already or cannot be written.
         """
-        # Arrays are in memory anyway. Lazy tensors are read meanwhile, and few blocks may wait.
+        # Parts that wait for their checksum stay in memory. Arrays are there anyway, but the number
+        # of waiting blocks of lazy tensors is limited.
         is_lazy = any(isinstance(entry.tensor, LazyTensor) for entry in self._entries)
         with ChecksumThread(BLOCK_BYTES, 2 if is_lazy else 0) as thread:
             disk.write_file(file, thread.watch(self.parts(check)))
         self.checksums = thread.checksums
 
     def parts(self, check: Callable[[], None] | None = None) -> Iterator[memoryview]:
-        """Yield the content, a few MiB at a time; call ``check`` before each part."""
+        """Yield the content, a few MiB at a time, and call ``check`` before each part."""
         yield memoryview(self._header)
         for entry in self._entries:
             for content in entry.contents():
@@ -180,17 +181,17 @@ class TensorFile:
 
 
 class ChecksumThread:
-    """Computes the CRC-32 of each block of a stream while its parts go to the disk.
+    """Thread that computes the CRC-32 of each block of a stream while it is written to the disk.
 
-    A checksum takes as long as the copy to the system, or longer, and the processor is idle while
-    the disk works. Use as a context manager; at its end `checksums` are complete.
+    A checksum takes at least as long as the copy of the data to the system, and the processor is
+    idle while the disk works. It is a context manager, at whose end `checksums` is complete.
 
     Parameters
     ----------
     block_bytes : int
-        Bytes of a block; the last one may be shorter.
+        Bytes of a block. The last block may be shorter.
     ahead : int
-        Number of parts that may wait for their checksum, in memory; 0 for no limit.
+        Maximum number of parts that wait for their checksum, in memory; 0 for no limit.
     """
 
     def __init__(self, block_bytes: int, ahead: int = 0) -> None:
@@ -201,7 +202,7 @@ class ChecksumThread:
         """CRC-32 of each block."""
 
     def watch(self, parts: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Yield the same parts, and have their checksums computed."""
+        """Yield the same parts, and pass them to the thread."""
         for part in parts:
             self._parts.put(part)
             yield part
@@ -241,7 +242,7 @@ def tensor_key(kind: str, region: Region) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PieceRecord:
-    """Place of a region's values, 1-D: in ``file`` from byte ``offset`` on."""
+    """Place of a region's values: a 1-D array that begins at byte ``offset`` of ``file``."""
 
     file: str
     offset: int
@@ -256,15 +257,15 @@ class FileRecord:
     checksums: tuple[int, ...]
 
     def tear(self, file: Path) -> str:
-        """Return why ``file`` cannot be the one recorded, by its length; "" if it can."""
+        """Return a text if ``file`` is missing or of another length than recorded, otherwise ""."""
         if not file.is_file():
-            return "is no file" if file.exists() else "is missing"
+            return "is not a regular file" if file.exists() else "is missing"
         held = file.stat().st_size
         return "" if held == self.nbytes else f"has {held} of {self.nbytes} bytes"
 
 
 class RankFile:
-    """The file of one rank, laid out before anything is written.
+    """File of one rank, whose layout is fixed before anything is written.
 
     Parameters
     ----------
@@ -276,9 +277,9 @@ class RankFile:
     Raises
     ------
     ValueError
-        For a region that is given twice.
+        If a region is given twice.
     CheckpointError
-        For a dtype that a file cannot hold.
+        If the format cannot represent a dtype or a name.
     """
 
     def __init__(self, rank: int, pieces: Mapping[str, Sequence[tuple[Region, Tensor]]]) -> None:
@@ -298,29 +299,29 @@ class RankFile:
             for kind, given in pieces.items()
         }
         self.is_empty = not tensors
-        """Whether the rank has nothing to write."""
-        # Small ones first, side by side: they are what ranks read of each other's files, and then
-        # share the few blocks that each of those ranks must verify.
+        """True if the rank has nothing to write."""
+        # Small pieces come first, side by side. Several ranks read small pieces from each other's
+        # files. They are then in a few blocks, and each of these ranks verifies only those.
         ordered = dict(sorted(tensors.items(), key=lambda item: item[1].nbytes))
         self._file = TensorFile(ordered, {"format": "np"})
         self.nbytes = 0 if self.is_empty else self._file.nbytes
         """Length of the file in bytes; 0 if there is none."""
 
     def write(self, directory: Path, check: Callable[[], None] | None = None) -> None:
-        """Write the file, if there is anything to write; ``check`` as for `TensorFile.write`.
+        """Write the file unless it `is_empty`. ``check`` is as in `TensorFile.write`.
 
         Raises
         ------
         OSError
-            If it cannot be written.
+            If the file cannot be written.
         """
         if not self.is_empty:
             self._file.write(directory / self.name, check)
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON that `mpishard.checkpoint.format.manifest.assemble` takes.
+        """Return the record of the written file for `mpishard.checkpoint.format.manifest.assemble`.
 
-        The file must have been written.
+        It can be encoded as JSON.
         """
         offsets = self._file.offsets
         kinds = {
@@ -346,7 +347,7 @@ def bytes_of(
     Raises
     ------
     ValueError
-        For a name under which the array could not be read again.
+        If an array could not be read again under its name.
     """
     for name in tensors:
         check_name(name, "tensor")
@@ -354,14 +355,14 @@ def bytes_of(
 
 
 def tensors_of(data: Any, whose: str = "") -> dict[str, np.ndarray[Any, Any]]:
-    """Return the arrays in the bytes of ``serialize``; errors name it as ``whose``.
+    """Return the arrays in the bytes of ``serialize``. Errors put ``whose`` before that name.
 
     Raises
     ------
     TypeError
-        If they are no bytes.
+        If ``data`` is not bytes.
     ValueError
-        If they are something else, or torn.
+        If the bytes are something else, or incomplete.
     """
     if not isinstance(data, bytes | bytearray):
         raise TypeError(f"deserialize needs bytes, got {type(data).__name__}")
@@ -376,7 +377,7 @@ def tensors_of(data: Any, whose: str = "") -> dict[str, np.ndarray[Any, Any]]:
 def metadata_of(data: bytes) -> dict[str, str]:
     """Return the metadata in the header of bytes that `tensors_of` has read; empty if none.
 
-    The library reads headers of files only; the format begins with the header's length.
+    They are decoded here, because the library reads only the metadata of files.
     """
     length = int.from_bytes(data[:8], "little")
     return dict(json.loads(data[8 : 8 + length]).get("__metadata__") or {})
@@ -385,7 +386,10 @@ def metadata_of(data: bytes) -> dict[str, str]:
 def tensors_and_document(
     data: Any, key: str, whose: str
 ) -> tuple[dict[str, np.ndarray[Any, Any]], Any]:
-    """Return the arrays, and the JSON under ``key`` of the metadata; raise as `tensors_of`."""
+    """Return the arrays, and the JSON under ``key`` of the metadata.
+
+    The errors raised are those of `tensors_of`, and a ValueError if there is no such key.
+    """
     tensors = tensors_of(data, whose)
     text = metadata_of(data).get(key)
     if text is None:

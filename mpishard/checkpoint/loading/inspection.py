@@ -20,22 +20,22 @@ from mpishard.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """The content of a checkpoint, as `check` and `describe` found it.
+    """Content of a checkpoint, as `check` and `describe` found it.
 
     Parameters
     ----------
     path : Path
         The directory.
     parameter_count : int
-        Elements of all parameters.
+        Number of elements of all parameters.
     shapes : mapping of str to tuple
         Shape of each parameter, in order.
     kinds : mapping of str to str
-        dtype of each array per parameter: "parameters", an optimizer's state.
+        Dtype of each kind of array: "parameters", and those of an optimizer's state.
     files : mapping of str to int
-        Bytes of each file.
+        Length of each file in bytes.
     metadata : mapping
-        What was saved beside the arrays.
+        Values that were saved besides the arrays.
     """
 
     path: Path
@@ -54,14 +54,14 @@ class CheckpointReport:
 
 
 def check(path: str | os.PathLike[str]) -> CheckpointReport:
-    """Read all of a checkpoint, compare its checksums, and return a report.
+    """Read a whole checkpoint, compare its checksums, and return a report.
 
     Raises
     ------
     FileNotFoundError
         If there is no checkpoint.
     CheckpointError
-        If it is torn, corrupt or of a newer version.
+        If the checkpoint is incomplete, damaged or of another version.
     """
     with CheckpointReader(path) as reader:
         reader.verify()
@@ -69,12 +69,12 @@ def check(path: str | os.PathLike[str]) -> CheckpointReport:
 
 
 def describe(path: str | os.PathLike[str]) -> CheckpointReport:
-    """Return a report of a checkpoint; of its files only the lengths are compared.
+    """Return a report of a checkpoint, after a check of only the lengths of its files.
 
     Raises
     ------
     FileNotFoundError, CheckpointError
-        As `CheckpointReader`.
+        As for `CheckpointReader`.
     """
     with CheckpointReader(path) as reader:
         return _report(reader)
@@ -93,16 +93,16 @@ def _report(reader: CheckpointReader) -> CheckpointReport:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointProblem:
-    """A part of a checkpoint that is not as it was written.
+    """Damaged part of a checkpoint.
 
     Parameters
     ----------
     file : str
         Name of the file.
     tensors : tuple of str
-        The tensors there: ``"parameters of <name>"``, ``"optimizer/<state> of <name>"``.
+        Tensors in this part: ``"parameters of <name>"``, ``"optimizer/<state> of <name>"``.
     reason : str
-        What is wrong there.
+        Description of the damage.
     """
 
     file: str
@@ -113,26 +113,28 @@ class CheckpointProblem:
 def find_problems(
     path: str | os.PathLike[str], progress: Callable[[int, int], object] | None = None
 ) -> list[CheckpointProblem]:
-    """Read all of a checkpoint, compare its checksums, and list every problem.
+    """Read a whole checkpoint, compare its checksums, and list every problem.
 
     Parameters
     ----------
     path : path
         The directory, or a folder of checkpoints, of which the newest is read.
     progress : callable, optional
-        Called with the number of bytes read so far and that of all files.
+        Function that is called with the number of bytes read, and the total of all files.
 
     Returns
     -------
     list of CheckpointProblem
-        Empty if every byte is as it was written.
+        The problems; an empty list if every byte is verified.
 
     Raises
     ------
     TypeError, ValueError
-        For a path that is none, or blank.
+        If the path is not a path or is blank.
     FileNotFoundError
         If there is no checkpoint.
+    CheckpointError
+        If the path is a file.
     """
     return problems_in(find_checkpoint(path), progress)
 
@@ -140,13 +142,13 @@ def find_problems(
 def problems_in(
     directory: Path, progress: Callable[[int, int], object] | None = None
 ) -> list[CheckpointProblem]:
-    """As `find_problems`, for the directory of one checkpoint, which may lack its manifest."""
+    """Return what `find_problems` returns, for one directory, which may lack its manifest."""
     try:
-        # The manifest is written last: without it the save did not come to its end.
+        # The manifest is written last. If it is missing, the save was interrupted.
         if not os.path.lexists(directory / MANIFEST):
             return [CheckpointProblem(MANIFEST, (), "it is missing")]
         manifest = Manifest.read(directory)
-    except OSError as error:  # a CheckpointError is one
+    except OSError as error:  # This includes CheckpointError.
         return [CheckpointProblem(MANIFEST, (), str(error))]
     total = sum(record.nbytes for record in manifest.files.values())
     problems, done, listed = [], 0, manifest.tensors_by_file()
@@ -174,9 +176,9 @@ def problems_in(
 def _read_through(
     file: Path, record: FileRecord, tensors: Mapping[str, tuple[int, int]]
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield ranges of bytes, in order, and the problem of each; "" if there is none."""
+    """Yield (start, stop, problem) of ranges of bytes, in order; "" if there is no problem."""
     try:
-        # A torn file is told from its length, without reading it.
+        # A file of another length is not read.
         tear = record.tear(file)
         if tear:
             yield 0, record.nbytes, f"it {tear}"
@@ -192,7 +194,7 @@ def _read_through(
         except OSError as error:
             fault = f"bytes {low} to {high} cannot be read: {error}"
         yield low, high, fault
-        # The header lies in the first block. If that is damaged, it says nothing more.
+        # The header is in the first block. If that is damaged, a comparison tells nothing more.
         if block == 0 and not fault:
             yield 0, 0, mapped.header_fault()
     mapped.close()
@@ -209,7 +211,7 @@ def load_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]
     Raises
     ------
     FileNotFoundError, CheckpointError
-        As `CheckpointReader`; also if an optimizer was saved without its model.
+        As for `CheckpointReader`, and if an optimizer was saved without its model.
     """
 
     def read(reader: CheckpointReader) -> dict[str, np.ndarray[Any, Any]]:

@@ -1,4 +1,4 @@
-"""A file of a checkpoint, mapped into memory, whose blocks are verified before use."""
+"""File of a checkpoint that is mapped into memory, and whose blocks are verified before use."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ import numpy as np
 from mpishard.checkpoint.format.tensor_file import BLOCK_BYTES, FileRecord, PieceRecord
 from mpishard.errors import CheckpointError
 
-_READ_BYTES = 1 << 18  # fits the L2 cache
+_READ_BYTES = 1 << 18  # Bytes per read, which fit in the L2 cache.
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class MappedFile:
-    """One file; each block is compared with its checksum before its first use.
+    """Mapped file; each block is compared with its checksum before its first use.
 
     Parameters
     ----------
     file : Path
         The file to map.
     record : FileRecord
-        Its length and the checksums of its blocks, from the manifest.
+        Length of the file and checksums of its blocks, from the manifest.
     tensors : mapping of str to (int, int)
-        The bytes of each tensor, start and stop, from the manifest, by `tensor_key`.
+        Byte range (start, stop) of each tensor, from the manifest, by `tensor_key`.
     was_replaced : callable, optional
-        Returns whether another checkpoint is in its place by now.
+        ``was_replaced()`` is True if another checkpoint is at the same path now.
 
     Raises
     ------
     OSError, ValueError
-        If it cannot be mapped, or is not as long.
+        If the file cannot be mapped, or has another length.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class MappedFile:
         return len(self._record.checksums)
 
     def bounds(self, block: int) -> tuple[int, int]:
-        """Return the first byte of a block, and the one behind its last."""
+        """Return the byte range (start, stop) of a block."""
         return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, self._record.nbytes)
 
     def block_fault(self, block: int, what: str = "") -> str:
-        """Return why a block is not as it was written, in words; "" if it is.
+        """Return a text if a block's checksum differs from the one recorded, otherwise "".
 
-        ``what`` is the name of its content for these words.
+        The text names the block's content ``what``.
 
         Raises
         ------
         OSError
-            If it cannot be read.
+            If the block cannot be read.
         """
         low, high = self.bounds(block)
         if _checksum_at(self._descriptor, low, high - low) == self._record.checksums[block]:
@@ -86,7 +86,13 @@ class MappedFile:
         return f"bytes {low} to {high}{of} do not have the checksum that they were written with"
 
     def verify(self, first: int, stop: int, what: str = "") -> None:
-        """Compare the checksums of blocks that were not compared before."""
+        """Compare the checksums of the blocks [first, stop) that were not compared before.
+
+        Raises
+        ------
+        CheckpointError
+            If a block has changed or cannot be read.
+        """
         for block in (first + np.flatnonzero(~self._verified[first:stop])).tolist():
             try:
                 fault = self.block_fault(block, what)
@@ -102,11 +108,11 @@ class MappedFile:
             self._verified[block] = True
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Close the file. Further calls do nothing."""
         self._close()
 
     def check_header(self) -> None:
-        """Refuse a file whose header and manifest differ; compare them once."""
+        """Refuse a file whose header differs from the manifest. Only the first call compares."""
         if self._is_as_listed:
             return
         self.verify(0, 1, "the header")
@@ -116,9 +122,9 @@ class MappedFile:
         self._is_as_listed = True
 
     def header_fault(self) -> str:
-        """Return how the header differs from the manifest, in words; "" if it does not."""
+        """Return a text if the header differs from the manifest, otherwise ""."""
         start = 8 + int.from_bytes(self._content[:8].tobytes(), "little")
-        # Compared before it is read, so that a forged length cannot fill the memory.
+        # The length is checked before the header is read: a forged one cannot fill the memory.
         expected = min((low for low, _ in self._tensors.values()), default=self._content.size)
         if start != expected:
             return f"its header ends at byte {start}, and its tensors begin at {expected}"
@@ -139,7 +145,7 @@ class MappedFile:
         return ""
 
     def part(self, start: int, stop: int, what: str) -> Bytes:
-        """Return bytes ``start`` to ``stop``, a view."""
+        """Return the bytes [start, stop) as a view, after their blocks are verified."""
         self.verify(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), what)
         self.check_header()
         return self._content[start:stop]
@@ -148,13 +154,13 @@ class MappedFile:
 def _checksum_at(descriptor: int, start: int, length: int) -> int:
     """Return the CRC-32 of ``length`` bytes of an open file, from byte ``start`` on.
 
-    The bytes are read rather than mapped: with a map, a disk that fails or a file that is
-    truncated would end the process with SIGBUS.
+    The bytes are read and not mapped. With a map, a failing disk or a truncated file would end the
+    process with SIGBUS.
 
     Raises
     ------
     OSError
-        If they cannot be read, or are not there.
+        If the bytes cannot be read, or are beyond the end of the file.
     """
     buffer = memoryview(bytearray(min(length, _READ_BYTES)))
     crc, done = 0, 0
@@ -167,7 +173,7 @@ def _checksum_at(descriptor: int, start: int, length: int) -> int:
 
 
 class PieceValues:
-    """The values of a piece; a slice of them is read when it is taken."""
+    """Values of a piece; ``values[start:stop]`` verifies and returns a range of them."""
 
     def __init__(
         self, file: MappedFile, piece: PieceRecord, dtype: np.dtype[Any], kind: str

@@ -1,4 +1,4 @@
-"""Reads of any region of a checkpoint, whatever layout wrote it."""
+"""Reads of any region of a checkpoint, whatever regions were written."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from mpishard.sharding.regions import (
 )
 from mpishard.sharding.table import ParameterEntry
 
-_BLOCK = 1 << 22  # elements that are read at a time
-_RUN = 1 << 14  # elements in a row for which a read of their own pays
+_BLOCK = 1 << 22  # Maximum number of elements that are read at a time.
+_RUN = 1 << 14  # Number of needed elements of a row from which a separate read is faster.
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A box that is part of a stored region and of a requested one.
+    """Common part of a stored region and a requested region.
 
     Parameters
     ----------
     shared : Box
-        The elements.
+        Box of the common elements.
     source, target : Box
-        The boxes of the two regions that contain them.
+        Boxes of the two regions that contain the elements.
     source_start : int
         Start of ``source`` in the stored values.
     target_part : slice
@@ -57,7 +57,7 @@ class Overlap:
 
     @property
     def source_span(self) -> slice:
-        """Range of the stored values from the first of the elements to the last."""
+        """Range of the stored values from the first common element to the last."""
         first = last = 0
         for (low, high), (start, stop) in zip(self.shared, self.source, strict=True):
             first = first * (stop - start) + low - start
@@ -70,9 +70,9 @@ class Overlap:
         Parameters
         ----------
         values : sliceable
-            The stored region, of which ``values[start:stop]`` reads a range: a NumPy array.
+            Values of the stored region. ``values[start:stop]`` returns a range as a NumPy array.
         out : Array
-            The requested region, 1-D.
+            Values of the requested region, 1-D.
         """
         view = out[self.target_part].reshape(box_shape(self.target))
         _copy(
@@ -87,7 +87,7 @@ class Overlap:
 
 def overlaps(source: Region, target: Region) -> Iterator[Overlap]:
     """Yield the common parts of two regions of one tensor."""
-    if source.box == target.box:  # the common case: both are ranges of one vector
+    if source.box == target.box:  # In the most common case both are ranges of the same box.
         low, high = max(source.start, target.start), min(source.stop, target.stop)
         if low < high:
             stored, wanted = ((source.start, source.stop),), ((target.start, target.stop),)
@@ -105,15 +105,15 @@ def overlaps(source: Region, target: Region) -> Iterator[Overlap]:
 
 
 def _copy(values: Any, offset: int, shape: tuple[int, ...], box: Box, out: Array) -> None:
-    """Copy the ``box`` of the array of ``shape`` that lies in ``values`` from ``offset`` on.
+    """Copy the ``box`` of an array of ``shape``, which begins at ``values[offset]``, to ``out``.
 
-    Whole rows are read, a block at a time. If rows are long and little of each is requested, each
-    row is read as an array of its own.
+    Whole rows are read, a block at a time. If rows are long and only a small part of each is
+    needed, each row is read as an array of its own.
     """
     (low, high), *columns = box
     row = math.prod(shape[1:])
     needed = math.prod(box_shape(tuple(columns)))
-    # To read long rows whole costs more than a seek for each.
+    # Reading the rest of long rows would take longer than one seek for each row.
     if row > _BLOCK or (needed >= _RUN and 2 * needed <= row):
         for index in range(low, high):
             _copy(values, offset + index * row, shape[1:], tuple(columns), out[index - low])
@@ -127,48 +127,49 @@ def _copy(values: Any, offset: int, shape: tuple[int, ...], box: Box, out: Array
         out[first - low : last - low] = array_namespace(out).asarray(chosen)
 
 
-_NAMED = 10  # differences, or neighbours, that a message lists
+_NAMED = 10  # Maximum number of differences, or names of files, in a message.
 
 
 class CheckpointReader:
-    """A checkpoint that is open for reading. Not collective: each rank opens its own.
+    """Checkpoint that is open for reading. Nothing is collective: each rank opens its own.
 
-    Opening reads the manifest and compares the files' lengths; arrays stay on disk until `read`.
-    Use as a context manager, or `close`.
+    The constructor reads the manifest and compares the files' lengths. Arrays stay on disk until
+    `read`. The reader is a context manager; without a ``with`` statement call `close`.
 
     Parameters
     ----------
     path : path
-        The directory, or a `CheckpointFolder`, of which the newest is opened. If it is missing
-        because a save was killed between two renames, the one that was being replaced is opened.
+        The directory of a checkpoint, or a folder of checkpoints, of which the newest is opened. If
+        a save was killed between its two renames, the checkpoint that it would have replaced is
+        opened.
 
     Raises
     ------
-    ValueError
-        For a blank path.
+    TypeError, ValueError
+        If the path is not a path or is blank.
     FileNotFoundError
-        If there is no checkpoint; the message lists the files that are there.
+        If there is no checkpoint. The message lists the files that are there.
     CheckpointError
-        If it is torn, corrupt or of a newer version.
+        If the checkpoint is incomplete, damaged or of another version.
 
     Attributes
     ----------
     path : Path
         The directory that is read.
     identity : str
-        A random name of the save that wrote the checkpoint.
+        Random name of the save that wrote the checkpoint.
     parameters : tuple of ParameterEntry
         The parameters along the flat vector.
     dtype : dtype
-        Of the parameters.
+        Dtype of the parameters.
     length : int
         Number of elements of all parameters.
     kinds : dict of str to dtype
-        The kinds of arrays that it holds for each parameter, and their dtypes.
+        Dtype of each kind of arrays.
     metadata : mapping
-        What was saved beside the arrays.
+        Values that were saved besides the arrays.
     file_sizes : dict of str to int
-        Bytes of each file, by name.
+        Length of each file in bytes, by name.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -189,17 +190,17 @@ class CheckpointReader:
         self._shapes = {entry.name: entry.shape for entry in found.parameters}
         self._tensors = found.tensors_by_file()
         self._files: dict[str, MappedFile] = {}
-        # A torn file is found by its length, before anybody allocates memory for it.
+        # Lengths are compared before memory is allocated for the content.
         self._check_sizes()
 
     def held(self, kind: str) -> list[ParameterEntry]:
-        """Return the parameters of a kind: all, but no optimizer state of frozen ones."""
+        """Return the parameters of a kind: all, or for an optimizer's kind those not frozen."""
         return self._manifest.held(kind)
 
     def read(self, kind: str, region: Region, out: Array) -> None:
-        """Fill ``out`` with a region of a parameter, or of an optimizer's state of it.
+        """Fill ``out`` with a region of an array of a kind, such as a parameter's values.
 
-        Only the blocks that the region needs are read, and their checksums compared, once.
+        Only blocks that the region needs are read. Their checksums are compared on first use.
 
         Parameters
         ----------
@@ -208,19 +209,19 @@ class CheckpointReader:
         region : Region
             The region. It need not be one that was written.
         out : Array
-            Shape (region.length,), of the kind's dtype; in host or GPU memory.
+            Array of shape (region.length,) and the kind's dtype, in host or GPU memory.
 
         Raises
         ------
         ValueError
-            As `check_readable`.
+            As for `check_readable`.
         CheckpointError
             If a file cannot be read, or has changed since it was written.
         """
         self.check_readable(kind, region, out)
         record = self._manifest.arrays[kind]
         for piece in record.pieces[region.name]:
-            # Most pieces share nothing with the region: their files stay closed.
+            # Files of pieces that share nothing with the region stay closed.
             found = list(overlaps(piece.region, region))
             if found:
                 values = PieceValues(self._open(piece.file), piece, record.dtype, kind)
@@ -228,18 +229,18 @@ class CheckpointReader:
                     overlap.copy(values, out)
 
     def verify_region(self, kind: str, region: Region) -> None:
-        """Compare the checksums of the blocks that `read` would take.
+        """Compare the checksums of the blocks that `read` would use.
 
         Raises
         ------
         CheckpointError
-            As `read`.
+            As for `read`.
         """
         record = self._manifest.arrays[kind]
         for piece in record.pieces[region.name]:
             for overlap in overlaps(piece.region, region):
                 values = PieceValues(self._open(piece.file), piece, record.dtype, kind)
-                # Reading a slice compares the checksums of its blocks; the values are not needed.
+                # A slice compares the checksums of its blocks. Its values are not needed.
                 values[overlap.source_span]
 
     def read_whole(self, kind: str, entry: ParameterEntry) -> np.ndarray[Any, Any]:
@@ -250,13 +251,14 @@ class CheckpointReader:
         return flat.reshape(entry.shape)
 
     def check_readable(self, kind: str, region: Region, out: Array) -> None:
-        """Raise the error that `read` would raise for these arguments; read nothing.
+        """Refuse arguments that `read` refuses, without reading.
 
         Raises
         ------
         ValueError
-            If the checkpoint has no such kind or parameter, the region is no part of it or was
-            frozen, or ``out`` is not as long or has another dtype.
+            If the checkpoint has no such kind or parameter, the region is not a part of the
+            parameter, the kind has no array of it because it was frozen, or ``out`` has another
+            shape or dtype.
         """
         if kind not in self._manifest.arrays:
             raise ValueError(f"{self.path} holds {sorted(self._manifest.arrays)}, and no {kind!r}")
@@ -287,14 +289,14 @@ class CheckpointReader:
         Parameters
         ----------
         parameters : sequence of ParameterEntry
-            The model's.
+            The model's parameters.
         dtype : dtype
-            The model's.
+            The model's dtype.
 
         Raises
         ------
         CheckpointError
-            If names, shapes or dtype differ; the message lists the differences.
+            If names, shapes or dtype differ. The message lists the differences.
         """
         saved = {entry.name: entry for entry in self.parameters}
         wanted = {entry.name: entry for entry in parameters}
@@ -311,7 +313,7 @@ class CheckpointReader:
                     f"{name}: {saved[name].shape} in the checkpoint, {entry.shape} in the model"
                 )
         if self.dtype != dtype:
-            # First in the list, because it concerns every parameter.
+            # The dtype comes first, because it concerns every parameter.
             differences.insert(
                 0,
                 f"dtype: {self.dtype.name} in the checkpoint, {np.dtype(dtype).name} in the model",
@@ -329,22 +331,23 @@ class CheckpointReader:
         Parameters
         ----------
         part, parts : int
-            The share of all blocks that is read, so that ranks can divide them.
+            Share of each file's blocks to read, part ``part`` of ``parts``, so that ranks can
+            divide the work.
 
         Raises
         ------
         CheckpointError
-            Naming the first block of each file that has changed since it was written.
+            If a file has changed since it was written. The message names the first changed block of
+            each such file.
         """
         self._check_sizes()
         changed = []
-        # Every file is looked at, although one error would do: the message then names all that is
-        # damaged.
+        # The check continues after an error, so that the message names all damaged files.
         for name in self._manifest.files:
             file = self._open(name)
             count = file.block_count
             try:
-                # Blocks are dealt, not files: one file may be much larger than the others.
+                # Ranks divide blocks and not files, because files may differ in size.
                 file.verify(part * count // parts, (part + 1) * count // parts)
                 if part == 0:
                     file.check_header()
@@ -354,7 +357,7 @@ class CheckpointReader:
             raise CheckpointError("; ".join(changed))
 
     def close(self) -> None:
-        """Close the files. Idempotent; a later `read` opens them again."""
+        """Close the files. A later `read` opens them again."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -382,9 +385,10 @@ class CheckpointReader:
         return self._files[name]
 
     def was_replaced(self) -> bool:
-        """Return whether another checkpoint is at `path` by now."""
-        # A save to the same path may replace files while they are read: not damage, but another
-        # checkpoint.
+        """Return True if another checkpoint, or none, is at `path` now.
+
+        A save to the same path may replace files while they are read. That is not damage.
+        """
         try:
             return Manifest.read(self.path).identity != self.identity
         except (OSError, ValueError):
@@ -392,19 +396,21 @@ class CheckpointReader:
 
 
 def find_single(path: str | os.PathLike[str]) -> Path | None:
-    """Return the directory of the single checkpoint ``path``; None if it may be a folder of them.
+    """Return the directory of the single checkpoint ``path``, or None if there is none.
+
+    The path may then be a folder of checkpoints.
 
     Raises
     ------
     TypeError, ValueError
-        For a path that is none, or blank.
+        If the path is not a path or is blank.
     CheckpointError
-        For a file.
+        If it is a file.
     """
     check_path("the path of a checkpoint", path)
     target = Path(path).resolve()
-    # Between the two renames of a save the former checkpoint is at `previous_of`, where a killed
-    # save leaves it. A save that ends meanwhile has put its own at the target.
+    # Between the two renames of a save the former checkpoint is at `previous_of`, and a killed save
+    # leaves it there. The target is tried twice, as a save may put its checkpoint there meanwhile.
     for directory in (target, previous_of(target), target):
         if (directory / MANIFEST).is_file():
             return directory
@@ -419,7 +425,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     Raises
     ------
     TypeError, ValueError, FileNotFoundError, CheckpointError
-        As `CheckpointReader`.
+        As for `CheckpointReader`.
     """
     found = find_single(path)
     target = Path(path).resolve()

@@ -1,7 +1,8 @@
-"""Restoring a model and its optimizer at any world size, whatever size they were saved at.
+"""Restoring a model and its optimizer, at any world size.
 
-`load` fills a model and its optimizer. `open_whole` opens one save that others may replace
-meanwhile, and `newest_valid` finds the newest checkpoint of a folder of which every byte verifies.
+`load` fills a model and its optimizer. `open_whole` opens a checkpoint that others may replace at
+the same time, and `newest_valid` finds the newest checkpoint of a folder of which every byte
+verifies.
 """
 
 from __future__ import annotations
@@ -43,20 +44,20 @@ def load(
     *,
     training: CheckpointState | None = None,
 ) -> dict[str, Any]:
-    """Restore a model, and its optimizer if given, from any world size. Collective.
+    """Restore a model, and its optimizer if given, from a checkpoint of any world size. Collective.
 
-    Nothing is changed on any rank before every rank knows that the checkpoint fits.
+    No rank changes anything before the checkpoint has been verified to fit on every rank.
 
     Parameters
     ----------
     path : path
-        The checkpoint, or a folder of them, of which the newest that verifies is restored.
+        The checkpoint, or a folder of checkpoints, of which the newest that verifies is restored.
     model : Checkpointable
-        A model with the parameters that were saved, under any strategy.
+        Model with the parameters that were saved, under any strategy.
     optimizer : CheckpointableOptimizer, optional
-        An optimizer whose rule has the state that was saved.
+        Optimizer whose rule has the state that was saved.
     training : CheckpointState, optional
-        As was saved.
+        State of a training loop, of the kinds that were saved.
 
     Returns
     -------
@@ -66,13 +67,13 @@ def load(
     Raises
     ------
     TypeError, ValueError
-        For a path that is none, or blank, and for another model or optimizer, before anything is
-        communicated.
+        If the path is not a path or is blank, or the model or optimizer is not checkpointable.
+        Nothing has been communicated then.
     FileNotFoundError
         If there is no checkpoint.
     CheckpointError
-        If it is torn, or does not fit the model or the optimizer. All ranks raise what one
-        of them raises.
+        If the checkpoint is damaged, or does not fit the model or the optimizer. If one rank raises
+        it, all do.
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model, optimizer)
@@ -84,24 +85,24 @@ def load(
 def load_states(
     path: str | os.PathLike[str], model: Checkpointable, states: Mapping[str, CheckpointState]
 ) -> dict[str, Any]:
-    """As `load`, for some of the states of ``model``. Collective.
+    """Restore some of the states of ``model``, as `load` restores all. Collective.
 
     Parameters
     ----------
     path : path
         The directory.
     model : Checkpointable
-        The model whose parameters were saved; they are restored only as one of ``states``.
+        Model whose parameters were saved. They are restored only if it is one of ``states``.
     states : mapping of str to CheckpointState
-        "model", "optimizer", "training" -> the state to restore.
+        State to restore, by its name: "model", "optimizer" or "training".
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model)
     backend = model.checkpoint_backend
 
     def find() -> str | os.PathLike[str]:
-        # Rank 0 looks for all: working directories may differ, and a folder may change between
-        # two looks.
+        # Only rank 0 searches, because the ranks' working directories may differ, and a folder may
+        # change between two searches.
         with together(backend) as statements:
             if backend is None or backend.rank == 0:
                 statements.own = path_text(find_single(path))
@@ -109,12 +110,13 @@ def load_states(
         return single or newest_valid(path, backend) or path
 
     def verify(reader: CheckpointReader) -> dict[str, Pieces]:
-        # All of it is compared before anything is read: a refused load changes nothing.
+        # All checks come before the first read, so that a refused load changes nothing.
         reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
         if not isinstance(reader.metadata.get("user"), Mapping):
-            raise CheckpointError(f"the checkpoint {reader.path} has no metadata of its user")
+            raise CheckpointError(f"the checkpoint {reader.path} has no user metadata")
         for state in states.values():
-            # What a rank reads may depend on the number of ranks that wrote.
+            # Some states read other arrays for other kinds in the checkpoint, for instance if more
+            # ranks have saved.
             expect = getattr(state, "expect", None)
             if expect is not None:
                 expect(reader.kinds)
@@ -124,13 +126,12 @@ def load_states(
         if "model" in states:
             with _using_metadata(reader, "model"):
                 model.check_metadata(reader.metadata["model"])
-        # Before anything is read, so that no model is half loaded if a block is damaged.
         for kind, region, _ in _each(wanted):
             reader.verify_region(kind, region)
         return wanted
 
     reader, wanted = open_whole(find, backend, verify)
-    # From here on only a disk that fails between two reads can leave a model half loaded.
+    # From here on only a disk that fails between two reads can leave a model partly loaded.
     with reader:
         with together(backend):
             for kind, region, array in _each(wanted):
@@ -150,7 +151,7 @@ def _each(wanted: Mapping[str, Pieces]) -> Iterator[tuple[str, Region, Array]]:
 
 @contextmanager
 def _using_metadata(reader: CheckpointReader, name: str) -> Iterator[None]:
-    """Name file and reason if metadata do not fit, or are not what any save wrote."""
+    """Convert errors of metadata that do not fit, or are forged, to a CheckpointError."""
     try:
         yield
     except ValueError as error:
@@ -191,25 +192,26 @@ def newest_valid(
 ) -> Path | None:
     """Return the newest checkpoint of a folder that verifies. Collective: each rank reads a share.
 
-    If a newer one does not verify, rank 0 logs a warning with the reason in the log "mpishard".
+    If a newer checkpoint does not verify, rank 0 logs a warning with the reason in the log
+    "mpishard".
 
     Parameters
     ----------
     folder : path or CheckpointFolder
-        A folder that a `CheckpointFolder` writes to; rank 0's is used. A `CheckpointFolder` no
-        longer counts those that do not verify among the ones that it keeps.
+        Folder to which a `CheckpointFolder` writes. That of rank 0 is used. A `CheckpointFolder`
+        no longer counts checkpoints that do not verify among those to keep.
     backend : CommunicationBackend, optional
-        The ranks that look together.
+        Ranks that verify together. The default is one process.
 
     Returns
     -------
     Path or None
-        None if there is no checkpoint.
+        The checkpoint's directory; None if there is no checkpoint.
 
     Raises
     ------
     CheckpointError
-        If there are some, and none can be used; the message gives the reason for each.
+        If there are checkpoints, and none can be used. The message gives the reason for each.
     """
     rank, world_size = (0, 1) if backend is None else (backend.rank, backend.world_size)
     with together(backend) as statements:
@@ -246,31 +248,31 @@ def open_whole(
     backend: CommunicationBackend | None,
     verify: Callable[[CheckpointReader], T],
 ) -> tuple[CheckpointReader, T]:
-    """Open one save of a checkpoint that others may replace meanwhile. Collective.
+    """Open the same save of a checkpoint, which others may replace meanwhile, on all ranks.
 
-    If a save replaces the checkpoint before ``verify`` has returned, it is read again: twice at
-    most.
+    Collective. If a save replaces the checkpoint before ``verify`` has returned, it is opened
+    again, at most twice.
 
     Parameters
     ----------
     find : callable
-        Returns the path that `CheckpointReader` opens; may be collective.
+        ``find()`` returns the path that `CheckpointReader` opens. It may be collective.
     backend : CommunicationBackend, optional
-        The ranks that open it together.
+        Ranks that open it together. The default is one process.
     verify : callable
-        Looks at every block that will be read later. It raises on all ranks or on none.
+        ``verify(reader)`` verifies every block that will be read later. It may fail on some ranks.
 
     Returns
     -------
     reader : CheckpointReader
-        The same save on every rank; the caller closes it.
+        Reader of the same save on every rank, which the caller closes.
     T
         The result of ``verify``.
 
     Raises
     ------
     OSError
-        On every rank, if there is no checkpoint; also as ``verify``.
+        If there is no checkpoint, or ``verify`` raises it. Every rank raises it.
     """
     for looks_left in (2, 1, 0):
         path, failure, reader, opened = find(), None, None, None
@@ -280,10 +282,10 @@ def open_whole(
             found = f"save {reader.identity}"
         except Exception as error:  # noqa: BLE001 - raised below, on every rank
             failure = error
-            # Between the two renames of a save nothing, or half of it, is there to be opened.
+            # Between the two renames of a save there is no checkpoint at the path.
             is_replaced = reader is None or reader.was_replaced()
             found = "replaced" if is_replaced else "failed"
-        # The ranks must have opened the same save: one may have come before its renames.
+        # The ranks must have opened the same save. A rank may have opened the one before.
         everyone = set(all_texts(backend, found))
         if opened is not None and len(everyone) == 1:
             return opened
@@ -300,7 +302,7 @@ def open_whole(
 def newest_first(folder: CheckpointFolder) -> list[Entry]:
     """Return the checkpoints of a folder, in the order in which a run would resume from them.
 
-    The time of a save is in the manifest, so those without one are ordered by step.
+    The number of a save is in its manifest. Checkpoints without a manifest are ordered by step.
     """
     entries = folder.entries()
     ordered = sorted(
@@ -315,11 +317,11 @@ def newest_first(folder: CheckpointFolder) -> list[Entry]:
 def _verify(
     path: Path, backend: CommunicationBackend | None, rank: int, world_size: int
 ) -> list[str]:
-    """Return the problems of a checkpoint that any rank finds."""
+    """Return the problems of a checkpoint that any rank finds. Collective."""
     problem = ""
     try:
         with CheckpointReader(path) as reader:
             reader.verify(rank, world_size)
-    except OSError as error:  # a CheckpointError is one
+    except OSError as error:  # This includes CheckpointError.
         problem = str(error)
     return list(dict.fromkeys(all_texts(backend, problem)))

@@ -1,8 +1,8 @@
-"""Saving: the ranks agree once, each writes its file, rank 0 commits.
+"""Saving: the ranks agree once, each rank writes its file, and rank 0 commits.
 
-Begin with `save`: what a save takes of a model and an optimizer, which of its steps are
-collective, and what happens in a thread. `staging` is the host memory that a save in the
-background writes from.
+Begin with `save`: the arrays that a save takes from a model and an optimizer, its collective steps,
+and its work in a thread. `staging` has the host memory from which a save in the background is
+written.
 
-May import `format` and `loading`.
+This chapter may import `format` and `loading`.
 """

@@ -50,10 +50,11 @@ from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import Region
 from mpishard.sharding.table import ParameterEntry
 
-# Between two meetings of ranks that wait for a slow disk: far below the time after which a rank
-# that does not come to a collective counts as lost, and seldom enough to cost nothing.
+# Seconds between two collectives of ranks that wait for a slow disk. This is far below the time
+# limit of a collective, and long enough that the cost does not matter.
 _MEET_SECONDS = 1.0
-# A disk that hangs must not keep a rank whose job ends for another reason.
+# Maximum seconds that a rank, whose job ends for another reason, waits for its thread: a disk may
+# hang.
 _ABANDON_SECONDS = 2.0
 _YIELD_SECONDS = 0.001
 _NO_ROOM = "there is not enough room"
@@ -75,24 +76,24 @@ def save(
     Parameters
     ----------
     path : path
-        The directory to make or replace, on a file system that all ranks see.
+        Directory to make or replace, on a file system that all ranks see.
     model : Checkpointable
-        The model whose parameters are saved.
+        Model whose parameters are saved.
     optimizer : CheckpointableOptimizer, optional
-        The optimizer whose state is saved, too.
+        Optimizer whose state is saved, too.
     training : CheckpointState, optional
-        Arrays of a training loop for each parameter; their kinds are ``"training/<name>"``.
+        Arrays of a training loop for each parameter. Their kinds are ``"training/<name>"``.
     metadata : mapping, optional
-        Names -> anything that JSON can hold, with strings as keys; NaN and infinities are allowed.
-        `load` returns it. Rank 0's is saved.
+        Values that JSON can represent, by name, with strings as keys. NaN and infinities are
+        allowed. Those of rank 0 are saved, and `load` returns them.
 
     Raises
     ------
     TypeError, ValueError
-        For a path that is none, or blank, and for another model or optimizer, before anything is
-        communicated.
+        If the path is not a path or is blank, or the model or optimizer is not checkpointable.
+        Nothing has been communicated then.
     ValueError, TypeError, CheckpointError
-        As `write_checkpoint`, on every rank; the checkpoint at ``path`` is then unchanged.
+        As for `write_checkpoint`, on every rank. The checkpoint at ``path`` is then unchanged.
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model, optimizer)
@@ -108,17 +109,18 @@ def save_async(
     metadata: Mapping[str, Any] | None = None,
     staging: StagingBuffer | None = None,
 ) -> PendingSave:
-    """As `save`, but only copy now, and write while training goes on. Collective.
+    """Begin a save that copies the arrays now and is written during training. Collective.
 
-    Every rank calls `PendingSave.poll` once a step, which raises on all ranks if one could not
-    write, and `PendingSave.wait` at the end. Without `wait` there may never be a checkpoint.
+    Every rank must call `PendingSave.poll` once per step, which raises on all ranks if one could
+    not write, and `PendingSave.wait` at the end. Without `wait` there may never be a checkpoint.
 
     Parameters
     ----------
     path, model, optimizer, training, metadata
         As for `save`.
     staging : StagingBuffer, optional
-        Host memory for the copy, to be kept from save to save. Only one save at a time may use it.
+        Host memory for the copy, which can be kept from save to save. Only one save at a time may
+        use it.
 
     Returns
     -------
@@ -128,7 +130,7 @@ def save_async(
     Raises
     ------
     ValueError, TypeError, CheckpointError
-        As `save`, for errors that are found before anything is written.
+        As for `save`, for errors that are found before anything is written.
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model, optimizer)
@@ -145,28 +147,28 @@ def reserve(
     *,
     kept: int = 0,
 ) -> None:
-    """Take the memory for the copies of `save_async` before the first of them. Collective.
+    """Allocate the memory for the copies of `save_async` before the first save. Collective.
 
     Parameters
     ----------
     staging : StagingBuffer
-        The buffer that `save_async` will be given.
+        Buffer that `save_async` will be given.
     model, optimizer
         As for `save`.
     kept : int
-        Number of further arrays of each parameter's shape and dtype that a save will hold, such
-        as the best parameters of a training loop.
+        Number of other arrays of each parameter's shape and dtype in a save, such as the best
+        parameters of a training loop.
 
     Raises
     ------
     TypeError, ValueError
-        For another model or optimizer; for a buffer that a save is still written from.
+        If the model or optimizer is not checkpointable, or the buffer must grow while a save is
+        still being written from it.
     OSError
-        If there is not enough memory. All ranks raise what one of them raises.
+        If there is not enough memory. If one rank raises it, all do.
     """
     require_checkpointable(model, optimizer)
     with together(model.checkpoint_backend):
-        # The best parameters of a loop are as long as the model's.
         nbytes = _staged_bytes(model.arrays_to_write()) * (1 + kept)
         if optimizer is not None:
             nbytes += _staged_bytes(optimizer.checkpoint_view(model).arrays_to_write())
@@ -198,16 +200,16 @@ def save_states(
     *,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """As `save`, for some of the states of ``model``. Collective.
+    """Save some of the states of ``model``, as `save` saves all. Collective.
 
     Parameters
     ----------
     path : path
-        The directory to make or replace.
+        Directory to make or replace.
     model : Checkpointable
-        The model of the states; its parameters are saved only as one of ``states``.
+        Model of the states. Its parameters are saved only if it is one of ``states``.
     states : mapping of str to CheckpointState
-        "model", "optimizer", "training" -> the state to save.
+        State to save, by its name: "model", "optimizer" or "training".
     metadata : mapping, optional
         As for `save`.
     """
@@ -223,7 +225,8 @@ def _begin(
     metadata: Mapping[str, Any] | None,
     staging: StagingBuffer | None,
 ) -> PendingSave:
-    # A function, because its errors are those of one rank, and all ranks agree on them at once.
+    # `PendingSave` calls this function inside `together`, so that the error of one rank is raised
+    # on all of them.
     def make_content() -> Content:
         arrays: dict[str, Any] = {}
         document: dict[str, Any] = {"model": None, "optimizer": None, "user": as_metadata(metadata)}
@@ -245,34 +248,34 @@ def write_checkpoint(
 ) -> None:
     """Write the checkpoint ``path``, or leave the earlier one unchanged. Collective.
 
-    At every moment ``path``, or ``<path>.previous`` between two renames, is a complete checkpoint;
-    `CheckpointReader` looks at both. The next save removes what a killed one left behind, so only
-    one job may save to a path at a time.
+    At every moment ``path``, or ``<path>.previous`` between two renames, is a complete checkpoint.
+    `CheckpointReader` opens either. The next save removes files of a killed save, so that only one
+    job at a time may save to a path.
 
     Parameters
     ----------
     path : path
-        The directory to make or replace, on a file system that all ranks see. Rank 0's counts.
+        Directory to make or replace, on a file system that all ranks see. That of rank 0 is used.
     backend : CommunicationBackend or None
-        The ranks that write together; None for a single process.
+        Ranks that write together; None for a single process.
     parameters, dtype, arrays, metadata
-        As those of `Content`.
+        As for `Content`.
 
     Raises
     ------
     ValueError, TypeError
-        For a blank path, or arrays that cannot be written.
+        If the path is blank, or arrays cannot be written.
     CheckpointError
-        If ``path`` holds something else, there is not enough room, a file cannot be written, or
-        the pieces of all ranks do not make up each parameter exactly once. All ranks raise it, and
-        it lists those that failed.
+        If ``path`` has other files, there is not enough room, a file cannot be written, or the
+        pieces of all ranks do not have each element of each parameter exactly once. All ranks raise
+        it, and the message lists the ranks that failed.
     """
     PendingSave(
         backend, lambda: Target(path), lambda: Content(parameters, dtype, arrays, metadata)
     ).wait()
 
 
-# Numbers, because the ranks exchange their states as an array.
+# The states are integers, because the ranks exchange them as an array.
 class _State(IntEnum):
     WORKING = 0
     DONE = 1
@@ -281,18 +284,18 @@ class _State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The content of a checkpoint, as one rank provides it.
+    """Content of a checkpoint from one rank.
 
     Parameters
     ----------
     parameters : sequence of ParameterEntry
-        The parameters along the flat vector. Rank 0's counts.
+        The parameters along the flat vector. Those of rank 0 are used.
     dtype : dtype
-        Of the parameters.
+        Dtype of the parameters.
     arrays : mapping of str to sequence of (Region, Array)
-        Kind -> this rank's pieces, as `CheckpointState.arrays_to_write` says.
+        Kind -> this rank's pieces: see `CheckpointState.arrays_to_write`.
     metadata : mapping
-        What JSON can hold, NumPy scalars too. Rank 0's counts.
+        Values that JSON can represent, or NumPy scalars and arrays. Those of rank 0 are used.
     """
 
     parameters: Sequence[ParameterEntry]
@@ -302,37 +305,36 @@ class Content:
 
 
 class PendingSave:
-    """A checkpoint that is being written. `poll` and `wait` are collective.
+    """Checkpoint that is being written. The constructor, `poll` and `wait` are collective.
 
-    Each rank writes its pieces into one file of a directory beside the target, in a thread that
-    communicates nothing. When all have written, rank 0's thread checks that the pieces are
+    Each rank writes its pieces to one file of a directory beside the target, in a thread that
+    communicates nothing. When all have written, a thread of rank 0 checks that the pieces are
     complete, writes the manifest, and moves the directory to its place. At each `poll` the ranks
-    send their states, and at the next one they receive those of all. So all go on, or raise, at
-    the same call.
+    send their states, and at the next `poll` they receive the states of all ranks. All ranks
+    therefore continue, or raise, at the same call.
 
     A save makes four collectives. The first exchanges errors of any rank, the bytes that each rank
-    will write, and rank 0's directory. The second says that all have written, the third brings
-    rank 0 the record of each file, and the fourth says that rank 0 has committed. Each second of
-    waiting for a slow disk adds one, and so does each `poll` before the end.
+    will write, and rank 0's directory. The second confirms that all ranks have written. The third
+    sends the record of each file to rank 0, and the fourth confirms that rank 0 has committed. Each
+    second of waiting for a slow disk adds one, and so does each `poll` before the end.
 
     Parameters
     ----------
     backend : CommunicationBackend or None
-        The ranks that write together; None for a single process.
+        Ranks that write together; None for a single process.
     make_target : callable
-        Called on rank 0; returns the place of the checkpoint.
+        ``make_target()``, called on rank 0, returns the place of the checkpoint.
     make_content : callable
-        Called on every rank; returns what to write.
+        ``make_content()``, called on every rank, returns the content to write.
     staging : StagingBuffer, optional
-        Takes a copy of host arrays, which may then change before the save is done.
+        Memory for copies of host arrays, which may then change before the save is done.
 
     Raises
     ------
     ValueError, TypeError
-        For a blank path, or arrays that cannot be written.
+        If the path is blank, or arrays cannot be written.
     CheckpointError
-        If the target holds something else, or there is not enough room. All ranks raise what one
-        of them raises.
+        If the target has other files, or there is not enough room. If one rank raises it, all do.
     """
 
     def __init__(
@@ -363,12 +365,11 @@ class PendingSave:
                 is_staged = True
                 self._file = RankFile(self._rank, pieces)
                 if self._rank == 0:
-                    # A copy: training goes on and appends to lists of the metadata.
+                    # The metadata are copied, because training may append to their lists.
                     self._content = replace(content, metadata=as_json(content.metadata))
                     self._target = make_target()
                     room = _make_room(self._target)
-                # Sizes and room travel with the verdict on errors: one exchange decides about the
-                # whole save.
+                # One exchange decides about the whole save: it has errors, sizes and free bytes.
                 statements.own = json.dumps([self._file.nbytes, room])
             said = [json.loads(text) for text in statements.everyone]
             self._nbytes = sum(nbytes for nbytes, _ in said)
@@ -377,7 +378,7 @@ class PendingSave:
             made = path_from(room["directory"]) if room is not None else None
             if made is not None:
                 disk.remove_tree(made)
-            # Otherwise no later save could use the buffer.
+            # A buffer that is not given back could not be used by a later save.
             if staging is not None and is_staged:
                 staging.give_back()
             raise
@@ -386,24 +387,24 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether the checkpoint is complete and in its place. Communicates nothing."""
+        """True if the checkpoint is complete and in its place. Communicates nothing."""
         return self._is_done
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank could not write; `wait` raises that on all. Communicates nothing."""
+        """True if this rank could not write. `wait` then raises on all. Communicates nothing."""
         return self._state is _State.FAILED
 
     def poll(self) -> bool:
-        """Go on if all ranks can; return whether it is done. Collective, once a step.
+        """Make progress, and return True if the save is done. Collective, once per step.
 
-        It does not wait for the others to come to this poll, only to the one before, of which it
-        receives their states.
+        A rank does not wait until the others have called this poll, but only until they have called
+        the poll before, from which it receives their states.
 
         Raises
         ------
         CheckpointError
-            On all ranks if any of them could not write, now and at every later call. The earlier
+            If a rank could not write. All ranks raise it, now and at every later call. The earlier
             checkpoint is unchanged, unless the message says that the new one is in its place.
         """
         if self._ended is not None:
@@ -413,28 +414,28 @@ class PendingSave:
         except BaseException as error:
             self._ended = error
             if not isinstance(error, CheckpointError):
-                # The ranks that are left may save again, and this save must not come in between.
+                # The surviving ranks may save again, and this thread must not interfere.
                 self.abandon()
             raise
         return self._is_done
 
     def wait(self) -> None:
-        """Return when it is done. Collective.
+        """Wait until the save is done. Collective.
 
         Raises
         ------
         CheckpointError
-            As `poll`.
+            As for `poll`.
         """
         self._is_awaited = True
         while not self.poll():
             pass
 
     def abandon(self) -> None:
-        """Write no more, because this rank cannot go on with the others. Communicates nothing.
+        """Stop writing, because this rank cannot continue with the others. Communicates nothing.
 
-        If it is just being moved to its place it may still become a checkpoint. Otherwise the next
-        save to that place removes the rest of it.
+        A save that is just being moved to its place may still become a checkpoint. Otherwise the
+        next save to the same place removes its files.
         """
         self._is_abandoned.set()
         self._thread.join(_ABANDON_SECONDS)
@@ -443,8 +444,8 @@ class PendingSave:
 
     def _start(self, body: Callable[[], None]) -> threading.Thread:
         def run() -> None:
-            # The thread that starts this one waits for it to run, and then for Python's lock. If
-            # this one computed at once, training would lose milliseconds.
+            # The starting thread waits until this thread runs, and then for Python's lock. Without
+            # this sleep training would lose milliseconds.
             time.sleep(_YIELD_SECONDS)
             try:
                 body()
@@ -454,14 +455,14 @@ class PendingSave:
             else:
                 self._state = _State.DONE
 
-        # A daemon: a process that ends by an error does not wait for the disk.
+        # A process that ends by an error does not wait for a daemon thread, nor for the disk.
         thread = threading.Thread(target=run, name="mpishard-checkpoint", daemon=True)
         thread.start()
         return thread
 
     def _write(self) -> None:
         try:
-            # A rank without pieces writes no file, and needs to see no directory.
+            # A rank without pieces writes no file, and need not see the directory.
             if not (self._file.is_empty or self._directory.is_dir()):
                 raise CheckpointError(
                     f"the directory {self._directory}, which rank 0 made, is not there: a "
@@ -489,14 +490,15 @@ class PendingSave:
 
     def _commit(self, records: Sequence[str]) -> None:
         assert self._target is not None
-        # The directory's random name: by it a reader notices that another save has come in between.
+        # The identity is the random part of the directory's name. It differs from save to save, so
+        # that a reader can detect a replaced checkpoint.
         identity = self._directory.name.rsplit(".", 2)[1]
         content = self._content
         manifest = assemble(
             identity, self._target.sequence, content.parameters, content.dtype, content.metadata,
             map(json.loads, records),
         )  # fmt: skip
-        # Another save to the same place removes directories that look left over.
+        # Another save to the same place removes this directory, because it looks left over.
         if not self._directory.is_dir():
             raise self._gone()
         with _telling_room(self._directory, self._nbytes):
@@ -507,11 +509,11 @@ class PendingSave:
     # ---------------------------------------------------------------------------------- together
 
     def _advance(self) -> Iterator[None]:
-        """Take the ranks' common steps: one at each `poll`, all of them in `wait`. Collective."""
+        """Run the ranks' common steps: one at each `poll`, all of them in `wait`. Collective."""
         yield from self._meet()
-        # A gather, not an all-gather: records grow with the model, and rank 0 alone needs them.
+        # Records grow with the model, and only rank 0 needs them: this is not an all-gather.
         records = self._records = GatheredTexts(self._backend, self._record)
-        # Rank 0 works once more, to commit; the others only meet until it has.
+        # Rank 0 works once more, to commit. The other ranks only wait for it.
         if self._rank == 0:
             self._state = _State.WORKING
         yield from self._meet()
@@ -519,16 +521,16 @@ class PendingSave:
         self._is_done = True
 
     def _meet(self) -> Iterator[None]:
-        """Exchange states until no rank works; raise if one has failed. Collective."""
+        """Exchange states until no rank is working, and raise if one has failed. Collective."""
         states = [int(_State.WORKING)]
         while _State.WORKING in states:
-            # Rank 0 alone commits, on its thread, as soon as all ranks have told their records.
+            # Rank 0 commits, in a thread, as soon as it has all records.
             records = self._records
             if self._rank == 0 and records is not None and (self._is_awaited or records.done):
                 self._records = None
                 self._thread = self._start(partial(self._commit, records.wait()))
             if self._is_awaited:
-                # The ranks meet now and then: a slow disk is no rank that hangs.
+                # The wait is short, so that ranks with a slow disk do not look as if they hang.
                 self._thread.join(_MEET_SECONDS)
             said = begin_all_gather(self._backend, np.array([int(self._state)]))
             if not self._is_awaited:
@@ -538,7 +540,7 @@ class PendingSave:
             self._fail()
 
     def _fail(self) -> None:
-        """Raise on every rank the errors of all. Collective."""
+        """Raise the errors of all ranks on every rank. Collective."""
         said = []
         if self._target is not None:
             if self._target.is_put:
@@ -551,7 +553,7 @@ class PendingSave:
                     f"no checkpoint was written in {self._directory.parent}, and what was there "
                     "is as it was"
                 )
-            # No rank writes any more: `_meet` ends when none is working.
+            # No rank is writing now, because `_meet` ends only when none is working.
             disk.remove_tree(self._directory)
         if self._error is not None:
             own = self._error
@@ -562,7 +564,7 @@ class PendingSave:
 
 
 def _on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
-    """Return the pieces in host memory, without empty ones; copies, if there is a buffer."""
+    """Return the pieces in host memory, without empty ones, as copies if there is a buffer."""
     pieces: HostPieces = {}
     shared: list[tuple[str, int]] = []
     for kind, given in arrays.items():
@@ -577,7 +579,7 @@ def _on_host(arrays: Pieces, staging: StagingBuffer | None) -> HostPieces:
             if array.size:
                 is_host = isinstance(array, np.ndarray)
                 host = np.ascontiguousarray(array if is_host else to_host(array))
-                # CuPy's arrays are copied by to_host; NumPy cannot be asked of them.
+                # `to_host` has copied CuPy arrays already, and NumPy cannot test them.
                 if staging is not None and is_host and np.may_share_memory(host, array):
                     shared.append((kind, len(pieces[kind])))
                 pieces[kind].append((region, host))
@@ -599,7 +601,7 @@ def _staged_bytes(arrays: Pieces) -> int:
 
 
 def _make_room(target: Target) -> dict[str, Any]:
-    """Make the temporary directory of ``target``; return, as JSON, what every rank must know."""
+    """Make the temporary directory of ``target``, and return its data for every rank, as JSON."""
     parent, full, directory = target.path.parent, "", None
     try:
         directory = target.make_temporary()
@@ -609,7 +611,7 @@ def _make_room(target: Target) -> dict[str, Any]:
             disk.remove_tree(directory)
         if error.errno not in _IS_FULL:
             raise
-        # The error follows when the ranks have said how many bytes they need.
+        # The error is raised later, when the ranks have exchanged how many bytes they need.
         full, directory, free = f"rank 0: {error}", None, disk.free_bytes(parent)
     return {
         "directory": path_text(directory), "parent": path_text(parent), "free": free, "full": full,
@@ -617,7 +619,7 @@ def _make_room(target: Target) -> dict[str, Any]:
 
 
 def _require_room(room: Mapping[str, Any], needed: int) -> Path:
-    """Return rank 0's temporary directory; refuse to write ``needed`` bytes if fewer are free."""
+    """Return rank 0's temporary directory, or refuse if fewer than ``needed`` bytes are free."""
     directory, parent = path_from(room["directory"]), path_from(room["parent"])
     assert parent is not None
     if directory is None or needed > room["free"]:
@@ -626,7 +628,7 @@ def _require_room(room: Mapping[str, Any], needed: int) -> Path:
 
 
 def require_room(directory: Path, needed: int) -> None:
-    """Refuse to write ``needed`` bytes into ``directory`` if fewer are free."""
+    """Refuse to write ``needed`` bytes to ``directory`` if fewer are free."""
     free = disk.free_bytes(directory)
     if needed > free:
         raise _no_room(_NO_ROOM, needed, free, directory.parent)
@@ -634,7 +636,7 @@ def require_room(directory: Path, needed: int) -> None:
 
 @contextmanager
 def _telling_room(directory: Path, needed: int) -> Iterator[None]:
-    """If the disk is full, say how many bytes are needed and free."""
+    """Convert errors of a full disk to one that gives the bytes needed and free."""
     try:
         yield
     except OSError as error:

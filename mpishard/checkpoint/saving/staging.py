@@ -1,9 +1,9 @@
-"""Host memory that a save in the background writes from, and fast copies into it.
+"""Host memory from which a save in the background is written, and fast copies to it.
 
-The copies go past the processor's caches, for nobody reads them soon. A store into a cache first
-reads the line that it overwrites; one that goes past the caches takes two thirds of a copy's time.
-The C library does the same from a size on that it derives from the cache's, which virtual machines
-may report ten times as large.
+The copies bypass the processor's caches, because they are not read soon. A store to a cache first
+reads the line that it overwrites; a copy that bypasses the caches takes two thirds of the time. The
+C library does the same above a size that depends on that of the cache. Virtual machines may report
+that size ten times too large.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import numpy as np
 from mpishard.arrays import address
 from mpishard.compilation import compile_loop, numba_module
 
-_ALIGNMENT = 64  # bytes
+_ALIGNMENT = 64  # Alignment of copies in the buffer, in bytes: a cache line.
 _lock = threading.Lock()
 _WORD = np.dtype(np.uint64)
 
 
 class StagingBuffer:
-    """Host memory that a save copies into, so that training goes on while it is written.
+    """Host memory for the copies of a save, so that training continues while it is written.
 
-    The buffer grows to the size that a save needs, and is kept for the next one. The first save
-    waits while the system provides the memory, unless `reserve` took it earlier. Copies into
+    The buffer grows to the size that a save needs, and is kept for the next save. The first save
+    waits for the system to provide the memory, unless `reserve` was called before. Copies to
     reserved memory are faster if numba is installed.
     """
 
@@ -41,29 +41,29 @@ class StagingBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes kept."""
+        """Size of the memory in bytes."""
         return int(self._memory.nbytes)
 
     def reserve(self, nbytes: int) -> None:
-        """Take memory for copies of ``nbytes`` bytes if there is less, and prepare fast copies.
+        """Grow the memory to at least ``nbytes`` bytes, and prepare fast copies.
 
         Raises
         ------
         ValueError
-            If a save is still being written from it.
+            If the memory must grow, and a save is still being written from it.
         OSError
-            If the system has no such memory.
+            If the system does not have that much memory.
         """
         self._grow(nbytes)
-        self._copy = streaming_copy()  # it may have to be compiled
+        self._copy = streaming_copy()  # The first call in a process may compile it.
 
     def copies(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-        """Return copies of 1-D arrays, valid until `give_back`.
+        """Return copies of 1-D arrays, which are valid until `give_back`.
 
         Raises
         ------
         ValueError
-            If a save is still being written from it.
+            If a save is still being written from the memory.
         """
         self._require_own()
         runs = _runs(arrays)
@@ -72,7 +72,8 @@ class StagingBuffer:
         self._is_lent = True
         copied = []
         for run, start in zip(runs, starts, strict=True):
-            # The run's arrays lie end to end: one array that begins as the first spans them all.
+            # The arrays of a run are end to end in memory. One array with the first one's start
+            # spans them all.
             length = sum(array.size for array in run)
             whole = np.lib.stride_tricks.as_strided(run[0], (length,), writeable=False)
             copy = self._memory[start : start + whole.nbytes].view(whole.dtype)
@@ -84,13 +85,13 @@ class StagingBuffer:
         return copied
 
     def give_back(self) -> None:
-        """Allow the next save to use the memory: nothing reads the copies any more."""
+        """Allow the next save to use the memory, because the copies are no longer read."""
         self._is_lent = False
 
     def _grow(self, nbytes: int) -> None:
         if self._memory.size < nbytes:
             self._require_own()
-            self._memory = np.empty(0, np.uint8)  # not both at a time
+            self._memory = np.empty(0, np.uint8)  # The old memory is freed first.
             self._memory = _touched_memory(nbytes)
 
     def _require_own(self) -> None:
@@ -102,9 +103,10 @@ class StagingBuffer:
 
 
 def _runs(arrays: Sequence[np.ndarray[Any, Any]]) -> list[list[np.ndarray[Any, Any]]]:
-    """Group ``arrays``, in their order, into runs that lie end to end in memory.
+    """Group ``arrays``, in their order, into runs that are end to end in memory.
 
-    The pieces of one vector do. Copying a run at once takes two thirds of the time of its arrays.
+    The pieces of one vector are such a run. A copy of a run takes two thirds of the time of copies
+    of its arrays.
     """
     runs: list[list[np.ndarray[Any, Any]]] = []
     end: tuple[int, np.dtype[Any]] | None = None
@@ -124,25 +126,25 @@ def aligned(nbytes: int) -> int:
 
 
 def _touched_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return new memory whose pages the system has provided already, if it can be asked to.
+    """Return new memory whose pages exist already, on systems with MAP_POPULATE.
 
-    NumPy would request huge pages, one at a time as they are written. The system makes room for
-    those by moving others, and the first save would wait for that.
+    NumPy would request huge pages, which the system provides when they are first written. It moves
+    other pages to make room for each, and the first save would wait for that.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
     return np.frombuffer(mmap.mmap(-1, nbytes, flags), np.uint8)
 
 
 class StreamingCopy(Protocol):
-    """Copies one array into another."""
+    """Function that copies an array."""
 
     def __call__(self, source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
-        """Copy 1-D ``source`` into ``target``, of the same dtype and length; both contiguous."""
+        """Copy ``source`` to ``target``, both 1-D, contiguous, and of one dtype and length."""
 
 
 def streaming_copy() -> StreamingCopy | None:
-    """Return the compiled copy; None without numba. The first call in a process compiles it."""
-    with _lock:  # thread-ranks come here at the same time, and one of them compiles
+    """Return the compiled copy, or None without numba. The first call in a process compiles it."""
+    with _lock:  # Thread-ranks arrive at the same time, and only one of them compiles.
         return _compile()
 
 
@@ -170,13 +172,16 @@ def _compile() -> StreamingCopy | None:
 
 
 def _copy_words(source: Any, target: Any) -> None:
-    """Compiled. A thread that takes a lock after the copy sees all of it."""
+    """Copy words past the caches, when numba has compiled this.
+
+    A thread that takes a lock after the copy sees all of it.
+    """
     for index in range(source.size):
         _store_past_caches(target, index, source[index])  # type: ignore[name-defined]  # noqa: F821
 
 
 def _make_store(numba: Any) -> Any:
-    """Return what compiles to ``array[index] = value`` with LLVM's hint for the store."""
+    """Return an intrinsic for ``array[index] = value`` with LLVM's hint to bypass the caches."""
     ir = importlib.import_module("llvmlite.ir")
 
     def store(_context: Any, array: Any, _index: Any, value: Any) -> Any:

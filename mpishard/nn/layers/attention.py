@@ -111,8 +111,9 @@ class Attention(Layer):
             return y, (x, y, logsum_BGQT1) if context.training else None
         if not self.causal:
             raise ValueError(
-                f"{context.path}: attention that is not causal cannot read a sequence bit by bit, "
-                "for earlier positions see later ones; compute the whole sequence, without a cache"
+                f"{context.path}: attention that is not causal cannot read a sequence in parts, "
+                "because earlier positions see later ones; compute the whole sequence, without a "
+                "cache"
             )
         if context.training:
             raise ValueError(

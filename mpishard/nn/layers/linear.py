@@ -43,7 +43,7 @@ class Linear(Layer):
     Raises
     ------
     ValueError
-        For a size that is no integer >= 1.
+        If a size is not an integer >= 1.
     """
 
     category = LayerCategory.DENSE

@@ -318,7 +318,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         for name, indices in choices.get(_ACTIVE, {}).items():
             if name not in self._features:
                 raise ValueError(
-                    f"{name!r} uses only the input features {indices} in what was saved, and in "
+                    f"the saved {name!r} uses only the input features {indices}, but in "
                     f"this {type(self).__name__} it cannot leave features out: it must be a "
                     "FeatureLinear, as in the linear models"
                 )
