@@ -31,6 +31,7 @@ from mpishard.cli.verify.job import (
 from mpishard.cli.verify.reference import RULES, require_fit, settle_schedules, train_alone
 from mpishard.distributed import DistributedStrategy
 from mpishard.models.stores.parameter_store import MixedParameters
+from mpishard.sharding import ParameterEntry
 from mpishard.testing.worlds import in_worlds
 
 ALONE = None
@@ -504,8 +505,9 @@ def test_the_worst_parameter_comes_first_with_its_rank_and_step() -> None:
     parameters = np.zeros((2, 3, 3))
     parameters[1, 2, 1] = 0.5
     parameters[0, 1, 2] = parameters[0, 2, 2] = 0.25
+    entries = tuple(ParameterEntry(name, (1,), start) for start, name in enumerate("abc"))
     c = Comparison(
-        ["a", "b", "c"], ["(1,)"] * 3, "float64", np.zeros((2, 3)), parameters,
+        entries, "float64", np.zeros((2, 3)), parameters,
         np.zeros((2, 3)), np.zeros((2, 3, 3)), np.zeros((2, 3), bool), np.full(2, np.nan),
         np.zeros((2, 3), int), 1e-10, 1e-10, "alone",
     )  # fmt: skip

@@ -120,7 +120,7 @@ def verify(
     wrapper = _chosen_wrapper(strategy, optimizer, steps, delay, wrapper, precision)
     given = (
         pipeline_parallel_size, tensor_parallel_size, data_parallel_size, micro_batches, schedule,
-        sequence_parallel or None, recompute, data_parallel_strategy,
+        sequence_parallel, recompute, data_parallel_strategy,
     )  # fmt: skip
     with refusing("verify"):
         mesh = MeshChoice.of(strategy, ranks, dict(zip(MESH_FLAGS, given, strict=True)))
@@ -130,8 +130,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(
             Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
-            learning_rate, dtype, mesh, precision, delay, wrapper, kind,
-            tolerance,
+            learning_rate, dtype, mesh, precision, delay, wrapper, kind, tolerance,
         )  # fmt: skip
         is_equal = _are_equal(job)
     raise typer.Exit(0 if is_equal else 1)
@@ -150,9 +149,9 @@ def _chosen_wrapper(
     strategy: str, optimizer: str, steps: int, delay: int, wrapper: str | None,
     precision: str | None,
 ) -> str | None:  # fmt: skip
-    """Return the optimizer around the rule, of which there is one with a delay.
+    """Return the name of the optimizer around the rule; ``"async"`` if there is a delay.
 
-    Refuses one, or a delay, that the other flags do not go with.
+    Refuses a wrapper, or a delay, that does not fit the other flags.
     """
     if delay and wrapper not in (None, "async"):
         refuse("verify", f"--delay {delay} is for --wrapper async; got {wrapper}")
@@ -180,7 +179,8 @@ def _are_equal(job: VerifyJob) -> bool:
     job = VerifyJob.read(job.folder)  # which the reference has settled
     launch = ("-m", "mpishard", "run", "-n", str(ranks)) if is_mpi else ()
     code = _run(*launch, "-m", "mpishard.cli.verify.comparison", folder)
-    whom, how = counted(ranks, "MPI rank" if is_mpi else "thread-rank"), job.optimizer
+    whom = counted(ranks, "MPI rank" if is_mpi else "thread-rank")
+    how = f"{counted(job.steps, 'step')} of {job.optimizer}"
     if job.wrapper:
         how += f" with {job.wrapper}"
     if job.replica_count:
@@ -190,13 +190,11 @@ def _are_equal(job: VerifyJob) -> bool:
         found = Comparison.read(job.folder, name)
         where = f"{job.strategy}{job.mesh.describe(name)} on {whom}"
         if found is None:
-            # Ranks that left no result have failed, also those whose script ended with code 0.
+            # Ranks without a result have failed, even if the job ended with code 0.
             code = code or 1
             break
-        typer.echo(
-            f"{job.target}: {where} against training alone, {counted(job.steps, 'step')} of "
-            f"{how}, {job.precision or found.dtype}"
-        )
+        dtype = job.precision or found.dtype
+        typer.echo(f"{job.target}: {where} against training alone, {how}, {dtype}")
         show(found.table())
         typer.echo("\n".join(found.lines()))
         are_equal &= found.is_equal
@@ -220,10 +218,10 @@ def _kind_of_ranks(backend: Backend) -> Literal["mpi", "memory"]:
 
 
 def _run(*arguments: str) -> int:
-    """Return the exit code of Python with this process's output. Ctrl-C reaches it too."""
+    """Run Python with this process's output, and return its exit code."""
     with subprocess.Popen([sys.executable, *arguments]) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            process.wait()  # it ends its own ranks first
+            process.wait()  # Ctrl-C reaches it, too, and it ends its ranks before itself
             raise typer.Exit(settings.EXIT_INTERRUPT) from None

@@ -1,11 +1,12 @@
-"""Program of the ranks of ``mpishard verify``: train sharded, compare, and conclude."""
+"""The program of the ranks of ``mpishard verify``: train sharded, compare, and name the cause."""
 
 from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +41,7 @@ from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
 _FILE = "comparison-{}.pickle"
 Entries = tuple[ParameterEntry, ...]
-_LEAST_EXPONENT = -125  # of float32's normal numbers, as frexp has it
+_LEAST_EXPONENT = -125  # of normal float32 numbers, whose mantissa is in [0.5, 1) as in frexp
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +50,32 @@ class Comparison:
 
     Parameters
     ----------
-    names, shapes : sequence of str
-        Of the parameters.
+    entries : sequence of ParameterEntry
+        Names and shapes of the parameters.
     dtype : str
         Name of their dtype.
     built, parameters : Array
-        Built by the factory, shape (ranks, parameters); after each step, shape
-        (ranks, steps, parameters).
+        Errors of the parameters as the factory built them, shape (ranks, parameters), and after
+        each step, shape (ranks, steps, parameters).
     losses : Array
-        Shape (ranks, steps).
+        Errors of the losses, shape (ranks, steps).
     gradients : Array
-        Of the rank's own samples alone, shape (ranks, steps compared, parameters).
+        Errors of the gradients of the rank's own samples, shape (ranks, steps compared,
+        parameters).
     inputs : Array
-        Whether the rank got other samples, shape (ranks, steps).
+        True if the rank got other samples, shape (ranks, steps).
     predictions : Array
-        Shape (ranks,); NaN if there are none.
+        Errors of the predictions, shape (ranks,); NaN if the model predicts nothing.
     copies : Array
         Number of parameters whose bfloat16 copy is not the nearest to the owners' values, shape
         (ranks, steps); 0 without mixed precision.
     tolerance, gradient_tolerance : float
         Largest relative errors that are allowed, the second one of gradients.
     computed : {"alone", "together", "repeated"}
-        Who computed a batch: one rank; several; each of several all of it.
+        The ranks that computed a batch: one; several, each a part; several, each all of it.
     """
 
-    names: Sequence[str]
-    shapes: Sequence[str]
+    entries: Entries
     dtype: str
     built: Array
     parameters: Array
@@ -88,13 +89,14 @@ class Comparison:
     computed: Literal["alone", "together", "repeated"]
 
     def write(self, folder: Path, schedule: str) -> None:
-        """Leave it for `read`."""
-        # Its fields and not itself: where this is written, the class is that of ``__main__``.
-        (folder / _FILE.format(schedule)).write_bytes(pickle.dumps(asdict(self)))
+        """Write it to ``folder``, for `read`."""
+        # Its fields and not itself, because the class of the writing process is in ``__main__``.
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        (folder / _FILE.format(schedule)).write_bytes(pickle.dumps(fields))
 
     @classmethod
     def read(cls, folder: Path, schedule: str) -> Comparison | None:
-        """Return what was written to ``folder``; None if the ranks did not get so far."""
+        """Return the comparison in ``folder``; None if the ranks failed before they wrote it."""
         path = folder / _FILE.format(schedule)
         if not path.is_file():
             return None
@@ -121,24 +123,23 @@ class Comparison:
         for i in np.argsort(-worst, kind="stable"):
             steps = np.flatnonzero((errors[:, :, i] > self.tolerance).any(axis=0))
             rank, first = errors[:, :, i].max(axis=1).argmax(), f"{steps[0]}" if steps.size else ""
-            row = self.names[i], self.shapes[i], f"{worst[i]:.1e}", rank, first
+            row = self.entries[i].name, self.entries[i].shape, f"{worst[i]:.1e}", rank, first
             table.add_row(*map(str, row), style="bold red" if steps.size else None)
         return table
 
     def lines(self) -> list[str]:
-        """Return what else was compared, what it means, and the verdict last."""
+        """Return the other errors, their cause if there is a difference, and the verdict."""
         others = [f"losses {self.losses.max():.1e}", f"own gradients {self.gradients.max():.1e}"]
         if not np.isnan(self.predictions).any():
             others.append(f"predictions {self.predictions.max():.1e}")
         lines = [f"worst error of {', '.join(others)}"]
         if self.computed == "repeated":
-            lines.append(
-                "the computation was not partitioned, because the model is a black box: every rank "
-                "computed all of its batch. A model that implements ILayeredModel (mpishard.nn) is "
-                "computed in parts"
+            text = (
+                "every rank computed all of its batch, because the model is a black box. A model "
             )
+            lines.append(f"{text}that implements ILayeredModel (mpishard.nn) is computed in parts")
         errors = np.maximum(self.built, self.parameters.max(axis=1))
-        worst, names = f"{self.tolerance:.0e} (worst {errors.max():.1e})", len(self.names)
+        worst, names = f"{self.tolerance:.0e} (worst {errors.max():.1e})", len(self.entries)
         if self.is_equal:
             ranks = counted(len(self.built), "rank")
             return [*lines, f"EQUAL: all {names} parameters on {ranks} are within {worst}"]
@@ -146,53 +147,47 @@ class Comparison:
         return [*lines, self._reason(), f"DIFFERENT: {above} of {names} parameters exceed {worst}"]
 
     def _reason(self) -> str:
-        """Return the first thing that differs, and what may cause it."""
+        """Return the first difference, and its possible causes."""
         if not self._within(self.built) or self.inputs.any():
-            what = "other data" if self._within(self.built) else "other first parameters"
-            ranks = self.inputs.any(axis=1) | (self.built > self.tolerance).any(axis=1)
-            return (
-                f"{_ranks(ranks)} got {what} than a process alone: factory(seed) must depend on "
-                "its seed and on nothing else"
-            )
+            kind = "other data" if self._within(self.built) else "other first parameters"
+            ranks = _ranks(self.inputs.any(axis=1) | (self.built > self.tolerance).any(axis=1))
+            text = "factory(seed) must depend on its seed and on nothing else"
+            return f"{ranks} got {kind} than a process alone: {text}"
         if self.copies.any():
             step = int(self.copies.any(axis=0).argmax())
             most, ranks = self.copies[:, step].max(), _ranks(self.copies.any(axis=1))
-            return (
-                f"step {step + 1}: on {ranks} {most} bfloat16 parameters are not the nearest to "
-                "those that their owners hold in float32. The fault is mpishard's"
-            )
+            text = f"step {step + 1}: on {ranks} {most} bfloat16 parameters are not the nearest to "
+            return f"{text}the float32 values of their owners. The fault is mpishard's"
         # A wrong gradient makes all later parameters wrong, too: the first difference is the cause.
         wrong = (self.parameters > self.tolerance).any(axis=(0, 2))
         first_wrong = int(wrong.argmax()) if wrong.any() else len(wrong)
         off = self.gradients > self.gradient_tolerance
         first_off = int(off.any(axis=(0, 2)).argmax()) if off.any() else len(wrong) + 1
         if first_off <= first_wrong:
-            name = self.names[self.gradients[:, first_off].max(axis=0).argmax()]
+            name = self.entries[self.gradients[:, first_off].max(axis=0).argmax()].name
+            text = f"is not what a process alone computes of {{}} (worst {name})"
             if self.computed == "together":
                 return (
                     f"step {first_off + 1}: the gradient of one batch that several ranks compute "
-                    f"together is not what a process alone computes of it (worst {name}). Does a "
-                    "layer look at the batch as a whole (statistics of it), or depend on its rank? "
-                    "If not, the fault is mpishard's"
+                    f"together {text.format('it')}. Does a layer compute statistics of the whole "
+                    "batch, or depend on its rank? If not, the fault is mpishard's"
                 )
             return (
                 f"step {first_off + 1}: on {_ranks(off[:, first_off].any(axis=1))} the gradient of "
-                f"the rank's own samples is not what a process alone computes of them (worst "
-                f"{name}). The model depends on its rank, or on something else beside parameters "
-                "and data: an environment variable, the process or thread, the time, np.random's "
-                "global state, earlier calls"
+                f"the rank's own samples {text.format('them')}. The model depends on its rank, or "
+                "on more than parameters and data: an environment variable, the process or thread, "
+                "the time, np.random's global state, earlier calls"
             )
         if wrong.any():
             return (
                 f"step {first_wrong + 1}: each rank's gradient of its own samples is right, and "
-                "the update is not. Is the loss a mean over the samples, and is each sample's part "
-                "free of the others (no sum, no statistics of the batch)? Then the fault is "
-                "mpishard's"
+                "the update is not. Is the loss a mean over samples, each of which counts by "
+                "itself (no sum, no statistics of the batch)? Then the fault is mpishard's"
             )
-        what = "predictions" if self._within(self.losses) else "losses"
-        rows = self.predictions[:, None] if what == "predictions" else self.losses
-        ranks = (rows > self.tolerance).any(axis=1)
-        return f"the parameters agree, and the {what} of {_ranks(ranks)} differ"
+        kind = "predictions" if self._within(self.losses) else "losses"
+        rows = self.predictions[:, None] if kind == "predictions" else self.losses
+        ranks = _ranks((rows > self.tolerance).any(axis=1))
+        return f"the parameters agree, and the {kind} of {ranks} differ"
 
 
 def compare(
@@ -202,7 +197,7 @@ def compare(
     """Train ``problem`` sharded and compare after each step. Collective; the same on all ranks."""
     start = problem.model.get_parameters()
     entries = problem.entries(start.size)
-    # Several units, in a small model too.
+    # Small enough for several units in a small model, too.
     unit_size = min(1024, max(1, start.size // 4))
     config = ShardingConfiguration(
         backend,
@@ -211,7 +206,7 @@ def compare(
         replica_size=job.replica_size,
     )
     options = {**job.mesh.options, **({"schedule": schedule} if schedule else {})}
-    if job.replica_size is not None:  # what was given is the data axis of all replicas
+    if job.replica_size is not None:  # the flag gives the data axis of all replicas together
         options.pop("data_parallel_size", None)
     model = as_distributed(problem.model, config, job.strategy, **options)
     if problem.loss is not None:
@@ -221,28 +216,26 @@ def compare(
         None: lambda: as_distributed(rule, config, job.strategy, **options),
         "local-sgd": lambda: LocalSGDOptimizer(rule, config, 1, strategy=job.strategy),
         "elastic": lambda: ElasticOptimizer(rule, config, strategy=job.strategy),
-        # Of all elements, so that nothing is left out.
+        # A ratio of 1 sends all elements, so that nothing differs.
         "compression": lambda: GradientCompressionOptimizer(
             rule, config, 1.0, method="top-k", strategy=job.strategy
         ),
         "async": lambda: AsyncSGDOptimizer(rule, config, delay=job.delay, strategy=job.strategy),
     }
     optimizer = wrappers[job.wrapper]()
-    kinds = ("parameters", "losses", "gradients", "inputs", "copies")
-    rows: dict[str, list[Any]] = {kind: [] for kind in kinds}
+    rows: defaultdict[str, list[Any]] = defaultdict(list)
     for step in range(job.steps):
         x, y, begin = job.read_share(problem, step, model.data_rank)
-        # By checksum, because the samples of the reference stay in its process.
+        # By checksum, because the samples of the reference are in another process.
         rows["inputs"].append(job.checksum(x, y) != reference.inputs[step, model.data_rank])
         if step < len(reference.gradients):
             expected = reference.gradients[step, model.data_rank]
             own = model.compute_gradients(x, y, problem.loss)
-            # A bound on the error of roundings is known for norms alone.
-            if job.precision is not None:
-                rows["gradients"].append(_norms_of_errors(entries, own, expected))
-            else:  # relative to the largest element of the whole gradient
-                floor = float(np.max(np.abs(expected)))
-                rows["gradients"].append(_errors(entries, own, expected, floor))
+            # Relative to the largest element of the whole gradient. With mixed precision relative
+            # norms, because `rounding_bounds` knows a bound for norms alone.
+            floor = float(np.max(np.abs(expected)))
+            errors = _errors if job.precision is None else _norms_of_errors
+            rows["gradients"].append(errors(entries, own, expected, floor))
         loss = optimizer.step_report(model, x, y, sample_start=begin).loss
         known = not np.isnan(reference.losses[step])
         rows["losses"].append(relative_error(loss, reference.losses[step]) if known else 0.0)
@@ -261,8 +254,7 @@ def compare(
         of_gradients, tolerance = rounding_bounds(problem.model)
     mine = {"built": _errors(entries, start, reference.parameters[0]), "predictions": predicted}
     return Comparison(
-        names=[e.name for e in entries],
-        shapes=[str(e.shape) for e in entries],
+        entries=entries,
         dtype=start.dtype.name,
         tolerance=tolerance,
         gradient_tolerance=of_gradients,
@@ -274,7 +266,7 @@ def compare(
 def _wrong_copies(model: ShardedModelBase) -> int:
     """Return how many of a rank's bfloat16 parameters are not nearest to the owners'. Collective.
 
-    On a mesh they are those of the rank's stages and slices.
+    On a mesh a rank has the parameters of its stages and slices.
     """
     wrong, parameters = 0, model.engine.parameters
     for unit in model.engine.program.units:
@@ -282,7 +274,7 @@ def _wrong_copies(model: ShardedModelBase) -> int:
         parameters.reshard(unit)
         owned = np.empty(unit.length, np.float32)
         parameters.read(unit, owned)
-        # Written anew: 8 bits of mantissa, ties to even. Smaller numbers have fewer.
+        # Not by mpishard's own rounding: 8 bits of mantissa, ties to even; subnormals have fewer.
         _, exponent = np.frexp(owned.astype(np.float64))
         exponent = np.maximum(exponent, _LEAST_EXPONENT)
         scaled = np.ldexp(owned.astype(np.float64), 8 - exponent)
@@ -293,14 +285,14 @@ def _wrong_copies(model: ShardedModelBase) -> int:
 def rounding_bounds(model: Any) -> tuple[float, float]:
     """Return the relative errors of a gradient, and of all else, that bfloat16 explains.
 
-    A value meets one rounding in each layer forward and one backward, besides those of the
-    input, the weight and the output's gradient. Errors of n roundings add up to ``sqrt(n) u`` for
-    the unit roundoff u if their signs are independent: Higham & Mary, "A New Approach to
-    Probabilistic Rounding Error Analysis", SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4. They are
-    if each is to the nearest.
+    A value is rounded once in each layer forward and once backward, besides the input, the weight
+    and the gradient of the output. Errors of n roundings add up to ``sqrt(n) u`` for the unit
+    roundoff u if their signs are independent: Higham & Mary, "A New Approach to Probabilistic
+    Rounding Error Analysis", SIAM J. Sci. Comput. 41(5), 2019, theorem 2.4. Rounding to nearest
+    makes them so.
 
-    The slope of ReLU jumps at 0. An input that is rounded across it, of which there is about one
-    in 1 / u, puts a whole element of the gradient in or out: sqrt(u) of its norm in each of these.
+    The slope of ReLU jumps at 0. About one input in 1 / u is rounded across 0, which adds or
+    removes a whole element of the gradient: ``sqrt(u)`` of its norm in each ReLU.
     """
     if hasattr(model, "layers"):
         leaves = [leaf for layer in model.layers for leaf in _leaves(layer)]
@@ -316,7 +308,9 @@ def _leaves(layer: Layer) -> list[Layer]:
     return inner or [layer]
 
 
-def _norms_of_errors(entries: Entries, actual: Array, expected: Array) -> list[float]:
+def _norms_of_errors(
+    entries: Entries, actual: Array, expected: Array, _floor: float
+) -> list[float]:
     """Return the Euclidean norm of each parameter's error, relative to that of ``expected``."""
     error = np.subtract(actual, expected, dtype=np.float64)
     whole = float(np.linalg.norm(expected)) or 1.0
@@ -332,7 +326,7 @@ def _errors(entries: Entries, actual: Array, expected: Array, floor: float = 1.0
 
 
 def default_tolerance(dtype: str) -> float:
-    """Return the relative error that rounding explains over some steps."""
+    """Return the largest relative error that roundings explain after a few steps."""
     return 1e-10 if dtype == "float64" else 1e-4
 
 
@@ -341,14 +335,15 @@ def _ranks(which: Array) -> str:
 
 
 def main() -> None:
-    """Be one rank of the job that was written to FOLDER, or all of them as threads."""
+    """Run as one rank of the job in FOLDER, or as all of them on threads."""
     job = VerifyJob.read(Path(sys.argv[1]))
     factory = load_factory(job.target)
 
     def train(backend: CommunicationBackend) -> None:
         for schedule in job.mesh.schedules:
             dtype = "float32" if job.precision else job.dtype
-            problem = build_problem(factory, job.seed, dtype)  # wrapping took the last one's arrays
+            # A new one each time, because wrapping takes the arrays of the model.
+            problem = build_problem(factory, job.seed, dtype)
             found = compare(backend, job, problem, Reference.read(job.folder), schedule)
             if backend.rank == 0:
                 found.write(job.folder, schedule)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import pickle
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -26,10 +26,10 @@ from mpishard.pipeline import SCHEDULE_NAMES, ActivationCheckpointConfig, Recomp
 from mpishard.sharding import ParameterEntry
 
 _SETTINGS = "job.pickle"
-# In files, for all ranks' gradients of their own samples: of large models in fewer steps.
+# Limit of the files with all ranks' gradients of their own samples: of a large model not all steps.
 _GRADIENT_BYTES = 256 * 2**20
 _MICRO_BATCHES = 4
-_SEGMENT = 2  # layers: a small model has several segments, too
+_SEGMENT = 2  # layers of a segment of recomputation: even a small model has several segments
 
 MESH_FLAGS = {
     "--pipeline-parallel-size": "pipeline_parallel_size",
@@ -77,14 +77,14 @@ class MeshChoice:
 
     @classmethod
     def of(cls, strategy: str, ranks: int, flags: Mapping[str, Any]) -> MeshChoice:
-        """Return what the flags ask for; those that were not given are None or missing.
+        """Return the mesh that the flags ask for. A missing flag, None and False ask for nothing.
 
         Raises
         ------
         ValueError
             For a flag that the strategy does not take, and sizes that do not make up the ranks.
         """
-        given = {flag: value for flag, value in flags.items() if value is not None}
+        given = {flag: value for flag, value in flags.items() if value not in (None, False)}
         for flag in given:
             takers = [s for s, names in STRATEGY_OPTIONS.items() if MESH_FLAGS[flag] in names]
             if strategy not in takers:
@@ -128,34 +128,35 @@ class MeshChoice:
 
 @dataclass(frozen=True, slots=True)
 class VerifyJob:
-    """Training that is done twice; what is exchanged lies in ``folder``.
+    """Settings of a training that runs alone and on ranks. Its files are in ``folder``.
 
     Parameters
     ----------
     folder : Path
-        Where the processes leave what the others read.
+        Folder of the files by which the processes exchange settings and results.
     target : str
         See `load_factory`.
     strategy, optimizer : str
-        How the ranks train.
+        The strategy of the ranks, and one of `RULES`.
     world_size, steps, batch_size, seed : int
         Ranks, updates, samples of the global batch, and the factory's argument.
     learning_rate : float
         Of the optimizer.
     dtype : str, optional
-        What the model's must be.
+        The dtype that the model must have; None allows all.
     mesh : MeshChoice, optional
         The mesh of the ranks; by default each has samples of its own.
     precision : {"bfloat16"}, optional
-        Precision that the ranks compute a float32 model in, against float64 alone.
+        Precision in which the ranks compute a float32 model; the reference is float64.
     delay : int
         Steps by which each gradient is applied later, with the wrapper ``"async"``.
     wrapper : str, optional
-        Optimizer in the strategy's place, one of `WRAPPERS`, with the settings that make it equal.
+        Optimizer in the strategy's place, one of `WRAPPERS`, with settings under which it equals
+        training alone.
     backend : {"mpi", "memory"}
         Whether the ranks are processes or threads.
     tolerance : float, optional
-        Largest relative error that is allowed; None: as much as roundings explain.
+        Largest relative error that is allowed; None: the error that roundings explain.
     """
 
     folder: Path
@@ -205,7 +206,7 @@ class VerifyJob:
         return self.world_size // self.replica_count if is_sharded else None
 
     def write(self) -> None:
-        """Leave the settings for `read`."""
+        """Write the settings to the folder, for `read`."""
         (self.folder / _SETTINGS).write_bytes(pickle.dumps(self))
 
     @staticmethod
@@ -216,15 +217,15 @@ class VerifyJob:
 
     def batch(self, step: int, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the samples of a step's global batch."""
-        # A function of seed and step, so that every process finds the same samples by itself. A
-        # line search needs one function, and so one batch.
+        # A function of seed and step, so that every process draws the same samples. A line search
+        # needs one function in all steps, so one batch.
         generator = np.random.default_rng([self.seed, step if self.optimizer != "lbfgs" else 0])
         return generator.choice(samples, min(samples, self.batch_size), replace=False)
 
     def share(self, step: int, size: int, data_rank: int) -> slice:
-        """Return a part of a batch: no two parts alike, and every third step one is empty."""
-        # Equal shares would hide a mean of means; without an empty one nobody would see a rank
-        # that leaves a collective out when it has no samples.
+        """Return a part of a batch: no two parts are alike, and every third step one is empty."""
+        # Equal shares would hide a mean of means. Only an empty one shows whether a rank without
+        # samples leaves out a collective.
         weights = 1.0 + (np.arange(self.data_size) + step) % self.data_size
         if step % 3 == 2 and self.data_size > 1:
             weights[step % self.data_size] = 0
@@ -238,7 +239,7 @@ class VerifyJob:
         return take(problem.x, indices[mine]), take(problem.y, indices[mine]), mine.start
 
     def checksum(self, *arrays: Array) -> int:
-        """Return a number that differs if the samples of a rank and of training alone do."""
+        """Return a checksum, to compare the samples of a rank with those of training alone."""
         value = 0
         for array in arrays:
             host = np.ascontiguousarray(to_host(array))
@@ -250,8 +251,8 @@ class VerifyJob:
 
     def gradient_steps(self, parameters: Array) -> int:
         """Return the number of steps whose gradients of single parts fit into the files."""
-        one = self.data_size * parameters.nbytes
-        return max(1, min(self.steps, int(_GRADIENT_BYTES // one)))
+        one = self.data_size * int(parameters.nbytes)
+        return max(1, min(self.steps, _GRADIENT_BYTES // one))
 
 
 def relative_error(actual: Array, expected: Array, floor: float = 1.0) -> float:
@@ -276,7 +277,7 @@ Factory = Callable[..., Any]
 
 
 class TargetError(ValueError):
-    """Raised if the target is no factory of a model and data; says what it should be."""
+    """Raised if the target is no factory of a model and data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,13 +335,11 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise TargetError(f"there is no file {path}\nlooked for it from {Path.cwd()}")
     sys.path.insert(0, str(path.resolve().parent))  # as python FILE has it
-    spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # As an import does: dataclasses and pickle look a class's module up by its name.
+    module = ModuleType(_MODULE_NAME)
+    module.__file__ = str(path)
+    # As an import does: dataclasses and pickle look up the module of a class by its name.
     sys.modules[_MODULE_NAME] = module
-    spec.loader.exec_module(module)
+    SourceFileLoader(_MODULE_NAME, str(path)).exec_module(module)
     return module
 
 
@@ -366,10 +365,10 @@ def build_problem(factory: Factory, seed: int, dtype: str | None) -> Problem:
 
 
 def _faults(given: Any, dtype: str | None) -> Iterator[str]:
-    """Yield the faults of a factory's result; only the first one is certain to be one."""
+    """Yield the faults of a factory's result. After the first one the rest may fail, too."""
     if not isinstance(given, tuple) or len(given) not in (3, 4):
-        what = f"a tuple of {len(given)}" if isinstance(given, tuple) else type(given).__name__
-        yield f"factory(seed) must return (model, x, y) or (model, x, y, loss)\nit returned {what}"
+        kind = f"a tuple of {len(given)}" if isinstance(given, tuple) else type(given).__name__
+        yield f"factory(seed) must return (model, x, y) or (model, x, y, loss)\nit returned {kind}"
     model, x, y, *losses = given
     name = type(model).__name__
     if isinstance(model, IShardedModel):
@@ -389,12 +388,12 @@ def _faults(given: Any, dtype: str | None) -> Iterator[str]:
     try:
         sizes = check_dataset(x, "x"), check_dataset(y, "y")
     except (TypeError, ValueError) as error:
-        raise TargetError(f"what factory(seed) returned cannot be trained on\n{error}") from None
+        raise TargetError(f"the data of factory(seed) cannot be trained on\n{error}") from None
     if sizes[0] != sizes[1]:
         text = f"x has {sizes[0]} and y has {sizes[1]}"
-        yield f"x and y of factory(seed) must have as many samples\n{text}"
+        yield f"x and y of factory(seed) must have the same number of samples\n{text}"
     if losses and not isinstance(losses[0], ILossFunction | None):
-        text = f"it is a {type(losses[0]).__name__}; a function belongs into the model"
+        text = f"it is a {type(losses[0]).__name__}; a function belongs in the model"
         yield f"the loss of factory(seed) must be a loss of mpishard.nn\n{text}"
     if dtype is not None and found != dtype:
         text = "write def factory(seed, dtype): and build model and data in that dtype"
