@@ -48,6 +48,7 @@ class FunctionModel(PlainModelFiles, IFullModel):
         if predict is not None and not callable(predict):
             raise TypeError("predict must be predict(theta, x)")
         require_plain(initial_parameters)
+        # An array stays on its device, which may be a GPU; a list becomes a NumPy array.
         theta = initial_parameters if hasattr(initial_parameters, "dtype") else None
         theta = np.array(initial_parameters) if theta is None else theta.copy()
         if theta.ndim != 1 or theta.size == 0 or theta.dtype.kind != "f":

@@ -161,6 +161,8 @@ class JaxModel(TreeModel):
                     "loss(parameters, x, y) must return one float, the mean over samples; got "
                     + (described(mean) if not hasattr(mean, "shape") else str(mean.aval))
                 )
+            # The gradient is that of the sum over samples, which is summed over ranks and divided
+            # by the number of all samples later.
             return mean * len(jax.tree_util.tree_leaves(x)[0]), mean
 
         def pull_back(tree: Any, x: Any, cotangent: Any) -> Any:
@@ -180,6 +182,7 @@ class JaxModel(TreeModel):
         super().place_parameters(arrays, holder, ranks)
         allowed = settings.xla_threads()
         names = [_text(task / "comm") for task in Path("/proc/self/task").glob("*")]
+        # XLA gives this name to the threads of its pool.
         threads = names.count("tf_XLAEigen")
         if allowed is not None and threads > allowed:
             _log.warning(

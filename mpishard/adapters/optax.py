@@ -162,6 +162,7 @@ class OptaxRule(Optimizer):
                 "an optax transformation keeps its counts with a model: use optimize, or a sharded "
                 "optimizer's step, in one process too"
             )
+        # Every part starts with the numbers before the step, so that counts advance once per step.
         before, after = context.numbers, dict[str, Any]()
         for owned in ranges:
             for span in self._option_ranges(owned.segments):

@@ -125,6 +125,7 @@ class _Graph:
         yield model.SerializeToString() + _field(_GRAPH, length) + begin
         for head, value in zip(heads, values, strict=True):
             yield head
+            # Raw data of ONNX are little-endian on every machine.
             yield np.ascontiguousarray(value, "<f4").data.cast("B")
 
     def _add(self, node: ComputationNode) -> str:

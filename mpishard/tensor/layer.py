@@ -98,6 +98,7 @@ class DimSplit:
         starts = itertools.accumulate((width * block for width in self._widths), initial=0)
         return tuple(
             (start + width * low, start + width * high)
+            # `starts` has one number more than there are blocks: the end of the last.
             for start, width in zip(starts, self._widths, strict=False)
         )
 

@@ -270,6 +270,8 @@ class ChainSplit:
             self._whole(parts, path, name, layer, obstacle)
             return False
         weight = layer.parameters["weight"]
+        # A column-parallel layer that takes slices gathers them itself. It returns all positions,
+        # and is used only if these are wanted.
         takes_slices = self.sequence_parallel and end.extent is Extent.ALL
         column = ColumnParallelLinear(
             self.backend, layer.inputs, layer.outputs, not end.keeps_split, bias=layer.bias,

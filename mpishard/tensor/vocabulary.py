@@ -146,6 +146,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
     def _localize(self, tokens: Array) -> tuple[Array, Array]:
         """Return each token's index among this rank's rows, and True for tokens that have one."""
         low, high = self.split.within_block(self.backend.rank)
+        # Differences of unsigned tokens would not be negative, but wrap around.
         local = tokens.astype("int64") - low
         return local, (local >= 0) & (local < high - low)
 
@@ -224,6 +225,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         logits_NR = prediction.reshape(-1, high - low)
         target_N = target.reshape(-1)
         counted_N = target_N != self.loss.ignore_index
+        # Differences of unsigned targets would wrap around.
         local_N = target_N.astype("int64") - low
         is_here_N = counted_N & (local_N >= 0) & (local_N < high - low)
         # Targets of other ranks' classes read column 0 here, and their values are then masked.

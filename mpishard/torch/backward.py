@@ -103,6 +103,8 @@ class BackwardPasses:
 
     def _begin(self) -> None:
         """Begin a backward pass, whose first gradient has come."""
+        # A weak reference to a bound method would be dead at once. This object lives until autograd
+        # has called it, or has dropped it after an error.
         ending = functools.partial(self._end)
         self._ending = weakref.ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)

@@ -140,6 +140,7 @@ class RuleOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 f"{type(rule).__name__} computes the loss several times a step; loops of PyTorch "
                 "take rules that update once after a backward()"
             )
+        # A rule's clipping and count of steps are those of one model.
         if len({part.owner for part in parts.values()}) > 1:
             raise ValueError(f"{type(rule).__name__} updates one model; make one for each")
         self.rule = rule

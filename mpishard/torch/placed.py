@@ -260,6 +260,7 @@ class PlacedModule:
         change.
         """
         self.buffers.deal(world)
+        # The factor, 2^64 divided by the golden ratio, makes the ranks' seeds differ in many bits.
         seed = world.broadcast(np.array([torch.initial_seed() & _SEEDS]), root=0)
         if ranks.rank and world._rank_is_process:
             torch.manual_seed((int(seed[0]) + 0x9E3779B97F4A7C15 * ranks.rank) & _SEEDS)
@@ -278,6 +279,7 @@ class PlacedModule:
         return [part for part in self.module.modules() if isinstance(part, SyncBatchNorm)]
 
 
+# Seeds are cut to 63 bits, because they are sent as int64.
 _SEEDS = (1 << 63) - 1
 
 
@@ -307,6 +309,8 @@ def _check(module: Any) -> None:
     odd = [n for n, t in everything if isinstance(t, torch.nn.parameter.UninitializedTensorMixin)]
     if odd:
         raise TypeError(f"{some(odd)} have no shape yet; call the module once on a sample first")
+    # The data of a plain parameter have the type Tensor, those of quantised and distributed ones a
+    # subclass.
     odd = [n for n, t in everything if type(t.data) is not torch.Tensor or t.is_sparse]
     if odd:
         raise TypeError(

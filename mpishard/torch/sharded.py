@@ -129,6 +129,7 @@ class ShardedModule(Uncopied):
         self.passes = BackwardPasses(
             self.gradients, self.entries, self.parts, self.placed.buffers, self.gathered
         )
+        # The stack has the open span of the present step, which a trace shows.
         self._step, self._updates = ExitStack(), 0
 
     def _inside(self, unit: Unit) -> list[ParameterEntry]:

@@ -91,6 +91,7 @@ def open_source(path: str | os.PathLike[str]) -> Iterator[TensorSource]:
             yield _file_source(place, stack)
             return
         indexes = sorted(place.glob(f"*{INDEX}")) if place.is_dir() else []
+        # With several indexes it is not known which model is wanted.
         if len(indexes) > 1:
             names = ", ".join(index.name for index in indexes)
             raise CheckpointError(f"{place} holds several indexes: {names}; one is needed")

@@ -23,6 +23,8 @@ _SURROGATES = "surrogatepass"
 _MOST_SHOWN = 8
 """Maximum number of differences in a message, as models of many layers may differ in all."""
 
+# Types of errors that other ranks raise, too. For an error of another type they raise a
+# CheckpointError.
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (

@@ -143,6 +143,7 @@ class Kind:
 
 ANYTHING = Kind("anything", lambda _: True)
 COUNT = Kind("a whole number from 0 on", lambda v: type(v) is int and 0 <= v < 1 << 63)
+# The types are compared exactly, because True is an int. Larger integers have no float.
 NUMBER = Kind("a number", lambda v: type(v) is float or (type(v) is int and abs(v) < 1 << 1023))
 OBJECT = Kind("an object", lambda v: isinstance(v, Mapping))
 TEXT = Kind("a text", lambda v: isinstance(v, str))

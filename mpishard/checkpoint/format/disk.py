@@ -46,6 +46,7 @@ def make_directories(directory: Path) -> None:
 
 def write_file(file: Path, parts: Iterable[memoryview | bytes]) -> None:
     """Make ``file``, which must not exist, from ``parts``, and sync it to the disk."""
+    # O_EXCL refuses an existing file, so that two saves cannot write to the same one.
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for part in parts:

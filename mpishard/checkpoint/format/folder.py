@@ -236,6 +236,8 @@ class CheckpointFolder:
 
     def entries(self) -> list[Entry]:
         """Return the checkpoints of the folder, newest first, and unreadable ones last."""
+        # The new dict has only manifests that are still there, so that those of removed ones are
+        # freed.
         known, self._manifests = self._manifests, {}
         found = []
         for directory in self.path.iterdir() if self.path.is_dir() else ():

@@ -52,6 +52,7 @@ class MappedFile:
         self._tensors = tensors
         self._was_replaced = was_replaced
         self._descriptor = os.open(file, os.O_RDONLY)
+        # The descriptor is closed once, by `close` or when the object is freed.
         self._close = weakref.finalize(self, os.close, self._descriptor)
         with open(self._descriptor, "rb", closefd=False) as stream:
             self._content: Bytes = np.memmap(stream, np.uint8, "r")

@@ -256,9 +256,9 @@ class CheckpointReader:
         Raises
         ------
         ValueError
-            If the checkpoint has no such kind or parameter, the region is not a part of the
-            parameter, the kind has no array of it because it was frozen, or ``out`` has another
-            shape or dtype.
+            If the checkpoint has no such kind or parameter, or no array of this kind because the
+            parameter was frozen. If the region is not a part of the parameter, or ``out`` has
+            another shape or dtype.
         """
         if kind not in self._manifest.arrays:
             raise ValueError(f"{self.path} holds {sorted(self._manifest.arrays)}, and no {kind!r}")

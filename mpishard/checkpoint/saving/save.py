@@ -266,7 +266,7 @@ def write_checkpoint(
     ValueError, TypeError
         If the path is blank, or arrays cannot be written.
     CheckpointError
-        If ``path`` has other files, there is not enough room, a file cannot be written, or the
+        If ``path`` has other files, there is not enough room, or a file cannot be written. If the
         pieces of all ranks do not have each element of each parameter exactly once. All ranks raise
         it, and the message lists the ranks that failed.
     """

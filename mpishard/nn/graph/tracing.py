@@ -24,6 +24,7 @@ from mpishard.sharding import ParameterTable
 from mpishard.sharding.table import nested
 
 
+# Nodes are compared by identity, because they are keys of dicts and their attributes have arrays.
 @dataclass(frozen=True, eq=False, slots=True)
 class ComputationNode:
     """One operation of a computation graph, and through ``inputs`` all that it depends on.
@@ -200,6 +201,7 @@ def trace_chain(
         )
         for entry in table.entries
     }
+    # Tied parameters have one entry, and so one node under both names.
     constants = {name: of_entry[table[name].name] for name, _ in chain.walk_parameters()}
     # Layers compute in the dtype of the parameters, so that inputs of other dtypes are converted.
     if not chain.takes_integers:

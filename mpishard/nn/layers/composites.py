@@ -220,6 +220,7 @@ def layer_infos(
     offset = 0
     for index, (name, layer) in enumerate(chain.children.items()):
         entries = table.layer_entries(name).values()
+        # Tied parameters of other layers are among the entries, and are counted in those layers.
         count = sum(e.size for e in entries if e.name.startswith(f"{name}."))
         output = layer.output_shape(shape)
         infos.append(
@@ -254,6 +255,8 @@ def dynamic_shapes(
     outputs: set[int] = set()
     for dim in range(len(input_shape)) if dims is None else dims:
         size = input_shape[dim]
+        # The smaller size suits layers with a maximum, such as a context length. The double suits
+        # layers that need a multiple, such as SwiGLU.
         for other in (size - 1, size + 1, 2 * size):
             shape = (*input_shape[:dim], other, *input_shape[dim + 1 :])
             try:

@@ -127,11 +127,14 @@ class MaskStream:
     ) -> None:
         key = f"dropout/{int(context.seed)}/{int(context.step)}/{context.path}"
         digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+        # The generator can begin only at a whole count. The words before the part in its first
+        # count are made and not used.
         start, stop = part or (0, elements)
         first = start // _WORDS_PER_COUNT
         self._words = slice(start - first * _WORDS_PER_COUNT, stop - first * _WORDS_PER_COUNT)
         self._counts = -(-self._words.stop // _WORDS_PER_COUNT)
         self._counts_between = -(-elements // _WORDS_PER_COUNT) - self._counts
+        # A rate just below 1 rounds to 2^32, which uint32 cannot represent.
         self._threshold = np.uint32(min(round(rate * 2**32), 2**32 - 1))
         self._generator = np.random.Philox(
             key=int.from_bytes(digest, "little"),

@@ -115,6 +115,7 @@ def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
     first_N = xp.ones(tokens_N.shape, dtype=bool)
     first_N[1:] = tokens_N[1:] != tokens_N[:-1]
     starts_U = xp.flatnonzero(first_N)
+    # These tokens are distinct: with equal indices, += would keep only one of the additions.
     table_VD[tokens_N[starts_U]] += _sums_of_runs(dy_ND[order_N], first_N, starts_U)
 
 

@@ -72,9 +72,9 @@ class GPT(Model):
     Raises
     ------
     ValueError
-        If a size is not an integer >= 1, `layers` not one >= 0, the width not a multiple of the
-        heads or these not one of `kv_heads`, the dropout outside [0, 1), or the standard deviation
-        not positive.
+        If a size is not an integer >= 1, or `layers` not one >= 0. If the width is not a multiple
+        of `heads`, or `heads` not one of `kv_heads`. If the dropout is outside [0, 1), or the
+        standard deviation is not positive.
     """
 
     def __init__(

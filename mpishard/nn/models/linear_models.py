@@ -145,6 +145,7 @@ class LinearModel(Model):
         prediction. It is 0 for an inactive feature.
         """
         sizes_OF = np.abs(self._effective_coefficients(to_host(self._view("weight"))))
+        # An inactive feature keeps its coefficient, which does not count here.
         active_F = np.zeros(len(self.feature_names))
         active_F[self.get_active_feature_indices()] = 1.0
         importance_F = sizes_OF.mean(axis=0, dtype=np.float64) * self._spread * active_F

@@ -89,6 +89,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         if self._dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
             raise ValueError(f"dtype must be float32 or float64, got {self._dtype.name}")
         self._device = Device.parse(device)
+        # A model on the host also takes inputs on a GPU.
         self._put = self._device.put if self._device.is_gpu else to_host
         self.chain = chain
         self._features = dict(_feature_layers(chain))
