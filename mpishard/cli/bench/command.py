@@ -174,10 +174,7 @@ def checkpoint(
     size: Annotated[str, typer.Option(help="Bytes of each rank's file, about.")] = "256MiB",
     repeats: Annotated[int, _count("Number of times of each.", 2)] = 7,
     folder: Annotated[
-        Path,
-        typer.Option(
-            file_okay=False, help="Folder for files, which are removed; all ranks must see it."
-        ),
+        Path, typer.Option(file_okay=False, help="For files, which are removed; all ranks see it.")
     ] = Path(),
     json: JSONOption = None,
     ranks: RanksOption = 0,
