@@ -1,4 +1,4 @@
-"""Compare mpishard with PyTorch and JAX on this machine, all in turn, beside the targets.
+"""Compare mpishard with PyTorch and JAX on this machine, all in turn, and with targets.
 
     python benchmarks/compare.py --peer-python PYTHON --jax-python PYTHON
     python benchmarks/compare.py --only mlp --repeats 9 --json results.json
@@ -278,9 +278,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=groups, default=groups, help="default: all")
     parser.add_argument("--prefix", default="", help="put before every job, as 'taskset -c 0,1'")
-    parser.add_argument("--json", type=Path, help="add to the results in this file, or begin it")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing, print these")
-    parser.add_argument("--page", type=Path, help="put the results between the marks of this page")
+    parser.add_argument("--json", type=Path, help="append to the results in this file, or make it")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="only print these results")
+    parser.add_argument("--page", type=Path, help="write the results between the page's marks")
     arguments = parser.parse_args()
     if arguments.repeats < 1:
         parser.error(f"--repeats must be 1 or more, got {arguments.repeats}")
@@ -338,7 +338,7 @@ def main(arguments: argparse.Namespace) -> None:
             print(f"repeat {repeat + 1} of {arguments.repeats}: {group}", file=sys.stderr)
             fresh: Samples = defaultdict(list)
             measure[group](fresh)
-            # A group that ends early leaves nothing: the sides' samples stay in pairs.
+            # A group that ends early leaves no samples, so that those of all sides stay in pairs.
             for name, values in fresh.items():
                 samples[name].extend(values)
             result = {

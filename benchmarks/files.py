@@ -1,4 +1,4 @@
-"""Steps of training from files: shuffled in blocks, and shuffled at all, against in order.
+"""Steps of training from files: samples shuffled in blocks, shuffled one by one, and in order.
 
     mpiexec -n 2 python benchmarks/files.py [--steps 60] [--rounds 5] [--folder FOLDER]
 
@@ -102,7 +102,7 @@ def main() -> None:
     arguments = parser.parse_args()
     backend = ms.init()
     generator = np.random.default_rng(0)
-    # Few distinct values: as images and counts, they can be compressed.
+    # Few distinct values, so that they can be compressed like images and counts.
     x = generator.integers(0, 50, (arguments.samples, WIDTH)).astype(np.float32) / 50
     y = generator.standard_normal((arguments.samples, 10)).astype(np.float32)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
@@ -116,7 +116,7 @@ def main() -> None:
                     print(json.dumps({"format": name, "not measured": str(error)}))
                 continue
             times: dict[str, list[float]] = {way: [] for way in WAYS}
-            for _ in range(arguments.rounds):  # by turns, so that a busy machine disturbs all
+            for _ in range(arguments.rounds):  # in turn, so that noise affects all alike
                 for way, options in WAYS.items():
                     times[way].append(milliseconds(backend, stored, y, arguments.steps, **options))
             row: dict[str, Any] = {"format": name}

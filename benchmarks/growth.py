@@ -1,11 +1,11 @@
-"""How a step's cost grows: with parameters, with ranks, with the size of units.
+"""Growth of a step's cost with the number of parameters, of ranks, and with the size of units.
 
     python benchmarks/growth.py --images docs/images
     python benchmarks/growth.py --study ranks --images docs/images
 
-Draws growth_parameters.png, growth_ranks.png, growth_units.png and collectives.png: measured
-points, and in dashes what the alpha-beta model (model.py) makes of the collectives measured in the
-same job. Takes about five minutes. Needs matplotlib.
+Draws growth_parameters.png, growth_ranks.png, growth_units.png and collectives.png. Points are
+measured; dashed lines are the alpha-beta model (model.py) with the collectives measured in the same
+job. Takes about five minutes. Needs matplotlib.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One job of `growth.py`: collectives, and steps of several sizes, on the ranks it is started on.
+"""One job of `growth.py`: time of collectives, and of steps of several sizes, on its ranks.
 
 mpishard run -n 2 benchmarks/growth_job.py --study parameters --json FILE
 """

@@ -24,9 +24,9 @@ PRECISION_MEMORY = Path(__file__).with_name("precision_memory.py")
 
 @dataclass(frozen=True)
 class Workload:
-    """Training of a job: sizes, sequences or samples of a rank, steps that count and those before.
+    """Training of a job: model, sequences or samples of a rank, steps that count, and warm-up.
 
-    ``size`` holds the options of a model that is not of the usual width and depth.
+    ``size`` has the options of a model that does not have the default width and depth.
     """
 
     model: str
@@ -60,7 +60,7 @@ IMPORTS_OURS = (
 IMPORTS_ADAPTER = "import torch, mpi4py; from mpishard.adapters import TorchModel"
 IMPORTS_PEER = "import torch; from torch.distributed.fsdp import fully_shard"
 IMPORTS_JAX_GPT = "import jax, optax"
-# PyTorch's optimizers import its compiler, which is 60 MiB: no way of sharding changes that.
+# PyTorch's optimizers import its compiler, of 60 MiB, which is no cost of sharding.
 IMPORTS_LOOP = {
     "fsdp2": f"import torch._dynamo; {IMPORTS_PEER}",
     "mst-fsdp": "import mpi4py.rc; mpi4py.rc.initialize = False; import mpi4py.MPI; "
@@ -75,22 +75,22 @@ class JobError(RuntimeError):
 
 @dataclass
 class Runner:
-    """How jobs are started.
+    """Starts jobs, with the interpreters and options of the command line.
 
     Parameters
     ----------
     peer_python : str
-        Interpreter that has PyTorch.
+        Python interpreter with PyTorch.
     adapter_python : str
-        Interpreter that has both PyTorch and mpishard.
+        Python interpreter with both PyTorch and mpishard.
     prefix : sequence of str
-        Words put before each command, as ``taskset -c 0,1``.
+        Words before each command, such as ``taskset -c 0,1``.
     peer_optimizer : str
-        Which of PyTorch's implementations of AdamW.
+        Name of an implementation of AdamW in PyTorch.
     jax_python : str
-        Interpreter that has JAX and optax.
+        Python interpreter with JAX and optax.
     machine : dict
-        The machine as the ranks of the last job saw it.
+        Description of the machine by the ranks of the last job.
     peer, jax : str
         Names and versions of PyTorch and JAX, once a job of them has run.
     """
@@ -182,7 +182,7 @@ class Runner:
 
     def products(self, library: str) -> dict[str, float]:
         """Seconds of each model's matrix products in NumPy or PyTorch, on one thread."""
-        # Under the launcher NumPy has the BLAS kernels that the ranks have.
+        # Under the launcher NumPy uses the same BLAS kernels as the ranks.
         words = [self.peer_python]
         if library == "numpy":
             words = [sys.executable, "-m", "mpishard", "run", "-n", "1"]

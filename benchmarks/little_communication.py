@@ -13,9 +13,9 @@ of the ranks behind a slow link, and the picture of such a file with the time th
     benchmarks/slow_link.sh 4 100 .venv/bin/python benchmarks/little_communication.py --ways DDP
     python benchmarks/little_communication.py --draw docs/little-communication.jsonl PICTURE
 
-With ``--slow`` the last rank sleeps after each step, so that it takes three times as long, and
-whoever is free takes the next samples. The lines give seconds for a thousand samples, and the loss
-after as many samples, of DDP and of `AsyncSGDOptimizer` with ``allow_staleness``.
+With ``--slow`` the last rank sleeps after each step, so that it takes three times as long. The next
+samples go to the first rank that is free. The lines give seconds for a thousand samples, and the
+loss after as many samples, of DDP and of `AsyncSGDOptimizer` with ``allow_staleness``.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ WAYS: dict[str, Way] = {
 
 
 class Curve:
-    """Notes validation losses, and the bytes that all ranks have sent until then.
+    """Records validation losses, and the bytes that all ranks have sent until then.
 
     Attributes
     ----------
@@ -135,7 +135,7 @@ def train(backend: Any, name: str, settings: dict[str, Any]) -> dict[str, Any]:
             model=model, **train_gpt.training(settings), progress=False, callbacks=[curve]
         )
     )
-    # DDP by messages; in the memory of one node it reads, and sends nothing.
+    # DDP by messages, because in the memory of one node it sends nothing.
     per_step = 2 * (backend.world_size - 1) * model.parameter_count * model.dtype.itemsize
     return {
         "way": name, "ranks": backend.world_size, "settings": settings, "bytes": per_step,
@@ -249,7 +249,7 @@ def with_a_slow_rank(backend: Any, staleness: int, settings: dict) -> tuple[floa
     began, made, worked = time.perf_counter(), 0, 0.0
     while (sum(optimizer.clocks) if staleness else made) < steps * backend.world_size:
         rows = generator.integers(0, len(x), SLOW_BATCH)
-        # All sleep, so that cores that are shared do not count as speed.
+        # The other ranks sleep, too: ranks that share cores would slow each other.
         time.sleep(3 * PAUSE + 2 * worked if is_slow else PAUSE)
         before = time.thread_time()
         optimizer.step(model, x[rows], y[rows])
@@ -271,7 +271,7 @@ def run(backend: Any, given: argparse.Namespace, settings: dict[str, Any]) -> No
                 f"allow_staleness {staleness:4}: {seconds:.2f} s for 1000 samples, loss {loss:.3f}"
             )
         return
-    # A whole name stands for itself alone: "int8" is a word of other ways, too.
+    # A whole name selects one way: "int8" is also a word in the names of others.
     for name in [n for n in WAYS if any(w == n if w in WAYS else w in n for w in given.ways)]:
         found = train(backend, name, settings)
         step, loss, sent, seconds = found["rows"][-1]
@@ -287,7 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-n", type=int, default=2, help="thread-ranks without a launcher")
     parser.add_argument("--steps", type=int, default=train_gpt.DEFAULTS["steps"])
-    parser.add_argument("--ways", nargs="+", default=[""], help="names of ways, or words of them")
+    parser.add_argument("--ways", nargs="+", default=[""], help="names of ways, or words in them")
     parser.add_argument("--output", type=Path, help="file of JSON lines to add the figures to")
     parser.add_argument("--slow", action="store_true", help="one rank at a third of the speed")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=JSON", help="settings")

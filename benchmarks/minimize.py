@@ -3,9 +3,9 @@
     python benchmarks/minimize.py              # ranks are threads
     python benchmarks/minimize.py -n 1 2 --unknowns 20000
 
-The problem is deblurring: the picture is the unknown, each sample one noisy blurred row pattern of
-it. All minimize one function, and stop at the loss that SciPy's L-BFGS-B has after 40 iterations.
-Times of one machine at one time: compare the ratios.
+The problem is deblurring: the picture is the unknown, and each sample is a noisy blurred pattern of
+it. All minimize one function, and stop at the loss that SciPy's L-BFGS-B reaches in 40 iterations.
+Times depend on the machine and its load: compare the ratios.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
     given = parser.parse_args()
     fun, args = problem(given.unknowns, given.samples)
     start = np.zeros(given.unknowns)
-    fun(start, *args)  # the first call is slower: memory is new
+    fun(start, *args)  # not timed: the first call allocates memory
     options = {"maxiter": ITERATIONS, "ftol": 0, "gtol": 0}
     begin = time.perf_counter()
     alone = scipy.optimize.minimize(

@@ -1,10 +1,10 @@
-"""The alpha-beta model of a step: what it should cost, from collectives measured in the same run.
+"""The alpha-beta model of the cost of a step, from collectives measured in the same run.
 
 A collective of n bytes takes alpha + beta n seconds (Hockney, "The communication challenge for
-MPP", Parallel Computing 20, 1994). A step under FSDP is the step alone, of whose update each of N
-ranks does one N-th, and for each unit of parameters a reduce-scatter and two gathers: one for the
-last unit, which stays gathered, and none in shared memory, where gathered units are read in place.
-Nothing is taken to overlap.
+MPP", Parallel Computing 20, 1994). A step under FSDP takes the time of a step alone, with 1/N of
+the update on each of N ranks. Each unit of parameters adds a reduce-scatter and two gathers: one
+for the last unit, which stays gathered, and none in shared memory, where units are read in place.
+The model assumes no overlap.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ class Line:
         """The line with the least relative errors through (bytes, seconds)."""
         nbytes, seconds = np.array(sorted(points), float).T
         matrix = np.stack([1 / seconds, nbytes / seconds], axis=1)
-        # Both are at least 0: where the best alpha or beta is below, the other alone is fitted.
+        # Both are at least 0: if the best alpha or beta is negative, only the other is fitted.
         both, *_ = np.linalg.lstsq(matrix, np.ones(len(seconds)), rcond=None)
         if both.min() >= 0:
             return cls(*(float(value) for value in both))
@@ -44,12 +44,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Costs:
-    """What collectives cost on these ranks.
+    """The cost of collectives on these ranks.
 
     Parameters
     ----------
     reduce_scatter, all_gather : Line
-        Of the whole array's bytes.
+        Seconds as a function of the bytes of the whole array.
     shared : bool
         Whether units live in memory that the ranks share.
     """

@@ -2,9 +2,9 @@
 
     mpishard run -n 2 benchmarks/precision_memory.py --precision bfloat16
 
-Activations are the arrays that forward saves for backward. The memory is the greatest resident
-memory of the ranks in a step, above that of the same processes before they build the model: a
-small model has been trained, so that libraries are loaded and loops compiled.
+Activations are the arrays that forward saves for backward. The memory is the largest resident
+memory of the ranks in a step, minus that of the same processes before they build the model. By then
+a small model has been trained, so that libraries are loaded and loops compiled.
 """
 
 import argparse

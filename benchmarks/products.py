@@ -1,4 +1,4 @@
-"""Time of the matrix products of a step's linear layers, alone: what no step can undercut.
+"""Time of the matrix products of a step's linear layers alone: a lower bound of the step.
 
     OMP_NUM_THREADS=1 python benchmarks/products.py numpy
     OMP_NUM_THREADS=1 python benchmarks/products.py torch
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 LAYERS = {
-    # (rows, inputs, outputs) -> how many there are; attention's own products are left out.
+    # (rows, inputs, outputs) -> number of products; those inside attention are left out.
     "mlp": Counter({(64, 1024, 1024): 8}),
     "gpt": Counter({
         (1024, 256, 768): 4, (1024, 256, 256): 5, (1024, 256, 1024): 4, (1024, 1024, 256): 4,

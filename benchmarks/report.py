@@ -160,12 +160,12 @@ def products(samples: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def replace_section(page: Path, text: str) -> None:
-    """Put ``text`` between the page's marks.
+    """Replace the text between the page's marks by ``text``.
 
     Raises
     ------
     ValueError
-        Where the page does not have both.
+        If the page does not have both marks.
     """
     old = page.read_text(encoding="utf-8")
     before, begin, rest = old.partition(BEGIN)

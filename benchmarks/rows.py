@@ -18,15 +18,15 @@ class Row:
         Name of the row.
     ours, other : str
         Names of the measurements; the row is ours / other. ``other`` may name several, separated
-        by ``|``: the fastest of each repeat counts, and those that were not measured do not.
+        by ``|``: the fastest of those that were measured counts, in each repeat.
     target : float
-        Largest value that is good.
+        Largest value that reaches the target.
     factor : float
         Factor of ``other``.
     unit : str
-        Of a row that is ours - other, as ``"us"``; empty for a ratio.
+        Unit of a row that is ours - other, such as ``"us"``; empty for a ratio.
     least : str
-        Name of a measurement that ``ours`` cannot undercut; empty where there is none.
+        Name of a measurement that is a lower bound of ``ours``; empty if there is none.
     """
 
     text: str
@@ -127,7 +127,7 @@ ROWS = [
         8.0,
         unit="us",
     ),
-    # Both with numba, which the extra of bfloat16 is used with.
+    # Both with numba, which is used together with the extra bf16.
     Row("MLP step, bfloat16 / float32", "mlp ours 2 bfloat16", "mlp ours 2 numba", 0.66),
     Row("GPT step, bfloat16 / float32", "gpt ours 2 bfloat16", "gpt ours 2 numba", 0.60),
     # Peers in their own mixed precision.

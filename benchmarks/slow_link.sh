@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a Python script on N ranks, each on a pretended host of its own behind a slow link: see --help.
+# Runs a Python script on N ranks, each on a simulated host behind a slow link: see --help.
 set -euo pipefail
 
 usage() {
@@ -38,7 +38,7 @@ for ((i = 1; i <= ranks; i++)); do
     ip -n "$tag-$i" address add "10.77.0.$i/24" dev eth0
     ip -n "$tag-$i" link set lo up
     ip -n "$tag-$i" link set eth0 up
-    # Out of the host, and into it.
+    # Both directions: out of the host, and into it.
     ip netns exec "$tag-$i" tc qdisc add dev eth0 root tbf rate "${rate}mbit" burst 64kb latency 100ms
     ip netns exec "$tag" tc qdisc add dev "port$i" root tbf rate "${rate}mbit" burst 64kb latency 100ms
     hosts+=("10.77.0.$i")

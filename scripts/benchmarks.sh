@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures this machine and brings docs/performance.md and its pictures up to date: see --help.
+# Measures this machine and updates docs/performance.md and its pictures: see --help.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -9,8 +9,8 @@ usage: scripts/benchmarks.sh [options of benchmarks/compare.py]
 
 Makes .venv (the first time only), compares this package's training steps with those of PyTorch and
 JAX, writes the results to docs/performance.json and into docs/performance.md, and draws
-docs/images/growth_*.png and docs/images/collectives.png. An hour; leave the machine alone
-meanwhile. PyTorch and JAX are taken from .venv-peers if that is there:
+docs/images/growth_*.png and docs/images/collectives.png. It takes an hour on an idle machine.
+PyTorch and JAX are taken from .venv-peers if it exists:
 
     python3 -m venv .venv-peers && .venv-peers/bin/pip install torch jax optax -e '.[mpi]'
 END
@@ -24,7 +24,7 @@ done
 
 prepare_environment mpi plot fast bf16
 cd -- "$root"
-rm -f docs/performance.json # compare.py adds to what is there
+rm -f docs/performance.json # compare.py would append to it
 options=(--json docs/performance.json --page docs/performance.md)
 [ ! -x .venv-peers/bin/python ] || options+=(--peer-python .venv-peers/bin/python)
 "$python" benchmarks/compare.py "${options[@]}" "$@"

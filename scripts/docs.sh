@@ -7,9 +7,9 @@ usage() {
     cat <<'EOT'
 usage: scripts/docs.sh [--serve]
 
-Makes .venv (the first time only) and builds the documentation into build/site, where a broken link,
-a page that is in no menu or a docstring that cannot be read is an error. Prints the first page.
---serve shows it at http://127.0.0.1:8000 instead, and again after each change.
+Makes .venv (the first time only), builds the documentation into build/site, and prints the path of
+the first page. A broken link, a page that is in no menu, and a docstring that cannot be parsed are
+errors. --serve shows the pages at http://127.0.0.1:8000 instead, and again after each change.
 EOT
 }
 

@@ -1,12 +1,12 @@
-# Sourced by train.sh, test.sh and docs.sh: makes `.venv` at the top of the repository, whole and up to date.
+# The other scripts source this file, which makes `.venv` at the top of the repository, or updates it.
 #
-#     prepare_environment EXTRA...     afterwards "$python" is the environment's interpreter
-#     prepare_openmpi                  and "$openmpi_python" one with Open MPI in the place of its MPI
+#     prepare_environment EXTRA...     then "$python" is the environment's interpreter
+#     prepare_openmpi                  then "$openmpi_python" is one with Open MPI instead of its MPI
 #
-# `.venv/mpishard.begun` marks an environment that this file started to make, and
-# `.venv/mpishard.stamp` one that is finished: what it was made from, and its extras. An environment
-# that was begun and not finished, whose Python does not run, or that has moved, is made again; one
-# that somebody else made is installed into. Where the stamp fits, nothing is installed.
+# `.venv/mpishard.begun` marks an environment that this file started to make. `.venv/mpishard.stamp`
+# marks a finished one, and names its sources and extras. An environment is made again if it was not
+# finished, its Python does not run, or it has moved. Packages are installed into one that the user
+# made. Nothing is installed if the stamp fits.
 
 root="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 venv="$root/.venv"
@@ -39,8 +39,8 @@ runs_python_311() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
 
-# Prints the newest Python 3.11+ on PATH that can make environments. A name on PATH may be a shim
-# that runs nothing, so each is tried.
+# Prints the newest Python 3.11+ on PATH that can make environments. Each is run, because a name on
+# PATH may be a shim without a Python behind it.
 find_python() {
     local name incomplete=''
     for name in python3.14 python3.13 python3.12 python3.11 python3; do
@@ -53,21 +53,21 @@ find_python() {
         [ -n "$incomplete" ] || incomplete="$name"
     done
     if [ -z "$incomplete" ]; then
-        refuse 'needs Python 3.11 or newer, and there is none on PATH. Mend it with' \
+        refuse 'needs Python 3.11 or newer, and there is none on PATH. Install it with' \
             "$(install_hint 'python3 python3-venv' python3.13 python@3.13)"
     fi
     local version
     version="$("$incomplete" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')"
-    refuse "$version cannot make virtual environments here. Mend it with" \
+    refuse "$version cannot make virtual environments here. Fix it with" \
         "$(install_hint "$version-venv" "$version" "${version/python/python@}")"
 }
 
-# What is installed depends on: dependencies and build system, and not the tools' tables.
+# Checksum of the sources of the environment: dependencies and build system, not the tools' tables.
 sources_key() {
     { cat "$root/setup.cfg" && sed -n '/^\[build-system\]/,/^$/p' "$root/pyproject.toml"; } | cksum
 }
 
-# 0 where the environment can be used or installed into.
+# Succeeds if the environment can be used, or packages can be installed into it.
 environment_is_sound() {
     runs_python_311 "$python" || return 1
     if [ -e "$venv/mpishard.stamp" ]; then
@@ -89,7 +89,7 @@ stamp_fits() {
     done
 }
 
-# Says why, where mpi4py finds no MPI library or what is installed is damaged.
+# Prints the reason and fails if mpi4py finds no MPI library, or a package is damaged.
 mpi_loads() {
     "$python" -P -c '
 import importlib.metadata
@@ -114,19 +114,19 @@ make_environment() {
 
 install_package() {
     local extras
-    # Those of before stay installed: training and testing share the environment.
+    # Earlier extras stay installed, because training and tests share the environment.
     # shellcheck disable=SC2046 # one word per extra
     extras="$(printf '%s\n' "$@" $(installed_extras) | sort -u | tr '\n' ' ')"
     extras="${extras% }"
     rm -f -- "$venv/mpishard.stamp"
     say "installing mpishard with ${extras// /, } (a minute or two, once)"
-    # Relative, since pip would take a bracket or a comma in the path for its own.
+    # A relative path, because pip would interpret a bracket or a comma in the absolute one.
     (cd -- "$root" && "$python" -m pip --disable-pip-version-check install --quiet \
         --editable ".[${extras// /,}]") ||
         refuse 'the installation failed, for the reason that pip gives above; run this again'
     local reason
     reason="$(mpi_loads)" ||
-        refuse "mpi4py cannot load an MPI library (${reason##*$'\n'}). Mend it with" \
+        refuse "mpi4py cannot load an MPI library (${reason##*$'\n'}). Fix it with" \
             "$(install_hint openmpi-bin openmpi open-mpi)"
     printf 'root %s\nkey %s\nextras %s\n' "$root" "$(sources_key)" "$extras" \
         >"$venv/mpishard.stamp.new"
@@ -134,7 +134,7 @@ install_package() {
 }
 
 prepare_environment() {
-    # One at a time: the lock is on the folder itself, so nothing is left behind.
+    # One process at a time. The lock is on the folder itself, so that no lock file stays behind.
     exec 9<"$root"
     if command -v flock >/dev/null && ! flock --nonblock 9; then
         say 'waiting for another run that makes .venv'
@@ -148,9 +148,9 @@ prepare_environment() {
     exec 9<&-
 }
 
-# Makes `.venv-openmpi`: Open MPI and the mpi4py that loads it, over what `.venv` has. One environment
-# cannot hold two MPI libraries, and a second copy of the rest would be for nothing. Afterwards
-# "$openmpi_python" is its interpreter. Call after prepare_environment.
+# Makes `.venv-openmpi`: Open MPI and the mpi4py that loads it, on top of the packages of `.venv`. One
+# environment cannot hold two MPI libraries, and the other packages need no second copy. Call it after
+# prepare_environment.
 prepare_openmpi() {
     local overlay="$root/.venv-openmpi" site packages
     openmpi_python="$overlay/bin/python"

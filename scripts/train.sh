@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains a language model on real text, on MPI ranks with sharded parameters, from nothing but
-# Python: see --help.
+# Trains a language model on real text, on MPI ranks with sharded parameters. It needs only Python:
+# see --help.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -15,8 +15,8 @@ Makes .venv (the first time only), then runs
 which trains a byte-level GPT on English text on N MPI ranks (default 2), shows its progress, and
 leaves metrics, a plot of the loss, checkpoints and a sample in runs/.
 
-A run that was interrupted (Ctrl-C, kill, a full disk) goes on from its last checkpoint when the
-same command is given again, also with another N, and says so; --new begins a new run.
+If a run was interrupted (Ctrl-C, kill, a full disk), the same command resumes it from its last
+checkpoint, also with another N, and says so; --new begins a new run.
 EOF
     if [ -e "$venv/mpishard.stamp" ]; then
         echo

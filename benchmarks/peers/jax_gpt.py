@@ -67,7 +67,7 @@ def initial(width: int, layers: int, context: int) -> GPT:
     )  # fmt: skip
     embeddings = normal(VOCABULARY, width), normal(context, width)
     made = GPT(*embeddings, blocks, ones, zeros, normal(VOCABULARY, width))
-    return jax.tree.map(jnp.copy, made)  # a buffer that stands twice cannot be donated
+    return jax.tree.map(jnp.copy, made)  # a buffer that occurs twice cannot be donated
 
 
 def layer_norm(x: Any, weight: Any, bias: Any) -> Any:
@@ -121,7 +121,7 @@ def main(arguments: argparse.Namespace) -> None:
     for _ in range(arguments.warmup + arguments.steps + 1):
         moments.append(time.perf_counter())
         p, state, value = step(p, state, x, y)
-        float(value)  # waits for the step, as a loop that reports its loss does
+        float(value)  # waits for the step, like a loop that reports its loss
     seconds = [b - a for a, b in pairwise(moments)][arguments.warmup :]
     print(json.dumps({"library": f"JAX {jax.__version__}", "seconds": seconds}))
 
@@ -134,5 +134,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--bfloat16", action="store_true", help="compute in it, masters float32")
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="compute in it, with float32 masters"
+    )
     main(parser.parse_args())

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 benchmarks/peers/step.py --strategy fsdp2
     mpiexec -n 2 python benchmarks/peers/step.py --strategy mst-fsdp
 
-Started as one process it starts its ranks itself, on this machine's loopback interface. Rank 0
-prints one line of JSON. Needs PyTorch, and for ``mst-ddp`` and ``mst-fsdp`` mpishard.
+One process starts its ranks itself, on this machine's loopback interface. Rank 0 prints one line of
+JSON. Needs PyTorch, and for ``mst-ddp`` and ``mst-fsdp`` mpishard.
 """
 
 import argparse
@@ -33,14 +33,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--strategy", choices=strategies, default="single")
     parser.add_argument("--optimizer", choices=["default", "foreach", "fused"], default="fused")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1, help="per rank")
+    parser.add_argument("--threads", type=int, default=1, help="threads per rank")
     parser.add_argument("--width", type=int, default=None)
     parser.add_argument("--layers", type=int, default=None)
-    parser.add_argument("--batch", type=int, default=None, help="per rank")
-    parser.add_argument("--tokens", type=int, default=128, help="of a sequence of gpt")
+    parser.add_argument("--batch", type=int, default=None, help="samples per rank")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence of gpt")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--memory", action="store_true", help="take resident memory too")
+    parser.add_argument("--memory", action="store_true", help="measure resident memory, too")
     parser.add_argument(
         "--bfloat16", action="store_true", help="mixed precision of FSDP2 and mst; else autocast"
     )
@@ -76,7 +76,7 @@ def start(arguments: argparse.Namespace) -> int:
             for rank in range(arguments.ranks)
         ]
         while any(rank.poll() is None for rank in ranks):
-            if any(rank.poll() for rank in ranks):  # one failed: the others would wait for it
+            if any(rank.poll() for rank in ranks):  # one failed, and the others would wait for it
                 for rank in ranks:
                     rank.terminate()
             time.sleep(0.05)
@@ -219,7 +219,7 @@ def main(arguments: argparse.Namespace) -> None:
             result["peak_bytes"] = sum(peak for _, peak in memory)
         print(json.dumps(result), flush=True)
     if not arguments.strategy.startswith("mst"):
-        # Past PyTorch's exit handlers, which now and then end a rank of FSDP2 with std::terminate.
+        # Without PyTorch's exit handlers, which sometimes end a rank of FSDP2 with std::terminate.
         os._exit(0)
 
 

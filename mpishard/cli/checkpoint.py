@@ -1,4 +1,4 @@
-"""``mpishard checkpoint``: look into checkpoints, verify them, and exchange them with others."""
+"""``mpishard checkpoint``: inspect checkpoints, check them, and convert them for other programs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from mpishard.checkpoint.loading.restore import newest_first
 from mpishard.cli.tables import show
 from mpishard.cli.wording import bytes_text, counted, parse_bytes, refusing, say
 
-_LISTED = 3  # tensors of a damaged block that a line names
-_MOST_ITEMS, _MOST_CHARACTERS = 8, 80  # of a list and of a text that are shown
+_LISTED = 3  # tensors of a damaged block whose names are printed
+_MOST_ITEMS, _MOST_CHARACTERS = 8, 80  # of a list, and of a text, that is printed
 
 checkpoint = typer.Typer(rich_markup_mode=None)
 
-# Strings: a Path of a blank one would be the current folder.
+# A string, because the Path of a blank one would be the current folder.
 PathArgument = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of them.")
 ]
@@ -41,7 +41,7 @@ JSONOption = Annotated[bool, typer.Option("--json", help="Print JSON in place of
 
 @checkpoint.command()
 def inspect(path: PathArgument, as_json: JSONOption = False) -> None:
-    """Print what a checkpoint holds, or which ones a folder has. Reads no tensors."""
+    """Print the content of a checkpoint, or the checkpoints of a folder. Reads no tensors."""
     with refusing("checkpoint"):
         entries = [] if find_single(path) is not None else newest_first(CheckpointFolder(path))
         if entries:
@@ -91,10 +91,11 @@ def check(
         bool, typer.Option("--all", help="Check each checkpoint of a folder, not only the newest.")
     ] = False,
 ) -> None:
-    """Read every byte and compare its checksum.
+    """Read every byte of a checkpoint and compare checksums.
 
-    Of a folder the newest is read, and the one that `latest` names, where that is another. Exit
-    code 0: all is as it was written; 1: something is not; 2: there is no checkpoint.
+    In a folder of checkpoints, reads the newest, and the one that `latest` names if that is
+    another. Exit codes: 0, all bytes are as they were written; 1, damage was found, or `latest`
+    names nothing; 2, there is no checkpoint.
     """
     with refusing("checkpoint"):
         single = find_single(path)
@@ -126,13 +127,13 @@ def consolidate(
     path: PathArgument,
     target: Annotated[str, typer.Argument(metavar="TARGET.safetensors", help="To be made.")],
     optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="Write the optimizer's states, too.")
+        bool, typer.Option("--optimizer", help="Write the states of the optimizer, too.")
     ] = False,
 ) -> None:
     """Write one safetensors file: parameters by name, in their global shapes.
 
-    With --optimizer states are there as optimizer/STATE/PARAMETER, and `convert` makes the same
-    checkpoint of the file again.
+    With --optimizer it also has the states, as optimizer/STATE/PARAMETER, and `convert` makes the
+    same checkpoint from the file.
     """
     with refusing("checkpoint"):
         with _bar(f"writing {Path(target).name}") as progress:
@@ -153,18 +154,18 @@ def convert(
         CheckpointForm | None,
         typer.Option(
             show_default=False,
-            help="The form of OUT. Default: safetensors if OUT ends with .safetensors; else hf "
-            "of a checkpoint, and a checkpoint of other files.",
+            help="Form of OUT. Default: safetensors if OUT ends with .safetensors; otherwise hf "
+            "for a checkpoint, and checkpoint for other files.",
         ),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of the files of hf, as 500MB, 5GB, 4GiB.")
+        str, typer.Option(metavar="SIZE", help="Size of the files of hf, as 500MB, 5GB, 4GiB.")
     ] = "5GB",
 ) -> None:
     """Write parameters as a checkpoint, as one safetensors file, or as several with an index.
 
-    The last of them, hf, is what Hugging Face's libraries read and write:
-    model.safetensors.index.json and the files that it names.
+    The last form, hf, is that of Hugging Face's libraries: model.safetensors.index.json and the
+    files that it names.
     """
     with refusing("checkpoint"):
         with refusing("checkpoint", "--max-shard-size: "):
@@ -187,7 +188,7 @@ def _latest(folder: str) -> str | None:
 
 
 def _is_named(name: str, latest: str | None) -> bool:
-    """True if `latest` names it, also after a save that was killed between its two renames."""
+    """Return True if `latest` names it, even after a save was killed between its two renames."""
     return latest is not None and name in (latest, f"{latest}.previous")
 
 
@@ -197,7 +198,7 @@ def _read(path: Path) -> list[CheckpointProblem]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Read a checkpoint, print its state, and tell whether it is whole."""
+    """Read a checkpoint, print its state, and return True if it is whole."""
     problems = _read(path)
     if not problems:
         typer.echo(str(describe(path)))
@@ -207,13 +208,13 @@ def _is_whole(path: Path) -> bool:
         more = len(problem.tensors) - _LISTED
         words = ", ".join(problem.tensors[:_LISTED]) + (f" and {more} more" if more > 0 else "")
         typer.echo(
-            f"  {problem.file}: {problem.reason}" + (f"; what lies there: {words}" if words else "")
+            f"  {problem.file}: {problem.reason}" + (f"; tensors there: {words}" if words else "")
         )
     return False
 
 
 def _says_lost(folder: str, found: list[Path]) -> bool:
-    """Say so where `latest` names a checkpoint that is not there."""
+    """Print a line, and return True, if `latest` names a checkpoint that is missing."""
     latest = _latest(folder)
     is_lost = latest is not None and not any(_is_named(path.name, latest) for path in found)
     if is_lost:
@@ -235,7 +236,7 @@ def _time_of(directory: Path) -> str:
 
 
 def _show(title: str, columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table. Names of parameters may have brackets, which rich would take for markup."""
+    """Print a table. Cells are escaped, because rich would take brackets in names for markup."""
     table = Table(*columns, title=title, title_justify="left")
     for row in rows:
         table.add_row(*map(escape, row))
@@ -253,7 +254,7 @@ def _print_folder(found: Mapping[str, Any]) -> None:
     left = [Column(name, no_wrap=True) for name in ("checkpoint", "saved", "state")]
     right = [Column(name, justify="right") for name in ("step", "size")]
     _show(f"{found['folder']}, the newest first", (left[0], *right, *left[1:]), rows)
-    typer.echo("whole: as far as manifest and lengths tell; `mpishard checkpoint check` reads")
+    typer.echo("whole: manifest and lengths fit; `mpishard checkpoint check` reads every byte")
     for entry in found["checkpoints"]:
         if entry["problem"]:
             typer.echo(f"{entry['name']}: {entry['problem']}")
@@ -274,20 +275,20 @@ def _print_checkpoint(found: Mapping[str, Any]) -> None:
         ((name, " x ".join(map(str, shape)) or "scalar", dtype)
          for name, shape in found["parameters"].items()),
     )  # fmt: skip
-    _show("What there is of each parameter", (Column("kind"), Column("dtype")), kinds.items())
+    _show("Kinds of values", (Column("kind"), Column("dtype")), kinds.items())
     _show(
         f"{counted(len(files), 'file')}, {bytes_text(sum(files.values()))}",
         (Column("file"), Column("size", justify="right")),
         ((name, bytes_text(nbytes)) for name, nbytes in files.items()),
     )
-    typer.echo("beside them, in full with --json:")
+    typer.echo("metadata, in full with --json:")
     for key, value in found["metadata"].items():
         if value:
             typer.echo(f"  {key}: {json.dumps(_shortened(value))}")
 
 
 def _shortened(value: Any) -> Any:
-    """JSON in which a long list or text is its length alone."""
+    """Return JSON in which the length replaces a long list or text."""
     if isinstance(value, dict):
         return {key: _shortened(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -301,7 +302,7 @@ def _shortened(value: Any) -> Any:
 
 @contextmanager
 def _bar(words: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar in bytes, on a terminal; it goes when it is done."""
+    """Show a progress bar in bytes during the block, on a terminal; yield its update function."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(),
                TransferSpeedColumn())  # fmt: skip
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""``mpishard plan``: cost of a run, before it runs."""
+"""``mpishard plan``: the cost of a run, before it starts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mpishard.planning import Timeline, plot_timelines, simulate, text_chart
 
 _ALL = "all"
 _LOOPED = ("interleaved", "looped-bfs")
-_MOST_OPERATIONS = 2_000_000  # which takes seconds, and less than a gigabyte
-_MANY_RANKS = 8  # from which on a table names the largest and not all
+_MOST_OPERATIONS = 2_000_000  # they take seconds, and less than a gigabyte
+_MANY_RANKS = 8  # with more, a table has the largest peak alone
 
 plan = typer.Typer(rich_markup_mode=None)
 
@@ -69,7 +69,7 @@ def schedule(
 ) -> None:
     """Run pipeline schedules on a virtual clock: bubble, time and memory.
 
-    Each of V stages of a rank takes a V-th of its times. Times have any unit, the same for all.
+    Each of the V stages of a rank takes 1/V of its times. All times have the same unit.
     """
     with refusing("plan"):
         _check(output, forward, backward_input, backward_weight, communication)
@@ -95,7 +95,7 @@ def schedule(
 
 
 def _check(output: Path | None, *times: float) -> None:
-    """Refuse times that none can be, and files that cannot be drawn."""
+    """Refuse impossible times, and files that cannot be drawn."""
     flags = ("--forward", "--backward-input", "--backward-weight", "--communication")
     for flag, value in zip(flags, times, strict=True):
         if not (math.isfinite(value) and value >= 0):
@@ -110,7 +110,7 @@ def _check(output: Path | None, *times: float) -> None:
 def _schedules(
     name: str, virtual_stages: int | None, stages: int, micro_batches: int
 ) -> list[RuleSchedule]:
-    """Return the schedule of that name, or all; refuse those with too many operations."""
+    """Return the schedule of that name, or all. Refuse too many operations."""
     schedules = [
         schedule_by_name(each, virtual_stages if each in _LOOPED or name != _ALL else None)
         for each in (SCHEDULE_NAMES if name == _ALL else (name,))
@@ -121,8 +121,8 @@ def _schedules(
         if count > _MOST_OPERATIONS:
             raise ValueError(
                 f"{each.name} with {stages} ranks and {micro_batches} micro-batches has up to "
-                f"{count} operations, and {_MOST_OPERATIONS} can be looked at; the bubble hardly "
-                "changes beyond some ten micro-batches a rank"
+                f"{count} operations, and at most {_MOST_OPERATIONS} are simulated; the bubble "
+                "hardly changes beyond about ten micro-batches per rank"
             )
     return schedules
 
@@ -156,7 +156,7 @@ def _table(schedules: Sequence[RuleSchedule], timelines: Sequence[Timeline]) -> 
 
 
 def _show_charts(timelines: Sequence[Timeline], *, is_drawn: bool) -> None:
-    """Charts of those schedules that fit the screen; ``is_drawn`` where a file has them all."""
+    """Print charts of the schedules that fit the screen; ``is_drawn``: a file has all of them."""
     width = screen_width()
     charts = {timeline.schedule_name: text_chart(timeline, width) for timeline in timelines}
     for name, chart in charts.items():

@@ -1,4 +1,4 @@
-"""``mpishard plot``: draw the losses of one run, or of several runs beside each other."""
+"""``mpishard plot``: draw the losses of one run, or of several runs in the same picture."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def plot(
 ) -> None:
     """Draw the losses of one run, or of several.
 
-    The runs wrote them with metrics=FILE; they may still be going on. With one RUN: training
-    losses, their moving average, and validation losses. With several: the moving averages in one
-    panel, and the validation losses in another; runs whose folders have one name have one colour.
+    The runs write them with metrics=FILE, and may still train. With one RUN: training losses, their
+    moving average, and validation losses. With several: the moving averages in one panel, and the
+    validation losses in another. Runs whose folders have the same name have the same colour.
     """
     first = runs[0] if runs[0].is_dir() else runs[0].parent
     target = first / "loss.png" if output is None else output
@@ -58,7 +58,7 @@ def plot(
 
 
 def _panels(runs: list[Path], title: str, unit: str) -> list[Panel]:
-    """One panel of training losses and one of validation losses; none without curves."""
+    """Return a panel of training losses and one of validation losses, unless it is empty."""
     panels: list[tuple[str, list[Curve]]] = [("training loss", []), ("validation loss", [])]
     for run in runs:
         for (_, curves), points in zip(panels, losses_of(run), strict=True):
@@ -82,7 +82,7 @@ def _panels(runs: list[Path], title: str, unit: str) -> list[Panel]:
 
 
 def _name(run: Path) -> str:
-    """Name of a run: its folder's, unless the file has a name of its own."""
+    """Return the name of a run: that of its folder, or of a file with another name."""
     if run.is_dir() or run.name == "metrics.jsonl":
         return (run if run.is_dir() else run.parent).resolve().name
     return run.stem

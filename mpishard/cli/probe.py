@@ -1,4 +1,4 @@
-"""Programs that answer a question, each in a process group of its own, with a time limit."""
+"""Programs that answer a question, each in a process group of its own, within a time limit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Answer:
 
     @property
     def found(self) -> Any:
-        """The answer that the program printed; None if it did not get so far."""
+        """The answer that the program printed; None if it ended before."""
         lines = [line for line in self.out.splitlines() if line.startswith(_MARK)]
         return json.loads(lines[-1].removeprefix(_MARK)) if lines else None
 
@@ -59,14 +59,14 @@ class Answer:
 
 
 def answer_line(found: Any) -> str:
-    """Return the line by which a program answers, among whatever its libraries print."""
+    """Return the line of an answer, which is found among the output of the program's libraries."""
     return _MARK + json.dumps(found)
 
 
 def ask(
     command: Sequence[str], limit: float, variables: Mapping[str, str | None] | None = None
 ) -> Answer:
-    """Run ``command`` outside the job that this process may be part of, for ``limit`` seconds.
+    """Run ``command`` for up to ``limit`` seconds, outside a job that this process may belong to.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def ask_all(
     environment: Mapping[str, str],
     is_over: Callable[[], bool] = lambda: False,
 ) -> list[Answer]:
-    """Run all of ``commands`` at once, for ``limit`` seconds, or until ``is_over()`` is true.
+    """Run all of ``commands`` at once, for up to ``limit`` seconds, or until ``is_over()``.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def ask_all(
     with ExitStack() as held:
         try:
             for command in commands:
-                # Files and not pipes, because what a program leaves running holds its output open.
+                # Files and not pipes: a child that a program leaves behind would hold a pipe open.
                 out, err = (held.enter_context(tempfile.TemporaryFile()) for _ in range(2))
                 program = subprocess.Popen(
                     command,
@@ -114,7 +114,7 @@ def ask_all(
                     with suppress(subprocess.TimeoutExpired):
                         program.wait(_GLANCE_SECONDS)
             codes |= {p: p.returncode for p in started if p.poll() is not None}
-            # A launcher that is asked to end also ends its ranks, wherever they are.
+            # After SIGTERM a launcher also ends its ranks, even in sessions of their own.
             late = started.keys() - codes.keys()
             for program in late:
                 _signal(program, signal.SIGTERM)
@@ -132,7 +132,7 @@ def ask_all(
 
 
 def python_command(code: str, *arguments: str) -> list[str]:
-    """Return a command that runs ``code`` in a Python; it answers by ``answer(found)``."""
+    """Return a command that runs ``code`` in Python; ``answer(found)`` there prints the answer."""
     preamble = f"import json\ndef answer(found): print({_MARK!r} + json.dumps(found), flush=True)\n"
     return [sys.executable, "-c", preamble + code, *arguments]
 

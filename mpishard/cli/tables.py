@@ -16,26 +16,26 @@ _USUAL = 80
 
 
 def screen_width() -> int:
-    """Return the columns of the terminal at the other end; 80 if there is none, and at least."""
+    """Return the columns of the user's terminal, 80 or more; 80 without a terminal."""
     console = Console()
     columns = settings.terminal_columns()
     return max(columns or (console.width if console.is_terminal else _USUAL), _USUAL)
 
 
 def show(table: Table) -> None:
-    """Print a table that fits the terminal at the other end; what is wider folds."""
+    """Print a table that fits the user's terminal. Wider cells are folded."""
     Console(width=screen_width(), highlight=False).print(table)
 
 
 def figures_table(
     title: str, columns: Sequence[str], words: Collection[str] = (), gap: int = 2
 ) -> Table:
-    """Return an empty table of figures; columns among ``words`` hold text, which is not folded."""
+    """Return an empty table of figures. Columns in ``words`` have text, which is not folded."""
     table = Table(
         title=title,
         title_justify="left",
         caption_justify="left",
-        box=box.SIMPLE_HEAD,  # without lines between columns, which would need three of 80 each
+        box=box.SIMPLE_HEAD,  # lines between columns would need 3 of the 80 characters each
         show_edge=False,
         pad_edge=False,
         padding=(0, gap - 1, 0, 0),
@@ -49,19 +49,19 @@ def figures_table(
 
 
 def errors_table(words: Sequence[str], figures: Sequence[str]) -> Table:
-    """Return an empty table without lines, for a row of errors of each parameter."""
+    """Return an empty table without lines, for rows of each parameter's errors."""
     texts = [Column(name, overflow="fold") for name in words]
     numbers = [Column(name, justify="right") for name in figures]
     return Table(*texts, *numbers, box=None, pad_edge=False)
 
 
 def timing_cells(seconds: Sequence[float]) -> tuple[str, str]:
-    """Return the median of some times, and the spread around it."""
+    """Return median and spread of some times, as text."""
     timing = Timing(tuple(seconds))
     return milliseconds(timing.median), f"{timing.spread:.0%}"
 
 
 def rate_cells(seconds: Sequence[float], nbytes: int) -> tuple[str, str, str]:
-    """Return median, spread, and the bytes that are moved in a second; "" if there are none."""
+    """Return median, spread and bytes per second, as text; "" for a rate of 0 bytes."""
     rate = f"{bytes_text(int(nbytes / Timing(tuple(seconds)).median))}/s" if nbytes else ""
     return (*timing_cells(seconds), rate)

@@ -1,4 +1,4 @@
-"""``mpishard trace``: record a script's ranks, merge what they left, and print where time went."""
+"""``mpishard trace``: record the ranks of a script, merge their traces, and print a summary."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def run(
     hosts: HostsOption = "",
     oversubscribe: OversubscribeOption = False,
 ) -> None:
-    """Run SCRIPT on N MPI ranks as `mpishard run` does, record it, merge and summarize.
+    """Run SCRIPT on N MPI ranks as `mpishard run` does; record it, merge and summarize.
 
-    Ends with the script's exit code; what a failed job has left is merged too.
+    The exit code is that of the script. The traces of a failed job are merged, too.
     """
     folder = output.absolute()
     job = prepare_job(
@@ -60,11 +60,11 @@ def run(
     )
     with refusing("trace run", "--output: "):
         folder.mkdir(parents=True, exist_ok=True)
-        # An earlier job may have had more ranks, whose traces would be merged with these.
+        # Traces of an earlier job with more ranks would be merged with these.
         for old in (*folder.glob("rank_*.json"), folder / _MERGED):
             old.unlink(missing_ok=True)
     code = job.run()
-    # Ranks that failed have left traces, too: what there is is merged.
+    # Ranks that failed may have left traces, too, which are merged.
     with refusing("trace", code=code or 2):
         recorded = open_trace(folder)
         merge_traces(recorded, output / _MERGED)
@@ -89,7 +89,7 @@ def merge(
     with refusing("trace"):
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
-        # The next merge would take it for a rank's.
+        # The next merge would read it as the trace of a rank.
         if path.name.startswith("rank_"):
             raise ValueError(f"--output {path} would look like the trace of a rank")
         recorded = open_trace(folder)
@@ -104,7 +104,7 @@ def summary(
         Path, typer.Argument(metavar="FOLDER|FILE", help="Ranks' traces, or what was merged.")
     ],
 ) -> None:
-    """Print what each rank's steps were made of, and what collectives cost."""
+    """Print the parts of each rank's steps, and the time of collectives."""
     with refusing("trace"):
         job = open_trace(recorded)
         _print_summary(summarize_trace(job), job)
@@ -120,7 +120,7 @@ def _print_notes(recorded: JobTrace) -> None:
         if ending.dropped:
             typer.echo(
                 f"rank {rank} dropped {ending.dropped} events, all that came after "
-                f"{ending.until / 1e6:.3f} s: they were more than its trace takes",
+                f"{ending.until / 1e6:.3f} s: its trace was full",
                 err=True,
             )
 

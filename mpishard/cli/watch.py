@@ -1,7 +1,7 @@
-"""``mpishard watch``: a page of this machine that shows a run while it trains, and how it ended.
+"""``mpishard watch``: a local page that shows a run while it trains, and its end.
 
-The command serves ``watch.html`` and a `RunState`, which has what the page shows: the curves from
-the run's metrics, the ranks from their status pages.
+The command serves ``watch.html`` and a `RunState`, the content of the page: curves from the run's
+metrics, and ranks from their status pages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def watch(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of `mpishard run --log-dir`, which tells about the ranks. Default: RUN.",
+            help="Folder of `mpishard run --log-dir`, with files about the ranks. Default: RUN.",
             show_default=False,
         ),
     ] = None,
@@ -60,13 +60,13 @@ def watch(
 ) -> None:
     """Show a run on a local page, live: losses, throughput, memory, and the state of each rank.
 
-    The run writes its losses with metrics=RUN/metrics.jsonl, and `mpishard run --log-dir RUN`
-    starts it, so that the ranks can be seen. The page also shows a run that has ended, and why.
-    It is served to this machine only, and loads nothing from elsewhere. Ctrl-C ends it.
+    The run writes its losses with metrics=RUN/metrics.jsonl. Start it with `mpishard run --log-dir
+    RUN`, so that the page can show its ranks. The page also shows the end of a run, and its reason.
+    It is served to this machine only, and loads nothing from elsewhere. Ctrl-C ends the command.
     """
     folder = logs or (run.parent if run.is_file() or run.suffix == ".jsonl" else run)
     if logs is not None and not logs.is_dir():
-        refuse("watch", f"--logs {logs} is no folder")
+        refuse("watch", f"--logs {logs} is not a folder")
     state = RunState(run, folder)
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Page, state, Lock()))
@@ -86,7 +86,7 @@ def watch(
 
 
 class _Page(BaseHTTPRequestHandler):
-    """Answers with the page, or with the state that it shows."""
+    """Answers with the page, or with its state."""
 
     def __init__(self, state: RunState, lock: Lock, *arguments: Any) -> None:
         self._state = state
@@ -94,14 +94,15 @@ class _Page(BaseHTTPRequestHandler):
         super().__init__(*arguments)
 
     def handle(self) -> None:
-        """Answer, unless the browser has left meanwhile."""
+        """Answer, unless the browser has closed the connection."""
         with suppress(ConnectionError):
             super().handle()
 
     def do_GET(self) -> None:
         """Answer a browser."""
         host = self.headers.get("Host", "").partition(":")[0]  # browsers leave port 80 out
-        if host not in ("127.0.0.1", "localhost"):  # a page from elsewhere under a name of its own
+        # Refuses DNS rebinding: a page of another site whose name leads to this machine.
+        if host not in ("127.0.0.1", "localhost"):
             self.send_error(HTTPStatus.FORBIDDEN)
         elif self.path == "/":
             self._send("text/html; charset=utf-8", (files(__package__) / "watch.html").read_bytes())
@@ -116,19 +117,19 @@ class _Page(BaseHTTPRequestHandler):
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
-        # A browser that goes back to the page would show the state of that time.
+        # A browser that returns to the page would show an old state.
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Say nothing: a page asks each second."""
+        """Print nothing, because a page asks each second."""
 
 
 # -------------------------------------------------------------------------------------- the state
 
 _POINTS = 400
-"""Points of a curve on the page, at most: a bucket of steps is shown by its mean."""
+"""Maximum number of points of a curve; with more steps, a point is the mean of several."""
 
 _PART_BYTES = 1 << 20
 _OF_STEPS = ("step", "loss", "time", "weight", "memory")
@@ -136,7 +137,7 @@ _OF_TESTS = ("step", "validation_loss")
 
 _STALLED_SECONDS = 3.0
 _WINDOWS = 120
-"""Points of the throughput: steps alone would show the noise of the machine."""
+"""Number of points of the throughput: single steps would show the noise of the machine."""
 
 _WORDS = {
     "runs": "runs",
@@ -151,7 +152,7 @@ _MEMORY_KEPT = 2000
 
 
 class _Curves:
-    """The figures of a metrics file that grows, read on from where the last look ended.
+    """The figures of a growing metrics file. Each look reads the new lines alone.
 
     Parameters
     ----------
@@ -166,18 +167,18 @@ class _Curves:
     def _begin(self, file: tuple[int, int]) -> None:
         self._file, self._read = file, 0
         self._last: dict[str, Any] = {}
-        # Numbers in place of rows: a long run has millions, and a page asks each second.
+        # Numbers and not rows, because a long run has millions and a page asks each second.
         self._steps = {name: array("d") for name in _OF_STEPS}
         self._tests = {name: array("d") for name in _OF_TESTS}
         self._figures: dict[str, Any] | None = None
 
     def look(self) -> None:
-        """Read the lines that are new; all of them, if a resumed run has written another file.
+        """Read the new lines; all lines if a resumed run has written another file.
 
         Raises
         ------
         ValueError
-            If a line is no metrics.
+            If a line has no metrics.
         """
         try:
             about = self.path.stat()
@@ -190,7 +191,7 @@ class _Curves:
             return
         with self.path.open("rb") as stream:
             stream.seek(self._read)
-            # A part at a time: the rows of a long run would take a hundred times their bytes.
+            # In parts, because the rows of a long run take a hundred times the bytes of the file.
             while part := b"".join(stream.readlines(_PART_BYTES)):
                 self._take(part[: part.rfind(b"\n") + 1])
                 if not part.endswith(b"\n"):  # this line is being written
@@ -243,7 +244,7 @@ class _Curves:
 
 
 class RunState:
-    """A run's metrics and ranks, as they are when asked.
+    """The present metrics and ranks of a run.
 
     Parameters
     ----------
@@ -262,7 +263,7 @@ class RunState:
         self._measured = -math.inf
 
     def now(self) -> dict[str, Any]:
-        """Return all that the page shows, for JSON."""
+        """Return the content of the page, for JSON."""
         error = ""
         try:
             self._curves.look()
@@ -271,12 +272,12 @@ class RunState:
         modified = self._curves.modified
         folder = newest_start(self.logs)
         ended: dict[str, Any] | None = None
-        with suppress(OSError, ValueError):  # the job runs; or the file is being written
+        with suppress(OSError, ValueError):  # the job runs, or the file is being written
             ended = json.loads((folder / ENDED).read_text(encoding="utf-8"))
         records = [] if ended else records_in(folder / CALLS)
         if not ended and not records:
             records = records_at(pages_beside(self._curves.path))
-        # A process has a record for each of its worlds; the last one says what it does now.
+        # A process has a record for each of its worlds; the newest has its present state.
         records = [log.newest for log in RankLogs.of_job(records).values()]
         alive = [r for r in records if r.is_alive and not r.has_left]
         has_stalled = any(_kind(record) in {"waits", "gone", "stopped"} for record in records)
@@ -342,7 +343,7 @@ def _kind(record: RankRecord) -> str:
 
 
 def _curve(x: Array, y: Array) -> list[list[float]]:
-    """Return points whose x and y are both known, as many as a page shows."""
+    """Return the points whose x and y are finite, reduced to the number that a page shows."""
     is_known = np.isfinite(x) & np.isfinite(y)
     return _thinned(np.column_stack([x[is_known], y[is_known]]))
 

@@ -180,7 +180,7 @@ def test_mistakes_are_named(tmp_path):
         code, said = watch(tmp_path, "--port", port)
     assert (code, f"port {port} of 127.0.0.1: Address already in use" in said) == (2, True)
     code, said = watch(tmp_path, "--logs", tmp_path / "none")
-    assert (code, "none is no folder" in said) == (2, True)
+    assert (code, "none is not a folder" in said) == (2, True)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from mpishard.distributed import as_distributed
 from mpishard.optimizers import AdamW
 
 _WIDTH = 1024
-_STEP_WIDTH = 1024  # of the matrix product that stands for a step of training
+_STEP_WIDTH = 1024  # of the matrix product that simulates a step of training
 _KINDS = 3  # parameters, and AdamW's two moments
 _ITEM = 4  # bytes
 _PART = 8 << 20  # bytes of one plain write or read
@@ -43,7 +43,7 @@ _WAYS = {
     "read": (True, ""),
     "load": (True, "read"),
 }
-"""Way -> whether it moves the bytes of all files, and the way that it is compared with."""
+"""Way -> True if it moves the bytes of all files, and the way that it is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class CheckpointResult:
     Parameters
     ----------
     way : str
-        Name of what was timed.
+        Name of the operation that was timed.
     seconds : tuple of float
         Time of each repeat, on the slowest rank.
     nbytes : int
@@ -77,9 +77,9 @@ class CheckpointBenchmark:
     nbytes : int
         Size of one rank's file, about.
     repeats : int
-        How often each is timed.
+        Number of times of each way.
     folder : Path
-        On the file system to measure.
+        A folder on the file system that is measured.
     """
 
     nbytes: int
@@ -154,15 +154,15 @@ class _Run:
 
     def results(self) -> list[CheckpointResult]:
         saved = self._folder / "saved"
-        checkpoint.save(saved, *self._trained)  # touches memory, and is read below
+        checkpoint.save(saved, *self._trained)  # allocates memory; its files are read below
         file = saved / file_name(self._backend.rank)
         content = np.fromfile(file, np.uint8)
         total = int(self._backend.all_gather(np.array([content.size])).sum())
         plain = self._folder / f"plain{self._backend.rank}"
-        # First, because the first save would otherwise be clocked with it.
+        # First, because otherwise the first save would include it.
         self._timed("memory for copies", lambda: checkpoint.reserve(self._staging, *self._trained))
         for repeat in range(self._benchmark.repeats):
-            # The same bytes, and a new file each time, as a save makes one.
+            # The same bytes to a new file each time, as in a save.
             self._timed("write + fsync", lambda: _write(plain, content))
             plain.unlink()
             path = self._folder / f"save{repeat}"
@@ -178,7 +178,7 @@ class _Run:
 
     def _save_beside_steps(self, path: Path) -> None:
         self._backend.barrier()
-        # Just before the save, so that both kinds of steps find the machine in one state.
+        # Just before the save, so that the machine is in the same state for both kinds of steps.
         alone = float(np.median([self._step() for _ in range(10)]))
         self._backend.barrier()
         begun = time.perf_counter()
@@ -200,7 +200,7 @@ class _Run:
         self._note("step beside a save", float(np.median(steps)))
 
     def _step(self) -> float:
-        """Time a layer's product, and the small reduction that ends each step. Collective."""
+        """Return the time of a layer's product and the small reduction of a step. Collective."""
         begun = time.perf_counter()
         np.matmul(self._square, self._square, out=self._product)
         np.maximum(self._product, 0.0, out=self._product)
@@ -214,8 +214,8 @@ class _Run:
         self._note(way, time.perf_counter() - begun)
 
     def _note(self, way: str, seconds: float) -> None:
-        """Note the slowest rank's time. Collective."""
-        # Training goes on when the last rank is ready.
+        """Record the slowest rank's time. Collective."""
+        # Training continues when the last rank is ready.
         slowest = float(self._backend.all_gather(np.array([seconds])).max())
         self._seconds.setdefault(way, []).append(slowest)
 

@@ -1,4 +1,4 @@
-"""``mpishard bench collectives``: time of each collective, beside what bounds it."""
+"""``mpishard bench collectives``: time of each collective, of MPI, of gloo and of a copy."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "barrier")
 """Collectives that are measured."""
 
 Way = Callable[[], object]
-"""What does a collective once."""
+"""A function that performs a collective once."""
 
-# It ends with the rank that started it, however that rank ends.
+# It ends with the rank that started it, even if that rank is killed.
 _BUSY_LOOP = "import os; rank = os.getppid()\nwhile os.getppid() == rank: sum(range(10**6))"
 
 _GLOO_NAMES = {
@@ -52,8 +52,8 @@ class CollectiveResult:
         One of `KINDS`.
     way : str
         ``ours``; ``ours, in place`` without an ``out``; ``ours, shared`` on arrays of
-        ``allocate_shared``; ``MPI`` and ``gloo``, those libraries' own; ``MPI, in place``, with
-        ``MPI_IN_PLACE``; ``memcpy``, a copy of as many bytes by every rank.
+        ``allocate_shared``; ``MPI`` and ``gloo``, that of these libraries; ``MPI, in place`` with
+        ``MPI_IN_PLACE``; ``memcpy``, a copy of the same number of bytes by every rank.
     nbytes : int
         Size of the whole array: the result of an all-gather, the input of the others.
     seconds : tuple of float
@@ -77,11 +77,11 @@ class CollectiveBenchmark:
     sizes : sequence of int
         Bytes of the whole array.
     dtype : str
-        Of its elements.
+        Dtype of its elements.
     repeats : int
-        How often each is timed.
+        Number of times of each way.
     busy : int
-        Number of busy processes that run on each node meanwhile.
+        Number of busy processes on each node meanwhile.
     """
 
     kinds: Sequence[str]
@@ -97,7 +97,7 @@ class CollectiveBenchmark:
         results = []
         with ExitStack() as stack:
             torch = stack.enter_context(_gloo(backend)) if mpi is not None else None
-            # They keep cores busy as other users of the machine do.
+            # They take time of the cores, as programs of other users do.
             for _ in range(self.busy if backend.local_rank == 0 else 0):
                 loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", _BUSY_LOOP]))
                 stack.callback(loop.kill)
@@ -110,10 +110,10 @@ class CollectiveBenchmark:
         return results
 
     def table(self, results: Sequence[CollectiveResult], world_size: int) -> Table:
-        """Return the results as a table; ratios are to the same collective at the same size.
+        """Return the results as a table.
 
-        A ratio is the median over the repeats, in each of which the ways took turns. Collectives in
-        place are compared with the library's in place.
+        A ratio is to another way at the same size: the median over the repeats, in each of which
+        the ways took turns. Collectives in place are compared with those of MPI in place.
         """
         columns = ("collective", "size", "", "median", "spread", "bytes/s", "/ MPI", "/ copy")
         title = f"{counted(world_size, 'rank')}, medians"
@@ -159,7 +159,7 @@ class CollectiveBenchmark:
 def _ways(
     backend: CommunicationBackend, mpi: Any, torch: Any, kind: str, nbytes: int, dtype: Any
 ) -> dict[str, Way]:
-    """Return the ways to do a collective once, after a look at the result of each."""
+    """Return the ways to perform a collective, after a check of the result of each."""
     if kind == "barrier":
         ways: dict[str, Way] = {"ours": backend.barrier}
         ways |= {"MPI": mpi.Barrier} if mpi is not None else {}
@@ -173,14 +173,14 @@ def _ways(
     out, mpi_out = np.empty(size, dtype), np.empty(size, dtype)
     shared: Any = np.empty(size, dtype)
     expected = np.repeat(mine + 1, counts) if is_gather else np.array([(mine + 1).sum()])
-    # Each way, and the array that it leaves its result in, or None.
+    # Each way, and the array with its result, or None.
     found: dict[str, tuple[Way, Any]] = {"ours": (lambda: ours(source, out=out), out)}
     if kind == "all_reduce":
-        # In place the result is the next input: sums of ones would soon be infinite.
+        # In place the result is the next input: sums of ones would overflow.
         zeros = np.zeros_like(source)
         found[_IN_PLACE] = (lambda: ours(zeros), None)
         shared = backend.allocate_shared(length, dtype)
-    # Memory that peers can read.
+    # With memory that peers can read, "shared" copies nothing.
     buffer = None if is_gather else backend.allocate_shared(world * length, dtype)
     if buffer is not None and shared is not None:
         own = buffer[rank * length :][:length]
@@ -210,7 +210,7 @@ def _ways(
 
 @contextmanager
 def _gloo(backend: CommunicationBackend) -> Iterator[Any]:
-    """Yield torch, a node's ranks joined in a group of gloo; None if one has none. Collective."""
+    """Yield torch with a gloo group; None on several nodes or without PyTorch. Collective."""
     here = importlib.util.find_spec("torch") is not None
     if backend.node_count > 1 or backend.all_gather(np.array([here])).min() == 0:
         yield None
@@ -225,7 +225,7 @@ def _gloo(backend: CommunicationBackend) -> Iterator[Any]:
         "gloo", f"file://{place}/store", rank=backend.rank, world_size=backend.world_size
     )
     yield torch
-    # Not after an error, because the other ranks may never come.
+    # Not after an exception, because the other ranks may never come.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     if folder is not None:
@@ -233,12 +233,12 @@ def _gloo(backend: CommunicationBackend) -> Iterator[Any]:
 
 
 def _of_gloo(torch: Any, kind: str, source: Array, size: int) -> Way:
-    """Return gloo's collective, which sums zeros in place, or leaves ``size`` elements."""
+    """Return gloo's collective, which sums zeros in place, or writes ``size`` elements."""
     distributed = torch.distributed
     if kind == "all_reduce":
         zeros = torch.from_numpy(np.zeros_like(source))
         return lambda: distributed.all_reduce(zeros)
-    # Newer versions have the same under another name, and warn of the old one.
+    # Newer versions have renamed it, and warn about the old name.
     new, old = _GLOO_NAMES[kind]
     call = getattr(distributed, new if hasattr(distributed, new) else old)
     tensor, out = torch.from_numpy(source), torch.from_numpy(np.empty(size, source.dtype))

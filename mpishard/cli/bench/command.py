@@ -1,4 +1,4 @@
-"""The command ``mpishard bench``: its subcommands, the ranks that measure, and what is shown."""
+"""The command ``mpishard bench``: its subcommands, the ranks that measure, and the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mpishard.pipeline import SCHEDULE_NAMES
 bench = typer.Typer(rich_markup_mode=None)
 
 _RANK = "rank"
-"""Context of a process that another one started for -n, with the same words."""
+"""Context of a rank that ``mpishard bench -n`` has started with its own words."""
 
 _REPEATED = "One of {}; may be repeated. Default: all."
 _WAYS = [TENSOR, *SCHEDULE_NAMES]
@@ -75,7 +75,7 @@ def collectives(
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:
-    """Time collectives, beside those of the MPI library and of gloo, and a copy.
+    """Time collectives, those of the MPI library and of gloo, and a copy in memory.
 
     gloo is measured if PyTorch is installed.
     """
@@ -125,7 +125,7 @@ def step(
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:
-    """Time training steps; the strategy alone is the same step without communication."""
+    """Time training steps. The strategy "alone" is the same step without communication."""
     chosen = strategy or [s for s in STRATEGIES if s != "zero3"]  # which is fsdp
     usual = _SIZES[model]
     sizes = (width or usual[0], layers or usual[1], batch or usual[2])
@@ -155,7 +155,7 @@ def speedup(
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:
-    """Time a step that all ranks share, by tensor or pipeline parallelism, against one rank's."""
+    """Time a step that tensor or pipeline parallelism divides, and the same step on one rank."""
     chosen = way or [TENSOR, "1f1b", "zb-h1"]
     if "all" in chosen:
         chosen = _WAYS
@@ -174,16 +174,13 @@ def checkpoint(
     size: Annotated[str, typer.Option(help="Bytes of each rank's file, about.")] = "256MiB",
     repeats: Annotated[int, _count("Number of times of each.", 2)] = 7,
     folder: Annotated[
-        Path,
-        typer.Option(
-            file_okay=False, help="Folder for files, which are removed; all ranks must see it."
-        ),
+        Path, typer.Option(file_okay=False, help="For files, which are removed; all ranks see it.")
     ] = Path(),
     json: JSONOption = None,
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:
-    """Time saving, saving beside training, and loading, against plain writing and reading."""
+    """Time saving, saving beside training and loading, and plain writing and reading."""
     with refusing("bench", "--size: "):
         benchmark = CheckpointBenchmark(parse_bytes(size), repeats, folder)
     with refusing("bench", "--folder: ", errors=(OSError,)):
@@ -198,9 +195,9 @@ def _measure(
     json: Path | None,
     plot: Path | None = None,
 ) -> None:
-    """Run a benchmark on MPI ranks started for it, on threads, or on the ranks that there are.
+    """Run a benchmark on new MPI ranks, on threads, or on the ranks of the running job.
 
-    Rank 0 shows its table and writes the files. A benchmark has a ``key`` in JSON,
+    Rank 0 shows the table and writes the files. A benchmark has a ``key`` in JSON,
     ``run(backend)``, ``table(results, world_size)``, and ``panels(results, world_size)`` if it
     can be plotted.
     """
@@ -212,7 +209,7 @@ def _measure(
     check_start("bench", "leave out -n and --world-size", starts_ranks=starts_ranks)
     if ranks and starts_ranks:
         words = ["run", "-n", str(ranks), "-m", __name__, *sys.argv[2:]]  # after `mpishard bench`
-        # In place of this process, so that signals and the exit code are those of the job.
+        # Replaces this process, so that signals reach the job and its exit code is returned.
         os.execv(sys.executable, [sys.executable, "-m", "mpishard", *words])  # noqa: S606
 
     def body(backend: CommunicationBackend) -> None:

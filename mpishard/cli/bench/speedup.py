@@ -1,4 +1,4 @@
-"""``mpishard bench speedup``: one batch on all ranks together, against one rank alone."""
+"""``mpishard bench speedup``: one batch on all ranks together, and on one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpishard.sharding import ShardingConfiguration
 from mpishard.tensor import TensorParallelLayerPartitioner
 
 TENSOR = "tensor"
-"""The way that is not a schedule of a pipeline."""
+"""The way without a pipeline: the tensor axis."""
 
 _ONE = "one rank"
 _HEAD_SIZE = 64
@@ -39,21 +39,21 @@ class SpeedupResult:
     seconds : tuple of float
         Time of each step.
     speedup : float
-        Median of one rank over the median of this way, in the same run.
+        Median time of one rank, divided by that of this way in the same run.
     limit : float
-        Upper bound of the speed-up: for a pipeline its ranks, times 1 - bubble, times the
-        balance of the stages; for the tensor axis by the FLOPs that are split (Amdahl).
-    balance : float
-        Mean over largest computing time of a rank in a step; 1 if all compute alike. None if it
-        was not measured.
-    overhead : float
-        Computing time of all ranks together, over the one rank's step: smaller micro-batches
-        make smaller matrix products. None if it was not measured.
-    waiting : float
-        Share of a step that the rank with most waiting waits for its neighbours. None if it was
-        not measured.
+        Upper bound of the speed-up. For a pipeline: ranks times 1 - bubble times the balance of
+        the stages; for the tensor axis: by the share of FLOPs that are split (Amdahl's law).
     bytes_sent : int
-        In one step, by all ranks.
+        Bytes that all ranks together send in one step.
+    balance : float, optional
+        Mean computing time of a rank in a step, divided by the largest; 1 if all compute equally
+        long. None if it was not measured.
+    overhead : float, optional
+        Computing time of all ranks together, divided by the step of one rank: smaller
+        micro-batches make smaller matrix products. None if it was not measured.
+    waiting : float, optional
+        Share of a step in which the rank that waits longest waits for its neighbours. None if it
+        was not measured.
     """
 
     way: str
@@ -68,16 +68,16 @@ class SpeedupResult:
 
 @dataclass(frozen=True, slots=True)
 class SpeedupBenchmark:
-    """A GPT in float32 with AdamW, its batch, and how often it is stepped.
+    """A GPT in float32 with AdamW, its batch, and the number of steps.
 
     Parameters
     ----------
     width, layers : int
-        Of the GPT, with heads of 64, a vocabulary of 256 and sequences of 128.
+        Size of the GPT, which has heads of 64, a vocabulary of 256 and sequences of 128 tokens.
     batch : int
         Sequences of a step, which all ranks compute together.
     micro_batches : int
-        Of pipelines.
+        Micro-batches of a pipeline.
     steps, warmup : int
         Steps that count, and steps before them.
     ways : sequence of str
@@ -104,16 +104,18 @@ class SpeedupBenchmark:
         return gpt(self.width, self.layers, max(1, self.width // _HEAD_SIZE))
 
     def run(self, backend: CommunicationBackend) -> list[SpeedupResult]:
-        """Measure, in turn from step to step, so that what disturbs one disturbs all. Collective.
+        """Measure all ways in turn, step by step, so that noise affects all alike. Collective.
 
-        While rank 0 steps alone the others sleep. Stages are dealt by the measured time of each
-        layer.
+        While rank 0 steps alone the others sleep. Layers are dealt to stages by their measured
+        time.
         """
         x, y = tokens(0, self.batch)
         single = alone()
-        # Costs are those of a micro-batch, which is what the stages compute at a time.
+        # Of a micro-batch, because stages compute one at a time.
         rows = max(1, self.batch // self.micro_batches)
-        costs = measured_layer_costs(self.build_model(), x[:rows], y[:rows])  # rank 0's count
+        costs = measured_layer_costs(
+            self.build_model(), x[:rows], y[:rows]
+        )  # those of rank 0 count
         cut = {"partition_strategy": costs, "micro_batch_count": self.micro_batches}
         trained: dict[str, tuple[Any, Callable[[], object]]] = {}
         for way in (_ONE, *self.ways):
@@ -125,7 +127,7 @@ class SpeedupBenchmark:
         figures: dict[str, list[tuple[float, ...]]] = {way: [] for way in trained}
         for number in range(-self.warmup, self.steps):
             for way, (model, step) in trained.items():
-                # Together, because the delay of a rank would be measured as the others' waiting.
+                # Otherwise a late rank would be measured as waiting of the others.
                 backend.barrier()
                 before, begun = _sent(model), time.perf_counter()
                 if way == _ONE:
@@ -192,7 +194,7 @@ class SpeedupBenchmark:
 
 
 def _on_one(backend: CommunicationBackend, step: Callable[[], object]) -> None:
-    """Step on rank 0, while the others take no time of its processor or memory. Collective."""
+    """Step on rank 0, while the others sleep and leave it cores and memory. Collective."""
     if backend.rank == 0:
         step()
         backend.broadcast(np.zeros(1))

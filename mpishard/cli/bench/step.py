@@ -1,4 +1,4 @@
-"""``mpishard bench step`` and ``checks``: time of a training step, and the checks' part of it.
+"""``mpishard bench step`` and ``checks``: time of a training step, and the share of the checks.
 
 `training_step` makes the model, batch and step of these benchmarks and of others.
 """
@@ -27,10 +27,10 @@ from mpishard.optimizers.rules.compiled import uses_numba
 from mpishard.sharding import ShardingConfiguration
 
 ALONE = "alone"
-"""The step that communicates with nobody: a lower bound of the others."""
+"""The step without communication: a lower bound of the others."""
 
 STRATEGIES = (ALONE, "ddp", "zero1", "zero2", "zero3", "fsdp")
-"""Those whose ranks compute samples of their own; `SpeedupBenchmark` is for the others."""
+"""Strategies whose ranks compute samples of their own; `SpeedupBenchmark` has the others."""
 
 _HEADS = 8
 
@@ -62,8 +62,8 @@ def tokens(seed: int, sequences: int, context: int = CONTEXT) -> tuple[Matrix, M
 
 
 def alone() -> CommunicationBackend:
-    """Return a backend of one rank, which communicates with nobody."""
-    # Ranks of one environment find each other by its name: nobody else has this one.
+    """Return a backend of one rank, without communication."""
+    # Ranks find each other by the name of their environment: no other rank has this one.
     backend = InMemoryCommunicationBackend(0, 1, f"alone-{uuid.uuid4()}")
     backend.initialize()
     return backend
@@ -98,9 +98,9 @@ class StepResult:
     seconds : tuple of float
         Time of each step, on rank 0.
     bytes_sent : int
-        By all ranks together in one step.
+        Bytes that all ranks together send in one step.
     resting_bytes, peak_bytes : int or None
-        Resident memory of all ranks together, between steps and at most.
+        Resident memory of all ranks together between steps, and its maximum.
     """
 
     strategy: str
@@ -113,7 +113,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepBenchmark:
-    """A model, its batch on each rank, and how often it is stepped.
+    """A model, its batch on each rank, and the number of steps.
 
     Parameters
     ----------
@@ -193,11 +193,11 @@ class StepBenchmark:
         )
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(self.steps):
-            for way, checked in ways.items():  # one after the other: noise meets both
+            for way, checked in ways.items():  # in turn, so that noise affects both alike
                 own.check_collectives = checked
                 seconds[way] += time_chain(step, 1).seconds
         own.check_collectives = ways[""]
-        # The bytes of one step, apart from those that are timed.
+        # The bytes of one step, which is not timed.
         own.traffic.reset()
         step()
         sent = own.traffic.total_bytes
@@ -261,19 +261,19 @@ _AS_IS, _NO_CHECKS, _NO_LOG = "as it is", "without checks", "without call log"
 
 @dataclass(frozen=True, slots=True)
 class ChecksResult:
-    """Measurements, in seconds of rank 0 unless something else is said.
+    """Measurements, in seconds on rank 0 unless the field says otherwise.
 
     Parameters
     ----------
     steps : dict of str to tuple of float
-        Each step as it is, without checks, and without call log: measured in turn.
+        Each step as it is, without checks, and without call log, in turn.
     collectives : int
         Number of collectives in a step.
     record_seconds : tuple of float
         Time that the call log took in each step.
     header_seconds : tuple of float
         Time of a collective that is only a header, on the slowest rank. It includes more than
-        the check: the header goes there and back, and the call is logged.
+        the check: the header travels there and back, and the call is logged.
     """
 
     steps: dict[str, tuple[float, ...]]
@@ -310,7 +310,7 @@ class ChecksResult:
 
 @dataclass(frozen=True, slots=True)
 class ChecksBenchmark:
-    """The model of ``examples/train_gpt.py``, and how often it is stepped.
+    """The model of ``examples/train_gpt.py``, and the number of steps.
 
     Parameters
     ----------
@@ -366,7 +366,7 @@ class ChecksBenchmark:
         finally:
             vars(page).pop("record", None)  # restores the method of its class
             backend.check_collectives = checks
-        # Alone, and waited for: in a step headers travel while layers compute.
+        # Outside a step, whose headers travel while layers compute: an upper bound.
         (header,) = time_alternately(backend, [lambda: backend.barrier_async().wait()], self.steps)
         return ChecksResult(
             {way: tuple(times) for way, times in seconds.items()},

@@ -179,9 +179,11 @@ def _started(launcher: Launcher) -> Iterator[Finding]:
         # mpi4py asks for MULTIPLE unless one of these is set, or the library was built without it.
         fix = "unset MPI4PY_RC_THREAD_LEVEL MPI4PY_RC_THREADS MPICH_MAX_THREAD_SAFETY"
     yield Finding("mpi.threads", text, level, fix)
-    text = "no: the job ends if a rank dies"
-    if survives:
-        text = "yes: under mpishard run --on-failure shrink ranks can survive another's death"
+    text = (
+        "yes, under mpishard run --on-failure shrink"
+        if survives
+        else "no: the job ends with a rank"
+    )
     yield Finding("mpi.ulfm", text, survives)
 
 

@@ -1,4 +1,4 @@
-"""A job that can start: its environment, what its starts share, and the checks before the first."""
+"""A job that can start: its environment, and the checks before its first start."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from mpishard.errors import MPIUnavailableError
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-_RANKS_PER_CORE = 8  # more are a slip of the finger rather than a test
+_RANKS_PER_CORE = 8  # more are rather a typing error than a test
 _OF_ONE_START = ("MPISHARD_JOB_FOLDER", "MPISHARD_RESTART", "MPISHARD_MAX_RESTARTS")
 
 
 def python_arguments(words: Sequence[str], is_module: bool = False) -> list[str]:
-    """Return the arguments with which Python runs a script or module, as the user means it.
+    """Return the arguments with which Python runs a script or module.
 
     A leading ``python`` is left out, and a folder is run if it has a ``__main__.py``.
 
@@ -59,13 +59,14 @@ def python_arguments(words: Sequence[str], is_module: bool = False) -> list[str]
     Raises
     ------
     ValueError
-        If there is no such script or module, naming one that is spelled alike.
+        If there is no such script or module. The message names one of similar spelling.
     """
     script, *arguments = words
     path = Path(script)
     if is_module:
         name = script.partition(".")[0]
-        # Only looked for, because importing it could start anything. Python adds this folder.
+        # Searched and not imported, because an import could start anything. Python itself adds the
+        # working directory.
         if not (find_spec(name) or PathFinder.find_spec(name, [str(Path.cwd())])):
             raise ValueError(f"-m {script}: there is no module {name}, here or on Python's path")
         return ["-m", script, *arguments]
@@ -94,12 +95,12 @@ def _did_you_mean(paths: Sequence[Path]) -> str:
 
 
 def _user_variables(entries: Sequence[str]) -> dict[str, str]:
-    """Return the variables of ``--env``; those without a value have one already.
+    """Return the variables of ``--env``. A name alone takes the value of this process.
 
     Raises
     ------
     ValueError
-        For what is no name, and a name alone of which the environment knows nothing.
+        For an invalid name, and for a name alone that is not set.
     """
     chosen = {}
     for entry in entries:
@@ -115,7 +116,7 @@ def _user_variables(entries: Sequence[str]) -> dict[str, str]:
 
 def _thread_variables(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> dict[str, str]:
     """Return the variable of the BLAS threads, unless the user has set one."""
-    # Under SLURM only the ranks know their cores: init() sets the threads there.
+    # SLURM assigns cores to ranks at the start: init() sets the threads there.
     if settings.blas_threads_are_set() or launcher.is_slurm:
         return {}
     ranks_per_host = max((host.slots for host in hosts), default=ranks)
@@ -123,7 +124,7 @@ def _thread_variables(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> 
 
 
 def _best_variables() -> dict[str, str]:
-    """Return variables that the user has not set: BLAS kernels, columns."""
+    """Return the variables of BLAS kernels and columns, unless the user has set them."""
     added = {}
     kernel = better_kernel(loaded_kernel())
     if kernel is not None:
@@ -148,21 +149,21 @@ class Job:
     environment : mapping of str to str
         The variables of the launcher.
     user_variables : dict of str to str
-        Those of ``--env``, which come before all others.
+        The variables of ``--env``, which take precedence over all others.
     passed_on : sequence of str
-        Those that ranks on other machines need as well.
+        Names of the variables that ranks on other machines need as well.
     ranks : int
         Number of ranks of the first start.
     hosts : sequence of Host
         The machines that the user named; empty for this one, or those that SLURM has allocated.
     log_folder : Path, optional
-        Where the ranks' output and call logs are kept.
+        Folder of the ranks' output and call logs.
     limits : RestartLimits
         How often it may start again, and with how many ranks.
     survives : bool
         Whether ranks may outlive each other.
     announcement : str
-        What the user is told before the first start.
+        The message to the user before the first start.
     """
 
     name: str
@@ -196,7 +197,7 @@ class Job:
             return find_lost_hosts(self.launcher, may_lose, received)
 
         def start(restart_count: int, ranks: int, hosts: Sequence[Host]) -> Outcome:
-            # On all that SLURM has allocated, the launcher needs no list of them.
+            # The launcher needs no list of hosts if it uses the whole SLURM allocation.
             hosts = self.hosts if hosts == may_lose else hosts
             logs = folder and folder_of_start(folder, restart_count)
             supervisor = Supervisor(
@@ -288,8 +289,8 @@ def prepare_job(
             _check_cores(ranks, limits.max_ranks)
         added = _thread_variables(launcher, ranks, machines) | _best_variables() | variables
         elsewhere = settings.forwarded_variables() if machines else ()
-        # The first line says what differs from the user's own environment; the width of the
-        # terminal changes no result.
+        # The first line names the variables that differ from the user's own environment, except
+        # the width of the terminal, which changes no result.
         told = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
         slots = sum(host.slots for host in machines)
         if machines and (limits.max_ranks or 0) > slots:
@@ -314,7 +315,7 @@ def prepare_job(
 
 
 def _check_cores(ranks: int, max_ranks: int | None) -> None:
-    # A job that may grow later must fit then, too.
+    # A job that may grow must fit then, too.
     cores, most = usable_cores(), max(ranks, max_ranks or 0)
     if most > _RANKS_PER_CORE * cores:
         option = "-n" if most == ranks else "--max-ranks"
@@ -326,12 +327,12 @@ def _check_cores(ranks: int, max_ranks: int | None) -> None:
 
 @contextmanager
 def own_log_folder(name: str, folder: Path) -> Iterator[None]:
-    """A context in which ``folder`` is the job's alone, and holds nothing of an earlier one.
+    """Reserve ``folder`` for this job during the block, without files of an earlier one.
 
     Raises
     ------
     typer.Exit
-        With code 2, before the block; the command ``name`` has said why.
+        With code 2, before the block, after the command ``name`` has printed the reason.
     """
     with ExitStack() as held:
         with refusing(name), refusing(name, "--log-dir: ", errors=(OSError,)):

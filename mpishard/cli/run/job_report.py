@@ -19,17 +19,17 @@ _HINTS = {
     signal.SIGKILL: "; out of memory?",
     signal.SIGBUS: "; shared memory full?",
 }
-# Launchers end the remaining ranks with these signals, so they do not tell which rank was first.
+# Launchers end the other ranks with these signals: they do not show which rank failed first.
 _OF_LAUNCHERS = (signal.SIGKILL, signal.SIGTERM)
 _BROKEN = 255
 _MOST_SHOWN = 4
 _SAME_SECONDS = 0.003
-"""Ranks whose ends lie closer to each other may have ended in another order."""
+"""The order of two ends that are closer together is not certain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Exit code of a job, and lines for its user; no lines if the ranks have said all."""
+    """Exit code of a job, and lines for its user; no lines if the ranks have reported enough."""
 
     code: int
     lines: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Outcome:
     Parameters
     ----------
     verdict : Verdict
-        Exit code, and lines that are still to be printed.
+        Exit code, and the lines to print.
     cause : str
         The reason in one line, even if the ranks have printed it themselves.
     called_init : bool
@@ -80,9 +80,9 @@ class JobEnd:
         Whether the launcher is Hydra: its exit code is the bare number of a signal, that of
         several signals at once, and 0 for ``os._exit(0)``.
     launcher_may_break : bool
-        Whether there are several machines: Hydra ends with 255 if a rank is killed then.
+        Whether Hydra runs on several machines, where it ends with 255 if a rank is killed.
     stopped_for : RankProcess, optional
-        The rank for whose end `mpishard run` ended the others.
+        The rank that failed, after which `mpishard run` ended the others.
     orphaned : sequence of RankProcess
         The ranks that were killed because the launcher's process on this machine was gone.
     program : str
@@ -109,14 +109,13 @@ class JobEnd:
     def judge(self) -> Verdict:
         """Return the exit code of the job, and the lines to print.
 
-        Nothing is printed if a rank reported a failure of its own. Otherwise the first rank that
-        ended without leaving is named, even if another rank has reported that it is gone. If ranks
-        outlive each other, and some came to their end, the job's code is the launcher's, which is
-        theirs.
+        There are no lines if a rank reported a failure of its own. Otherwise they name the first
+        rank that ended without leaving, even if another rank has reported that it is gone. If ranks
+        may outlive each other, and some ended normally, the code is theirs: the launcher's.
         """
         if self.stopped_for is not None:
             return self._blame(self.stopped_for)
-        # The launcher may end before a rank that has left: another one ended with a code.
+        # The launcher may end before a rank that has left, if another one ended with a code.
         orphaned = [process for process in self.orphaned if not self._has_left(process.rank)]
         if orphaned and self._first() is None:
             ranks = who([process.rank for process in orphaned])
@@ -129,7 +128,8 @@ class JobEnd:
         if not self.called_init:
             return self._before_all()
         is_good = self.launcher_code in (0, settings.EXIT_PREEMPTED)
-        # A survivor's last world, of one, writes nothing: it has left, and may be killed later.
+        # The last world of a survivor has one rank and writes no log. If the rank is killed there,
+        # its logs say that it left: only its exit code tells it from the other survivors.
         lost = {process.rank for process in self.ended if (process.exit_code or 0) < 0}
         if self.survives and is_good and any(map(self._has_left, self.logs.keys() - lost)):
             return Verdict(self.launcher_code, self._outlived())
@@ -140,7 +140,7 @@ class JobEnd:
         for log in self.logs.values():
             if log.state is not RankState.REPORTED:
                 continue
-            # A rank that found another one gone ended with 1, and knows no reason.
+            # A rank that found another one gone ended with 1, and does not know the reason.
             code = log.code or settings.EXIT_FAILURE
             if first is None or first.rank == log.rank or code == self.launcher_code:
                 return Verdict(log.code or self.launcher_code or code, self._missing())
@@ -148,7 +148,7 @@ class JobEnd:
             return self._blame(first)
         stragglers = [rank for rank in self.logs if not self._has_left(rank)]
         if stragglers and self.launcher_code == 0 and self.world_size > 1:
-            # Their end was not seen, because they ran on other machines.
+            # They ran on other machines, where their end is not observed.
             return Verdict(settings.EXIT_FAILURE, (f"{who(stragglers)} ended without leaving",))
         return self._by_codes()
 
@@ -169,7 +169,7 @@ class JobEnd:
         return Verdict(code, self._missing())
 
     def _outlived(self) -> tuple[str, ...]:
-        """Return a line for each rank that was lost while the others went on."""
+        """Return a line for each rank that was lost while the others continued."""
         lines = []
         for process in self.ended:
             log = self.logs.get(process.rank)
@@ -189,11 +189,11 @@ class JobEnd:
         return bool(self.logs)
 
     def cause(self, verdict: Verdict) -> str:
-        """Return the reason in one line: the last of `verdict`, or the report of a rank."""
+        """Return the reason in one line: the last line of `verdict`, or the report of a rank."""
         if verdict.lines:
             return verdict.lines[-1]
         reported = [log for log in self.logs.values() if log.state is RankState.REPORTED]
-        # A rank that found another one gone has no code.
+        # A rank that only found another one gone has no code.
         named = [log.rank for log in reported if log.code] or [log.rank for log in reported]
         if named:
             return f"the job ended with code {verdict.code}, as {who(named)} reported"
@@ -224,11 +224,11 @@ class JobEnd:
         return {"code": verdict.code, "text": text, "time": time.time(), "ranks": ranks}
 
     def fails(self, process: RankProcess) -> bool:
-        """True if ``process`` ended in a way that the other ranks were not told of."""
+        """Return True if ``process`` ended without a notice to the other ranks."""
         if self._has_left(process.rank) and self.world_size > 1:
             return (process.exit_code or 0) < 0
-        # A world of one has no other rank to wait for it. Ranks that wait in init for one that
-        # never came report that themselves.
+        # In a world of one no other rank waits. Ranks that wait in init for one that never came
+        # report that themselves.
         return process.exit_code != 0 or (self.world_size > 1 and process.rank in self.logs)
 
     def _before_all(self) -> Verdict:
@@ -254,7 +254,7 @@ class JobEnd:
             return None
         ranks = [log.rank for log in reported]
         failed = [p for p in self.ended if p.rank not in ranks and self.fails(p)]
-        # The first: it ended before the others were ended for it.
+        # The first one: the others were ended after it.
         return failed[0] if failed else None
 
     def _first(self) -> RankProcess | None:
@@ -262,12 +262,12 @@ class JobEnd:
         failed = [process for process in self.ended if self.fails(process)]
         if not failed:
             return None
-        # MPI_Abort ends the others by a signal, perhaps before the rank that called it.
+        # MPI_Abort ends the other ranks by a signal, perhaps before the rank that called it.
         first, code = failed[0], failed[0].exit_code
         if code is None or code >= 0:
             return first
         if not self._agrees(-code):
-            # Hydra ends with 255 if a rank is killed while it answers that rank, as in init.
+            # Hydra ends with 255 if a rank is killed while Hydra answers it, as in init.
             log = self.logs.get(first.rank)
             is_in_init = log is not None and log.state is RankState.STARTED
             if self.is_hydra and self.launcher_code == _BROKEN and is_in_init:
@@ -276,9 +276,9 @@ class JobEnd:
         return first if self.is_local or -code not in _OF_LAUNCHERS else None
 
     def _agrees(self, number: int) -> bool:
-        """True if the launcher's exit code is that of a rank that ``number``, a signal, ended."""
+        """Return True if the launcher's exit code fits a rank that signal ``number`` ended."""
         code = self.launcher_code
-        # Hydra ors the signal with the SIGKILL of the ranks that it ended afterwards.
+        # Hydra combines the signal (bitwise or) with the SIGKILL of the ranks that it then ended.
         if self.is_hydra and code in (number, number | signal.SIGKILL):
             return True
         return code in (0, 128 + number) or (self.launcher_may_break and code == _BROKEN)
@@ -332,7 +332,7 @@ class JobEnd:
 
 
 def interrupted(number: signal.Signals, logs: Mapping[int, RankLogs]) -> Verdict:
-    """Judge a job that received a signal; name each rank's last call unless a rank reported it."""
+    """Judge a job that received a signal. Name each rank's last call, unless a rank reported."""
     code = 128 + number.value
     if any(log.state is RankState.REPORTED for log in logs.values()):
         return Verdict(code)

@@ -1,8 +1,8 @@
-"""The program that starts MPI ranks, and the machines of ``--hosts`` that it starts them on.
+"""The launcher of MPI ranks, and the machines of ``--hosts``.
 
-It is the one that belongs to the MPI library that mpi4py loads. An ``mpiexec`` of another MPI
-starts N processes that each find themselves alone, in a world of one. Therefore the library is
-asked first, and each candidate on the machine for its version.
+The launcher must belong to the MPI library that mpi4py loads. The ``mpiexec`` of another MPI starts
+N processes that are each in a world of one. Therefore the library is identified first, and then
+each candidate on the machine by its version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpishard.errors import MPIUnavailableError
 _PROBE_SECONDS = 60.0
 
 # Runs in a process of its own, because a broken MPI library may end the process that loads it.
-# Nothing is initialised. The memory map tells which of the machine's libraries was loaded.
+# MPI is not initialised. The memory map names the file of the library that was loaded.
 _PROBE = """
 import mpi4py
 mpi4py.rc.initialize = False
@@ -45,7 +45,7 @@ _LONGEST_NAME = 253
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine that takes up to ``slots`` ranks, before the next one is filled."""
+    """A machine that takes up to ``slots`` ranks before the next one is filled."""
 
     name: str
     slots: int
@@ -100,7 +100,7 @@ class MPIFamily(StrEnum):
     @classmethod
     def of(cls, text: str) -> MPIFamily | None:
         """Return the family that ``text``, the version of a library or launcher, names."""
-        # MVAPICH and Cray MPICH are MPICH; Intel's launcher is a Hydra too, so it comes first.
+        # MVAPICH and Cray MPICH are MPICH. Intel comes first, because its launcher is a Hydra, too.
         if "Intel(R) MPI" in text:
             return cls.INTEL
         if re.search(r"Open MPI|OpenRTE|PRRTE", text):
@@ -126,7 +126,7 @@ class MPILibrary:
     version : str
         Result of ``MPI_Get_library_version``.
     file : Path, optional
-        The shared object; None if the system does not tell.
+        The shared object; None if the memory map does not name it.
     """
 
     version: str
@@ -225,12 +225,12 @@ class Launcher:
             # Without a number srun takes as many nodes as the allocation has.
             options += [f"--nodelist={names}", f"--nodes={len(hosts)}"] if hosts else []
         elif self.library.family is MPIFamily.OPEN_MPI:
-            # The default of one core per rank would put all BLAS threads of a rank on that core.
+            # By default Open MPI binds a rank to one core, which its BLAS threads would share.
             options = ["--with-ft", "ulfm"] if survives else []
             options += ["-n", f"{world_size}", "--bind-to", "none"]
             if os.geteuid() == 0:
                 options.append("--allow-run-as-root")
-            # Open MPI fills a machine up to its slots, by default one for each core.
+            # By default Open MPI starts no more ranks than there are cores.
             options += ["--host", with_slots] if hosts else ["--map-by", ":OVERSUBSCRIBE"]
             for name in variables:
                 options += ["-x", name]
@@ -332,7 +332,7 @@ def loaded_library() -> MPILibrary:
 
 
 def launcher_family(program: Path) -> MPIFamily | None:
-    """Return the family in the version of ``program``; None if it does not run or is unknown."""
+    """Return the family in the version of ``program``; None if it fails or is of another family."""
     try:
         answer = ask([str(program), "--version"], _PROBE_SECONDS)
     except OSError:

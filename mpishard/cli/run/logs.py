@@ -1,4 +1,4 @@
-"""Logs of a job: the folder of ``--log-dir``, and the call logs that each rank left behind."""
+"""Logs of a job: the folder of ``--log-dir``, and the call log of each rank."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Self
 from mpishard.communication.contract.status import RankRecord, RankState, records_in
 
 CALLS = "calls"
-"""Subfolder for the call logs that the ranks write; it is the job's own."""
+"""Subfolder of the call logs that the ranks write."""
 
 ENDED = "ended.json"
-"""File in the folder of a start: how it ended."""
+"""File in the folder of a start with a description of its end."""
 
 _RESTARTS = "restart-[0-9]*"
 
 _LOCK = ".lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Errors of file systems without locks: some parallel ones are mounted like that."""
+"""Errors of file systems without locks, as some parallel ones are mounted."""
 
 
 def folder_of_start(folder: Path, restart_count: int) -> Path:
@@ -53,7 +53,7 @@ def check_log_folder(folder: Path) -> None:
     for record in chain.from_iterable(
         records_in(start / CALLS, with_calls=False) for start in starts
     ):
-        # Whether a process of another machine runs is not known.
+        # A process of another machine may run or not: that cannot be known here.
         if record.host == socket.gethostname() and record.is_alive:
             raise ValueError(
                 f"--log-dir {folder} belongs to a job that still runs: its rank "
@@ -64,7 +64,7 @@ def check_log_folder(folder: Path) -> None:
 
 @contextmanager
 def held_log_folder(folder: Path) -> Iterator[None]:
-    """Make ``folder``, and keep other jobs out of it during the block.
+    """Make ``folder``, and lock it against other jobs during the block.
 
     The lock file stays. If it were removed, two jobs could each lock a file of that name.
 
@@ -159,7 +159,7 @@ class RankLogs:
     def state(self) -> RankState:
         """State of the rank: ``LEFT`` if it left every root world that it entered."""
         states = [record.state or RankState.STARTED for record in self.records]
-        # A rank that waits in init() makes no progress in its other worlds.
+        # A rank that waits in init() makes no progress in its other worlds, so that state counts.
         for decisive in (RankState.REPORTED, RankState.STARTED):
             if decisive in states:
                 return decisive
@@ -172,12 +172,12 @@ class RankLogs:
 
     @property
     def is_saving(self) -> bool:
-        """True if the rank saves, and ends, when it receives the order."""
+        """True if the rank saves and ends when it receives a notice of preemption."""
         return any(record.is_saving for record in self.records)
 
     @property
     def resumable_by(self) -> tuple[int, int]:
-        """The fewest and the most ranks that can go on from what it saves; (0, 0) if not known."""
+        """The fewest and the most ranks that can resume from its checkpoint; (0, 0) if unknown."""
         saving = (record.resumable_by for record in self.records if record.is_saving)
         return next(saving, (0, 0))
 

@@ -33,7 +33,7 @@ class RankProcess:
         Process id of its agent.
     exit_code : int, optional
         Exit code, or minus the number of the signal that ended it. None while it runs, and if a
-        launcher that ends a job has killed its agent too.
+        launcher that ends a job has killed its agent, too.
     ended_at : float
         Time of the end, by `time.monotonic`.
     orphaned_by : int
@@ -83,8 +83,8 @@ class RankProcesses:
     """
 
     def __init__(self, folder: Path, world_size: int) -> None:
-        # On a shared file system other machines have files there, too. Their process ids and clocks
-        # mean nothing here.
+        # On a shared file system other machines have files there, too, with process ids and clocks
+        # of their own.
         self._file = folder / f"agents-{socket.gethostname()}"
         self._world_size = world_size
         self._read = 0
@@ -111,7 +111,7 @@ class RankProcesses:
         return [process for process in self.ranks.values() if process.orphaned_by]
 
     def look(self) -> list[RankProcess]:
-        """Read what the agents have written since the last look; return the ranks that are new."""
+        """Read the new lines of the agents; return the ranks that have been started since."""
         try:
             with self._file.open("rb") as file:
                 file.seek(self._read)
@@ -142,7 +142,7 @@ class RankProcesses:
         return started
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has ended, as they do when their launcher has."""
+        """Wait until every rank has ended, as ranks do after their launcher."""
         deadline = time.monotonic() + _END_SECONDS
         while time.monotonic() < deadline:
             running = [process for process in self.running if process.is_running()]

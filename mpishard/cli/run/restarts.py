@@ -1,6 +1,6 @@
 """``mpishard run --max-restarts``: a failed job starts again, on the hosts that can be reached.
 
-Hosts are asked in the way in which the job's launcher would reach them.
+Hosts are tested in the way in which the job's launcher would reach them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpishard.cli.wording import counted
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 _SOON_SECONDS = 60.0
-"""After a shorter start, which has hardly made progress, the next pause is twice as long."""
+"""After a shorter start, which hardly made progress, the next pause is twice as long."""
 
 _GLANCE_SECONDS = 0.1
 
@@ -54,12 +54,12 @@ class RestartLimits:
     max_ranks: int | None = None
 
     def check(self, ranks: int, hosts: Sequence[Host], *, may_be_resized: bool) -> None:
-        """Refuse limits that do not go with the job's ranks and machines.
+        """Refuse limits that do not fit the job's ranks and machines.
 
         Raises
         ------
         ValueError
-            The message says what to give in their place.
+            The message says which options to give instead.
         """
         if self.most < 0:
             raise ValueError(f"--max-restarts must be 0 or more; got {self.most}")
@@ -90,8 +90,8 @@ class Restarts:
     """Starts a job, and starts it again if it fails.
 
     A failure is any exit code but 0, `settings.EXIT_PREEMPTED` and `settings.EXIT_INTERRUPT`. Exit
-    code 2 is none if no rank has called ``init``: a script refuses its arguments like that. A
-    signal that is to end the job ends it for good, also between two starts.
+    code 2 is no failure if no rank has called ``init``: a script refuses its arguments with it. If
+    a signal to end the job comes, it does not start again, even if it comes between two starts.
 
     Before a restart it pauses for 1 second; for 2, 4, 8, 16 and 30 seconds if starts in a row have
     lasted less than a minute.
@@ -110,9 +110,9 @@ class Restarts:
     find_lost : callable
         Returns the names of the hosts that cannot be reached now.
     limits : RestartLimits
-        Of restarts, and of their ranks.
+        Limits of restarts and of their ranks.
     received : list of Signals
-        The signals that are to end the job, as they come.
+        The signals to end the job. It grows when one comes.
 
     Attributes
     ----------
@@ -140,7 +140,7 @@ class Restarts:
         failed_first = 0  # number of the start
         pause = 0.0
         for number in count(1):
-            # Before a failure no host is missing that could answer again.
+            # Before a failure no host has been lost.
             slots = sum(host.slots for host in self.hosts) if failures else 0
             most = min(self.limits.max_ranks or self.ranks, slots)
             self.resizing.ranks, self.resizing.wanted = ranks, max(ranks, most)
@@ -151,7 +151,7 @@ class Restarts:
                 hosts = [host for host in self.hosts if host.name not in lost][:ranks]
                 self._say_all([*lines[:-1], text])
                 continue
-            # A script that argparse refuses ends with the code of wrong usage, before init.
+            # argparse ends a script with the code of wrong usage, before init.
             is_usage = code == _USAGE and not outcome.called_init
             if self.received or code in _NO_FAILURES or is_usage:
                 self._say_all(lines)
@@ -175,7 +175,7 @@ class Restarts:
                 self.say(f"{outcome.cause}; no restart: {self._too_few(lost, ranks)}")
                 break
             hosts = hosts[:ranks]
-            # A start that lasted shows that the fault is not in the start: pauses begin anew.
+            # After a start that lasted, the failure is a new one: pauses begin anew.
             is_first = not pause or outcome.seconds >= _SOON_SECONDS
             pause = _FIRST_PAUSE_SECONDS if is_first else min(2 * pause, _LONGEST_PAUSE_SECONDS)
             left = ", ".join(host.name for host in hosts)
@@ -226,7 +226,7 @@ class Restarts:
         return f"{', '.join(lost)} cannot be reached, {room}, and {need}"
 
     def _wait(self, seconds: float) -> None:
-        """Wait, or until a signal comes."""
+        """Wait until the time is over or a signal comes."""
         end = time.monotonic() + seconds
         while not self.received and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _GLANCE_SECONDS))
@@ -265,7 +265,7 @@ def find_lost_hosts(
     hosts : sequence of Host
         The machines.
     received : sequence of Signals
-        The search ends early if it holds a signal, also one that comes meanwhile.
+        The search ends early if it holds a signal, even one that comes meanwhile.
     """
     names = [host.name for host in hosts]
     if not names:
@@ -314,8 +314,8 @@ def _is_this_machine(name: str) -> bool:
 def _answers_of(
     commands: Sequence[Sequence[str]], received: Sequence[signal.Signals]
 ) -> list[Answer]:
-    """Run all of ``commands`` at once; the code of one that is missing is 127."""
+    """Run all of ``commands`` at once; the code of a missing program is 127."""
     through_shell = [["/bin/sh", "-c", 'exec "$@"', "sh", *command] for command in commands]
-    # The whole environment, where `scontrol` finds the allocation.
+    # With all variables, because `scontrol` reads the allocation from them.
     variables = settings.environment()
     return ask_all(through_shell, _ANSWER_SECONDS, variables, lambda: bool(received))

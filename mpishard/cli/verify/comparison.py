@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,13 @@ from mpishard.sharding import ParameterEntry, ShardingConfiguration
 
 _FILE = "comparison-{}.pickle"
 Entries = tuple[ParameterEntry, ...]
+# With a period of one step, and with all elements of a gradient, nothing differs from the strategy.
+_WRAPPERS = {
+    "local-sgd": partial(LocalSGDOptimizer, synchronization_period=1),
+    "elastic": ElasticOptimizer,
+    "compression": partial(GradientCompressionOptimizer, compression_ratio=1.0, method="top-k"),
+    "async": AsyncSGDOptimizer,
+}
 _LEAST_EXPONENT = -125  # of normal float32 numbers, whose mantissa is in [0.5, 1) as in frexp
 
 
@@ -197,32 +204,7 @@ def compare(
     """Train ``problem`` sharded and compare after each step. Collective; the same on all ranks."""
     start = problem.model.get_parameters()
     entries = problem.entries(start.size)
-    # Small enough for several units in a small model, too.
-    unit_size = min(1024, max(1, start.size // 4))
-    config = ShardingConfiguration(
-        backend,
-        minimum_parameter_group_size=unit_size,
-        precision=job.precision,
-        replica_size=job.replica_size,
-    )
-    options = {**job.mesh.options, **({"schedule": schedule} if schedule else {})}
-    if job.replica_size is not None:  # the flag gives the data axis of all replicas together
-        options.pop("data_parallel_size", None)
-    model = as_distributed(problem.model, config, job.strategy, **options)
-    if problem.loss is not None:
-        model.engine.loss = problem.loss
-    rule = RULES[job.optimizer](job.learning_rate)
-    wrappers: dict[str | None, Callable[[], Any]] = {
-        None: lambda: as_distributed(rule, config, job.strategy, **options),
-        "local-sgd": lambda: LocalSGDOptimizer(rule, config, 1, strategy=job.strategy),
-        "elastic": lambda: ElasticOptimizer(rule, config, strategy=job.strategy),
-        # A ratio of 1 sends all elements, so that nothing differs.
-        "compression": lambda: GradientCompressionOptimizer(
-            rule, config, 1.0, method="top-k", strategy=job.strategy
-        ),
-        "async": lambda: AsyncSGDOptimizer(rule, config, delay=job.delay, strategy=job.strategy),
-    }
-    optimizer = wrappers[job.wrapper]()
+    model, optimizer = _wrapped(backend, job, problem, schedule)
     rows: defaultdict[str, list[Any]] = defaultdict(list)
     for step in range(job.steps):
         x, y, begin = job.read_share(problem, step, model.data_rank)
@@ -261,6 +243,31 @@ def compare(
         computed=computed,
         **{n: backend.all_gather(np.array([value])) for n, value in {**mine, **rows}.items()},
     )
+
+
+def _wrapped(
+    backend: CommunicationBackend, job: VerifyJob, problem: Problem, schedule: str
+) -> tuple[Any, Any]:
+    """Return the sharded model and its optimizer. Collective."""
+    config = ShardingConfiguration(
+        backend,
+        # Small enough for several units in a small model, too.
+        minimum_parameter_group_size=min(1024, max(1, problem.model.get_parameters().size // 4)),
+        precision=job.precision,
+        replica_size=job.replica_size,
+    )
+    options = {**job.mesh.options, **({"schedule": schedule} if schedule else {})}
+    if job.replica_size is not None:  # the flag gives the data axis of all replicas together
+        options.pop("data_parallel_size", None)
+    model = as_distributed(problem.model, config, job.strategy, **options)
+    if problem.loss is not None:
+        model.engine.loss = problem.loss
+    rule = RULES[job.optimizer](job.learning_rate)
+    if job.wrapper is None:
+        return model, as_distributed(rule, config, job.strategy, **options)
+    kind: Any = _WRAPPERS[job.wrapper]
+    late = {"delay": job.delay} if job.wrapper == "async" else {}
+    return model, kind(rule, config, strategy=job.strategy, **late)
 
 
 def _wrong_copies(model: ShardedModelBase) -> int:

@@ -1,9 +1,9 @@
-"""Sequential training that ``mpishard verify`` compares with, in a process of its own.
+"""The reference of ``mpishard verify``: sequential training, in a process of its own.
 
-Nothing here comes from mpishard's engine, stores or update rules: the user's model computes its
-gradient on the whole batch, and the textbook's rule, written here once more, moves the whole
-vector. The papers are cited in `mpishard.optimizers`. Only the trial steps of a line search come
-from `StrongWolfe`, which knows numbers alone, and is tested against SciPy's.
+It uses no engine, store or update rule of mpishard. The user's model computes its gradient on the
+whole batch, and the textbook's rule, written here once more, updates the whole vector.
+`mpishard.optimizers` cites the papers. Only the trial steps of a line search come from
+`StrongWolfe`, which handles numbers alone and is tested against SciPy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from mpishard.tensor import check_sequence
 
 _MOMENTUM, _BETA1, _BETA2, _EPSILON, _DECAY = 0.9, 0.9, 0.99, 1e-8, 0.01
 _ADAM = (_BETA1, _BETA2, _EPSILON)
-_PAIRS, _TRIALS, _LONGEST, _C1, _C2 = 3, 20, 1e10, 1e-3, 0.9  # so few pairs that the oldest go
+# So few pairs that five steps discard the oldest.
+_PAIRS, _TRIALS, _LONGEST, _C1, _C2 = 3, 20, 1e10, 1e-3, 0.9
 
 RULES: dict[str, Callable[[float], Optimizer]] = {
     "sgd": lambda rate: SGD(rate, _MOMENTUM),
@@ -49,14 +50,14 @@ RULES: dict[str, Callable[[float], Optimizer]] = {
     "descent": SGD,
     "lbfgs": lambda rate: LBFGS(rate, c1=_C1, c2=_C2, max_line_search=_TRIALS, memory=_PAIRS),
 }
-"""Choices of ``--optimizer``, and mpishard's rule at a learning rate."""
+"""Choices of ``--optimizer``, and the function that makes mpishard's rule at a learning rate."""
 
 
 def textbook_direction(
     rule: str, theta: Array, gradient: Array, state: dict[str, Array], number: int,
     parts: Sequence[slice],
 ) -> Array:  # fmt: skip
-    """Return the vector that one step subtracts from ``theta``, over the learning rate.
+    """Return the vector that a step subtracts from ``theta``, divided by the learning rate.
 
     Parameters
     ----------
@@ -90,7 +91,7 @@ def textbook_direction(
         before = state.get("m", 0)
         mean("m", gradient, _BETA2)
         return np.sign(_BETA1 * before + (1 - _BETA1) * gradient) + _DECAY * theta
-    # Adam, AdamW and LAMB begin alike, with moments that are corrected for their start at 0.
+    # Adam, AdamW and LAMB share the moments, which are corrected for their start at 0.
     m = mean("m", gradient, _BETA1) / (1 - _BETA1**number)
     v = mean("v", gradient**2, _BETA2) / (1 - _BETA2**number)
     direction = m / (np.sqrt(v) + _EPSILON)
@@ -126,11 +127,11 @@ def textbook_search(
     Raises
     ------
     TargetError
-        If the model tells no loss, or no trial is accepted.
+        If the model returns no loss, or no trial is accepted.
     """
     if math.isnan(value):
         text = "give it compute_loss_and_gradients, or return a loss from factory(seed)"
-        raise TargetError(f"--optimizer lbfgs compares losses, and the model tells none\n{text}")
+        raise TargetError(f"--optimizer lbfgs compares losses, and the model returns none\n{text}")
     found, alphas = -gradient, []
     for step, change in reversed(pairs):
         alphas.append(step @ found / (step @ change))
@@ -161,9 +162,10 @@ class Reference:
     parameters : Array
         Before the first step and after each, shape (steps + 1, length).
     losses : Array
-        Mean over the batch before each update, shape (steps,); NaN if the model tells none.
+        Mean over the batch before each update, shape (steps,); NaN if the model returns none.
     gradients : Array
-        Of each data rank's part of a batch alone, shape (steps compared, data ranks, length).
+        Gradients of each data rank's part of a batch alone, shape (steps compared, data ranks,
+        length).
     inputs : Array
         Checksums of each data rank's samples, shape (steps, data ranks).
     predictions : Array
@@ -177,13 +179,13 @@ class Reference:
     predictions: Array
 
     def write(self, folder: Path) -> None:
-        """Leave it for `read`."""
+        """Write the arrays to ``folder``, for `read`."""
         for name in self.__slots__:
             np.save(folder / f"{name}.npy", getattr(self, name))
 
     @classmethod
     def read(cls, folder: Path) -> Reference:
-        """Return what was written to ``folder``; arrays are loaded when they are used."""
+        """Return the reference in ``folder``. Its arrays are mapped, and read when used."""
         return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in cls.__slots__))
 
 
@@ -206,7 +208,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     under_way: list[Array] = []
     for step in range(job.steps):
         shares = [job.read_share(problem, step, rank)[:2] for rank in range(job.data_size)]
-        # By these a factory is found that gives the ranks other data.
+        # They detect a factory that gives the ranks other data.
         inputs.append([job.checksum(*share) for share in shares])
         if step < job.gradient_steps(theta):
             gradients.append([_gradient(problem, step, *share)[1] for share in shares])
@@ -238,13 +240,13 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
 
 
 def require_fit(job: VerifyJob, problem: Problem) -> None:
-    """Refuse dropout in a line search, layers of a black box, and a sequence that is none.
+    """Refuse options that do not fit the model or its data.
 
     Raises
     ------
     TargetError
-        For ``--optimizer lbfgs`` of a model with dropout, ``--recompute`` and
-        ``--sequence-parallel`` of a black box, and sequences that cannot be cut equally.
+        For ``--optimizer lbfgs`` with dropout, ``--recompute`` and ``--sequence-parallel`` with a
+        black box, and sequences that cannot be cut into equal parts.
     """
     model, options, name = problem.model, job.mesh.options, type(problem.model).__name__
     layers: Mapping[str, Any] = {}
@@ -252,8 +254,8 @@ def require_fit(job: VerifyJob, problem: Problem) -> None:
         infos = model.get_all_layer_info()
         layers = {i.name: layer for i, layer in zip(infos, model.layers, strict=True)}
     if job.optimizer == "lbfgs" and any(layer.is_random for layer in layers.values()):
-        text = "another function at each point that --optimizer lbfgs evaluates"
-        raise TargetError(f"dropout makes {text}\nleave dropout out of the model")
+        text = "with dropout --optimizer lbfgs would evaluate another function at each point"
+        raise TargetError(f"{text}\nleave dropout out of the model")
     for flag in ("--recompute", "--sequence-parallel"):
         if MESH_FLAGS[flag] in options and not layers:
             text = "leave it out, or return a model that implements ILayeredModel (mpishard.nn)"
@@ -266,7 +268,7 @@ def require_fit(job: VerifyJob, problem: Problem) -> None:
     except ValueError as error:
         text = f"--sequence-parallel is for models of sequences: leave it out\n{error}"
         raise TargetError(text) from None
-    for length in problem.x.shape[1:2]:  # training alone refuses an x without
+    for length in problem.x.shape[1:2]:  # an x of one dim is refused by training alone
         if length % ranks:
             raise TargetError(
                 f"--sequence-parallel cuts sequences into {ranks} equal parts, one for each tensor "
@@ -276,7 +278,7 @@ def require_fit(job: VerifyJob, problem: Problem) -> None:
 
 
 def settle_schedules(job: VerifyJob, problem: Problem) -> VerifyJob:
-    """Return the job, with one comparison and no schedule for a black box, which has no stages."""
+    """Return the job; for a black box, which has no stages, with one comparison, not several."""
     if isinstance(problem.model, ILayeredModel):
         return job
     if (count := len(job.mesh.schedules)) > 1:
@@ -286,13 +288,13 @@ def settle_schedules(job: VerifyJob, problem: Problem) -> VerifyJob:
 
 
 def _gradient(problem: Problem, step: int, x: Array, y: Array) -> tuple[float, Array]:
-    """Return the mean loss, NaN if it is not told, and its gradient; 0 without samples."""
+    """Return the mean loss, NaN if the model returns none, and its gradient; 0 without samples."""
     model = problem.model
     length = model.get_parameters().size
     if len(x) == 0:
         return 0.0, np.zeros(length)
     loss = problem.loss or getattr(model, "default_loss_function", None)
-    if isinstance(model, Model):  # random layers go by the step
+    if isinstance(model, Model):  # its random layers depend on the step
         value, gradient = model.compute_loss_and_gradients(x, y, problem.loss, step=step)
     elif problem.loss is None and hasattr(model, "compute_loss_and_gradients"):
         value, gradient = model.compute_loss_and_gradients(x, y)
@@ -312,13 +314,13 @@ def _predict(model: object, x: Array) -> Array:
         return np.zeros(0)
     try:
         found = np.asarray(predict(x))
-    except NotImplementedError:  # it was made without
+    except NotImplementedError:  # such as a FunctionModel without predict
         return np.zeros(0)
     return found if found.dtype.kind in "fiub" else np.zeros(0)
 
 
 def main() -> None:
-    """Train alone, in the process that was started for it; exit code 2 for what is no target."""
+    """Train the job in FOLDER alone, and write the reference. Exit code 2 if it cannot train."""
     job = VerifyJob.read(Path(sys.argv[1]))
     try:
         problem = build_problem(load_factory(job.target), job.seed, job.dtype_alone)

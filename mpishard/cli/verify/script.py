@@ -1,4 +1,4 @@
-"""A script with a loop of its own: compare the steps that it makes on one rank and on several."""
+"""Scripts with a PyTorch loop: compare their steps on one rank with those on several."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The steps of one job: each rank's parts of gradients, and of parameters.
+    """The steps of one job: each rank's parts of gradients and of parameters.
 
     Parameters
     ----------
     folder : Path
-        Where `mpishard.torch.verification` left them.
+        The folder to which `mpishard.torch` has written them.
     ranks : int
         Number of ranks.
     """
@@ -51,7 +51,7 @@ class Recording:
         return sum(1 for _ in self.folder.glob("parameters-*-0.npz"))
 
     def parts(self, kind: str, step: int, rank: int = 0) -> list[tuple[str, slice, Array]]:
-        """Return parameters, ranges and values of a rank's parts, flat; empty if there are none."""
+        """Return name, flat range and values of each part of a rank."""
         with np.load(self.folder / f"{kind}-{step}-{rank}.npz") as found:
             keys = [key.rsplit("/", 2) for key in found]
             return [(n, slice(int(i), int(j)), found[f"{n}/{i}/{j}"]) for n, i, j in keys]
@@ -69,12 +69,12 @@ class Difference:
 
 
 def compare_steps(alone: Recording, together: Recording, tolerance: float) -> list[Difference]:
-    """Return the errors of all ranks' parts in the steps that both jobs made, in order.
+    """Return the errors of all ranks' parts in the steps that both jobs made, in their order.
 
     Errors of gradients are relative to the largest element of the step's whole gradient, those of
-    parameters to their own largest element, or to 1. Elements whose gradient is below 10 times
-    the tolerance hold rounding noise, of which Adam and its like make an update of full size:
-    these parameters are left out.
+    parameters to their own largest element, or to 1. An element of a gradient below 10 times the
+    tolerance, relative to the largest, is rounding noise. Adam and similar rules turn it into an
+    update of full size: from then on that element of the parameter is left out.
     """
     found = []
     is_signal: dict[str, Array] = {}
@@ -106,7 +106,7 @@ def _table(found: Sequence[Difference], tolerance: float) -> Table:
     for name, errors in sorted(rows.items(), key=lambda row: -max(row[1]).error):
         worst = [max(e.error for e in errors if e.kind == kind) for kind in _CAUSES]
         first = next((str(e.step) for e in errors if e.error > tolerance), "")
-        shown = name.removeprefix("0/")  # of several models in one optimizer, the number stays
+        shown = name.removeprefix("0/")  # names of further models in one optimizer keep a number
         style = "bold red" if first else None
         table.add_row(shown, *(f"{error:.1e}" for error in worst), first, style=style)
     return table
@@ -115,7 +115,7 @@ def _table(found: Sequence[Difference], tolerance: float) -> Table:
 def verify_script(
     script: str, arguments: Sequence[str], ranks: int, steps: int, tolerance: float | None
 ) -> bool:
-    """Run a script on one rank and on ``ranks``, print the comparison, and tell if they agree.
+    """Run a script on one rank and on ``ranks``, print a comparison, and return if they agree.
 
     Raises
     ------
@@ -145,7 +145,7 @@ def verify_script(
         dtype = first[0][0][2].dtype.name
         limit = tolerance or default_tolerance(dtype)
         names = [{name for name, _, _ in parts} for parts in first]
-        # Names, because each world cuts the parameters into other parts.
+        # By name, because each world cuts the parameters into other parts.
         if alone.steps != together.steps or names[0] != names[1]:
             typer.echo(
                 f"DIFFERENT: one rank made {counted(alone.steps, 'step')} and {ranks} ranks made "
