@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -90,6 +90,7 @@ class TorchModel(PlacedVectorModel):
         self._module, self._entries = module, self._placed.entries
         # One flag for each parameter that this rank has used; None after the first step.
         self._used: np.ndarray[Any, Any] | None = np.zeros(len(self._entries), np.uint8)
+        self._is_first = True  # of all ranks
 
     # ---------------------------------------------------------------------------------- structure
 
@@ -170,23 +171,31 @@ class TorchModel(PlacedVectorModel):
 
     def deal_beside(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
         self._placed.deal(world, ranks)
+        self._is_first = world.rank == 0
 
-    def settle(self, ranks: CommunicationBackend) -> bool:
+    def settle(self, ranks: CommunicationBackend, frozen: Collection[str]) -> bool:
         if self._used is not None:
-            from mpishard.torch.placed import some
-
             used, self._used = ranks.all_reduce(self._used, ReductionOperation.MAX), None
-            unused = [e.name for e, count in zip(self._entries, used, strict=True) if not count]
-            if unused and ranks.rank == 0:
-                _log.warning(
-                    "no rank used parameter %s of %s in the first step. Unlike PyTorch, a "
-                    "parameter without a gradient is updated with a gradient of 0: weight decay "
-                    "and momentum still change it. To leave it out, call requires_grad_(False) "
-                    "before the module is given to TorchModel, or set "
-                    "parameter_options={%r: {'frozen': True}}",
-                    some(unused), self._name, unused[0],
-                )  # fmt: skip
+            # Pipeline ranks that own no trained parameter compute no gradient of the module.
+            if self._is_first and used.any():
+                self._warn_of_unused(used, frozen)
         return self._placed.buffers.settle(ranks)
+
+    def _warn_of_unused(self, used: np.ndarray[Any, Any], frozen: Collection[str]) -> None:
+        from mpishard.torch.placed import some
+
+        unused = [
+            entry.name for entry, is_used in zip(self._entries, used, strict=True)
+            if not is_used and entry.name not in frozen
+        ]  # fmt: skip
+        if unused:
+            _log.warning(
+                "no rank used parameter %s of %s in the first step. Unlike PyTorch, a parameter "
+                "without a gradient is updated with a gradient of 0: weight decay and momentum "
+                "still change it. To leave it out, call requires_grad_(False) before the module is "
+                "given to TorchModel, or set parameter_options={%r: {'frozen': True}}",
+                some(unused), self._name, unused[0],
+            )  # fmt: skip
 
     @property
     def computes_together(self) -> bool:

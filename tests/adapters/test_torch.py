@@ -15,8 +15,15 @@ from mpishard.adapters import TorchModel
 from mpishard.communication import InMemoryCommunicationBackend as InMemory
 from mpishard.communication import run_in_threads
 from mpishard.errors import PeerError, ShardingError, StructureOnlyError
-from mpishard.models import DDPModel, FSDPModel
-from mpishard.optimizers import SGD, AdamW, DDPOptimizer, FSDPOptimizer, OptimizationInputData
+from mpishard.models import DDPModel, FSDPModel, HybridShardedModel
+from mpishard.optimizers import (
+    SGD,
+    AdamW,
+    DDPOptimizer,
+    FSDPOptimizer,
+    HybridShardedOptimizer,
+    OptimizationInputData,
+)
 from mpishard.sharding import ShardingConfiguration
 from mpishard.testing.worlds import in_worlds
 
@@ -211,6 +218,46 @@ def test_parameters_that_no_rank_uses_are_named_once(
         (only,) = said
         assert f"parameter {first!r} {rest} of Branches in the first step" in only
         assert "weight decay and momentum still change it" in only
+
+
+@by_strategy
+@in_worlds(1, 2)
+def test_unused_parameters_that_the_optimizer_freezes_are_not_named(
+    backend: Any, strategy: str, caplog: Any
+) -> None:
+    model = wrap(backend, Branches, strategy)
+    frozen = dict.fromkeys(("left.*", "never.*"), {"frozen": True})
+    kind = STRATEGIES[strategy][1]
+    optimizer = kind(SGD(RATE, parameter_options=frozen), model.sharding_configuration)
+    optimizer.step(model, -np.ones((2, 5)), np.ones((2, 2)))
+    backend.barrier()
+    assert "no rank used" not in caplog.text
+
+
+@in_worlds(2, 4)
+def test_pipeline_ranks_that_own_no_trained_parameter_name_none(backend: Any, caplog: Any) -> None:
+    """They compute no gradient of the module, whose parameters other ranks own."""
+    module = nn.Sequential(nn.Linear(5, 2, bias=False), nn.Linear(2, 5, bias=False))
+    config = ShardingConfiguration(backend, minimum_parameter_group_size=1)
+    plain = TorchModel(module.double(), nn.functional.mse_loss)
+    model = HybridShardedModel(plain, config, pipeline_parallel_size=2)
+    rule = SGD(RATE, parameter_options={"1.*": {"frozen": True}})
+    optimizer = HybridShardedOptimizer(rule, config, pipeline_parallel_size=2)
+    optimizer.step(model, np.ones((2, 5)), np.ones((2, 5)))
+    backend.barrier()
+    assert "no rank used" not in caplog.text
+
+
+@in_worlds(2, 4)
+def test_unused_parameters_are_named_once_on_a_mesh(backend: Any, caplog: Any) -> None:
+    config = ShardingConfiguration(backend, minimum_parameter_group_size=1)
+    plain = TorchModel(module_of(Branches, 0), nn.functional.mse_loss)
+    model = HybridShardedModel(plain, config, pipeline_parallel_size=2)
+    optimizer = HybridShardedOptimizer(SGD(RATE), config, pipeline_parallel_size=2)
+    optimizer.step(model, np.ones((2, 5)), np.ones((2, 2)))
+    backend.barrier()
+    if backend.rank == 0:
+        assert caplog.text.count("no rank used") == 1
 
 
 @pytest.mark.parametrize("defer", [False, True])

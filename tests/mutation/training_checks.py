@@ -249,7 +249,7 @@ class Drifting(Shifted):
         super().__init__(seed)
         self.pace = 0.1 + seed
 
-    def settle(self, ranks: Any) -> bool:
+    def settle(self, ranks: Any, frozen: Any) -> bool:
         self.shift = ranks.broadcast(self.shift.copy(), root=0)
         return True
 

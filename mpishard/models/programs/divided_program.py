@@ -65,6 +65,10 @@ class DividedProgram(Program):
         self.device = whole.device
         self._full: Array | None = None  # all parameters, if the model computes with this array
 
+    def freeze(self, names: frozenset[str]) -> None:
+        super().freeze(names)
+        self._whole.freeze(names)
+
     @property
     def default_loss(self) -> ILossFunction | None:
         """The model's own loss."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import Any, Self
 
@@ -78,8 +78,10 @@ class IPlaceableModel(ABC):
         ``ranks`` are those that draw different random numbers.
         """
 
-    def settle(self, ranks: CommunicationBackend) -> bool:
+    def settle(self, ranks: CommunicationBackend, frozen: Collection[str]) -> bool:
         """Take the state besides parameters that passes of rank 0 have changed. Collective.
+
+        ``frozen`` has the names of the parameters that are not trained.
 
         Returns
         -------
@@ -186,7 +188,7 @@ class PlacedProgram(WholeProgram):
         self._model.deal_beside(backend, self.replica.data if together else backend)
 
     def settle(self, backend: CommunicationBackend) -> bool:
-        return self._model.settle(backend)
+        return self._model.settle(backend, self.frozen)
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         store = parameters.computed
