@@ -11,22 +11,21 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
 
-import numpy as np
-
 _RESERVED = "__metadata__"  # reserved by safetensors for the entries of a header itself
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return ``value`` as a float.
+    """Return ``value``, a real number or an array of no dims, as a float.
 
     Raises
     ------
     TypeError
         Naming the argument, if it is no number; a bool is none.
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
+    number = _without_dims(value)
+    if isinstance(number, bool) or not isinstance(number, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    return float(value)
+    return float(number)
 
 
 def as_positive(name: str, value: Any) -> float:
@@ -133,9 +132,15 @@ def as_flag(name: str, value: Any) -> bool:
     TypeError
         Naming the argument, if it is neither True nor False.
     """
-    if not isinstance(value, bool | np.bool_):
+    flag = _without_dims(value)
+    if not isinstance(flag, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
-    return bool(value)
+    return flag
+
+
+def _without_dims(value: Any) -> Any:
+    """Return the element of an array of no dims, such as the sum of an array, as a scalar."""
+    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def require_type(name: str, value: Any, *kinds: type) -> None:

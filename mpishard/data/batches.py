@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from mpishard.arguments import as_count, as_flag, as_index, require_type
 from mpishard.arrays import Array, array_namespace
 from mpishard.data.dataset import Samples, TokenWindows, take
 from mpishard.data.sampler import GlobalBatchSampler, Indices, LocalBatchSampler
@@ -60,6 +61,13 @@ class Batches:
         this if it draws from a generator that checkpoints save.
     part : str
         "train", "validation" or "test", for messages.
+
+    Raises
+    ------
+    TypeError
+        If the sampler, the steps, a number or the flag is of another type.
+    ValueError
+        If ``rank`` is outside [0, world_size).
     """
 
     def __init__(
@@ -74,6 +82,9 @@ class Batches:
         ahead: bool = True,
         part: str = "train",
     ) -> None:
+        require_type("sampler", sampler, GlobalBatchSampler, LocalBatchSampler)
+        require_type("steps", steps, range)
+        as_index("rank", rank, as_count("world_size", world_size))
         self._datasets = {f"x_{part}": x, f"y_{part}": y}
         self._sampler = sampler
         self._place = rank, world_size
@@ -81,7 +92,7 @@ class Batches:
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: Future[list[Batch]] | None = None
         # Indexing arrays in memory is faster than passing samples between threads.
-        if ahead and not all(_is_in_memory(dataset) for dataset in (x, y)):
+        if as_flag("ahead", ahead) and not all(_is_in_memory(dataset) for dataset in (x, y)):
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="mpishard-reading")
 
     def __enter__(self) -> Self:

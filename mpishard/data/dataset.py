@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_count
+from mpishard.arguments import as_count, as_integer
 from mpishard.arrays import Array, array_namespace, require_plain
 
 
@@ -65,7 +65,7 @@ class TokenWindows:
         if tokens.ndim != 1:
             raise ValueError(f"tokens must be 1-D, got shape {tokens.shape}")
         as_count("context_length", context_length)
-        if offset not in (0, 1):
+        if as_integer("offset", offset) not in (0, 1):
             raise ValueError(f"offset must be 0 (inputs) or 1 (targets), got {offset}")
         as_count("stride", stride)
         if len(tokens) <= context_length:

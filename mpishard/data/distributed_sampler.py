@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sized
 
 import numpy as np
 
-from mpishard.arguments import as_count
+from mpishard.arguments import as_count, as_flag, as_integer
 from mpishard.data.sampler import Indices, order_of
 
 
@@ -35,7 +35,8 @@ class DistributedSampler:
     Raises
     ------
     TypeError
-        If `data` is neither an int nor has a length.
+        If `data` is neither an int nor has a length, another number is not an integer, or a flag
+        is not a bool.
     ValueError
         If N or R is below 1, `rank` is outside 0 .. R - 1, or `drop_last` leaves nothing.
 
@@ -57,16 +58,16 @@ class DistributedSampler:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        if not isinstance(data, int | np.integer | Sized):
+        if isinstance(data, bool) or not isinstance(data, int | np.integer | Sized):
             raise TypeError(
                 f"data must be a number of samples or have a length, got {type(data).__name__}"
             )
         self.length = int(data) if isinstance(data, int | np.integer) else len(data)
         if self.length < 1:
             raise ValueError(f"a data set needs at least one sample, got length {self.length}")
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
+        self.shuffle = as_flag("shuffle", shuffle)
+        self.seed = as_integer("seed", seed)
+        self.drop_last = as_flag("drop_last", drop_last)
         self._epoch = 0
         self._set_replicas(num_replicas, rank, self.length)
 
@@ -120,7 +121,7 @@ class DistributedSampler:
     def _set_replicas(self, num_replicas: int, rank: int, left: int) -> None:
         """Set replicas and rank, after a check that `left` samples are enough for them."""
         as_count("num_replicas", num_replicas)
-        if not 0 <= rank < num_replicas:
+        if not 0 <= as_integer("rank", rank) < num_replicas:
             raise ValueError(
                 f"rank must be from 0 to {num_replicas - 1} for {num_replicas} replicas, got {rank}"
             )
@@ -184,7 +185,7 @@ class ElasticDistributedSampler(DistributedSampler):
     ) -> None:
         self._start = self._taken = 0
         super().__init__(data, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        if not 0 <= start <= self.length:
+        if not 0 <= as_integer("start", start) <= self.length:
             raise ValueError(f"start must be from 0 to {self.length}, got {start}")
         self._set_replicas(num_replicas, rank, self.length - start)
         self._start = int(start)

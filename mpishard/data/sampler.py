@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_count, as_integer
+from mpishard.arguments import as_count, as_index, as_integer, take_plain_fields
 from mpishard.layout import LeafLayout, ShardLayout
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -93,7 +93,7 @@ def _check_block(block_size: int | None) -> None:
 
 def _check_place(epoch: int, index: int, batches: int) -> None:
     as_count("epoch", epoch, least=0)
-    if not 0 <= index < batches:
+    if not 0 <= as_integer("index", index) < batches:
         raise IndexError(f"batch {index} is outside the epoch's {batches} batches")
 
 
@@ -127,9 +127,11 @@ class GlobalBatchSampler:
 
     Raises
     ------
+    TypeError
+        If a number is not an integer, or a flag is not a bool.
     ValueError
-        If ``length``, ``batch_size`` or ``shuffle_block_size`` is below 1, or ``drop_last`` leaves
-        no batch.
+        If ``length``, ``batch_size``, ``shuffle_block_size`` or ``leaves`` is below 1, or
+        ``drop_last`` leaves no batch.
 
     Notes
     -----
@@ -159,10 +161,12 @@ class GlobalBatchSampler:
     )
 
     def __post_init__(self) -> None:
-        as_integer("seed", self.seed)
-        if as_integer("length", self.length) < 1:
+        take_plain_fields(self)
+        if self.length < 1:
             raise ValueError(f"a data set needs at least one sample, got length {self.length}")
         as_count("batch_size", self.batch_size)
+        if self.leaves is not None:
+            as_count("leaves", self.leaves)
         _check_block(self.shuffle_block_size)
         if self.drop_last and self.length < self.batch_size:
             raise ValueError(
@@ -225,7 +229,13 @@ class GlobalBatchSampler:
             The rank's samples; empty if the batch has fewer samples than there are ranks.
         sample_start : int
             Position in the global batch of the first of them.
+
+        Raises
+        ------
+        ValueError, IndexError
+            As `batch`; ValueError if ``rank`` is not one of the ranks.
         """
+        as_index("rank", rank, as_count("world_size", world_size))
         batch = self.batch(epoch, index)
         leaves = self.leaves or world_size
         parts = LeafLayout(len(batch), leaves, world_size).slices(rank)
@@ -272,6 +282,8 @@ class LocalBatchSampler:
 
     Raises
     ------
+    TypeError
+        If a number is not an integer, or a flag is not a bool.
     ValueError
         For lengths below 0 or all 0, a ``batch_size`` below the number of ranks, a
         ``shuffle_block_size`` below 1, or if ``drop_last`` leaves no batch.
@@ -303,7 +315,10 @@ class LocalBatchSampler:
     )
 
     def __post_init__(self) -> None:
-        lengths = list(self.lengths)
+        take_plain_fields(self)
+        if not isinstance(self.lengths, Iterable):
+            raise TypeError(f"lengths must be a sequence of integers, got {self.lengths!r}")
+        lengths = [as_integer("a rank's number of samples", length) for length in self.lengths]
         _check_block(self.shuffle_block_size)
         if not lengths or min(lengths) < 0 or max(lengths) == 0:
             raise ValueError(f"some rank needs a sample; the numbers of samples are {lengths}")
@@ -353,12 +368,14 @@ class LocalBatchSampler:
         Raises
         ------
         ValueError
-            If ``epoch`` is negative, or ``world_size`` is not the number of ``lengths``.
+            If ``epoch`` is negative, ``rank`` is not one of the ranks, or ``world_size`` is not
+            the number of ``lengths``.
         IndexError
             If ``index`` is outside the epoch.
         """
         if world_size != len(self.lengths):
             raise ValueError(f"the data are of {len(self.lengths)} ranks, not of {world_size}")
+        as_index("rank", rank, world_size)
         _check_place(epoch, index, self.batches_per_epoch)
         share = self._shares[rank]
         # The samples follow those of the ranks before, some of which may have none left.

@@ -11,6 +11,7 @@ import math
 from abc import abstractmethod
 from typing import Any
 
+from mpishard.arguments import as_amount, as_integer, as_number, as_positive
 from mpishard.arrays import Array, array_namespace, chunks
 from mpishard.contracts import ILossFunction
 from mpishard.nn.layers.activations import sigmoid
@@ -139,9 +140,7 @@ class Huber(_ErrorLoss):
     """
 
     def __init__(self, delta: float = 1.0) -> None:
-        if not 0 < delta < math.inf:
-            raise ValueError(f"Huber needs a finite delta > 0, got {delta}")
-        self.delta = float(delta)
+        self.delta = as_positive("delta", delta)
 
     def _sum(self, error: Array) -> float:
         # With s the size of e and c = min(s, delta), both branches are c (s - c / 2).
@@ -184,13 +183,11 @@ class CrossEntropy(Loss):
     def __init__(
         self, ignore_index: int = -1, *, label_smoothing: float = 0.0, z_loss: float = 0.0
     ) -> None:
-        if not 0 <= label_smoothing < 1:
+        if not 0 <= as_number("label_smoothing", label_smoothing) < 1:
             raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
-        if not 0 <= z_loss < math.inf:
-            raise ValueError(f"z_loss must be finite and >= 0, got {z_loss}")
-        self.ignore_index = ignore_index
+        self.ignore_index = as_integer("ignore_index", ignore_index)
         self.label_smoothing = float(label_smoothing)
-        self.z_loss = float(z_loss)
+        self.z_loss = as_amount("z_loss", z_loss)
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True

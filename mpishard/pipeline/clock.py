@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from mpishard.arguments import as_amount, as_count
+import numpy as np
+
+from mpishard.arguments import as_amount, as_count, as_number, require_type
 from mpishard.pipeline.operations import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -51,7 +53,7 @@ class StageTimes:
     def __post_init__(self) -> None:
         for name in ("forward", "backward_input", "backward_weight", "communication"):
             given = getattr(self, name)
-            for value in [given] if isinstance(given, int | float) else given:
+            for value in [given] if np.ndim(given) == 0 else given:
                 as_amount(name, value)
 
     def of_stages(self, kind: PipelineOperationType, num_global_stages: int) -> list[float]:
@@ -88,8 +90,9 @@ def spread(name: str, given: Times, count: int, what: str) -> list[float]:
     ValueError
         For a sequence of another length.
     """
-    if isinstance(given, int | float):
-        return [float(given)] * count
+    if np.ndim(given) == 0:
+        return [as_number(name, given)] * count
+    given = cast("Sequence[float]", given)
     if len(given) != count:
         raise ValueError(f"{name} must be one number or {count}, for each of the {what}; "
                          f"got {len(given)}")  # fmt: skip
@@ -111,9 +114,12 @@ def stages_of_ranks(schedule: IPipelineSchedule, num_stages: int) -> list[list[i
 
     Raises
     ------
+    TypeError
+        For a schedule of another type.
     ValueError
         For fewer than one rank, or if a global stage is not on one rank.
     """
+    require_type("schedule", schedule, IPipelineSchedule)
     as_count("num_stages", num_stages)
     virtual = range(schedule.virtual_stages_per_rank)
     stages = [[schedule.global_stage(r, v, num_stages) for v in virtual] for r in range(num_stages)]
@@ -219,9 +225,13 @@ def run_clock(
 
     Raises
     ------
+    TypeError
+        If the schedule or the times are of another type.
     ValueError
         If `check_schedule` would refuse the schedule, or if the times do not fit it.
     """
+    times = StageTimes() if times is None else times
+    require_type("times", times, StageTimes)
     stages = stages_of_ranks(schedule, num_stages)
     orders = [schedule.get_schedule(r, num_stages, num_micro_batches) for r in range(num_stages)]
     name = f"{schedule.name} with {num_stages} ranks and {num_micro_batches} micro-batches"
@@ -230,7 +240,7 @@ def run_clock(
             check_completeness(order, stages[rank], num_micro_batches)
         except ValueError as error:
             raise ValueError(f"{name}: rank {rank} {error}") from None
-    return _Clock(name, orders, stages, num_micro_batches, times or StageTimes()).run()
+    return _Clock(name, orders, stages, num_micro_batches, times).run()
 
 
 def bubble_fraction(ranks: Sequence[Sequence[TimedOperation]]) -> float:

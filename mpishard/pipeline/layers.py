@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_count, as_integer
+from mpishard.arguments import as_count, as_integer, require_type
 from mpishard.arrays import Array, array_namespace, synchronize
 from mpishard.contracts import LayerInfo
 from mpishard.errors import MissingLossError
@@ -92,6 +92,37 @@ class IPipelinePartitionStrategy(ABC):
         """
 
 
+def stage_ranges(
+    strategy: IPipelinePartitionStrategy, total_parameters: int, num_stages: int
+) -> list[tuple[int, int]]:
+    """Return start and size of each stage's range, as the strategy gives them.
+
+    Raises
+    ------
+    TypeError
+        If the strategy gives something else than pairs of integers.
+    ValueError
+        If the ranges are not the vector, each element once and in order.
+    """
+    name = type(strategy).__name__
+    given: Any = strategy.compute_partition(total_parameters, num_stages)
+    try:
+        ranges = [(as_integer("start", start), as_integer("size", size)) for start, size in given]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} must give a pair of integers (start, size) for each of {num_stages} stages, "
+            f"got {given!r}"
+        ) from None
+    edges = [*itertools.accumulate((size for _, size in ranges), initial=0)]
+    starts = [start for start, _ in ranges]
+    if len(ranges) != num_stages or [*starts, total_parameters] != edges or edges != sorted(edges):
+        raise ValueError(
+            f"{name} assigns {total_parameters} parameters to {num_stages} stages as (start, size) "
+            f"{ranges}; it must assign each parameter once, in order"
+        )
+    return ranges
+
+
 class UniformPartitionStrategy(IPipelinePartitionStrategy):
     """Equal numbers of parameters for the stages; the remainder goes to the first ones.
 
@@ -127,6 +158,9 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
 
     Raises
     ------
+    TypeError
+        For a boundary or size that is not an integer, and a ``cost_estimator`` that is not
+        callable.
     ValueError
         For both or neither of boundaries and size, for boundaries that are empty, do not begin
         with 0 or do not increase, and for a size below 1. `compute_partition` raises it for a
@@ -163,6 +197,11 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
         if estimated_layer_size is not None:
             estimated_layer_size = as_count("estimated_layer_size", estimated_layer_size)
         self._size = estimated_layer_size
+        if cost_estimator is not None and not callable(cost_estimator):
+            raise TypeError(
+                "cost_estimator must be a function of a number of parameters, got "
+                f"{type(cost_estimator).__name__}"
+            )
         self._cost = cost_estimator or (lambda count: count**1.5)
 
     def compute_partition(self, total_parameters: int, num_stages: int) -> list[tuple[int, int]]:
@@ -251,6 +290,8 @@ def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) 
 
     Raises
     ------
+    TypeError
+        If ``model`` is not a `Model`, or ``repeats`` not an integer.
     ValueError
         For fewer than one repeat, and for inputs or targets that the model cannot take.
     MissingLossError
@@ -265,6 +306,7 @@ def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) 
     >>> seconds = measured_layer_costs(model, np.ones((16, 8)), np.ones((16, 4)))
     >>> stages = partition_layers(model.get_all_layer_info(), 2, costs=seconds)
     """
+    require_type("model", model, Model)
     as_count("repeats", repeats)
     loss = model.default_loss_function
     if loss is None:
@@ -355,10 +397,11 @@ def partition_layers(
     Raises
     ------
     TypeError
-        For a cost that is no number, naming its layer.
+        For a strategy of another type, and for a cost that is no number, naming its layer.
     ValueError
         Without layers, for fewer than one stage, for costs of another number than the layers,
-        negative or not finite, and if both a strategy and costs are given.
+        negative or not finite, and if both a strategy and costs are given. If the strategy's ranges
+        are not the vector, each element once and in order.
 
     Examples
     --------
@@ -373,6 +416,8 @@ def partition_layers(
     if not infos:
         raise ValueError("there are no layers to assign to stages")
     as_count("num_stages", num_stages)
+    if strategy is not None:
+        require_type("strategy", strategy, IPipelinePartitionStrategy)
     if strategy is not None and costs is not None:
         raise ValueError("a strategy has costs of its own: give either strategy or costs")
     allowed = [i for i in range(1, len(infos)) if can_cut is None or can_cut(i - 1)]
@@ -380,11 +425,7 @@ def partition_layers(
         cuts = balanced_cuts(_costs(infos, costs), num_stages, allowed)
     else:
         total = infos[-1].parameter_offset + infos[-1].parameter_count
-        ranges = strategy.compute_partition(total, num_stages)
-        if len(ranges) != num_stages:
-            raise ValueError(
-                f"{type(strategy).__name__} must give {num_stages} ranges, got {len(ranges)}"
-            )
+        ranges = stage_ranges(strategy, total, num_stages)
         # A strategy cuts the flat vector anywhere, and a model only between its layers.
         places = [start for start, _ in ranges[1:]][: len(allowed)]
         cuts = nearest_cuts([info.parameter_offset for info in infos], places, allowed)

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 
-from mpishard.arguments import as_count, as_integer, nearest
+from mpishard.arguments import as_count, as_integer, nearest, require_type
 from mpishard.pipeline.clock import bubble_fraction, run_clock
 from mpishard.pipeline.operations import (
     BACKWARD,
@@ -76,6 +76,8 @@ class RuleSchedule(IPipelineSchedule):
         Outside the formula's range, the fraction is measured on the virtual clock, with equal
         times and no communication.
         """
+        num_stages = as_integer("num_stages", num_stages)
+        num_micro_batches = as_integer("num_micro_batches", num_micro_batches)
         if num_stages <= 1 or num_micro_batches <= 0:
             return 0.0
         published = self.published_bubble_fraction(num_stages, num_micro_batches)
@@ -398,6 +400,8 @@ def schedule_by_name(name: str, virtual_stages_per_rank: int | None = None) -> R
 
     Raises
     ------
+    TypeError
+        For a name that is not a string, or a number that is not an integer.
     ValueError
         For another name, or a number of virtual stages that the schedule cannot have.
     """
@@ -405,6 +409,7 @@ def schedule_by_name(name: str, virtual_stages_per_rank: int | None = None) -> R
     def bare(name: str) -> str:
         return name.lower().translate(dict.fromkeys(map(ord, "-_ ")))
 
+    require_type("schedule", name, str)
     found = next((kind for key, kind in _SCHEDULES.items() if bare(key) == bare(name)), None)
     if found is None:
         raise ValueError(
@@ -415,7 +420,9 @@ def schedule_by_name(name: str, virtual_stages_per_rank: int | None = None) -> R
         return found(2 if virtual_stages_per_rank is None else virtual_stages_per_rank)
     schedule = found()
     own = schedule.virtual_stages_per_rank
-    if virtual_stages_per_rank not in (None, own):
+    if virtual_stages_per_rank is not None and (
+        as_integer("virtual_stages_per_rank", virtual_stages_per_rank) != own
+    ):
         raise ValueError(
             f"{schedule.name} has {own} virtual stage{'s' * (own > 1)} per rank, got "
             f"{virtual_stages_per_rank}; interleaved and looped-bfs take 2 or more"

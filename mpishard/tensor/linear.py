@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import check_sizes
+from mpishard.arguments import as_flag, check_sizes
 from mpishard.arrays import Array, array_namespace, to_host
 from mpishard.bfloat16 import wide_dtype
 from mpishard.communication import CommunicationBackend
@@ -105,7 +105,7 @@ class SplitLinear(TensorParallelLayer):
         self.output_size = int(output_size)
         self.activation = activation
         self.computes_bfloat16 = activation is None or activation.computes_bfloat16
-        self.bias = bias
+        self.bias = as_flag("bias", bias)
         whole = Linear(self.input_size, self.output_size, bias, initializer, tied_to)
         self._whole: Mapping[str, ParameterSpec] = whole.parameters
 
@@ -247,8 +247,8 @@ class ColumnParallelLinear(SplitLinear):
             backend, input_size, output_size, activation,
             bias=bias, initializer=initializer, tied_to=tied_to,
         )  # fmt: skip
-        self.gather_output = gather_output
-        self.sequence_parallel = sequence_parallel
+        self.gather_output = as_flag("gather_output", gather_output)
+        self.sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
         self.split = DimSplit(self.output_size, backend.world_size, parts, multiple)
         self._local = Linear(self.input_size, self.local_output_size, bias)
 
@@ -387,7 +387,7 @@ class RowParallelLinear(SplitLinear):
             backend, input_size, output_size, activation,
             bias=bias, initializer=initializer, tied_to=tied_to,
         )  # fmt: skip
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
         # The runs are those of the column-parallel layer before, whose outputs are these inputs.
         self.split = DimSplit(self.input_size, backend.world_size, 1, multiple)
         self._local = Linear(self.local_input_size, self.output_size, bias)

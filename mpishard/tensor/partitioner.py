@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from mpishard.arguments import require_type
+from mpishard.arguments import as_flag, require_type
 from mpishard.communication import CommunicationBackend
 from mpishard.nn.layers.attention import Attention
 from mpishard.nn.layers.composites import Residual, Sequential
@@ -425,15 +425,19 @@ def partition_chain(
     Raises
     ------
     TypeError
-        If ``backend`` is not a `CommunicationBackend`, or a value of ``layers`` is not a layer.
+        If ``backend`` is not a `CommunicationBackend`, ``layers`` is not a mapping of layers, or a
+        flag is not a bool.
     ValueError
         If a layer is tied to one that is not given. With ``sequence_parallel``, if there are layers
         of images, whose dim 1 is not time. With ``split_output``, if the chain does not end the
         model.
     """
     require_type("backend", backend, CommunicationBackend)
+    require_type("layers", layers, Mapping)
     for name, layer in layers.items():
         require_type(name, layer, Layer)
+    sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
+    split_output = as_flag("split_output", split_output)
     if backend.world_size == 1:
         decisions = tuple(
             LayerDecision(path, SplitKind.WHOLE, 1.0, f"{type(layer).__name__} on the one rank")
@@ -513,13 +517,13 @@ class TensorParallelLayerPartitioner:
     Raises
     ------
     TypeError
-        If ``backend`` is not a `CommunicationBackend`.
+        If ``backend`` is not a `CommunicationBackend`, or ``sequence_parallel`` is not a bool.
     """
 
     def __init__(self, backend: CommunicationBackend, *, sequence_parallel: bool = False) -> None:
         require_type("backend", backend, CommunicationBackend)
         self.backend = backend
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
         self._layers: Mapping[str, Layer] = {}
         self._partition = TensorPartition({}, {}, splits_output=False, decisions=())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpishard.arguments import require_type
+from mpishard.arguments import as_flag, require_type
 from mpishard.arrays import Array, array_namespace, chunks
 from mpishard.bfloat16 import wide
 from mpishard.communication import CommunicationBackend, ReductionOperation
@@ -72,7 +72,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
         self._whole = Embedding(vocabulary_size, width, initializer)
         self.vocabulary_size = int(vocabulary_size)
         self.width = int(width)
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
         self.split = DimSplit(self.vocabulary_size, backend.world_size)
 
     @property

@@ -380,6 +380,10 @@ def _wrong_arguments(backend: CommunicationBackend) -> Iterator[Refusal]:
             (ValueError, name, (ok, -1), {}),
             (TypeError, name, (ok, 0.5), {}),
         ]
+    calls += [
+        (TypeError, "reduce_scatter", (np.ones(world),), {"strict": "no"}),
+        (TypeError, "scatter", (np.ones(world), 0), {"strict": "no"}),
+    ]
     if world > 1:
         calls += [
             (ValueError, "reduce_scatter", (np.ones(world + 1),), {"strict": True}),

@@ -128,3 +128,26 @@ def test_further_refusals():
         DistributedSampler(5, 1, 0).set_epoch(-1)
     with pytest.raises(ValueError, match="start must be from 0 to 5, got 6"):
         ElasticDistributedSampler(5, 1, 0, start=6)
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": True}, "data must be a number of samples or have a length, got bool"),
+        ({"rank": 0.5}, r"rank must be an integer, got 0\.5"),
+        ({"rank": True}, "rank must be an integer, got True"),
+        ({"seed": 1.5}, r"seed must be an integer, got 1\.5"),
+        ({"shuffle": "no"}, "shuffle must be True or False, got 'no'"),
+        ({"drop_last": 1}, "drop_last must be True or False, got 1"),
+    ],
+)
+def test_settings_of_another_type_are_refused(kind, options, message):
+    with pytest.raises(TypeError, match=message):
+        kind(**({"data": 10, "num_replicas": 2, "rank": 0} | options))
+
+
+@pytest.mark.parametrize("start", [1.5, True, "x"])
+def test_a_start_that_is_no_integer_is_refused(start):
+    with pytest.raises(TypeError, match=f"start must be an integer, got {start!r}"):
+        ElasticDistributedSampler(10, 2, 0, start=start)

@@ -87,3 +87,30 @@ def test_positions_outside_the_epoch_are_refused() -> None:
         sampler.local(0, 0, 0, 3)
     assert not sampler.local(0, 0, 0, 2)[0].flags.writeable
     assert sampler.local(0, 0, 0, 2)[0].dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": 5}, "lengths must be a sequence of integers, got 5"),
+        ({"lengths": [1.5, 2]}, r"a rank's number of samples must be an integer, got 1\.5"),
+        ({"lengths": [True, 2]}, "a rank's number of samples must be an integer, got True"),
+        ({"batch_size": 2.0}, r"batch_size must be an integer, got 2\.0"),
+        ({"seed": 1.5}, r"seed must be an integer, got 1\.5"),
+        ({"shuffle": "no"}, "shuffle must be True or False, got 'no'"),
+        ({"drop_last": 1}, "drop_last must be True or False, got 1"),
+    ],
+)
+def test_settings_of_another_type_are_refused(options, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        LocalBatchSampler(**({"lengths": [5, 2], "batch_size": 4} | options))
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_outside_the_world_is_refused(rank) -> None:
+    with pytest.raises(ValueError, match=rf"rank {rank} is outside \[0, 2\)"):
+        LocalBatchSampler([5, 2], 4).local(0, 0, rank, 2)
+
+
+def test_numpy_lengths_are_lengths() -> None:
+    assert LocalBatchSampler(np.array([5, 2]), np.int64(4)).batches_per_epoch == 3

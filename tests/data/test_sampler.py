@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpishard.data import GlobalBatchSampler
+from mpishard.data import Batches, GlobalBatchSampler
 
 PINNED_ORDER = [[8, 4, 1, 7], [5, 3, 9, 2], [0, 6]]
 
@@ -137,3 +137,54 @@ def test_leaves_that_cannot_be_dealt() -> None:
 def test_no_order_is_made_of_what_is_no_integer(length, seed, message) -> None:
     with pytest.raises(TypeError, match=message):
         GlobalBatchSampler(length, 2, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        *[
+            ({name: flag}, TypeError, f"{name} must be True or False")
+            for name in ("shuffle", "drop_last")
+            for flag in ("no", 1, None, np.ones(2))
+        ],
+        ({"batch_size": 2.0}, TypeError, "batch_size must be an integer"),
+        ({"leaves": "x"}, TypeError, "leaves must be an integer, got 'x'"),
+        ({"leaves": 0}, ValueError, "leaves must be 1 or more, got 0"),
+        ({"leaves": -1}, ValueError, "leaves must be 1 or more, got -1"),
+    ],
+)
+def test_settings_that_make_no_order_are_refused(options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        GlobalBatchSampler(**({"length": 9, "batch_size": 2} | options))
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "message"),
+    [
+        ((0, 1.5, 0, 2), TypeError, r"index must be an integer, got 1\.5"),
+        ((0, 0, 2, 2), ValueError, r"rank 2 is outside \[0, 2\)"),
+        ((0, 0, -1, 2), ValueError, r"rank -1 is outside \[0, 2\)"),
+        ((0, 0, 0.0, 2), TypeError, r"rank must be an integer, got 0\.0"),
+        ((0, 0, 0, 0), ValueError, "world_size must be 1 or more, got 0"),
+    ],
+)
+def test_places_outside_the_epoch_or_the_ranks_are_refused(place, error, message) -> None:
+    with pytest.raises(error, match=message):
+        GlobalBatchSampler(9, 2).local(*place)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"sampler": 5}, TypeError, "sampler must be a GlobalBatchSampler or LocalBatchSampler"),
+        ({"steps": 5}, TypeError, "steps must be a range, got int"),
+        ({"rank": 2}, ValueError, r"rank 2 is outside \[0, 2\)"),
+        ({"rank": "x"}, TypeError, "rank must be an integer, got 'x'"),
+        ({"world_size": 0}, ValueError, "world_size must be 1 or more, got 0"),
+        ({"ahead": "no"}, TypeError, "ahead must be True or False, got 'no'"),
+    ],
+)
+def test_batches_of_other_types_and_ranks_are_refused(options, error, message) -> None:
+    usual = {"sampler": GlobalBatchSampler(9, 2), "rank": 0, "world_size": 2, "steps": range(2)}
+    with pytest.raises(error, match=message):
+        Batches(np.ones((9, 2)), None, **(usual | options))

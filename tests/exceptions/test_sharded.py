@@ -227,6 +227,21 @@ WRAPPED = [
       for rate in (float("nan"), float("inf"))],
     ("A", "unsharded: a root that is a word", TypeError, "root must be an integer, got 'x'",
      lambda g: g.model.unsharded(root="x").__enter__()),
+    *[("A", f"checkpoint.{name}: training {value!r}", TypeError,
+       f"with the methods of CheckpointState, got {type(value).__name__}",
+       lambda g, name=name, value=value: getattr(ms.checkpoint, name)(
+           g.path / "made", g.model, training=value))
+      for name in ("save", "save_async", "load") for value in (5, {})],
+    *[("A", f"checkpoint.save_async: staging {value!r}", TypeError,
+       "staging must be a StagingBuffer",
+       lambda g, value=value: ms.checkpoint.save_async(g.path / "made", g.model, staging=value))
+      for value in (5, b"")],
+    ("A", "checkpoint.reserve: staging None", TypeError, "must be a StagingBuffer, got NoneType",
+     lambda g: ms.checkpoint.reserve(None, g.model)),
+    *[("A", f"checkpoint.reserve: kept {kept!r}", error, f"kept must be .*, got {kept!r}",
+       lambda g, kept=kept: ms.checkpoint.reserve(
+           ms.checkpoint.StagingBuffer(), g.model, kept=kept))
+      for kept, error in ((-1, ValueError), (1.5, TypeError))],
     ("A", "accumulate: defer 1", TypeError, "defer must be True or False, got 1",
      lambda g: g.model.accumulate(defer=1).__enter__()),
     ("A", "step: a plain model", TypeError, r"got MLP; wrap it with mpishard\.as_distributed",

@@ -141,7 +141,7 @@ def test_z_loss_of_large_logits_is_finite():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Huber(0), "delta > 0, got 0"),
+        (lambda: Huber(0), "delta must be above 0 and finite, got 0"),
         (lambda: Huber(float("inf")), "got inf"),
         (lambda: CrossEntropy(label_smoothing=1.0), r"\[0, 1\), got 1\.0"),
         (lambda: CrossEntropy(label_smoothing=-0.1), r"got -0\.1"),

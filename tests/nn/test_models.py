@@ -294,7 +294,7 @@ def test_the_first_layer_makes_no_input_gradient(monkeypatch):
         ({"heads": 0}, "'heads': 0"),
         ({"vocabulary_size": 0}, "'vocabulary_size': 0"),
         ({"layers": -1}, "layers=-1"),
-        ({"initial_std": 0}, "initial_std must be positive, got 0"),
+        ({"initial_std": 0}, "initial_std must be above 0 and finite, got 0"),
     ],
 )
 def test_gpt_refuses_sizes(arguments, message):

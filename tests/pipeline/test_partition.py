@@ -139,3 +139,9 @@ def test_memory_does_not_grow_as_the_square_of_the_layers():
     finally:
         tracemalloc.stop()
     assert peak < 40 * costs.nbytes  # and not 3000 times
+
+
+@pytest.mark.parametrize("estimator", [5, "x"])
+def test_an_estimator_that_cannot_be_called_is_refused(estimator):
+    with pytest.raises(TypeError, match="cost_estimator must be a function of a number of para"):
+        LoadBalancedPartitionStrategy([0, 5], estimator)

@@ -9,6 +9,7 @@ import pytest
 import mpishard as ms
 from mpishard.errors import MissingLossError, StructureOnlyError
 from mpishard.pipeline import (
+    IPipelinePartitionStrategy,
     LoadBalancedPartitionStrategy,
     UniformPartitionStrategy,
     measured_layer_costs,
@@ -113,12 +114,51 @@ def test_bad_arguments():
         with pytest.raises(ValueError, match="cost of layer 1, 'layer1', must be 0 or more"):
             partition_layers(infos, 2, costs=[1, bad])
 
-    class TooFew(UniformPartitionStrategy):
-        def compute_partition(self, total_parameters, num_stages):
-            return [(0, total_parameters)]
+    with pytest.raises(TypeError, match="strategy must be an IPipelinePartitionStrategy, got str"):
+        partition_layers(infos, 2, "uniform")
 
-    with pytest.raises(ValueError, match="TooFew must give 2 ranges, got 1"):
-        partition_layers(infos, 2, TooFew())
+
+class Given(IPipelinePartitionStrategy):
+    """A strategy that gives these ranges."""
+
+    def __init__(self, ranges):
+        self.ranges = ranges
+
+    def compute_partition(self, total_parameters, num_stages):
+        return self.ranges
+
+
+@pytest.mark.parametrize(
+    ("ranges", "error", "message"),
+    [
+        *[
+            (ranges, ValueError, "assigns 3 parameters to 2 stages .*must assign each parameter")
+            for ranges in (
+                [(0, 3)],
+                [(0, 3), (0, 3)],
+                [(0, 1), (2, 1)],
+                [(0, -1), (-1, 4)],
+                [(0, 8), (8, 0)],
+                [(0, 1), (1, 1)],
+                [(1, 2), (0, 1)],
+            )
+        ],
+        *[
+            (ranges, TypeError, r"Given must give a pair of integers \(start, size\) for each of 2")
+            for ranges in (None, 5, "ab", [0, 3], [(0, 1.5), (1.5, 1.5)], [(0, 1, 2), (1, 2, 3)])
+        ],
+    ],
+)
+def test_ranges_that_are_not_the_vector_are_refused(ranges, error, message):
+    with pytest.raises(error, match=message):
+        partition_layers(infos_of([1, 2], [1, 2]), 2, Given(ranges))
+
+
+def test_ranges_of_numpy_integers_are_ranges():
+    assert partition_layers(infos_of([1, 2], [1, 2]), 2, Given(np.array([[0, 1], [1, 2]]))) == [
+        (0, 1),
+        (1, 2),
+    ]
 
 
 def test_measured_costs_are_of_the_layers_and_change_nothing():

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from mpishard.pipeline import (
@@ -13,6 +14,7 @@ from mpishard.pipeline import (
     LoopedBFSSchedule,
     OneForwardOneBackwardSchedule,
     PipelineOperationType,
+    StageTimes,
     ZeroBubbleH1Schedule,
     ZeroBubbleH2Schedule,
     ZeroBubbleVSchedule,
@@ -220,3 +222,31 @@ def test_names():
             kind(1)
         with pytest.raises(TypeError, match="must be an integer"):
             kind(2.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: schedule_by_name(5), "schedule must be a str, got int"),
+        (lambda: schedule_by_name("1f1b", 1.5), "virtual_stages_per_rank must be an integer"),
+        (lambda: check_schedule("1f1b", 2, 4), "schedule must be an IPipelineSchedule, got str"),
+        (lambda: run_clock(None, 2, 4), "schedule must be an IPipelineSchedule, got NoneType"),
+        (lambda: run_clock(GPipeSchedule(), 2, 4, 5), "times must be a StageTimes, got int"),
+        (lambda: StageTimes(forward=None), "forward must be a number, got None"),
+        (lambda: GPipeSchedule().estimate_bubble_fraction(1.5, 4), "num_stages must be an integer"),
+        (
+            lambda: GPipeSchedule().estimate_bubble_fraction(2, "x"),
+            "num_micro_batches must be an integer, got 'x'",
+        ),
+    ],
+)
+def test_arguments_of_another_type(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_times_of_numpy_are_times():
+    plain = run_clock(GPipeSchedule(), 2, 3, StageTimes(0.5, communication=0.25))
+    for kind in (np.float32, np.array):
+        times = StageTimes(kind(0.5), communication=kind(0.25))
+        assert run_clock(GPipeSchedule(), 2, 3, times) == plain

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from mpishard import nn
-from mpishard.tensor import ColumnParallelLinear, RowParallelLinear
+from mpishard.tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelLayerPartitioner,
+    VocabularyParallelEmbedding,
+    partition_chain,
+)
 from mpishard.testing import check_parallel_layer
 from mpishard.testing.worlds import in_worlds
 
@@ -288,3 +294,20 @@ def test_what_reports_speak_of(backend):
     assert column.is_split("bias")
     assert row.is_split("weight")
     assert not row.is_split("bias")
+
+
+@in_worlds(1, 2)
+def test_flags_and_chains_of_another_type_are_refused(backend):
+    for flag in ("no", 1, np.ones(2)):
+        for name in ("gather_output", "sequence_parallel", "bias"):
+            with pytest.raises(TypeError, match=f"{name} must be True or False"):
+                ColumnParallelLinear(backend, 4, 4, **{name: flag})
+        with pytest.raises(TypeError, match="sequence_parallel must be True or False"):
+            VocabularyParallelEmbedding(backend, 4, 4, sequence_parallel=flag)
+        with pytest.raises(TypeError, match="sequence_parallel must be True or False"):
+            TensorParallelLayerPartitioner(backend, sequence_parallel=flag)
+        for name in ("sequence_parallel", "split_output"):
+            with pytest.raises(TypeError, match=f"{name} must be True or False"):
+                partition_chain({"linear": nn.Linear(4, 4)}, backend, **{name: flag})
+    with pytest.raises(TypeError, match="layers must be a Mapping, got list"):
+        partition_chain([nn.Linear(4, 4)], backend)

@@ -99,13 +99,14 @@ class CheckpointableOptimizer(Protocol):
         ...
 
 
-def require_checkpointable(model: Any, optimizer: Any = None) -> None:
+def require_checkpointable(model: Any, optimizer: Any = None, training: Any = None) -> None:
     """Refuse arguments that no rank could save or load. Nothing is communicated.
 
     Raises
     ------
     TypeError
-        If the model or the optimizer is not checkpointable.
+        If the model or the optimizer is not checkpointable, or ``training`` is not a
+        `CheckpointState`.
     """
     if not hasattr(model, "checkpoint_parameters"):
         raise TypeError(
@@ -116,6 +117,11 @@ def require_checkpointable(model: Any, optimizer: Any = None) -> None:
         raise TypeError(
             "a checkpoint needs a sharded optimizer (CheckpointableOptimizer), got "
             f"{type(optimizer).__name__}; mpishard.as_distributed makes one"
+        )
+    if training is not None and not hasattr(training, "arrays_to_write"):
+        raise TypeError(
+            "the training part of a checkpoint must be an object with the methods of "
+            f"CheckpointState, got {type(training).__name__}"
         )
 
 

@@ -67,8 +67,8 @@ def load(
     Raises
     ------
     TypeError, ValueError
-        If the path is not a path or is blank, or the model or optimizer is not checkpointable.
-        Nothing has been communicated then.
+        If the path is not a path or is blank, or the model, the optimizer or ``training`` is not
+        checkpointable. Nothing has been communicated then.
     FileNotFoundError
         If there is no checkpoint.
     CheckpointError
@@ -76,7 +76,7 @@ def load(
         it, all do.
     """
     check_path("the path of a checkpoint", path)
-    require_checkpointable(model, optimizer)
+    require_checkpointable(model, optimizer, training)
     with together(model.checkpoint_backend):
         states = states_of(model, optimizer, training)
     return load_states(path, model, states)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import check_path
+from mpishard.arguments import as_count, check_path, require_type
 from mpishard.arrays import to_host
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.consensus import (
@@ -90,13 +90,13 @@ def save(
     Raises
     ------
     TypeError, ValueError
-        If the path is not a path or is blank, or the model or optimizer is not checkpointable.
-        Nothing has been communicated then.
+        If the path is not a path or is blank, or the model, the optimizer or ``training`` is not
+        checkpointable. Nothing has been communicated then.
     ValueError, TypeError, CheckpointError
         As for `write_checkpoint`, on every rank. The checkpoint at ``path`` is then unchanged.
     """
     check_path("the path of a checkpoint", path)
-    require_checkpointable(model, optimizer)
+    require_checkpointable(model, optimizer, training)
     begin_save(lambda: Target(path), model, optimizer, training=training, metadata=metadata).wait()
 
 
@@ -133,10 +133,12 @@ def save_async(
         As for `save`, for errors that are found before anything is written.
     """
     check_path("the path of a checkpoint", path)
-    require_checkpointable(model, optimizer)
+    require_checkpointable(model, optimizer, training)
+    if staging is not None:
+        require_type("staging", staging, StagingBuffer)
     return begin_save(
         lambda: Target(path), model, optimizer, training=training, metadata=metadata,
-        staging=staging or StagingBuffer(),
+        staging=StagingBuffer() if staging is None else staging,
     )  # fmt: skip
 
 
@@ -162,12 +164,14 @@ def reserve(
     Raises
     ------
     TypeError, ValueError
-        If the model or optimizer is not checkpointable, or the buffer must grow while a save is
-        still being written from it.
+        If an argument is of another type, ``kept`` is below 0, or the buffer must grow while a save
+        is still being written from it.
     OSError
         If there is not enough memory. If one rank raises it, all do.
     """
     require_checkpointable(model, optimizer)
+    require_type("staging", staging, StagingBuffer)
+    as_count("kept", kept, least=0)
     with together(model.checkpoint_backend):
         nbytes = _staged_bytes(model.arrays_to_write()) * (1 + kept)
         if optimizer is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpishard import settings
-from mpishard.arguments import as_count, as_index, as_integer
+from mpishard.arguments import as_count, as_flag, as_index, as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.contract.arena import PRIVATE, Arena, Nodes, Places, Regions
 from mpishard.communication.contract.call import (
@@ -549,6 +549,7 @@ class CommunicationBackend(ITransport):
     ) -> Work:
         """Issue a `scatter` without waiting for it."""
         as_index("root", root, self.world_size)
+        strict = as_flag("strict", strict)
         pieces: tuple[int, ...] | None = None
         sent, sends = None, {"scatter": 0}
         if self.rank == root:

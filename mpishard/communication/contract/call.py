@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from mpishard import settings
-from mpishard.arguments import as_index, as_integer
+from mpishard.arguments import as_flag, as_index, as_integer
 from mpishard.arrays import Array, array_namespace
 from mpishard.communication.contract.reduction import ReductionOperation, accumulation_dtype
 from mpishard.errors import CommunicationError
@@ -401,12 +401,12 @@ def piece_sizes(
     Raises
     ------
     TypeError
-        If ``counts`` are no integers.
+        If ``counts`` are no integers, or ``strict`` is not a bool.
     ValueError
         If ``counts`` has not one count for each rank, or they do not add up to ``rows``; if
         ``strict``, also for a remainder.
     """
-    if strict and rows % world_size:
+    if as_flag("strict", strict) and rows % world_size:
         raise ValueError(
             f"{name}: {rows} rows over {world_size} ranks leave "
             f"{rows % world_size}; strict=True allows no remainder"

@@ -16,6 +16,7 @@ from mpishard.layout import ShardLayout
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.pipeline import IPipelinePartitionStrategy, UniformPartitionStrategy
+from mpishard.pipeline.layers import stage_ranges
 from mpishard.sharding import ParameterEntry, Placement, Slice, Unit, unit_at, whole_box
 from mpishard.sharding.regions import Region, blocks_of
 
@@ -93,8 +94,8 @@ class RangeVector(ModelVector):
 
     Raises
     ------
-    ValueError
-        If the strategy's ranges are not the vector, each element once and in order.
+    TypeError, ValueError
+        As `stage_ranges`.
 
     Attributes
     ----------
@@ -111,20 +112,7 @@ class RangeVector(ModelVector):
         strategy: IPipelinePartitionStrategy | None = None,
     ) -> None:
         length = entries[-1].stop
-        stages = (strategy or UniformPartitionStrategy()).compute_partition(
-            length, mesh.pipeline_size
-        )
-        stop = 0
-        for first, size in stages:
-            if first != stop or size < 0:
-                break
-            stop += size
-        if stop != length or len(stages) != mesh.pipeline_size:
-            raise ValueError(
-                f"{type(strategy).__name__} assigns {length} parameters to {mesh.pipeline_size} "
-                f"stages as (start, size) {list(stages)}; it must assign each parameter once, in "
-                "order"
-            )
+        stages = stage_ranges(strategy or UniformPartitionStrategy(), length, mesh.pipeline_size)
         first, size = stages[mesh.pipeline_rank]
         part = ShardLayout(size, mesh.tensor_size)
         self.start = first + part.start(mesh.tensor_rank)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import check_divides, check_sizes
+from mpishard.arguments import as_flag, check_divides, check_sizes
 from mpishard.arrays import Array, array_namespace, chunk_length, is_device_array
 from mpishard.bfloat16 import is_bfloat16, rounded, scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
@@ -69,7 +69,7 @@ class Attention(Layer):
         check_divides("kv_heads", kv_heads, "heads", heads)
         self.heads = heads
         self.kv_heads = kv_heads
-        self.causal = bool(causal)
+        self.causal = as_flag("causal", causal)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (T, H K) for the shape (T, (H + 2 G) K)."""

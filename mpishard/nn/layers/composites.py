@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
+from mpishard.arguments import require_type
 from mpishard.arrays import Array
 from mpishard.contracts import DynamicShapeInfo, LayerCategory, LayerInfo
 from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters
@@ -53,12 +54,15 @@ class Sequential(Layer):
             if isinstance(layer, Layer):
                 named[str(position)] = layer
             elif len(layers) == 1:
+                require_type("the layers of a Sequential", layer, Mapping)
                 named.update(layer)
             else:
                 raise ValueError("Sequential takes either layers or one mapping, not both")
         if not named:
             raise ValueError("Sequential needs at least one layer")
-        for name in named:
+        for name, layer in named.items():
+            require_type("a layer's name", name, str)
+            require_type(f"layer {name!r}", layer, Layer)
             if not name or "." in name:
                 raise ValueError(f"a layer's name must not be empty or hold a dot, got {name!r}")
         self.children = named

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard.arguments import check_sizes, is_size
+from mpishard.arguments import as_flag, check_sizes, is_size
 from mpishard.arrays import Array, array_namespace, chunk_length, chunks
 from mpishard.bfloat16 import scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
@@ -265,17 +265,17 @@ class Conv2D(Layer):
         check_sizes("Conv2D", inputs=inputs, outputs=outputs)
         self.inputs = inputs
         self.outputs = outputs
-        self.bias = bias
+        self.bias = as_flag("bias", bias)
         self.windows = Windows(
             size_pair("Conv2D", "kernel", kernel),
             size_pair("Conv2D", "stride", stride),
             size_pair("Conv2D", "padding", padding, least=0),
         )
         shape = (outputs, inputs, *self.windows.kernel)
-        fan_in = inputs * shape[2] * shape[3]
-        weight = ParameterSpec(shape, initializer or kaiming_uniform(fan_in))
-        self._parameters = {"weight": weight}
-        if bias:
+        if initializer is None:
+            initializer = kaiming_uniform(inputs * shape[2] * shape[3])
+        self._parameters = {"weight": ParameterSpec(shape, initializer)}
+        if self.bias:
             self._parameters["bias"] = ParameterSpec((outputs,), zeros())
 
     @property

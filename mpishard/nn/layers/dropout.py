@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import as_number
 from mpishard.arrays import Array, array_namespace, chunks
 from mpishard.bfloat16 import scratch, store, wide
 from mpishard.contracts import LayerCategory
@@ -46,7 +47,7 @@ class Dropout(Layer):
     computes_bfloat16 = True
 
     def __init__(self, rate: float) -> None:
-        if not 0 <= rate < 1:
+        if not 0 <= as_number("rate", rate) < 1:
             raise ValueError(f"Dropout needs a rate in [0, 1), got {rate}")
         self.rate = float(rate)
 

@@ -50,7 +50,8 @@ class Embedding(Layer):
         check_sizes("Embedding", vocabulary_size=vocabulary_size, width=width)
         self.vocabulary_size = vocabulary_size
         self.width = width
-        self._weight = ParameterSpec((vocabulary_size, width), initializer or normal(0.02))
+        initializer = normal(0.02) if initializer is None else initializer
+        self._weight = ParameterSpec((vocabulary_size, width), initializer)
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:
@@ -169,7 +170,8 @@ class PositionalEmbedding(Layer):
         check_sizes("PositionalEmbedding", context_length=context_length, width=width)
         self.context_length = context_length
         self.width = width
-        self._weight = ParameterSpec((context_length, width), initializer or normal(0.02))
+        initializer = normal(0.02) if initializer is None else initializer
+        self._weight = ParameterSpec((context_length, width), initializer)
 
     @property
     def parameters(self) -> Mapping[str, ParameterSpec]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from mpishard.arguments import as_flag, require_type
 from mpishard.arrays import Array, address, array_namespace
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.cache import KeyValueCache
@@ -50,12 +51,30 @@ class ParameterSpec:
     trainable : bool
         False if training must not change the parameter. Its gradient is then 0, and it has no
         optimizer state.
+
+    Raises
+    ------
+    TypeError
+        If the initializer is not callable, ``tied_to`` is not a string, or ``trainable`` is not a
+        bool. A tied parameter may have None for its initializer.
     """
 
     shape: tuple[int, ...]
     initializer: Initializer
     tied_to: str | None = None
     trainable: bool = True
+
+    def __post_init__(self) -> None:
+        # A parameter that is another one needs no initial value.
+        is_needed = self.tied_to is None or self.initializer is not None
+        if is_needed and not callable(self.initializer):
+            raise TypeError(
+                "initializer must be a function of (generator, shape), got "
+                f"{type(self.initializer).__name__}"
+            )
+        if self.tied_to is not None:
+            require_type("tied_to", self.tied_to, str)
+        as_flag("trainable", self.trainable)
 
 
 @dataclass(frozen=True, slots=True)

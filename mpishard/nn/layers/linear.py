@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpishard.arguments import check_sizes, is_size
+from mpishard.arguments import as_flag, check_sizes, is_size
 from mpishard.arrays import Array, array_namespace, chunk_length
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.initializers import kaiming_uniform, zeros
@@ -42,6 +42,8 @@ class Linear(Layer):
 
     Raises
     ------
+    TypeError
+        If ``bias`` is not a bool; as `ParameterSpec`.
     ValueError
         If a size is not an integer >= 1.
     """
@@ -61,10 +63,11 @@ class Linear(Layer):
         check_sizes("Linear", inputs=inputs, outputs=outputs)
         self.inputs = inputs
         self.outputs = outputs
-        self.bias = bias
-        weight = ParameterSpec((outputs, inputs), initializer or kaiming_uniform(inputs), tied_to)
-        self._parameters = {"weight": weight}
-        if bias:
+        self.bias = as_flag("bias", bias)
+        if initializer is None:
+            initializer = kaiming_uniform(inputs)
+        self._parameters = {"weight": ParameterSpec((outputs, inputs), initializer, tied_to)}
+        if self.bias:
             self._parameters["bias"] = ParameterSpec((outputs,), zeros())
 
     @property

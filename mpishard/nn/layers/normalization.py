@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import check_sizes
+from mpishard.arguments import as_positive, check_sizes
 from mpishard.arrays import Array, array_namespace, chunks
 from mpishard.bfloat16 import scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
@@ -30,10 +30,8 @@ class _Norm(Layer):
     def __init__(self, width: int, epsilon: float) -> None:
         kind = type(self).__name__
         check_sizes(kind, width=width)
-        if not epsilon > 0:
-            raise ValueError(f"{kind} needs epsilon > 0, got {epsilon}")
         self.width = width
-        self.epsilon = epsilon
+        self.epsilon = as_positive("epsilon", epsilon)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the input's shape (..., width)."""

@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_number, check_divides, is_size
+from mpishard.arguments import (
+    as_amount,
+    as_count,
+    as_flag,
+    as_integer,
+    as_number,
+    as_positive,
+    check_divides,
+    is_size,
+)
 from mpishard.arrays import Array, to_host
 from mpishard.devices import Device
 from mpishard.nn.layers.activations import GELU
@@ -195,8 +204,7 @@ def gpt_chain(
     groups = sizes["kv_heads"]
     check_divides("heads", heads, "width", width)
     check_divides("kv_heads", groups, "heads", heads)
-    if as_number("initial_std", initial_std) <= 0:
-        raise ValueError(f"initial_std must be positive, got {initial_std}")
+    initial_std = as_positive("initial_std", initial_std)
     usual = normal(initial_std)
     # 2 L branches add to one sum. Their weights are smaller by the root of their number, so that
     # the variance of the sum does not grow with L (GPT-2, section 2.3).
@@ -205,14 +213,14 @@ def gpt_chain(
         "embedding": Embedding(vocabulary_size, width, usual),
         "position": PositionalEmbedding(context_length, width, usual),
     }
-    drop: dict[str, Layer] = {"dropout": Dropout(dropout)} if dropout else {}
+    drop: dict[str, Layer] = {"dropout": Dropout(dropout)} if as_number("dropout", dropout) else {}
     chain |= drop
     for i in range(layers):
         attention, mlp = _block(width, heads, groups, usual, ends_branch)
         chain[f"block{i}_attention"] = Residual(attention | drop)
         chain[f"block{i}_mlp"] = Residual(mlp | drop)
     chain["norm"] = LayerNorm(width)
-    tied_to = "embedding.weight" if tied_embeddings else None
+    tied_to = "embedding.weight" if as_flag("tied_embeddings", tied_embeddings) else None
     chain["head"] = Linear(width, vocabulary_size, False, usual, tied_to)
     return Sequential(chain)
 
@@ -298,7 +306,7 @@ def generate(
     """
     tokens = checked_prompt(prompt, vocabulary_size)
     check_drawing(length, temperature, top_k, vocabulary_size)
-    if not 1 <= slide <= context_length:
+    if not 1 <= as_integer("slide", slide) <= context_length:
         raise ValueError(f"slide must be in [1, {context_length}], the context, got {slide}")
     generator = np.random.default_rng(seed)
     cache = KeyValueCache(1, context_length)  # One sequence in one block is enough.
@@ -322,11 +330,9 @@ def generate(
 
 def check_drawing(length: int, temperature: float, top_k: int | None, vocabulary_size: int) -> None:
     """Refuse arguments of `generate` that are out of their range."""
-    if length < 0:
-        raise ValueError(f"length must be >= 0, got {length}")
-    if not (temperature >= 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be finite and >= 0, got {temperature}")
-    if top_k is not None and not 1 <= top_k <= vocabulary_size:
+    as_count("length", length, least=0)
+    as_amount("temperature", temperature)
+    if top_k is not None and not 1 <= as_integer("top_k", top_k) <= vocabulary_size:
         raise ValueError(f"top_k must be in [1, {vocabulary_size}], got {top_k}")
 
 

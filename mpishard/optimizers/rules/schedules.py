@@ -224,8 +224,6 @@ def rate_at(schedule: Schedule, step: int, name: str = "the schedule") -> float:
     rate: Any = schedule(step)
     if type(rate) is float:
         return rate
-    if getattr(rate, "shape", None) == ():
-        rate = rate.item()
     return as_number(f"what {name} gives for step {step}", rate)
 
 
