@@ -554,6 +554,26 @@ def test_a_search_takes_the_trials_of_more_and_thuente(first, c2):
         assert value(tried[-1]) <= value(0) + 1e-3 * tried[-1] * slope(0)
 
 
+def test_line_search_ends_where_rounding_leaves_no_other_trial():
+    """Values that rise by one rounding error everywhere, so that no trial decreases enough."""
+    value, slope = 0.3373218375703244, -3.86e-22
+    search = StrongWolfe(value, slope, 1.0, 1e10, 1e-3, 0.9)
+    while not search.is_exhausted and search.trials < 20:
+        assert not search.judge(np.nextafter(value, 1), slope)
+    assert search.is_exhausted
+
+
+@in_worlds(1, 2, 3, 4)
+def test_rule_stops_at_the_minimum_although_shuffling_changes_the_rounding(backend):
+    model = ms.as_distributed(ms.FunctionModel(logistic, START), backend, "zero2")
+    optimizer = ms.as_distributed(LBFGS(), backend, "zero2")
+    result = optimizer.optimize(run_data(model, y_train=Y, max_steps=300, epochs=300, shuffle=True))
+    assert result.stopped_early
+    least = scipy.optimize.minimize(logistic, START, (X, Y), jac=True, tol=1e-12).fun
+    assert result.loss_history[-1] == pytest.approx(least, rel=1e-12)
+
+
+
 # -------------------------------------------------------------------- the rule in training loops
 
 

@@ -133,7 +133,7 @@ class SearchRule(Optimizer):
             numbers.update(
                 pending=False, search=None, before=numbers["value"], value=value, step=tried
             )
-        elif search.trials >= self.max_line_search:
+        elif search.is_exhausted or search.trials >= self.max_line_search:
             self.give_up(ranges, context)
         else:
             numbers["search"] = asdict(search)

@@ -36,6 +36,8 @@ class StrongWolfe:
     ----------
     trials : int
         Evaluations so far.
+    is_exhausted : bool
+        The last trial was an end of the bracket: no other trial can be told from it.
     """
 
     value: float
@@ -46,6 +48,7 @@ class StrongWolfe:
     c2: float
     trials: int = 0
     is_bracketed: bool = False
+    is_exhausted: bool = False
     is_decreasing: bool = False  # a trial had a sufficient decrease and a slope above 0
     # The ends of the bracket: (step, value, slope), of which `best` has the lower value.
     best: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -65,6 +68,8 @@ class StrongWolfe:
 
     def judge(self, value: float, slope: float) -> bool:
         """Return whether the search ends with the present ``step``; otherwise choose the next.
+
+        There is no next if ``is_exhausted`` then.
 
         Parameters
         ----------
@@ -88,6 +93,9 @@ class StrongWolfe:
         )
         if decreases and (is_narrow or (at == self.longest and slope <= test)):
             return True
+        if at in (self.best[0], self.other[0]):
+            self.is_exhausted = True
+            return False
         self.is_decreasing = self.is_decreasing or (decreases and slope >= 0)
         trial = at, value, slope
         if not self.is_decreasing and not decreases and value <= self.best[1]:
