@@ -141,8 +141,10 @@ class Comparison:
             others.append(f"predictions {self.predictions.max():.1e}")
         lines = [f"worst error of {', '.join(others)}"]
         if self.computed == "repeated":
-            text = "every rank computed all of its batch, because the model is a black box. A model of "
-            lines.append(f"{text}layers, an ILayeredModel (mpishard.nn), is computed in parts")
+            text = (
+                "every rank computed all of its batch, because the model is a black box. A model "
+            )
+            lines.append(f"{text}of layers, an ILayeredModel (mpishard.nn), is computed in parts")
         errors = np.maximum(self.built, self.parameters.max(axis=1))
         worst, names = f"{self.tolerance:.0e} (worst {errors.max():.1e})", len(self.entries)
         if self.is_equal:
