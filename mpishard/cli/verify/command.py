@@ -110,7 +110,7 @@ def verify(
     check_start("verify", "start verify without mpirun")
     for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
         if number is not None and not 0 < number < float("inf"):
-            refuse("verify", f"{flag} must be above 0, got {number}")
+            refuse("verify", f"{flag} must be above 0 and finite, got {number}")
     if target.endswith(".py"):
         _check_script(context)
         is_equal = verify_script(target, arguments or (), ranks, steps, tolerance)
