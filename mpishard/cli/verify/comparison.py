@@ -213,11 +213,16 @@ def compare(
         if step < len(reference.gradients):
             expected = reference.gradients[step, model.data_rank]
             own = model.compute_gradients(x, y, problem.loss)
-            # Relative to the largest element of the whole gradient. With mixed precision relative
-            # norms, because `rounding_bounds` knows a bound for norms alone.
-            floor = float(np.max(np.abs(expected)))
-            errors = _errors if job.precision is None else _norms_of_errors
-            rows["gradients"].append(errors(entries, own, expected, floor))
+            if job.precision is None:  # relative to the largest element of the whole gradient
+                largest = float(np.max(np.abs(expected)))
+                rows["gradients"].append(_errors(entries, own, expected, largest))
+            else:  # relative norms, because `rounding_bounds` knows a bound for norms alone
+                error, whole = (
+                    np.subtract(own, expected, dtype=np.float64),
+                    np.linalg.norm(expected),
+                )
+                norms = [np.linalg.norm(error[e.start : e.stop]) for e in entries]
+                rows["gradients"].append([relative_error(n, 0.0, float(whole)) for n in norms])
         loss = optimizer.step_report(model, x, y, sample_start=begin).loss
         known = not np.isnan(reference.losses[step])
         rows["losses"].append(relative_error(loss, reference.losses[step]) if known else 0.0)
@@ -313,16 +318,6 @@ def rounding_bounds(model: Any) -> tuple[float, float]:
 def _leaves(layer: Layer) -> list[Layer]:
     inner = [leaf for child in layer.children.values() for leaf in _leaves(child)]
     return inner or [layer]
-
-
-def _norms_of_errors(
-    entries: Entries, actual: Array, expected: Array, _floor: float
-) -> list[float]:
-    """Return the Euclidean norm of each parameter's error, relative to that of ``expected``."""
-    error = np.subtract(actual, expected, dtype=np.float64)
-    whole = float(np.linalg.norm(expected)) or 1.0
-    norms = [np.linalg.norm(error[e.start : e.stop]) for e in entries]
-    return [relative_error(norm, 0.0, whole) for norm in norms]
 
 
 def _errors(entries: Entries, actual: Array, expected: Array, floor: float = 1.0) -> list[float]:
