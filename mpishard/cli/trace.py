@@ -102,7 +102,7 @@ def merge(
 @trace.command()
 def summary(
     recorded: Annotated[
-        Path, typer.Argument(metavar="FOLDER|FILE", help="Ranks' traces, or what was merged.")
+        Path, typer.Argument(metavar="FOLDER|FILE", help="Folder of traces, or a merged one.")
     ],
 ) -> None:
     """Print the parts of each rank's steps, and the time of collectives."""

@@ -95,11 +95,11 @@ RIGHT = {
 WRONG = {
     "gradient": (
         lambda rank: Problem(squares(lambda: of(rank, 1, 1 + 1e-6, 1.0)), *data()),
-        "step 1: on rank 1 the gradient of the rank's own samples is not what",
+        "step 1: on rank 1 the gradient of the rank's own samples differs from",
     ),
     "late": (
         lambda rank: Problem(squares(_late(rank)), *data()),
-        "step 3: on rank 1 the gradient of the rank's own samples is not what",
+        "step 3: on rank 1 the gradient of the rank's own samples differs from",
     ),
     "first parameters": (
         lambda rank: Problem(squares(shift=of(rank, 1, 1e-3, 0.0)), *data()),
@@ -777,7 +777,7 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
         (["--strategy", "tensor", "--wrapper", "local-sgd"],
          "is for --strategy ddp, zero1, zero2, zero3, fsdp, hybrid; got tensor"),
         (["--strategy", "ddp", "--wrapper", "local-sgd"],
-         "--wrapper local-sgd is for --optimizer descent; got sgd, of which each replica has"),
+         "--wrapper local-sgd is for --optimizer descent; got sgd, whose state would differ"),
         (["--strategy", "ddp", "--wrapper", "elastic", "--delay", "1"],
          "--delay 1 is for --wrapper async; got elastic"),
         (["--wrapper", "lokal"], "--wrapper must be one of local-sgd, async, elastic, compression"),

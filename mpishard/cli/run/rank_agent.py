@@ -137,7 +137,7 @@ class _Agent:
                 os.waitpid(child, 0)
                 self._note("orphaned", self._launcher)
                 if os.getpgrp() == os.getpid():
-                    os.killpg(0, signal.SIGKILL)  # what the rank has started
+                    os.killpg(0, signal.SIGKILL)  # the programs that the rank has started
                 os._exit(1)
             if (
                 received.si_signo in forwarded
@@ -247,7 +247,7 @@ class _Output:
         self.write(data[:end])
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write the rest that is held."""
         data, self.held = self.held, b""
         self.write(data)
 

@@ -112,7 +112,7 @@ class Comparison:
     @property
     def is_equal(self) -> bool:
         """True if everything that was compared is within the tolerance, on every rank."""
-        # A prediction of NaN says that the model predicts nothing.
+        # Predictions are NaN if the model predicts nothing.
         errors = (self.built, self.parameters, self.losses, np.nan_to_num(self.predictions))
         if (self.gradients > self.gradient_tolerance).any():
             return False
@@ -172,16 +172,16 @@ class Comparison:
         first_off = int(off.any(axis=(0, 2)).argmax()) if off.any() else len(wrong) + 1
         if first_off <= first_wrong:
             name = self.entries[self.gradients[:, first_off].max(axis=0).argmax()].name
-            text = f"is not what a process alone computes of {{}} (worst {name})"
+            text = f"differs from that of a process alone (worst {name})"
             if self.computed == "together":
                 return (
                     f"step {first_off + 1}: the gradient of one batch that several ranks compute "
-                    f"together {text.format('it')}. Does a layer compute statistics of the whole "
+                    f"together {text}. Does a layer compute statistics of the whole "
                     "batch, or depend on its rank? If not, the fault is mpishard's"
                 )
             return (
                 f"step {first_off + 1}: on {_ranks(off[:, first_off].any(axis=1))} the gradient of "
-                f"the rank's own samples {text.format('them')}. The model depends on its rank, or "
+                f"the rank's own samples {text}. The model depends on its rank, or "
                 "on more than parameters and data: an environment variable, the process or thread, "
                 "the time, np.random's global state, earlier calls"
             )
