@@ -3,7 +3,7 @@
 Each command is a folder that begins with ``command.py``, or one module: ``run/`` starts a script on
 N ranks and watches it, ``doctor/`` examines an installation, ``verify/`` compares sharded with
 plain training, ``bench/`` measures; ``watch.py`` shows a run on a page, ``plan.py`` simulates
-pipeline schedules, ``checkpoint.py``, ``trace.py`` and ``plot.py`` read what a run has written.
+pipeline schedules, ``checkpoint.py``, ``trace.py`` and ``plot.py`` read the files of a run.
 ``resize`` is in ``run/``, whose jobs it changes. This file has the table of commands. A command is
 imported when it is called, so that ``mpishard run`` does not wait for models.
 
@@ -32,15 +32,15 @@ _COMMANDS = {
         "verify.command",
         "Compare sharded training of TARGET's model with training it in one process.",
     ),
-    "plan": ("plan", "Simulate pipeline schedules: what a run will cost, before it runs."),
+    "plan": ("plan", "Simulate pipeline schedules: the cost of a run, before it starts."),
     "bench": (
         "bench.command", "Measure collectives, training steps and checkpoints on this machine."
     ),
     "checkpoint": (
-        "checkpoint", "Look into checkpoints, verify them, exchange them with other programs."
+        "checkpoint", "Inspect checkpoints, check them, convert them for other programs."
     ),
     "resize": ("run.resizing", "Change the number of ranks of a running job to N."),
-    "trace": ("trace", "Record what each rank does and when; merge it for Perfetto, add it up."),
+    "trace": ("trace", "Record each rank over time; merge the traces for Perfetto, sum them up."),
     "plot": ("plot", "Draw the losses of one run, or of several."),
     "watch": (
         "watch",

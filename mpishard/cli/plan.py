@@ -148,7 +148,7 @@ def _table(schedules: Sequence[RuleSchedule], timelines: Sequence[Timeline]) -> 
         )
     table.caption = (
         "bubble: waiting from a rank's first operation to its last; published: its formula for "
-        "equal F, B and W, where it holds; idle: from the step's first operation to its last. "
+        "equal F, B and W, if there is one; idle: from the step's first operation to its last. "
         "Peaks in micro-batches, rank by rank: live from forward to the input's backward, held "
         "until the parameters' is done."
     )

@@ -17,7 +17,7 @@ from mpishard.cli.run.command import (
 )
 from mpishard.cli.run.job import prepare_job
 from mpishard.cli.tables import figures_table, show
-from mpishard.cli.wording import bytes_text, counted, milliseconds, refusing
+from mpishard.cli.wording import bytes_text, counted, given_path, milliseconds, refusing
 from mpishard.observe import JobTrace, TraceSummary, merge_traces, open_trace, summarize_trace
 
 _MERGED = "trace.json"
@@ -38,8 +38,8 @@ def run(
     script: ScriptArgument,
     ranks: RanksOption = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for the traces.", metavar="FOLDER")
-    ] = Path("trace"),
+        str, typer.Option("--output", "-o", help="Folder for the traces.", metavar="FOLDER")
+    ] = "trace",
     module: ModuleOption = False,
     hosts: HostsOption = "",
     oversubscribe: OversubscribeOption = False,
@@ -48,7 +48,8 @@ def run(
 
     The exit code is that of the script. The traces of a failed job are merged, too.
     """
-    folder = output.absolute()
+    made = given_path("trace run", "--output", output)
+    folder = made.absolute()
     job = prepare_job(
         "trace run",
         [script, *context.args],
@@ -67,9 +68,9 @@ def run(
     # Ranks that failed may have left traces, too, which are merged.
     with refusing("trace", code=code or 2):
         recorded = open_trace(folder)
-        merge_traces(recorded, output / _MERGED)
+        merge_traces(recorded, made / _MERGED)
         _print_summary(summarize_trace(recorded), recorded)
-        typer.echo(f"{output / _MERGED}: open it in https://ui.perfetto.dev")
+        typer.echo(f"{made / _MERGED}: open it in https://ui.perfetto.dev")
     raise typer.Exit(code)
 
 
@@ -101,7 +102,7 @@ def merge(
 @trace.command()
 def summary(
     recorded: Annotated[
-        Path, typer.Argument(metavar="FOLDER|FILE", help="Ranks' traces, or what was merged.")
+        Path, typer.Argument(metavar="FOLDER|FILE", help="Folder of traces, or a merged one.")
     ],
 ) -> None:
     """Print the parts of each rank's steps, and the time of collectives."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -74,6 +75,13 @@ def refuse(command: str, message: object, code: int = 2) -> NoReturn:
     """
     say(command, message)
     raise typer.Exit(code) from None
+
+
+def given_path(command: str, flag: str, text: str) -> Path:
+    """Return the path of an option; refuse a blank one, whose `Path` is the working directory."""
+    if not text.strip():
+        refuse(command, f"{flag} must not be blank, as an unset variable of the shell makes it")
+    return Path(text)
 
 
 @contextmanager

@@ -278,6 +278,7 @@ def is_running(pid):
         (["-n", "1", "--env", "=x", "SCRIPT"], "--env takes NAME or NAME=VALUE; got '=x'"),
         (["-n", "1", "--env", "NOT_SET_AT_ALL", "SCRIPT"], "there is no such variable"),
         (["-n", "1", "--log-dir", "SCRIPT", "SCRIPT"], "--log-dir must be a folder"),
+        (["-n", "1", "--log-dir", " ", "SCRIPT"], "--log-dir must not be blank"),
         (["-n", "2", "--max-restarts", "-1", "SCRIPT"], "--max-restarts must be 0 or more; got -1"),
         (["-n", "2", "--on-failure", "go", "SCRIPT"], "Invalid value for '--on-failure': 'go'"),
         (["-n", "2", "--min-ranks", "1", "SCRIPT"], "--min-ranks 1 is for restarts: give --max-re"),

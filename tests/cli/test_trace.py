@@ -115,6 +115,7 @@ def test_what_ended_early_and_what_was_dropped_is_said(tmp_path):
         (["merge", "FOLDER", "-o", "FOLDER/rank_7.json"], "would look like the trace of a rank"),
         (["summary", "FOLDER/rank_0.json"], "is the trace of rank 0 alone; give its folder"),
         (["run", "-n", "2", "-o", "FOLDER", "nowhere.py"], "there is no script nowhere.py"),
+        (["run", "-n", "2", "-o", "", "SCRIPT"], "mpishard trace run: --output must not be blank"),
         (["run", "-n", "2", "-o", "FOLDER/rank_0.json/x", "SCRIPT"], "--output: .*Not a directory"),
     ],
 )

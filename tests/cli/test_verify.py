@@ -95,11 +95,11 @@ RIGHT = {
 WRONG = {
     "gradient": (
         lambda rank: Problem(squares(lambda: of(rank, 1, 1 + 1e-6, 1.0)), *data()),
-        "step 1: on rank 1 the gradient of the rank's own samples is not what",
+        "step 1: on rank 1 the gradient of the rank's own samples differs from",
     ),
     "late": (
         lambda rank: Problem(squares(_late(rank)), *data()),
-        "step 3: on rank 1 the gradient of the rank's own samples is not what",
+        "step 3: on rank 1 the gradient of the rank's own samples differs from",
     ),
     "first parameters": (
         lambda rank: Problem(squares(shift=of(rank, 1, 1e-3, 0.0)), *data()),
@@ -744,8 +744,9 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
         (["--optimizer", "lbfgs", "--strategy", "ddp", "--wrapper", "compression"],
          "--optimizer lbfgs compares losses of one function: leave out --delay, --precision"),
         (["--optimizer", "lbfgs", "--precision", "bfloat16"], "leave out --delay, --precision"),
-        (["--learning-rate", "0"], "--learning-rate must be above 0, got 0.0"),
-        (["--tolerance", "-1"], "--tolerance must be above 0, got -1.0"),
+        (["--learning-rate", "0"], "--learning-rate must be above 0 and finite, got 0.0"),
+        (["--learning-rate", "inf"], "--learning-rate must be above 0 and finite, got inf"),
+        (["--tolerance", "-1"], "--tolerance must be above 0 and finite, got -1.0"),
         (["-n", "0"], "Invalid value for '-n'"),
         (["--steps", "0"], "Invalid value for '--steps'"),
         (["--dtype", "float16"], "'float16' is not one of 'float32', 'float64'"),
@@ -776,7 +777,7 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
         (["--strategy", "tensor", "--wrapper", "local-sgd"],
          "is for --strategy ddp, zero1, zero2, zero3, fsdp, hybrid; got tensor"),
         (["--strategy", "ddp", "--wrapper", "local-sgd"],
-         "--wrapper local-sgd is for --optimizer descent; got sgd, of which each replica has"),
+         "--wrapper local-sgd is for --optimizer descent; got sgd, whose state would differ"),
         (["--strategy", "ddp", "--wrapper", "elastic", "--delay", "1"],
          "--delay 1 is for --wrapper async; got elastic"),
         (["--wrapper", "lokal"], "--wrapper must be one of local-sgd, async, elastic, compression"),
@@ -808,7 +809,7 @@ def test_refuses_to_be_a_rank(monkeypatch: Any) -> None:
     [
         (["train.py", "--strategy", "zero1"], "--strategy is for a factory; a script makes its"),
         (["train.py", "--batch-size", "4"], "--batch-size is for a factory"),
-        (["train.py", "--tolerance", "-1"], "--tolerance must be above 0, got -1.0"),
+        (["train.py", "--tolerance", "-1"], "--tolerance must be above 0 and finite, got -1.0"),
         (["file.py:factory", "8"], "8: a factory takes no arguments; a script does"),
         (["nowhere.py"], "nowhere.py"),
     ],

@@ -1,4 +1,4 @@
-"""``mpishard doctor``: examine this installation, and name commands that fix what is wrong.
+"""``mpishard doctor``: examine this installation, and name commands that fix its problems.
 
 Begin with ``command.py``: it lists the groups of the report in their order. Each group is one
 function that yields findings: ``host.py`` (Python, the machine, NumPy, shared memory, optional

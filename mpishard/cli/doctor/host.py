@@ -179,9 +179,7 @@ def look_at_numpy(quick: bool) -> Iterator[Finding]:
     libraries, rates = answer.found
     library = next(iter(libraries), None)
     if library is None:
-        text = (
-            "no OpenBLAS, MKL, BLIS or FlexiBLAS: mpishard cannot set the threads of others, and "
-        )
+        text = "not OpenBLAS, MKL, BLIS or FlexiBLAS: mpishard cannot set its threads, and NumPy's "
         text += "plain loops are ten times slower"
         yield Finding("numpy.blas", text, None, reinstall)
     else:
@@ -271,7 +269,7 @@ def look_at_bfloat16(quick: bool) -> Iterator[Finding]:
     """Yield the unit and library that multiply bfloat16 and, unless ``quick``, their speed."""
     name, unit = "numpy.bfloat16", processor_has_unit()
     value: dict[str, Any] = {"unit": unit, "library": None}
-    text = f"this processor has {'a' if unit else 'no'} unit for it"
+    text = f"this processor has {'a' if unit else 'no'} bfloat16 unit"
     if quick:
         yield Finding(name, text, value)
         return

@@ -179,11 +179,7 @@ def _started(launcher: Launcher) -> Iterator[Finding]:
         # mpi4py asks for MULTIPLE unless one of these is set, or the library was built without it.
         fix = "unset MPI4PY_RC_THREAD_LEVEL MPI4PY_RC_THREADS MPICH_MAX_THREAD_SAFETY"
     yield Finding("mpi.threads", text, level, fix)
-    text = (
-        "yes, under mpishard run --on-failure shrink"
-        if survives
-        else "no: the job ends with a rank"
-    )
+    text = "yes (mpishard run --on-failure shrink)" if survives else "no: a dead rank ends the job"
     yield Finding("mpi.ulfm", text, survives)
 
 

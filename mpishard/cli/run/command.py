@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -40,7 +39,7 @@ def run(
     hosts: HostsOption = "",
     oversubscribe: OversubscribeOption = False,
     log_dir: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             metavar="DIR",
             help="Keep each rank's output in DIR/rank-<r>.log, and its call log; those of a "
@@ -101,7 +100,7 @@ def run(
     # Here, because they import NumPy and the communication room, and --help needs neither.
     from mpishard.cli.run.job import prepare_job
     from mpishard.cli.run.restarts import RestartLimits
-    from mpishard.cli.wording import refuse
+    from mpishard.cli.wording import given_path, refuse
 
     try:
         job = prepare_job(
@@ -112,7 +111,7 @@ def run(
             is_module=module,
             may_oversubscribe=oversubscribe,
             user_variables=env or (),
-            log_folder=log_dir,
+            log_folder=None if log_dir is None else given_path("run", "--log-dir", log_dir),
             limits=RestartLimits(max_restarts, min_ranks, max_ranks),
             on_failure=on_failure,
         )

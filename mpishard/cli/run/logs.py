@@ -45,7 +45,7 @@ def check_log_folder(folder: Path) -> None:
     Raises
     ------
     ValueError
-        The message says which of the two.
+        If it is one of these, which the message names.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--log-dir must be a folder, and {folder} is a file")

@@ -137,7 +137,7 @@ class _Agent:
                 os.waitpid(child, 0)
                 self._note("orphaned", self._launcher)
                 if os.getpgrp() == os.getpid():
-                    os.killpg(0, signal.SIGKILL)  # what the rank has started
+                    os.killpg(0, signal.SIGKILL)  # the programs that the rank has started
                 os._exit(1)
             if (
                 received.si_signo in forwarded
@@ -202,10 +202,7 @@ def _copy(log: int, targets: dict[int, int]) -> None:
     os.setsid()
     for number in _FORWARDED:
         signal.signal(number, signal.SIG_IGN)
-    handles = {int(name) for name in os.listdir("/proc/self/fd")}  # noqa: PTH208
-    for handle in handles - {1, 2, log, *targets}:
-        with suppress(OSError):  # the one that listed them
-            os.close(handle)
+    _close_all_but({1, 2, log, *targets})
     waiting = select.epoll()
     for source in targets:
         waiting.register(source, select.EPOLLIN | select.EPOLLET)
@@ -250,7 +247,7 @@ class _Output:
         self.write(data[:end])
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write the rest that is held."""
         data, self.held = self.held, b""
         self.write(data)
 
@@ -261,6 +258,12 @@ class _Output:
                 data = data[os.write(self._handle, data) :]
         except OSError as error:
             self.error = error
+
+
+def _close_all_but(kept: set[int]) -> None:
+    for handle in {int(name) for name in os.listdir("/proc/self/fd")} - kept:  # noqa: PTH208
+        with suppress(OSError):  # the handle of listdir itself is closed by now
+            os.close(handle)
 
 
 if __name__ == "__main__":

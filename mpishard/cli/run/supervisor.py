@@ -1,4 +1,4 @@
-"""One start of a job: forward signals to it, watch its ranks, and remove what they leave."""
+"""One start of a job: forward signals to it, watch its ranks, and remove their files."""
 
 from __future__ import annotations
 

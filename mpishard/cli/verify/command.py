@@ -31,7 +31,7 @@ Backend = Literal["auto", "mpi", "memory"]
 
 
 def _flag(help_text: str, minimum: int | None = None) -> Any:
-    """Return an option whose help tells its default."""
+    """Return an option whose help text has its default."""
     return typer.Option(help=help_text, min=minimum, show_default=False)
 
 
@@ -110,7 +110,7 @@ def verify(
     check_start("verify", "start verify without mpirun")
     for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
         if number is not None and not 0 < number < float("inf"):
-            refuse("verify", f"{flag} must be above 0, got {number}")
+            refuse("verify", f"{flag} must be above 0 and finite, got {number}")
     if target.endswith(".py"):
         _check_script(context)
         is_equal = verify_script(target, arguments or (), ranks, steps, tolerance)
@@ -162,7 +162,7 @@ def _chosen_wrapper(
     if delay >= steps:
         refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
     if chosen == "local-sgd" and optimizer != "descent":
-        text = f"got {optimizer}, of which each replica has a state of its own"
+        text = f"got {optimizer}, whose state would differ between replicas"
         refuse("verify", f"--wrapper local-sgd is for --optimizer descent; {text}")
     if optimizer == "lbfgs" and (precision or chosen not in (None, "elastic")):
         text = "leave out --delay, --precision and --wrapper, except --wrapper elastic"
@@ -199,13 +199,13 @@ def _are_equal(job: VerifyJob) -> bool:
         typer.echo("\n".join(found.lines()))
         are_equal &= found.is_equal
     if code:
-        text = f"alone the model trains, and {where} ended with exit code {code}: see above"
+        text = f"the model trains alone, and {where} ended with exit code {code}: see above"
         say("verify", text)
     return are_equal and code == 0
 
 
 def _kind_of_ranks(backend: Backend) -> Literal["mpi", "memory"]:
-    """Return what ``auto`` is here; refuse ``mpi`` if it cannot be started."""
+    """Return the kind of ranks that ``auto`` selects; refuse ``mpi`` if it cannot be started."""
     if backend == "memory":
         return backend
     mpi = MPIInstallation.of_this_python()

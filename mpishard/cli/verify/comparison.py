@@ -112,7 +112,7 @@ class Comparison:
     @property
     def is_equal(self) -> bool:
         """True if everything that was compared is within the tolerance, on every rank."""
-        # A prediction of NaN says that the model predicts nothing.
+        # Predictions are NaN if the model predicts nothing.
         errors = (self.built, self.parameters, self.losses, np.nan_to_num(self.predictions))
         if (self.gradients > self.gradient_tolerance).any():
             return False
@@ -144,7 +144,7 @@ class Comparison:
             text = (
                 "every rank computed all of its batch, because the model is a black box. A model "
             )
-            lines.append(f"{text}that implements ILayeredModel (mpishard.nn) is computed in parts")
+            lines.append(f"{text}of layers, an ILayeredModel (mpishard.nn), is computed in parts")
         errors = np.maximum(self.built, self.parameters.max(axis=1))
         worst, names = f"{self.tolerance:.0e} (worst {errors.max():.1e})", len(self.entries)
         if self.is_equal:
@@ -172,16 +172,16 @@ class Comparison:
         first_off = int(off.any(axis=(0, 2)).argmax()) if off.any() else len(wrong) + 1
         if first_off <= first_wrong:
             name = self.entries[self.gradients[:, first_off].max(axis=0).argmax()].name
-            text = f"is not what a process alone computes of {{}} (worst {name})"
+            text = f"differs from that of a process alone (worst {name})"
             if self.computed == "together":
                 return (
                     f"step {first_off + 1}: the gradient of one batch that several ranks compute "
-                    f"together {text.format('it')}. Does a layer compute statistics of the whole "
+                    f"together {text}. Does a layer compute statistics of the whole "
                     "batch, or depend on its rank? If not, the fault is mpishard's"
                 )
             return (
                 f"step {first_off + 1}: on {_ranks(off[:, first_off].any(axis=1))} the gradient of "
-                f"the rank's own samples {text.format('them')}. The model depends on its rank, or "
+                f"the rank's own samples {text}. The model depends on its rank, or "
                 "on more than parameters and data: an environment variable, the process or thread, "
                 "the time, np.random's global state, earlier calls"
             )
@@ -213,11 +213,16 @@ def compare(
         if step < len(reference.gradients):
             expected = reference.gradients[step, model.data_rank]
             own = model.compute_gradients(x, y, problem.loss)
-            # Relative to the largest element of the whole gradient. With mixed precision relative
-            # norms, because `rounding_bounds` knows a bound for norms alone.
-            floor = float(np.max(np.abs(expected)))
-            errors = _errors if job.precision is None else _norms_of_errors
-            rows["gradients"].append(errors(entries, own, expected, floor))
+            if job.precision is None:  # relative to the largest element of the whole gradient
+                largest = float(np.max(np.abs(expected)))
+                rows["gradients"].append(_errors(entries, own, expected, largest))
+            else:  # relative norms, because `rounding_bounds` knows a bound for norms alone
+                error, whole = (
+                    np.subtract(own, expected, dtype=np.float64),
+                    np.linalg.norm(expected),
+                )
+                norms = [np.linalg.norm(error[e.start : e.stop]) for e in entries]
+                rows["gradients"].append([relative_error(n, 0.0, float(whole)) for n in norms])
         loss = optimizer.step_report(model, x, y, sample_start=begin).loss
         known = not np.isnan(reference.losses[step])
         rows["losses"].append(relative_error(loss, reference.losses[step]) if known else 0.0)
@@ -313,16 +318,6 @@ def rounding_bounds(model: Any) -> tuple[float, float]:
 def _leaves(layer: Layer) -> list[Layer]:
     inner = [leaf for child in layer.children.values() for leaf in _leaves(child)]
     return inner or [layer]
-
-
-def _norms_of_errors(
-    entries: Entries, actual: Array, expected: Array, _floor: float
-) -> list[float]:
-    """Return the Euclidean norm of each parameter's error, relative to that of ``expected``."""
-    error = np.subtract(actual, expected, dtype=np.float64)
-    whole = float(np.linalg.norm(expected)) or 1.0
-    norms = [np.linalg.norm(error[e.start : e.stop]) for e in entries]
-    return [relative_error(norm, 0.0, whole) for norm in norms]
 
 
 def _errors(entries: Entries, actual: Array, expected: Array, floor: float = 1.0) -> list[float]:

@@ -233,7 +233,7 @@ class VerifyJob:
         return slice(int(ends[data_rank]), int(ends[data_rank + 1]))
 
     def read_share(self, problem: Any, step: int, data_rank: int) -> tuple[Array, Array, int]:
-        """Return a data rank's inputs and targets, and where in the batch they begin."""
+        """Return a data rank's inputs and targets, and their start in the batch."""
         indices = self.batch(step, len(problem.x))
         mine = self.share(step, len(indices), data_rank)
         return take(problem.x, indices[mine]), take(problem.y, indices[mine]), mine.start
@@ -378,7 +378,7 @@ def _faults(given: Any, dtype: str | None) -> Iterator[str]:
     if not any(hasattr(model, m) for m in ("compute_gradients", "compute_loss_and_gradients")):
         missing.append("compute_gradients")
     if missing:
-        text = "docs/bring-your-own-model.md says what a model needs"
+        text = "docs/bring-your-own-model.md describes the members of a model"
         yield f"the model of factory(seed), a {name}, has no {' and no '.join(missing)}\n{text}"
     vector = model.get_parameters()
     found = getattr(vector, "dtype", type(vector).__name__)
