@@ -226,7 +226,7 @@ def test_unused_parameters_that_the_optimizer_freezes_are_not_named(
     backend: Any, strategy: str, caplog: Any
 ) -> None:
     model = wrap(backend, Branches, strategy)
-    frozen = dict.fromkeys(("left.*", "never.*"), {"frozen": True})
+    frozen = {pattern: {"frozen": True} for pattern in ("left.*", "never.*")}
     kind = STRATEGIES[strategy][1]
     optimizer = kind(SGD(RATE, parameter_options=frozen), model.sharding_configuration)
     optimizer.step(model, -np.ones((2, 5)), np.ones((2, 2)))
