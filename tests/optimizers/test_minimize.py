@@ -573,7 +573,6 @@ def test_rule_stops_at_the_minimum_although_shuffling_changes_the_rounding(backe
     assert result.loss_history[-1] == pytest.approx(least, rel=1e-12)
 
 
-
 # -------------------------------------------------------------------- the rule in training loops
 
 
