@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -200,3 +202,20 @@ def test_closing_a_clone_leaves_the_original_s_round(backend: Any, problems: Any
     for sharded in (model, other):
         sharded.train(*batch)
     np.testing.assert_array_equal(model.get_parameters(), other.get_parameters())
+
+
+@by_strategy
+@in_worlds(1, 2)
+def test_a_pickle_is_refused_with_the_ways_that_there_are(
+    backend: Any, problems: Any, strategy: str
+) -> None:
+    model, optimizer = problems.build(backend, "mlp", strategy)
+    optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
+    for made in (backend, model, optimizer, model.sharding_configuration):
+        for make in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"cannot be pickled.*model\.unsharded\(\)"):
+                make(made)
+    expected = model.gather_full_parameters()
+    with model.unsharded() as plain:
+        again = pickle.loads(pickle.dumps(plain))
+    np.testing.assert_array_equal(again.get_parameters(), expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -53,3 +55,13 @@ def test_distribution(initializer, std, bound):
 
 def test_ones():
     assert (ones()(parameter_generator(0, "weight"), (3,)) == 1.0).all()
+
+
+@pytest.mark.parametrize(
+    "initializer", [zeros(), ones(), normal(0.02), uniform(3.0), kaiming_uniform(5)]
+)
+def test_a_pickled_initializer_draws_the_same(initializer):
+    again = pickle.loads(pickle.dumps(initializer))
+    first, second = (f(parameter_generator(1, "weight"), (3, 2)) for f in (initializer, again))
+    np.testing.assert_array_equal(first, second)
+    assert first.dtype == np.float64

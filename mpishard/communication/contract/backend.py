@@ -11,7 +11,7 @@ import sys
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -275,6 +275,15 @@ class CommunicationBackend(ITransport):
 
     def __repr__(self) -> str:
         return self.describe()
+
+    def __reduce__(self) -> NoReturn:
+        # Models, optimizers and configurations refer to a backend: this is their error, too.
+        raise TypeError(
+            f"{self.describe()} cannot be pickled or copied, nor can a sharded model, an optimizer "
+            "or another object that refers to it. Pickle the plain model of `with "
+            "model.unsharded() as plain`, save with mpishard.checkpoint.save, or copy a model with "
+            "model.deep_copy()"
+        )
 
     # ------------------------------------------------------------------------------- collectives
 

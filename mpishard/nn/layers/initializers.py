@@ -1,17 +1,20 @@
 """Initial values of parameters, as functions of (seed, parameter name) alone.
 
 An initializer is a callable ``initializer(generator, shape) -> float64 array``; the functions here
-make them. The generator is keyed by the parameter's name. A value therefore does not depend on the
-rank, the world size, or the order in which parameters are made.
+make them, of functions of this module, so that models can be pickled. The generator is keyed by the
+parameter's name. A value therefore does not depend on the rank, the world size, or the order in
+which parameters are made.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from functools import partial
 
 import numpy as np
 
+from mpishard.arrays import Array
 from mpishard.nn.layers.layer import Initializer
 
 
@@ -35,22 +38,22 @@ def parameter_generator(seed: int, name: str) -> np.random.Generator:
 
 def zeros() -> Initializer:
     """Return an initializer that sets all elements to 0."""
-    return lambda _, shape: np.zeros(shape)
+    return partial(_constant, 0.0)
 
 
 def ones() -> Initializer:
     """Return an initializer that sets all elements to 1."""
-    return lambda _, shape: np.ones(shape)
+    return partial(_constant, 1.0)
 
 
 def normal(std: float) -> Initializer:
     """Return an initializer of independent normal elements, mean 0, standard deviation ``std``."""
-    return lambda generator, shape: std * generator.standard_normal(shape)
+    return partial(_normal, std)
 
 
 def uniform(bound: float) -> Initializer:
     """Return an initializer of independent uniform elements of [-bound, bound)."""
-    return lambda generator, shape: generator.uniform(-bound, bound, shape)
+    return partial(_uniform, bound)
 
 
 def kaiming_uniform(fan_in: int) -> Initializer:
@@ -70,3 +73,15 @@ def glorot_uniform(fan_in: int, fan_out: int) -> Initializer:
     networks", AISTATS 2010, eq. 16.
     """
     return uniform(math.sqrt(6.0 / (fan_in + fan_out)))
+
+
+def _constant(value: float, _: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return np.full(shape, value)
+
+
+def _normal(std: float, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return std * generator.standard_normal(shape)
+
+
+def _uniform(bound: float, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return generator.uniform(-bound, bound, shape)
