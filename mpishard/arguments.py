@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterable
 from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, SupportsFloat
 
 _RESERVED = "__metadata__"  # reserved by safetensors for the entries of a header itself
 
@@ -110,13 +110,21 @@ def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
     ------
     ValueError
         Naming the owner, for an array of several elements.
+    TypeError
+        Naming the owner, for anything else that is no real number.
     """
     if getattr(value, "size", 1) != 1:
         raise ValueError(
             f"the loss of {name_of(owner)} must be one number, the {kind} over the samples; "
             f"got an array of shape {value.shape}"
         )
-    return float(value.item() if hasattr(value, "item") else value)
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, SupportsFloat):
+        raise TypeError(
+            f"the loss of {name_of(owner)} must be one real number, the {kind} over the samples; "
+            f"got {number!r}"
+        )
+    return float(number)
 
 
 def name_of(owner: Any) -> str:

@@ -106,9 +106,11 @@ class FunctionModel(PlainModelFiles, IFullModel):
         shape = getattr(gradient, "shape", None)
         if shape != self._theta.shape:
             raise ValueError(
-                f"the function returned a gradient of shape {shape} for parameters of shape "
-                f"{self._theta.shape}; it must return (loss, gradient)"
-            )
+                "the function returned "
+                + (f"a gradient of shape {shape}" if shape is not None
+                   else f"a {type(gradient).__name__} as its gradient")
+                + f" for parameters of shape {self._theta.shape}; it must return (loss, gradient)"
+            )  # fmt: skip
         return as_loss(loss, self), gradient
 
     def compute_gradients(

@@ -142,3 +142,26 @@ def test_what_it_refuses_changes_nothing():
 def test_mistakes(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "match"),
+    [
+        ((0.0, [0.0, 0.0]), ValueError, "the function returned a list as its gradient"),
+        ((0.0, None), ValueError, "the function returned a NoneType as its gradient"),
+        ((0.0, np.zeros(2, complex)), TypeError, "gradient of complex128; it must be real"),
+        (
+            (None, np.zeros(2)),
+            TypeError,
+            "the loss of FunctionModel must be one real number, .*None",
+        ),
+        ((1j, np.zeros(2)), TypeError, "the loss of FunctionModel must be one real number, .*1j"),
+    ],
+)
+def test_a_result_that_is_no_loss_and_gradient_is_named(result, error, match):
+    def main(backend):
+        model = ms.as_distributed(ms.FunctionModel(lambda *_: result, np.zeros(2)), backend, "ddp")
+        model.train(np.zeros((4, 2)), np.zeros(4))
+
+    with pytest.raises(error, match=match):
+        ms.run_in_threads(2, main)

@@ -138,6 +138,10 @@ class OpaqueProgram(WholeProgram):
                    else f"a {type(gradient).__name__} as its gradient")
                 + f" for {self.units[0].length} parameters"
             )  # fmt: skip
+        if gradient.dtype.kind == "c":
+            raise TypeError(
+                f"{name_of(self._model)} returned a gradient of {gradient.dtype}; it must be real"
+            )
         return as_loss(mean, self._model) * len(x), float(len(x)), (gradient, len(x))
 
     def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
