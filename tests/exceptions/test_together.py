@@ -7,6 +7,7 @@ import contextlib
 import numpy as np
 import pytest
 
+import mpishard as ms
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.nn import MLP
 from mpishard.testing.worlds import in_worlds
@@ -54,6 +55,10 @@ TOGETHER = [
       for who in ("model", "optimizer")],
     ("1.2", "optimize: resume from nothing", FileNotFoundError, "there is no checkpoint",
      lambda g: g.optimize(resume=g.path / "nothing")),
+    ("A", "checkpoint.load: an optimizer on one rank", ValueError,
+     "same states; by rank: model, optimizer; model$",
+     lambda g: ms.checkpoint.load(g.path / "other", g.model, None if g.backend.rank else
+                                  g.optimizer)),
     ("1.1", "load_model: a file", OSError, "is a file; a checkpoint is a directory",
      lambda g: g.model.load_model(g.path / "file")),
     ("1.1", "load_model: corrupt", OSError, "manifest",

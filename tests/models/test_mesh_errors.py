@@ -120,6 +120,7 @@ def recompute(rank: int) -> Any:
 
 
 AXES = ("pipeline", "tensor", "data")
+GPT = {"vocabulary_size": 8, "context_length": 4, "width": 4, "heads": 2, "layers": 1}
 # What each of two ranks passes, and what they are told.
 DIFFERENT = {
     "widths": (lambda r: {"wrapped_model": nn.MLP([5, 7 + r, 2])}, "parameters is 58, 66"),
@@ -128,6 +129,13 @@ DIFFERENT = {
     ),
     "layers": (
         lambda r: {"wrapped_model": nn.MLP([5, 7, 2], ["tanh", "relu"][r])}, "kinds of layers is"
+    ),
+    "losses": (
+        lambda r: {"wrapped_model": nn.MLP([5, 7, 2], loss=[nn.MSE(), nn.MAE()][r])},
+        "loss is MSE, MAE",
+    ),
+    "dropout": (
+        lambda r: {"wrapped_model": nn.GPT(**GPT, dropout=0.1 + r / 10)}, r"rate is 0\.1, 0\.2"
     ),
     "dtypes": (
         lambda r: {"wrapped_model": nn.MLP([5, 7, 2], dtype=["float32", "float64"][r])},

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpishard as ms
 from mpishard import nn
 from mpishard.adapters import FunctionModel
 from mpishard.communication import run_in_threads
@@ -371,6 +372,45 @@ def test_nonfinite_numbers_can_be_allowed(backend: Any) -> None:
 def test_models_that_compute_differently_are_not_wrapped(backend: Any, make: Any) -> None:
     with pytest.raises(ValueError, match=r"by rank, (layer 1 is ReLU, Tanh|active_features is)"):
         FSDPModel(make(backend.rank), ShardingConfiguration(backend))
+
+
+def _chain(*layers: Any) -> nn.Model:
+    return nn.Model(nn.Sequential(*layers), nn.MSE(), input_shape=(6, 6))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda r: nn.MLP([5, 2], loss=nn.MAE() if r else nn.MSE()), "loss is MSE, MAE"),
+        (lambda r: nn.MLP([5, 2], loss=nn.Huber(1 + r)), r"loss\.delta is 1\.0, 2\.0"),
+        (lambda r: _chain(nn.Linear(6, 6), nn.Dropout(r / 2)), r"layer 1\.rate is 0\.0, 0\.5"),
+        (lambda r: _chain(nn.LayerNorm(6, 1 + r)), r"layer 0\.epsilon is 1\.0, 2\.0"),
+        (
+            lambda r: _chain(nn.Residual(nn.Linear(6, 18), nn.Attention(2 + r, causal=bool(r)))),
+            r"layer 0\.1\.heads is 2, 3; .*layer 0\.1\.causal is False, True",
+        ),
+    ],
+)
+@in_worlds(2)
+def test_settings_that_no_shape_shows_are_compared(backend: Any, make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"every rank must wrap the same model.*{message}"):
+        FSDPModel(make(backend.rank), ShardingConfiguration(backend))
+
+
+class _OfThisRank(nn.ReLU):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+@in_worlds(2)
+def test_attributes_of_a_users_layer_may_belong_to_one_rank(backend: Any) -> None:
+    for strategy in ("fsdp", "tensor"):
+        model = nn.Model(
+            nn.Sequential(nn.Linear(np.int64(5) if backend.rank else 5, 2),
+                          _OfThisRank(backend.rank)),
+            nn.MSE(), input_shape=(5,),
+        )  # fmt: skip
+        ms.as_distributed(model, backend, strategy).predict(X)
 
 
 def _with_features(model: Any, indices: list[int]) -> Any:

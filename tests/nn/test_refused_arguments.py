@@ -26,6 +26,11 @@ REFUSED = [
       for value in (0, "zeros", TWO)],
     *[(f"tied_to {value!r}", TypeError, "tied_to must be a str, got",
        lambda value=value: nn.Linear(4, 2, tied_to=value)) for value in (5, b"head.weight", TWO)],
+    *[(f"shape {shape!r}", error, message, lambda shape=shape: nn.ParameterSpec(shape, np.zeros))
+      for shape, error, message in (
+          ((1.5,), TypeError, "a size of shape must be an integer, got 1.5"),
+          ("ab", TypeError, "a size of shape must be an integer, got 'a'"),
+          ((-1,), ValueError, "a size of shape must be 0 or more, got -1"))],
     ("trainable", TypeError, "trainable must be True or False, got 'no'",
      lambda: nn.ParameterSpec((2,), np.zeros, trainable="no")),
     *[(f"causal {flag!r}", TypeError, "causal must be True or False",

@@ -68,7 +68,8 @@ def load(
     ------
     TypeError, ValueError
         If the path is not a path or is blank, or the model, the optimizer or ``training`` is not
-        checkpointable. Nothing has been communicated then.
+        checkpointable. Nothing has been communicated then. ValueError if one rank restores an
+        optimizer or a training loop, and another does not.
     FileNotFoundError
         If there is no checkpoint.
     CheckpointError
@@ -103,10 +104,15 @@ def load_states(
     def find() -> str | os.PathLike[str]:
         # Only rank 0 searches, because the ranks' working directories may differ, and a folder may
         # change between two searches.
+        is_first = backend is None or backend.rank == 0
         with together(backend) as statements:
-            if backend is None or backend.rank == 0:
-                statements.own = path_text(find_single(path))
-        single = path_from(statements.everyone[0]) if statements.everyone else None
+            found = path_text(find_single(path)) if is_first else ""
+            statements.own = json.dumps([found, list(states)])
+        said = [json.loads(text) for text in statements.everyone]
+        if any(names != said[0][1] for _, names in said):
+            by_rank = "; ".join(", ".join(names) for _, names in said)
+            raise ValueError(f"every rank must restore the same states; by rank: {by_rank}")
+        single = path_from(said[0][0])
         return single or newest_valid(path, backend) or path
 
     def verify(reader: CheckpointReader) -> dict[str, Pieces]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
 from mpishard.nn.layers.cache import KeyValueCache
-from mpishard.nn.layers.layer import Context
+from mpishard.nn.layers.layer import Context, Layer
 from mpishard.sharding import Placement, build_units
 
 
@@ -102,9 +102,8 @@ class LayeredProgram(Program):
         return super().structure() | self._kinds()
 
     def _kinds(self) -> dict[str, Any]:
-        layers = {f"layer {k}": type(each).__name__ for k, each in enumerate(self._model.layers)}
         choices = self._model.choices() if isinstance(self._model, PlainModelFiles) else {}
-        return layers | choices
+        return settings_of(self._model) | choices
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
         if self.is_random:
@@ -217,3 +216,24 @@ class LayeredProgram(Program):
         chain.backward(
             parameters, gradients, activations, dy, gradients.reduce, needs_input_gradient=False
         )
+
+
+def settings_of(model: ILayeredModel) -> dict[str, str]:
+    """Return the classes and settings of a model's layers and loss, by name, as texts.
+
+    Ranks compare them, because shapes do not show a rate, a number of heads or a loss. Of classes
+    outside `mpishard.nn` only the names count: an attribute of theirs may belong to one rank.
+    """
+    parts: dict[str, Any] = {f"layer {k}": layer for k, layer in enumerate(model.layers)}
+    parts["loss"] = getattr(model, "default_loss_function", None)
+    return {key: text for name, part in parts.items() for key, text in _settings(name, part)}
+
+
+def _settings(name: str, part: Any) -> Iterator[tuple[str, str]]:
+    yield name, type(part).__name__
+    if type(part).__module__.startswith("mpishard.nn."):
+        for key, value in vars(part).items():
+            if not (key.startswith("_") or isinstance(value, Layer | Mapping)):
+                yield f"{name}.{key}", str(value)
+    for child, layer in getattr(part, "children", {}).items():
+        yield from _settings(f"{name}.{child}", layer)

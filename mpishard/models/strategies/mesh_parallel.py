@@ -17,6 +17,7 @@ from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.replicas import ALONE_ON_A_MESH
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.divided_program import DividedProgram
+from mpishard.models.programs.layered_program import settings_of
 from mpishard.models.programs.leaves import check_leaves
 from mpishard.models.programs.mesh_program import MeshChoices, MeshProgram
 from mpishard.models.programs.program import Program, WholeProgram
@@ -161,6 +162,7 @@ class MeshModel(ShardedModelBase):
                 "checksum of names, shapes and kinds of layers": zlib.crc32(
                     repr((shapes, kinds)).encode()
                 ),
+                **settings_of(model),
             }
         differing = differences(self.backend, mine)
         if differing:

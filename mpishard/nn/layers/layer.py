@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from mpishard.arguments import as_flag, require_type
+from mpishard.arguments import as_count, as_flag, require_type
 from mpishard.arrays import Array, address, array_namespace
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.cache import KeyValueCache
@@ -55,8 +55,10 @@ class ParameterSpec:
     Raises
     ------
     TypeError
-        If the initializer is not callable, ``tied_to`` is not a string, or ``trainable`` is not a
-        bool. A tied parameter may have None for its initializer.
+        If a size is not an integer, the initializer is not callable, ``tied_to`` is not a string,
+        or ``trainable`` is not a bool. A tied parameter may have None for its initializer.
+    ValueError
+        If a size is below 0.
     """
 
     shape: tuple[int, ...]
@@ -65,6 +67,9 @@ class ParameterSpec:
     trainable: bool = True
 
     def __post_init__(self) -> None:
+        # Sizes of NumPy's types could not be written as JSON.
+        shape = tuple(as_count("a size of shape", size, least=0) for size in self.shape)
+        object.__setattr__(self, "shape", shape)
         # A parameter that is another one needs no initial value.
         is_needed = self.tied_to is None or self.initializer is not None
         if is_needed and not callable(self.initializer):
