@@ -12,7 +12,7 @@ from mpishard import models, optimizers
 from mpishard.arguments import adapter_hint, as_count, nearest
 from mpishard.communication import CommunicationBackend, init, run_in_threads
 from mpishard.communication.failure.report import OnFailure, check_on_failure
-from mpishard.communication.init import is_launched, refuse_worlds_of_one
+from mpishard.communication.init import check_backend_name, is_launched, refuse_worlds_of_one
 from mpishard.contracts import IOptimizer
 from mpishard.errors import PeerError
 from mpishard.models.strategies.mesh_options import checked_mesh_options
@@ -468,14 +468,13 @@ def launch(
 
         ms.launch(main, on_failure="shrink")
     """
+    check_backend_name(backend)
     check_on_failure(on_failure)
     if world_size is not None:
         as_count("world_size", world_size)
     if backend == "mpi" or (backend == "auto" and is_launched()):
         own = init("mpi", on_failure=on_failure)
         return main(own, *args) if on_failure == "abort" else _go_on(own, main, args)[1]
-    if backend not in ("auto", "memory"):
-        raise ValueError(f"backend must be auto, mpi or memory, got {backend!r}")
     refuse_worlds_of_one()
     if on_failure == "abort":
         return run_in_threads(world_size or 1, main, *args)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 import threadpoolctl
 
@@ -31,6 +31,12 @@ _blas_threads: int | None = None
 install_before_init()
 if settings.launcher_variable() is not None and not is_helper():
     preemption_notice.listen()
+
+
+def check_backend_name(backend: Any) -> None:
+    """Refuse a value that is not the name of a backend of `init`, with `ValueError`."""
+    if not isinstance(backend, str) or backend not in ("auto", "mpi", "memory"):
+        raise ValueError(f"backend must be 'auto', 'mpi' or 'memory', got {backend!r}")
 
 
 def init(
@@ -74,8 +80,7 @@ def init(
         together.
     """
     global _process_backend  # noqa: PLW0603
-    if backend not in ("auto", "mpi", "memory"):
-        raise ValueError(f"backend must be 'auto', 'mpi' or 'memory', got {backend!r}")
+    check_backend_name(backend)
     check_on_failure(on_failure)
     settings.check()  # before MPI starts, because the others would wait for a rank that fails later
     threads = current_backend.get()

@@ -6,7 +6,7 @@ import copy
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from mpishard.arguments import as_count, as_flag, as_integer, as_positive, require_attribute
 from mpishard.communication import CommunicationBackend
@@ -82,12 +82,12 @@ _HINTS = {
 
 
 def _precision(name: str, value: Any) -> str | None:
-    if value not in (None, "bfloat16"):
+    if value is not None and not (isinstance(value, str) and value == "bfloat16"):
         raise ValueError(
             f'{name} must be "bfloat16", or None for the model\'s own dtype; got {value!r}'
             + _HINTS.get(str(value), "")
         )
-    return cast("str | None", value)
+    return value
 
 
 def _choice(name: str, check: Callable[[str, Any], Any] | None, doc: str) -> Any:
@@ -283,7 +283,7 @@ class ShardingConfiguration:
             return None
         backend = self._communication_backend
         world = backend.world_size
-        if given == "node":
+        if isinstance(given, str) and given == "node":
             backend.initialize()  # nodes are known only afterwards
             of_a_node = _ranks_of_a_node(backend)
             if of_a_node is None:

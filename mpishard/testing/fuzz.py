@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import as_count, as_flag, require_type
 from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CollectiveMismatchError
@@ -58,6 +59,10 @@ def fuzz_sequence(
     >>> min(good) > 10
     True
     """
+    require_type("backend", backend, CommunicationBackend)
+    as_count("seed", seed, least=0)
+    as_count("length", length)
+    mismatch = as_flag("mismatch", mismatch)
     return _Run(backend, seed, length, mismatch=mismatch).run()
 
 

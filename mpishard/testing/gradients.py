@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import as_amount, as_count, as_integer, require_type
 from mpishard.nn.layers.initializers import parameter_generator
 from mpishard.nn.layers.layer import Context, GradientTargets, Layer
 from mpishard.sharding import ParameterTable
@@ -160,12 +161,15 @@ def check_layer_gradients(
 
     Raises
     ------
+    TypeError, ValueError
+        If ``layer`` is not a `Layer`, or a number is not in its range.
     GradientMismatchError
         If a gradient is off by more than the tolerance.
     AssertionError
         If a promise of `Layer` is broken, which the message names.
     """
-    generator = parameter_generator(seed, "check_layer_gradients")
+    require_type("layer", layer, Layer)
+    generator = parameter_generator(as_integer("seed", seed), "check_layer_gradients")
     x = np.array(x)
     if x.dtype.kind == "f":
         x = x.astype(np.float64)
@@ -190,7 +194,8 @@ class _Checker:
     """The errors of one check, collected array by array."""
 
     def __init__(self, samples: int | None, seed: int) -> None:
-        self._samples = samples
+        # A check of no elements would find every gradient right.
+        self._samples = None if samples is None else as_count("samples", samples)
         self._generator = np.random.default_rng(seed)
         self._pairs: dict[str, tuple[_Vector, _Vector]] = {}
 
@@ -215,6 +220,7 @@ class _Checker:
         GradientMismatchError
             If one is above the tolerance.
         """
+        tolerance = as_amount("tolerance", tolerance)
         largest = {
             name: max((float(np.abs(part).max(initial=0.0)) for part in pair), default=0.0)
             for name, pair in self._pairs.items()
@@ -387,10 +393,14 @@ def check_parallel_layer(
 
     Raises
     ------
+    TypeError, ValueError
+        If ``layer`` is not a `TensorParallelLayer`, or a number is not in its range.
     AssertionError
         Naming the array that differs, or the promise that is broken.
     """
-    generator = parameter_generator(seed, "check_parallel_layer")
+    require_type("layer", layer, TensorParallelLayer)
+    as_amount("tolerance", tolerance)
+    generator = parameter_generator(as_integer("seed", seed), "check_parallel_layer")
     x = np.array(x)
     wholes = perturbed_parameters(whole, generator)
     _check_parameters(layer, whole, wholes)

@@ -162,7 +162,9 @@ class CommunicationChecks:
     """
 
     def __init__(self, dtypes: Sequence[np.dtype[Any]] = DTYPES) -> None:
-        self.dtypes = tuple(dtypes)
+        self.dtypes = tuple(np.dtype(dtype) for dtype in dtypes)
+        if not self.dtypes:
+            raise ValueError("dtypes must name one dtype or more: without one nothing is checked")
 
     def _cases(self, world: int) -> Iterator[tuple[np.dtype[Any], tuple[int, ...]]]:
         for dtype in self.dtypes:

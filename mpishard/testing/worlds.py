@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from mpishard.arguments import as_count
 from mpishard.communication.threads.run import run_in_threads
 
 
@@ -32,6 +33,9 @@ def in_worlds(*sizes: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             assert backend.all_reduce(np.ones(1))[0] == backend.world_size
     """
     import pytest
+
+    for size in sizes:
+        as_count("a world size", size)
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         keyword = inspect.Parameter.KEYWORD_ONLY

@@ -760,6 +760,8 @@ def test_training_alone_that_diverges_is_told(file: str) -> None:
          "--sequence-parallel is for --strategy tensor and hybrid; got pipeline"),
         (["--strategy", "pipeline", "--schedule", "dualpipe"],
          "--schedule must be one of all, gpipe, 1f1b, interleaved"),
+        (["--strategy", "hybrid", "--data-parallel-size", "0"],
+         "--data-parallel-size must be 1 or more, or -1 for what is left, got 0"),
         (["--strategy", "hybrid", "-n", "4", "--pipeline-parallel-size", "3"],
          "-n 4: pipeline 3 x tensor 1 = 3 does not divide the world of 4 ranks"),
         (["--strategy", "hybrid", "-n", "4", "--tensor-parallel-size", "2",

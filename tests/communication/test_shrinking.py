@@ -211,6 +211,15 @@ def test_who_has_finished_goes_on_with_those_that_have_not():
 def test_another_word_is_refused(call):
     with pytest.raises(ValueError, match="on_failure must be 'abort' or 'shrink', got 'ignore'"):
         call("ignore")
+    with pytest.raises(ValueError, match=r"on_failure must be 'abort' or 'shrink', got array\("):
+        call(np.ones(2))
+
+
+@pytest.mark.parametrize("word", ["nccl", 5, None, np.ones(2)])
+def test_another_backend_is_refused(word):
+    for call in (lambda: ms.init(word), lambda: ms.launch(print, backend=word)):
+        with pytest.raises(ValueError, match="backend must be 'auto', 'mpi' or 'memory', got "):
+            call()
 
 
 def test_mpi_that_ends_with_a_rank_is_refused(monkeypatch):

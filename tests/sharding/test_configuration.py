@@ -1,5 +1,6 @@
 """ShardingConfiguration: defaults, presets, and what it refuses."""
 
+import numpy as np
 import pytest
 
 import mpishard as ms
@@ -103,3 +104,10 @@ def test_leaves(backend):
     assert config.gradient_leaves is None
     config.gradient_leaves = 16
     assert config.gradient_leaves == 16
+
+
+def test_arrays_are_no_names(backend):
+    with pytest.raises(ValueError, match=r'precision must be "bfloat16", or None .* got array\('):
+        ShardingConfiguration(backend, precision=np.ones(2))
+    with pytest.raises(TypeError, match=r"replica_size must be an integer, got array\("):
+        ShardingConfiguration(backend, replica_size=np.ones(2))

@@ -111,6 +111,8 @@ def verify(
     for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
         if number is not None and not 0 < number < float("inf"):
             refuse("verify", f"{flag} must be above 0 and finite, got {number}")
+    if data_parallel_size == 0:
+        refuse("verify", "--data-parallel-size must be 1 or more, or -1 for what is left, got 0")
     if target.endswith(".py"):
         _check_script(context)
         is_equal = verify_script(target, arguments or (), ranks, steps, tolerance)

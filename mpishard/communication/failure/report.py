@@ -8,7 +8,7 @@ import traceback
 from itertools import groupby, pairwise
 from traceback import FrameSummary
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 from mpishard import settings
 from mpishard.communication.contract.status import PACKAGE
@@ -37,9 +37,9 @@ _LONGEST = 100_000
 """Characters of an exception's text, and of its traceback, that are reported."""
 
 
-def check_on_failure(on_failure: str) -> None:
+def check_on_failure(on_failure: Any) -> None:
     """Refuse a value that is no `OnFailure`, with `ValueError`."""
-    if on_failure not in ("abort", "shrink"):
+    if not isinstance(on_failure, str) or on_failure not in ("abort", "shrink"):
         raise ValueError(f"on_failure must be 'abort' or 'shrink', got {on_failure!r}")
 
 
