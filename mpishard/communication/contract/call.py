@@ -406,7 +406,8 @@ def piece_sizes(
         If ``counts`` has not one count for each rank, or they do not add up to ``rows``; if
         ``strict``, also for a remainder.
     """
-    if as_flag("strict", strict) and rows % world_size:
+    # Each step of training comes here, nearly always with False.
+    if strict is not False and as_flag("strict", strict) and rows % world_size:
         raise ValueError(
             f"{name}: {rows} rows over {world_size} ranks leave "
             f"{rows % world_size}; strict=True allows no remainder"
