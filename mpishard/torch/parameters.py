@@ -145,8 +145,14 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
         return self.detach().clone().__reduce_ex__(protocol)
 
 
-class PlacedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
-    """A parameter of a sharded module, in the memory where the module's owner put it."""
+class SharedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
+    """A parameter of a sharded module, in the memory where the module's owner put it.
+
+    ``.grad`` is this rank's part of the reduced gradient, as a flat tensor; under DDP it is the
+    whole gradient. It may be set to None, replaced by a tensor of its shape, or changed in place.
+    """
+
+    _part: Part
 
     @property
     def data(self) -> Any:
@@ -172,16 +178,6 @@ class PlacedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
     def __reduce_ex__(self, protocol: Any) -> Any:
         copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied.__reduce_ex__(protocol)
-
-
-class SharedParameter(PlacedParameter):
-    """A trained parameter, or one that is gathered.
-
-    ``.grad`` is this rank's part of the reduced gradient, as a flat tensor; under DDP it is the
-    whole gradient. It may be set to None, replaced by a tensor of its shape, or changed in place.
-    """
-
-    _part: Part
 
     @property
     def grad(self) -> Any:

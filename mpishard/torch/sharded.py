@@ -40,7 +40,6 @@ from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whol
 from mpishard.torch.parameters import (
     REPEATABLE,
     Part,
-    PlacedParameter,
     SharedParameter,
     Uncopied,
     native_gradient,
@@ -203,11 +202,8 @@ class ShardedModule(Uncopied):
                     # user refer to it.
                     parameter.__class__ = GatheredParameter
                     parameter._units = gathered, unit.index
-                elif entry.trainable:
-                    parameter.__class__ = SharedParameter
                 else:
-                    parameter.__class__ = PlacedParameter
-                    continue
+                    parameter.__class__ = SharedParameter
                 parameter._part = self._make_part(index, unit)
         if gathered is not None:
             gathered.forget()
