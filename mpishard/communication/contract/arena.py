@@ -14,6 +14,7 @@ import numpy as np
 from mpishard.arrays import Array, address
 from mpishard.communication.contract.reduction import Subtree, complete_subtrees
 from mpishard.communication.contract.work import Work
+from mpishard.errors import OutMismatchError
 
 Place = tuple[int, int]
 """The number of a region of shared memory, and the offset of a byte in it."""
@@ -123,7 +124,7 @@ class Regions:
         # Python reuses an id when its object is gone, so another array may have it now.
         if found is None or owner is not found[1]():
             return PRIVATE
-        return found[0], address(array) - found[2]
+        return found[0], array.ctypes.data - found[2]
 
     def view(self, place: Place, like: Array) -> Array:
         """Return the array at ``place``, with the shape and dtype of ``like``."""
@@ -131,6 +132,57 @@ class Regions:
         memory = self._memory[number]()
         assert memory is not None
         return memory[offset : offset + like.nbytes].view(like.dtype).reshape(like.shape)
+
+    def shared_arrays(
+        self,
+        places: Sequence[Places],
+        nodes: Nodes,
+        like: Array,
+        out_bytes: int,
+        offsets: Sequence[int],
+    ) -> dict[int, Array]:
+        """Return views of the arrays of this node's ranks, by rank; none if not all are shared.
+
+        Refuse, on all ranks, results that overlap arrays which other ranks still read: a result may
+        lie in a shared array only in the range that its rank alone reads.
+
+        Parameters
+        ----------
+        places : sequence of Places
+            Of each rank's array and result.
+        nodes : Nodes
+            The node of each rank.
+        like : Array
+            This rank's array, flat; all ranks' have its length and dtype.
+        out_bytes : int
+            Bytes of each result.
+        offsets : sequence of int
+            Where the range that a rank alone reads begins, in bytes behind the array's start.
+
+        Raises
+        ------
+        OutMismatchError
+            Naming the two ranks.
+        """
+        if not nodes.arrays_are_shared(places):
+            return {}
+        numbers = nodes.numbers
+        for rank, (_, (region, start)) in enumerate(places):
+            if region == PRIVATE[0]:
+                continue
+            for other, ((theirs, begin), _) in enumerate(places):
+                distance = start - begin
+                if (
+                    theirs == region
+                    and -out_bytes < distance < like.nbytes
+                    and distance != offsets[rank]
+                    and numbers[rank] == numbers[other]
+                ):
+                    raise OutMismatchError(
+                        f"out of rank {rank} overlaps the array of rank {other}, which all ranks "
+                        "of the node read: give it memory of its own"
+                    )
+        return {rank: self.view(places[rank][0], like) for rank in nodes.peers}
 
 
 def anonymous_memory(nbytes: int) -> Array:

@@ -243,10 +243,6 @@ class MPICommunicationBackend(CommunicationBackend):
             raise self._not_ready_error()
         return self._job, self._group
 
-    def _admit(self, call: Call) -> None:
-        assert self._group is not None
-        self._group.sequence = call.sequence
-
     # ---------------------------------------------------------------------- exceptions in between
 
     def _break(self, where: str, error: BaseException) -> None:

@@ -36,7 +36,7 @@ from mpishard.communication.contract.status import PLACE_BYTES, decode_place, en
 from mpishard.communication.contract.work import Condition, Steps
 from mpishard.communication.mpi.group import Channel, Group
 from mpishard.communication.mpi.headers import INLINE_BYTES, Headers, make_row
-from mpishard.errors import CollectiveMismatchError, OutMismatchError
+from mpishard.errors import CollectiveMismatchError
 from mpishard.layout import ShardLayout, even_sizes
 
 _SHAPE_LENGTH = 1 + settings.MAXIMUM_DIMS
@@ -82,8 +82,9 @@ class Collectives:
         is_dealt: bool = False,
     ) -> Steps:
         """Exchange headers and refuse calls that do not match; return the `Headers`."""
-        row = make_row(call, payload, places, is_dealt=is_dealt)
         group = self._group
+        group.sequence = call.sequence
+        row = make_row(call, payload, places, is_dealt=is_dealt)
         if self._world_size == 1:
             headers = Headers([row], call, 0)
         else:
@@ -122,6 +123,7 @@ class Collectives:
         small = array.nbytes <= INLINE_BYTES
         device = type(array) is not np.ndarray and is_device_array(array)
         if not (small or self._backend.check_collectives or self._regions.count or device):
+            self._group.sequence = call.sequence
             return None, None, self._group.channel, False
         seeks_places = self._regions.count and not small
         places = self._backend._places(array, out) if seeks_places else NOWHERE
@@ -165,7 +167,7 @@ class Collectives:
         assert call.operation is not None
         flat = array if array.ndim == 1 else array.reshape(-1)
         whole: list[Array] = []
-        fits = flat.nbytes <= self._group.channel.bytes_each
+        fits = INLINE_BYTES < flat.nbytes <= self._group.channel.bytes_each
         if fits and is_combined_whole(flat.nbytes, self._world_size):
             whole = [flat] * self._world_size
         begun = yield from self._open_reduction(call, array, out, whole)
@@ -175,11 +177,12 @@ class Collectives:
             self._reduce_inline(headers, call.operation, result)
         else:
             yield from self.turn(call)
-            if places is not None and self._nodes.arrays_are_shared(places):
-                self._refuse_overlaps(places, array, out, [0] * self._world_size)
+            arrays = {} if places is None else self._regions.shared_arrays(
+                places, self._nodes, flat, out.nbytes, [0] * self._world_size
+            )  # fmt: skip
+            if places is not None and arrays:
                 results_are_shared = self._nodes.results_are_shared(places)
                 if results_are_shared or all(own == into for own, into in places):
-                    arrays = self._peer_arrays(places, flat)
                     yield from self._all_reduce_in_place(
                         call, arrays, result, is_shared=results_are_shared
                     )
@@ -211,16 +214,18 @@ class Collectives:
         mine = slice(starts[self._rank], starts[self._rank] + sizes[self._rank])
         flat, result = array.reshape(-1), out.reshape(-1)
         piece = result
-        if _overlap(array, out, flat[mine]):
+        own, into = NOWHERE if places is None else places[self._rank]
+        is_own_part = own != PRIVATE and into == (own[0], own[1] + mine.start * array.itemsize)
+        if not is_own_part and _overlap(array, out, flat[mine]):
             piece = array_namespace(out).empty(result.shape, result.dtype)
         if headers is not None and headers.all_inline:
             self._reduce_inline(headers, call.operation, piece, mine)
         else:
             yield from self.turn(call)
-            if places is not None and self._nodes.arrays_are_shared(places):
-                offsets = [start * array.itemsize for start in starts]
-                self._refuse_overlaps(places, array, out, offsets)
-                arrays = self._peer_arrays(places, flat)
+            arrays = {} if places is None else self._regions.shared_arrays(
+                places, self._nodes, flat, out.nbytes, [n * array.itemsize for n in starts]
+            )  # fmt: skip
+            if arrays:
                 yield from self._reduce_in_place(call, arrays, sizes, piece)
                 # Peers read this rank's array until this fence; then the caller may change it.
                 yield self._group.exchange.fence()
@@ -400,38 +405,6 @@ class Collectives:
             )
 
     # --------------------------------------------------------------- arrays that the ranks share
-
-    def _refuse_overlaps(
-        self, places: Sequence[Places], array: Array, out: Array, offsets: Sequence[int]
-    ) -> None:
-        """Refuse, on all ranks, results that overlap arrays which other ranks still read.
-
-        A rank's result may lie in a shared array only in the range that this rank alone reads. The
-        range begins ``offsets[rank]`` bytes behind the array's start.
-
-        Raises
-        ------
-        OutMismatchError
-            Naming the two ranks.
-        """
-        numbers = self._nodes.numbers
-        for rank, (_, into) in enumerate(places):
-            for other, (own, _) in enumerate(places):
-                distance = into[1] - own[1]
-                if (
-                    numbers[rank] == numbers[other]
-                    and into[0] == own[0] != PRIVATE[0]
-                    and -out.nbytes < distance < array.nbytes
-                    and distance != offsets[rank]
-                ):
-                    raise OutMismatchError(
-                        f"out of rank {rank} overlaps the array of rank {other}, which all ranks "
-                        "of the node read: give it memory of its own"
-                    )
-
-    def _peer_arrays(self, places: Sequence[Places], like: Array) -> dict[int, Array]:
-        """Return views of the flat arrays of this node's ranks, by rank, in shared memory."""
-        return {rank: self._regions.view(places[rank][0], like) for rank in self._nodes.peers}
 
     def _all_reduce_in_place(
         self, call: Call, arrays: Mapping[int, Array], out: Array, *, is_shared: bool

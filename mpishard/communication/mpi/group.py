@@ -99,6 +99,7 @@ class Group:
             self.exchange = RingExchange(memory[end:], *place)
             self.channel = RowChannel(memory[:end], *place, reducer, self.exchange.fence)
         self.sequence = 0
+        """The number of this rank's last collective, which its notice tells the others."""
         self.is_leaving = False
         """Whether this rank has left, or waits until the others leave."""
         self.is_cut_off = False
