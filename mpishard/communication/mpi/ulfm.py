@@ -199,21 +199,17 @@ class Ulfm:
                 if not (isinstance(error, PeerError) or is_loss(mpi, error)):
                     raise
                 comm.Revoke()
-            if self._all_agree(comm, is_well):
+            flag = np.array([is_well], np.int32)
+            try:
+                self._wait(comm.Iagree(flag))
+            except mpi.Exception as error:  # a rank was lost, so all get an error and begin again
+                if not is_loss(mpi, error):
+                    raise
+                flag[0] = False
+            if flag[0]:  # well on all remaining ranks; the flag is the same on each
                 return
             undo()
             base = comm
-
-    def _all_agree(self, comm: Any, is_well: bool) -> bool:
-        """Return whether ``is_well`` is true on all remaining ranks, the same on each."""
-        flag = np.array([is_well], np.int32)
-        try:
-            self._wait(comm.Iagree(flag))
-        except self._mpi.Exception as error:  # a rank was lost, so all get an error and begin again
-            if not is_loss(self._mpi, error):
-                raise
-            return False
-        return bool(flag[0])
 
     def _wait(self, request: Any) -> None:
         backoff = Backoff(crowded=True, look=self._learn)
