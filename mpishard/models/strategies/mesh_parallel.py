@@ -26,6 +26,7 @@ from mpishard.models.strategies.mesh_options import (
     DATA_POLICIES,
     MeshOptions,
     axis_sizes,
+    checked_mesh_options,
     idle_axes,
     replica_count,
 )
@@ -62,14 +63,25 @@ class MeshModel(ShardedModelBase):
         self,
         wrapped_model: Any,
         config: ShardingConfiguration,
+        pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int = -1,
         *,
-        pipeline: int,
-        tensor: int,
-        data: int,
-        **options: Any,
+        micro_batch_count: int = 1,
+        schedule: IPipelineSchedule | str | None = None,
+        partition_strategy: Any = None,
+        checkpoint_config: ActivationCheckpointConfig | None = None,
+        sequence_parallel: bool = False,
+        data_parallel_strategy: str = "zero1",
+        order: Sequence[str] = AXES,
     ) -> None:
-        self._sizes = pipeline, tensor, data
-        self._options = MeshOptions.of(**options)
+        self._sizes = pipeline_parallel_size, tensor_parallel_size, data_parallel_size
+        self._options = MeshOptions(**checked_mesh_options({
+            "micro_batch_count": micro_batch_count, "schedule": schedule,
+            "partition_strategy": partition_strategy, "checkpoint_config": checkpoint_config,
+            "sequence_parallel": sequence_parallel,
+            "data_parallel_strategy": data_parallel_strategy, "order": order,
+        }))  # fmt: skip
         super().__init__(wrapped_model, config)
 
     def _check_leaves(self) -> None:
@@ -408,37 +420,6 @@ class HybridShardedModel(MeshModel):
 
     strategy: ClassVar[str] = "3D-Parallelism (Hybrid)"
 
-    def __init__(
-        self,
-        wrapped_model: Any,
-        config: ShardingConfiguration,
-        pipeline_parallel_size: int = 1,
-        tensor_parallel_size: int = 1,
-        data_parallel_size: int = -1,
-        *,
-        micro_batch_count: int = 1,
-        schedule: IPipelineSchedule | str | None = None,
-        partition_strategy: Any = None,
-        checkpoint_config: ActivationCheckpointConfig | None = None,
-        sequence_parallel: bool = False,
-        data_parallel_strategy: str = "zero1",
-        order: Sequence[str] = AXES,
-    ) -> None:
-        super().__init__(
-            wrapped_model,
-            config,
-            pipeline=pipeline_parallel_size,
-            tensor=tensor_parallel_size,
-            data=data_parallel_size,
-            micro_batch_count=micro_batch_count,
-            schedule=schedule,
-            partition_strategy=partition_strategy,
-            checkpoint_config=checkpoint_config,
-            sequence_parallel=sequence_parallel,
-            data_parallel_strategy=data_parallel_strategy,
-            order=order,
-        )
-
 
 class PipelineParallelModel(MeshModel):
     """Each rank holds some consecutive layers, and works on one micro-batch after the other.
@@ -474,7 +455,7 @@ class PipelineParallelModel(MeshModel):
         checkpoint_config: ActivationCheckpointConfig | None = None,
     ) -> None:
         super().__init__(
-            wrapped_model, config, pipeline=_world_size_of(config), tensor=1, data=1,
+            wrapped_model, config, _world_size_of(config), 1, 1,
             micro_batch_count=micro_batch_count, schedule=schedule,
             partition_strategy=partition_strategy, checkpoint_config=checkpoint_config,
         )  # fmt: skip
@@ -512,7 +493,7 @@ class TensorParallelModel(MeshModel):
         checkpoint_config: ActivationCheckpointConfig | None = None,
     ) -> None:
         super().__init__(
-            wrapped_model, config, pipeline=1, tensor=_world_size_of(config), data=1,
+            wrapped_model, config, 1, _world_size_of(config), 1,
             sequence_parallel=sequence_parallel, checkpoint_config=checkpoint_config,
         )  # fmt: skip
 
