@@ -18,7 +18,7 @@ from mpishard.layout import ShardLayout
 from mpishard.models.programs.chain import LayerChain
 from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.mesh_replica import MeshReplica
-from mpishard.models.programs.program import Batch, Program, parameters_by_name
+from mpishard.models.programs.program import Batch, Program
 from mpishard.models.programs.stage_layout import StageLayout, lay_out
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -180,19 +180,6 @@ class MeshProgram(LayeredProgram):
     @property
     def _has_output(self) -> bool:
         return self.stage_count - 1 in self.stages_here
-
-    def structure(self) -> dict[str, Any]:
-        choices = self.choices
-        return self._kinds() | parameters_by_name(self.vector.placement.entries) | {
-            "frozen parameters": sorted(self.frozen),
-            "mesh": self.mesh.sizes,
-            "order": self.mesh.order,
-            "schedule": choices.schedule.name,
-            "stages of a rank": len(self.stages_here),
-            "micro_batch_count": choices.micro_batch_count,
-            "stages": choices.stages,
-            "sequence_parallel": choices.sequence_parallel,
-        }  # fmt: skip
 
     def boundary_shape(
         self, stage: int, sample_shape: tuple[int, ...], *, whole_sequence: bool = False
