@@ -45,7 +45,6 @@ SPARED = {
         "not called: no other rank reads a private vector, which needs no fence",
     ("LayerChain._forward", "parameters.backend.progress()"): _PROGRESS,
     ("LayerChain.backward", "parameters.backend.progress()"): _PROGRESS,
-    ("LayerChain.backward_input", "parameters.backend.progress()"): _PROGRESS,
     ("ExchangedGradients.reduce", "self.exchange.across.progress()"): _PROGRESS,
     ("LocalState.end_step", "self._across.progress()"): _PROGRESS,
     ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):

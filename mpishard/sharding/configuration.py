@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import operator
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -90,15 +89,26 @@ def _precision(name: str, value: Any) -> str | None:
     return value
 
 
-def _choice(name: str, check: Callable[[str, Any], Any] | None, doc: str) -> Any:
-    """Return a property of a configuration, read-only or set to ``check(name, value)``."""
-    if check is None:
-        return property(operator.attrgetter(f"_{name}"), doc=doc)
+class _Choice(property):
+    """An attribute of a configuration, which is set to ``check(name, value)``."""
 
-    def write(config: ShardingConfiguration, value: Any) -> None:
-        setattr(config, f"_{name}", check(name, value))
+    def __init__(self, check: Callable[[str, Any], Any], doc: str) -> None:
+        super().__init__(self._read, self._write, doc=doc)
+        self._check = check
 
-    return property(operator.attrgetter(f"_{name}"), write, doc=doc)
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def _read(self, config: ShardingConfiguration) -> Any:
+        return getattr(config, f"_{self._name}")
+
+    def _write(self, config: ShardingConfiguration, value: Any) -> None:
+        setattr(config, f"_{self._name}", self._check(self._name, value))
+
+
+def _choice(check: Callable[[str, Any], Any], doc: str) -> Any:
+    """Return a `_Choice`, which a class declares as an attribute of the value's type."""
+    return _Choice(check, doc)
 
 
 class ShardingConfiguration:
@@ -302,40 +312,26 @@ class ShardingConfiguration:
             )
         return int(given)
 
-    communication_backend: CommunicationBackend = _choice(
-        "communication_backend", None, "The backend of this rank. Read-only."
-    )
-    replica_size: int | None = _choice(
-        "replica_size", None, "Number of ranks that hold one replica; None if all do. Read-only."
-    )
-    learning_rate: float = _choice("learning_rate", as_positive, "Step size of ``model.train``.")
-    minimum_parameter_group_size: int = _choice(
-        "minimum_parameter_group_size", as_count, "Elements below which a unit takes a layer."
-    )
-    auto_sync_gradients: bool = _choice(
-        "auto_sync_gradients", as_flag, "True if every update uses all ranks' gradient."
-    )
-    enable_gradient_compression: bool = _choice(
-        "enable_gradient_compression", as_flag, "True if gradients travel as bfloat16."
-    )
-    cpu_offload_optimizer: bool = _choice(
-        "cpu_offload_optimizer", as_flag, "True if a GPU model's state lies in host memory."
-    )
-    cpu_offload_gradients: bool = _choice(
-        "cpu_offload_gradients", as_flag, "True if its reduced gradients lie in host memory."
-    )
-    cpu_offload_parameters: bool = _choice(
-        "cpu_offload_parameters", as_flag, "True if its owned pieces lie in host memory."
-    )
-    gradient_leaves: int | None = _choice(
-        "gradient_leaves", _power_of_two, "V, the largest world with the same bits."
-    )
-    precision: str | None = _choice(
-        "precision", _precision, "Precision of layers: bfloat16, or None for the model's dtype."
-    )
-    allow_nonfinite: bool = _choice(
-        "allow_nonfinite", as_flag, "True if training continues after an infinite or NaN loss."
-    )
+    @property
+    def communication_backend(self) -> CommunicationBackend:
+        """The backend of this rank."""
+        return self._communication_backend
+
+    @property
+    def replica_size(self) -> int | None:
+        """Number of ranks that hold one replica; None if all do."""
+        return self._replica_size
+
+    learning_rate: float = _choice(as_positive, "Step size of ``model.train``.")
+    auto_sync_gradients: bool = _choice(as_flag, "True if every update uses all ranks' gradient.")
+    minimum_parameter_group_size: int = _choice(as_count, "Elements of a unit that is complete.")
+    enable_gradient_compression: bool = _choice(as_flag, "True if gradients travel as bfloat16.")
+    cpu_offload_optimizer: bool = _choice(as_flag, "True if a GPU model's state is on the host.")
+    cpu_offload_gradients: bool = _choice(as_flag, "True if its reduced gradients are there.")
+    cpu_offload_parameters: bool = _choice(as_flag, "True if its owned pieces are there.")
+    gradient_leaves: int | None = _choice(_power_of_two, "V, the largest world with equal bits.")
+    precision: str | None = _choice(_precision, "bfloat16, or None for the model's own dtype.")
+    allow_nonfinite: bool = _choice(as_flag, "True if training goes on after a loss of NaN.")
 
     # The backend compares calls, so that it holds this choice.
 

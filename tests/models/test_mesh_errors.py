@@ -128,7 +128,7 @@ DIFFERENT = {
         lambda r: {"wrapped_model": nn.MLP([5, *[7] * (1 + 3 * r), 2])}, "layers is 3, 9"
     ),
     "layers": (
-        lambda r: {"wrapped_model": nn.MLP([5, 7, 2], ["tanh", "relu"][r])}, "kinds of layers is"
+        lambda r: {"wrapped_model": nn.MLP([5, 7, 2], ["tanh", "relu"][r])}, "layer 1 is Tanh, ReLU"
     ),
     "losses": (
         lambda r: {"wrapped_model": nn.MLP([5, 7, 2], loss=[nn.MSE(), nn.MAE()][r])},

@@ -267,73 +267,51 @@ class LayerChain:
         reduce: Reduce,
         *,
         needs_input_gradient: bool,
+        pending: list[Any] | None = None,
     ) -> Array:
-        """Run both halves of backward by layer; call ``reduce`` with each unit that is complete."""
+        """Run both halves of backward by layer; call ``reduce`` with each unit that is complete.
+
+        With ``pending`` it runs the first half alone, which adds to no gradient, and appends the
+        values for `backward_weight`, last layer first.
+        """
+        is_whole = pending is None
+        targets: dict[int, GradientTargets] = {}
         unwritten: set[str] = set()
         first = self._range.start if needs_input_gradient else self._first_trained
         for group in reversed(self._groups):
             views: dict[int, Any] = {}
-            for index in reversed(group.layers):
-                if index < first:
-                    activations.clear()  # layers before the first trained one need no gradient
-                    break
+            for index in reversed(range(max(first, group.layers.start), group.layers.stop)):
                 if isinstance(activations[-1], _Forgotten):
                     self._recompute(activations, parameters, first)
                 saved = activations.pop()
                 if not views:
                     upcoming = self._back_from(index, activations, first)
                     views = self._open(group, parameters, self._following(group, upcoming))
-                    targets = self._targets(group, gradients, unwritten)
+                    if is_whole:
+                        targets = self._targets(group, gradients, unwritten)
                 if parameters.in_flight or gradients.in_flight:
                     parameters.backend.progress()
-                layer = self._layers[index].layer
-                if index in self._frozen_layers:
-                    dy, _ = layer.backward_input(views[index], saved, dy)
-                else:
+                layer, is_frozen = self._layers[index].layer, index in self._frozen_layers
+                if is_whole and not is_frozen:
                     dy = layer.backward(
                         views[index], saved, dy, targets[index],
                         needs_input_gradient=needs_input_gradient or index > first,
                     )  # fmt: skip
-                targets.pop(index).clear_unwritten()
+                else:
+                    dy, waits = layer.backward_input(views[index], saved, dy)
+                    if pending is not None:
+                        pending.append(None if is_frozen else waits)
+                    del waits
+                if is_whole:
+                    targets.pop(index).clear_unwritten()
                 del saved  # before the reduction, which may need the memory
             # No earlier group adds to these units' gradients: they can travel now.
             for unit in group.begun:
                 parameters.reshard(unit)
-                if unit.index not in self._without_gradient:
+                if is_whole and unit.index not in self._without_gradient:
                     reduce(unit)
+        activations.clear()  # layers before the first trained one need no gradient
         return dy
-
-    def backward_input(
-        self,
-        parameters: ParameterStore,
-        activations: list[Any],
-        dy: Array,
-        *,
-        needs_input_gradient: bool,
-    ) -> tuple[Array, list[Any]]:
-        """Return the input's gradient, and values for `backward_weight`, last layer first."""
-        pending: list[Any] = []
-        first = self._range.start if needs_input_gradient else self._first_trained
-        for group in reversed(self._groups):
-            views: dict[int, Any] = {}
-            for index in reversed(group.layers):
-                if index < first:
-                    activations.clear()
-                    break
-                if isinstance(activations[-1], _Forgotten):
-                    self._recompute(activations, parameters, first)
-                saved = activations.pop()
-                if not views:
-                    upcoming = self._back_from(index, activations, first)
-                    views = self._open(group, parameters, self._following(group, upcoming))
-                if parameters.in_flight:
-                    parameters.backend.progress()
-                dy, waits = self._layers[index].layer.backward_input(views[index], saved, dy)
-                pending.append(None if index in self._frozen_layers else waits)
-                del saved, waits
-            for unit in group.begun:
-                parameters.reshard(unit)
-        return dy, pending
 
     def backward_weight(self, gradients: GradientStore, pending: list[Any], reduce: Reduce) -> None:
         """Run the other half, last layer first; ``reduce`` as in `backward`."""

@@ -78,9 +78,6 @@ class DividedProgram(Program):
     def default_loss(self, loss: ILossFunction | None) -> None:
         self._whole.default_loss = loss
 
-    def structure(self) -> dict[str, Any]:
-        return self._whole.structure() | {"mesh": self._mesh.sizes, "order": self._mesh.order}
-
     # -------------------------------------------------------------------------------- computing
 
     def check(self, x: Any) -> Any:

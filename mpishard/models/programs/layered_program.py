@@ -99,11 +99,9 @@ class LayeredProgram(Program):
             chain.freeze(names, self.frozen_units)
 
     def structure(self) -> dict[str, Any]:
-        return super().structure() | self._kinds()
-
-    def _kinds(self) -> dict[str, Any]:
         choices = self._model.choices() if isinstance(self._model, PlainModelFiles) else {}
-        return settings_of(self._model) | choices
+        layers = {"number of layers": len(self._model.layers)}
+        return layers | super().structure() | settings_of(self._model) | choices
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
         if self.is_random:

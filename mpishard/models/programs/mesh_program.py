@@ -18,7 +18,7 @@ from mpishard.layout import ShardLayout
 from mpishard.models.programs.chain import LayerChain
 from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.mesh_replica import MeshReplica
-from mpishard.models.programs.program import Batch, Program, parameters_by_name
+from mpishard.models.programs.program import Batch, Program
 from mpishard.models.programs.stage_layout import StageLayout, lay_out
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
@@ -180,19 +180,6 @@ class MeshProgram(LayeredProgram):
     @property
     def _has_output(self) -> bool:
         return self.stage_count - 1 in self.stages_here
-
-    def structure(self) -> dict[str, Any]:
-        choices = self.choices
-        return self._kinds() | parameters_by_name(self.vector.placement.entries) | {
-            "frozen parameters": sorted(self.frozen),
-            "mesh": self.mesh.sizes,
-            "order": self.mesh.order,
-            "schedule": choices.schedule.name,
-            "stages of a rank": len(self.stages_here),
-            "micro_batch_count": choices.micro_batch_count,
-            "stages": choices.stages,
-            "sequence_parallel": choices.sequence_parallel,
-        }  # fmt: skip
 
     def boundary_shape(
         self, stage: int, sample_shape: tuple[int, ...], *, whole_sequence: bool = False
@@ -391,15 +378,13 @@ class StageRun(IPipelineStage):
         self.outputs: list[Array] = []
 
     def input_shape(self, virtual_stage: int, micro_batch: int) -> tuple[int, ...]:
-        stage = self._program.stages_here[virtual_stage]
-        return self._boundary(stage, micro_batch)
+        return self._boundary(self._program.stages_here[virtual_stage], micro_batch)
 
     def output_shape(self, virtual_stage: int, micro_batch: int) -> tuple[int, ...]:
-        stage = self._program.stages_here[virtual_stage]
-        return self._boundary(stage + 1, micro_batch)
+        return self._boundary(self._program.stages_here[virtual_stage] + 1, micro_batch)
 
     def describe(self, virtual_stage: int) -> str:
-        names = self._chain(virtual_stage).names
+        names = self._chains[virtual_stage].names
         layers = "no layers" if not names else f"layer {names[0]!r}"
         if len(names) > 1:
             layers = f"layers {names[0]!r} to {names[-1]!r}"
@@ -421,9 +406,9 @@ class StageRun(IPipelineStage):
             # Dropout's masks depend on the sample's place in the global batch alone.
             start = context.sample_start + rows.start
             context = replace(context, sample_start=start)
-        chain = self._chain(virtual_stage)
+        chain = self._chains[virtual_stage]
         y, activations = chain.forward(self._parameters, x, context)
-        is_last = self._is_last(virtual_stage)
+        is_last = self._program.stages_here[virtual_stage] == self._program.stage_count - 1
         if not context.training:
             chain.let_go(self._parameters)
             if is_last:
@@ -443,48 +428,39 @@ class StageRun(IPipelineStage):
         return None
 
     def backward(self, virtual_stage: int, micro_batch: int, dy: Array | None) -> Array | None:
-        key = virtual_stage, micro_batch
-        dy = self._output_gradient(key, dy)
-        assert self._gradients is not None
-        dx = self._chain(virtual_stage).backward(
-            self._parameters, self._gradients, self._activations.pop(key), dy,
-            self._reducer(virtual_stage), needs_input_gradient=self._needs_dx(virtual_stage),
-        )  # fmt: skip
+        dx = self._backward(virtual_stage, micro_batch, dy, None)
         self._left[virtual_stage] -= 1
-        return dx if self._needs_dx(virtual_stage) else None
+        return dx
 
     def backward_input(
         self, virtual_stage: int, micro_batch: int, dy: Array | None
     ) -> Array | None:
+        pending: list[Any] = []
+        dx = self._backward(virtual_stage, micro_batch, dy, pending)
+        self._pending[virtual_stage, micro_batch] = pending
+        return dx
+
+    def _backward(
+        self, virtual_stage: int, micro_batch: int, dy: Array | None, pending: list[Any] | None
+    ) -> Array | None:
         key = virtual_stage, micro_batch
-        dy = self._output_gradient(key, dy)
-        dx, self._pending[key] = self._chain(virtual_stage).backward_input(
-            self._parameters, self._activations.pop(key), dy,
-            needs_input_gradient=self._needs_dx(virtual_stage),
+        if dy is None:  # the model's last stage begins with the loss
+            assert self._loss is not None
+            dy = self._program.entering(self._loss.backward(self._pending.pop(key)))
+        assert self._gradients is not None
+        is_first = self._program.stages_here[virtual_stage] == 0
+        dx = self._chains[virtual_stage].backward(
+            self._parameters, self._gradients, self._activations.pop(key), dy,
+            self._reducer(virtual_stage), needs_input_gradient=not is_first, pending=pending,
         )  # fmt: skip
-        return dx if self._needs_dx(virtual_stage) else None
+        return None if is_first else dx
 
     def backward_weight(self, virtual_stage: int, micro_batch: int) -> None:
         assert self._gradients is not None
         pending = self._pending.pop((virtual_stage, micro_batch))
         reduce = self._reducer(virtual_stage)
-        self._chain(virtual_stage).backward_weight(self._gradients, pending, reduce)
+        self._chains[virtual_stage].backward_weight(self._gradients, pending, reduce)
         self._left[virtual_stage] -= 1
-
-    def _chain(self, virtual_stage: int) -> LayerChain:
-        return self._chains[virtual_stage]
-
-    def _is_last(self, virtual_stage: int) -> bool:
-        return self._program.stages_here[virtual_stage] == self._program.stage_count - 1
-
-    def _needs_dx(self, virtual_stage: int) -> bool:
-        return self._program.stages_here[virtual_stage] > 0
-
-    def _output_gradient(self, key: tuple[int, int], dy: Array | None) -> Array:
-        if dy is not None:
-            return dy
-        assert self._loss is not None
-        return self._program.entering(self._loss.backward(self._pending.pop(key)))
 
     def _reducer(self, virtual_stage: int) -> Any:
         """Return a function that reduces a unit when its gradient is complete."""

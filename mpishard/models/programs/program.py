@@ -23,11 +23,6 @@ from mpishard.observe import span
 from mpishard.sharding import ParameterEntry, Piece, Unit, pieces_within
 
 
-def parameters_by_name(entries: Sequence[ParameterEntry]) -> dict[str, str]:
-    """Return a description of each parameter: its name -> its shape and start."""
-    return {f"parameter {e.name}": f"{e.shape} from {e.start}" for e in entries}
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Samples that one pass computes, as `Program.check_pair` returns them.
@@ -193,8 +188,8 @@ class Program(ABC):
     def structure(self) -> dict[str, Any]:
         """Return what must be the same on all ranks: name -> value, for JSON."""
         units = {f"unit {u.index}": f"[{u.start}, {u.stop})" for u in self.units}
-        frozen = {"frozen parameters": sorted(self.frozen)}
-        return parameters_by_name(self.entries) | frozen | units
+        parameters = {f"parameter {e.name}": f"{e.shape} from {e.start}" for e in self.entries}
+        return parameters | {"frozen parameters": sorted(self.frozen)} | units
 
     # ------------------------------------------------------------------------------- parameters
 

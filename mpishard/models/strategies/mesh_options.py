@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import as_count, as_flag, as_integer
-from mpishard.communication.mesh import AXES, mesh_order, mesh_sizes
+from mpishard.communication.mesh import mesh_order, mesh_sizes
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.mesh_program import MeshChoices
@@ -44,11 +44,6 @@ class MeshOptions:
     sequence_parallel: bool
     data_parallel_strategy: str
     order: tuple[str, ...]
-
-    @classmethod
-    def of(cls, **given: Any) -> MeshOptions:
-        """Return the given options, and the defaults of the others."""
-        return cls(**checked_mesh_options(_DEFAULTS | given))
 
 
 def checked_mesh_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,17 +156,6 @@ def _but(given: Any) -> str:
     if isinstance(given, type):
         return f": pass {given.__name__}(), not the class"
     return f", got {given!r}"
-
-
-_DEFAULTS: dict[str, Any] = {
-    "micro_batch_count": 1,
-    "schedule": None,
-    "partition_strategy": None,
-    "checkpoint_config": None,
-    "sequence_parallel": False,
-    "data_parallel_strategy": "zero1",
-    "order": AXES,
-}
 
 
 def idle_axes(model: ILayeredModel, choices: MeshChoices) -> list[str]:

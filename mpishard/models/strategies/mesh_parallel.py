@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import ProcessMesh
 from mpishard.communication.mesh import AXES
 from mpishard.contracts import ILayeredModel, ModelMetadata
@@ -17,7 +15,6 @@ from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.replicas import ALONE_ON_A_MESH
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.divided_program import DividedProgram
-from mpishard.models.programs.layered_program import settings_of
 from mpishard.models.programs.leaves import check_leaves
 from mpishard.models.programs.mesh_program import MeshChoices, MeshProgram
 from mpishard.models.programs.program import Program, WholeProgram
@@ -26,11 +23,12 @@ from mpishard.models.strategies.mesh_options import (
     DATA_POLICIES,
     MeshOptions,
     axis_sizes,
+    checked_mesh_options,
     idle_axes,
     replica_count,
 )
 from mpishard.models.wrapper.base import ShardedModelBase
-from mpishard.models.wrapper.wrapping import program_of, require_bfloat16, require_free
+from mpishard.models.wrapper.wrapping import require_bfloat16
 from mpishard.pipeline import (
     ActivationCheckpointConfig,
     GPipeSchedule,
@@ -62,14 +60,25 @@ class MeshModel(ShardedModelBase):
         self,
         wrapped_model: Any,
         config: ShardingConfiguration,
+        pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int = -1,
         *,
-        pipeline: int,
-        tensor: int,
-        data: int,
-        **options: Any,
+        micro_batch_count: int = 1,
+        schedule: IPipelineSchedule | str | None = None,
+        partition_strategy: Any = None,
+        checkpoint_config: ActivationCheckpointConfig | None = None,
+        sequence_parallel: bool = False,
+        data_parallel_strategy: str = "zero1",
+        order: Sequence[str] = AXES,
     ) -> None:
-        self._sizes = pipeline, tensor, data
-        self._options = MeshOptions.of(**options)
+        self._sizes = pipeline_parallel_size, tensor_parallel_size, data_parallel_size
+        self._options = MeshOptions(**checked_mesh_options({
+            "micro_batch_count": micro_batch_count, "schedule": schedule,
+            "partition_strategy": partition_strategy, "checkpoint_config": checkpoint_config,
+            "sequence_parallel": sequence_parallel,
+            "data_parallel_strategy": data_parallel_strategy, "order": order,
+        }))  # fmt: skip
         super().__init__(wrapped_model, config)
 
     def _check_leaves(self) -> None:
@@ -108,18 +117,6 @@ class MeshModel(ShardedModelBase):
             )
         if not self._config.auto_sync_gradients:
             raise ValueError(ALONE_ON_A_MESH)
-        require_free(self._wrapped_model)
-        self._require_same_choices()
-        self.mesh = ProcessMesh(
-            self.backend,
-            *self._sizes,
-            replica=replica_count(self._config),
-            order=self._options.order,
-        )
-        if self.mesh.data_size > 1:
-            self.policy = DATA_POLICIES[self._options.data_parallel_strategy]
-        else:  # one data rank has no other to shard with
-            self.policy = DDPModel.policy
 
     def _initialize_sharding(self) -> None:
         super()._initialize_sharding()
@@ -129,59 +126,39 @@ class MeshModel(ShardedModelBase):
             if found:
                 _log.warning("%r: %s", self, "; ".join(found))
 
-    def _require_same_choices(self) -> None:
-        """Refuse ranks that would build different meshes or parts. Collective.
-
-        It comes before the first collective that depends on these choices.
-        """
-        sizes = axis_sizes(self._config, *self._sizes)
-        model = self._wrapped_model
-        mine: dict[str, Any] = {
-            "class": type(self).__name__,
-            "mesh": " x ".join(map(str, sizes)),
-            "replica_size": self._config.replica_size,
-            "order": self._options.order,
-            "schedule": self._options.schedule.name,
-            "virtual_stages_per_rank": self._options.schedule.virtual_stages_per_rank,
-            "micro_batch_count": self._options.micro_batch_count,
-            "checkpoint_config": repr(self._options.checkpoint_config),
-            "sequence_parallel": self._options.sequence_parallel,
-            "data_parallel_strategy": self._options.data_parallel_strategy,
-            "minimum_parameter_group_size": self._config.minimum_parameter_group_size,
-            "model": type(model).__name__,
+    def _shared_choices(self) -> dict[str, Any]:
+        options = self._options
+        return {
+            "mesh": " x ".join(map(str, axis_sizes(self._config, *self._sizes))),
+            "order": options.order,
+            "schedule": options.schedule.name,
+            "virtual_stages_per_rank": options.schedule.virtual_stages_per_rank,
+            "micro_batch_count": options.micro_batch_count,
+            "checkpoint_config": repr(options.checkpoint_config),
+            "sequence_parallel": options.sequence_parallel,
+            "data_parallel_strategy": options.data_parallel_strategy,
+            "model": type(self._wrapped_model).__name__,
         }
-        if isinstance(model, ILayeredModel):
-            infos = model.get_all_layer_info()
-            entries = model.parameter_table.entries
-            shapes = [(entry.name, entry.shape) for entry in entries]
-            kinds = [(info.name, type(info.layer).__name__) for info in infos]
-            mine |= {
-                "number of layers": len(infos),
-                "number of parameters": sum(entry.size for entry in entries),
-                "dtype": model.dtype.name,
-                "checksum of names, shapes and kinds of layers": zlib.crc32(
-                    repr((shapes, kinds)).encode()
-                ),
-                **settings_of(model),
-            }
-        differing = differences(self.backend, mine)
-        if differing:
-            raise ValueError(
-                f"every rank must wrap the same model on the same mesh; by rank, {differing}"
-            )
 
     @property
     def _recomputes(self) -> bool:
         config = self._options.checkpoint_config
         return config is not None and config.strategy is not RecomputeStrategy.NONE
 
-    def _program(self) -> Program:
-        model = self._wrapped_model
-        program = program_of(model, self._config)
+    def _divided(self, program: Program) -> Program:
+        self.mesh = ProcessMesh(
+            self.backend,
+            *self._sizes,
+            replica=replica_count(self._config),
+            order=self._options.order,
+        )
+        # One data rank has no other to shard with.
+        if self.mesh.data_size > 1:
+            self.policy = DATA_POLICIES[self._options.data_parallel_strategy]
         if not isinstance(program, WholeProgram):
-            program = self._mesh_program(model)
-        elif self.mesh.model_size > 1:  # otherwise it is data parallelism
-            program = DividedProgram(program, self.mesh, self._options.partition_strategy)
+            return self._mesh_program(self._wrapped_model)
+        if self.mesh.model_size > 1:  # otherwise it is data parallelism
+            return DividedProgram(program, self.mesh, self._options.partition_strategy)
         return program
 
     def _replicas(self, size: int) -> ProcessMesh:
@@ -408,37 +385,6 @@ class HybridShardedModel(MeshModel):
 
     strategy: ClassVar[str] = "3D-Parallelism (Hybrid)"
 
-    def __init__(
-        self,
-        wrapped_model: Any,
-        config: ShardingConfiguration,
-        pipeline_parallel_size: int = 1,
-        tensor_parallel_size: int = 1,
-        data_parallel_size: int = -1,
-        *,
-        micro_batch_count: int = 1,
-        schedule: IPipelineSchedule | str | None = None,
-        partition_strategy: Any = None,
-        checkpoint_config: ActivationCheckpointConfig | None = None,
-        sequence_parallel: bool = False,
-        data_parallel_strategy: str = "zero1",
-        order: Sequence[str] = AXES,
-    ) -> None:
-        super().__init__(
-            wrapped_model,
-            config,
-            pipeline=pipeline_parallel_size,
-            tensor=tensor_parallel_size,
-            data=data_parallel_size,
-            micro_batch_count=micro_batch_count,
-            schedule=schedule,
-            partition_strategy=partition_strategy,
-            checkpoint_config=checkpoint_config,
-            sequence_parallel=sequence_parallel,
-            data_parallel_strategy=data_parallel_strategy,
-            order=order,
-        )
-
 
 class PipelineParallelModel(MeshModel):
     """Each rank holds some consecutive layers, and works on one micro-batch after the other.
@@ -474,7 +420,7 @@ class PipelineParallelModel(MeshModel):
         checkpoint_config: ActivationCheckpointConfig | None = None,
     ) -> None:
         super().__init__(
-            wrapped_model, config, pipeline=_world_size_of(config), tensor=1, data=1,
+            wrapped_model, config, _world_size_of(config), 1, 1,
             micro_batch_count=micro_batch_count, schedule=schedule,
             partition_strategy=partition_strategy, checkpoint_config=checkpoint_config,
         )  # fmt: skip
@@ -512,7 +458,7 @@ class TensorParallelModel(MeshModel):
         checkpoint_config: ActivationCheckpointConfig | None = None,
     ) -> None:
         super().__init__(
-            wrapped_model, config, pipeline=1, tensor=_world_size_of(config), data=1,
+            wrapped_model, config, 1, _world_size_of(config), 1,
             sequence_parallel=sequence_parallel, checkpoint_config=checkpoint_config,
         )  # fmt: skip
 

@@ -146,7 +146,7 @@ class ShardedModelBase(IShardedModel):
         self._said_train = False
         self.backend.initialize()
         self._check_leaves()
-        self._on_before_initialize_sharding()  # here a mesh chooses its policy
+        self._on_before_initialize_sharding()
         self._require("policy")
         self._initialize_sharding()
 
@@ -167,12 +167,13 @@ class ShardedModelBase(IShardedModel):
 
     def _initialize_sharding(self) -> None:
         """Build the engine, and distribute rank 0's values to the ranks. Collective."""
-        program = self._program()
+        program = program_of(self._wrapped_model, self._config)
         check_leaves_of(program, self._config)
         take_ownership(self._wrapped_model, self)
         # Before the first collective whose length depends on the model: it would fail in another
         # way if the ranks' models differed.
-        require_same_on_all_ranks(program, self.strategy, self._config)
+        require_same_on_all_ranks(program, self.strategy, self._config, self._shared_choices())
+        program = self._divided(program)
         if self._config.replica_size is not None:
             program.replica.train_apart(self._replicas(self._config.replica_size))
         self.engine = self._build_engine(program)
@@ -188,9 +189,13 @@ class ShardedModelBase(IShardedModel):
         if reason is not None and self.rank == 0:
             self._say_what_stays_whole(reason)
 
-    def _program(self) -> Program:
-        """The computation of the wrapped model on this rank."""
-        return program_of(self._wrapped_model, self._config)
+    def _shared_choices(self) -> dict[str, Any]:
+        """Choices besides the configuration that must be the same on all ranks, for JSON."""
+        return {}
+
+    def _divided(self, program: Program) -> Program:
+        """Return this rank's part of the model's program. Collective. Here it is all of it."""
+        return program
 
     def _replicas(self, size: int) -> ProcessMesh:
         """Make a mesh of replicas of ``size`` ranks, which are trained apart. Collective."""

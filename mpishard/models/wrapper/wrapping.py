@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,7 +77,8 @@ def program_of(model: Any, config: ShardingConfiguration) -> Program:
     MissingMemberError, ValueError
         For a black box that lacks a member, or whose parameters are not a floating vector.
     """
-    _require_parameters(model)
+    if isinstance(model, ILayeredModel | IPlaceableModel):
+        model.fill_parameters(0, np.empty(0, model.dtype))  # raises if they are taken
     world = config.communication_backend
     if config.precision is not None:
         require_bfloat16(model)
@@ -146,24 +147,6 @@ def say_what_is_slow(config: ShardingConfiguration, program: Program) -> None:
     )  # fmt: skip
 
 
-def require_free(model: Any) -> None:
-    """Refuse an object that is wrapped already, or whose parameters another wrapper has taken.
-
-    Raises
-    ------
-    StructureOnlyError, ShardingError
-        As `program_of` and `take_ownership`.
-    """
-    _require_parameters(model)
-    with _owners_lock:
-        _require_unowned(_owned_object(model))
-
-
-def _require_parameters(model: Any) -> None:
-    if isinstance(model, ILayeredModel | IPlaceableModel):
-        model.fill_parameters(0, np.empty(0, model.dtype))  # raises if they are taken
-
-
 def take_ownership(model: Any, wrapper: IShardedModel) -> None:
     """Refuse an object that is wrapped already, by another thread-rank or another wrapper.
 
@@ -177,13 +160,8 @@ def take_ownership(model: Any, wrapper: IShardedModel) -> None:
     thing = _owned_object(model)
     # By identity, because a user's model may define its own equality, or have no hash.
     with _owners_lock:
-        _require_unowned(thing)
-        _owners[id(thing)] = wrapper
-
-
-def _require_unowned(thing: Any) -> None:
-    owner = _owners.get(id(thing))
-    if owner is not None:
+        owner = _owners.setdefault(id(thing), wrapper)
+    if owner is not wrapper:
         raise ShardingError(
             f"this {type(thing).__name__} object is wrapped already, by rank {owner.rank}; "
             "each rank wraps an object of its own: build the model inside main(backend)"
@@ -220,7 +198,7 @@ def _owned_object(model: Any) -> Any:
 
 
 def require_same_on_all_ranks(
-    program: Program, strategy: str, config: ShardingConfiguration
+    program: Program, strategy: str, config: ShardingConfiguration, choices: Mapping[str, Any]
 ) -> None:
     """Refuse models, or choices about them, that differ between ranks. Collective.
 
@@ -233,6 +211,7 @@ def require_same_on_all_ranks(
     """
     mine = {
         "strategy": strategy,
+        **choices,
         "dtype": program.dtype.name,
         "device": program.device.kind,
         "number of parameters": program.vector.placement.length,
@@ -249,8 +228,8 @@ def require_same_on_all_ranks(
     differing = differences(config.communication_backend, mine)
     if differing:
         raise ValueError(
-            "every rank must wrap the same model in the same strategy, with the same "
-            f"ShardingConfiguration; by rank, {differing}"
+            "every rank must wrap the same model in the same strategy, with the same options and "
+            f"the same ShardingConfiguration; by rank, {differing}"
         )
 
 
