@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import require_type
 from mpishard.arrays import Array, array_namespace, require_plain, to_host
 from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
 from mpishard.communication import InMemoryCommunicationBackend
@@ -73,11 +74,8 @@ class PlainTraining:
 
     def optimize(self, data: OptimizationInputData) -> OptimizationResult:
         """Train a plain model through the sharded engine, in a world of one rank."""
-        if not isinstance(data, OptimizationInputData):
-            raise TypeError(f"optimize needs an OptimizationInputData, got {type(data).__name__}")
-        if data.model is None:
-            data = replace(data, model=self.model)
-        data.checked()  # before a world is made for it
+        require_type("input_data", data, OptimizationInputData)
+        data = data.checked(self.model)  # before a world is made for it
         plain = data.model
         self._refuse_sharded(plain)
         # Two such runs may be under way in two threads, so each world has a name of its own.

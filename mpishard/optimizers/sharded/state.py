@@ -296,6 +296,30 @@ class ModelState(CheckpointState):
         self.engine.step_number = max(self.engine.step_number, steps)
 
 
+def require_searchable(model: ShardedModelBase, rule: str) -> None:
+    """Refuse a model whose loss depends on more than the parameters: a line search compares losses.
+
+    Raises
+    ------
+    ValueError
+        For a black box that computes no loss, a model with dropout, and replicas that drift apart.
+    """
+    if not model.engine.knows_loss:
+        raise ValueError(
+            f"{rule} compares losses, but {type(model.wrapped_model).__name__} computes none: give "
+            "it compute_loss_and_gradients, or a default_loss_function"
+        )
+    if model.engine.program.is_random:
+        raise ValueError(
+            f"{rule} evaluates the same function at several points, but dropout changes it each "
+            "time: remove the dropout layers"
+        )
+    if not model.sharding_configuration.auto_sync_gradients:
+        raise ValueError(
+            f"{rule} makes one line search on all ranks; it needs auto_sync_gradients=True"
+        )
+
+
 def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None) -> StepReport:
     """Make one update: evaluate the model until the line search ends. Collective.
 
