@@ -365,7 +365,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     def _frozen_of(self, model: ShardedModelBase) -> frozenset[str]:
         """Return the frozen parameters, or refuse unfit options. Communicates nothing."""
-        frozen = ModelState.frozen_of(self._rule, model)
+        frozen = self._rule.checked_options.untrained(model.parameter_entries)
         if self._awaiting is not None:
             self._awaiting.require_fit(model, frozen, self._rule.needed_state())
         return frozen

@@ -44,7 +44,7 @@ class ModelState(CheckpointState):
     model : ShardedModelBase
         The model. Its parameters in ``frozen`` are frozen here.
     frozen : frozenset of str
-        Names of the parameters that are not trained, from `frozen_of`.
+        Names of the parameters that are not trained, from `untrained` of the options.
 
     Attributes
     ----------
@@ -122,22 +122,6 @@ class ModelState(CheckpointState):
         """Return the pieces that this rank updates."""
         return self.engine.pieces.updated
 
-    @staticmethod
-    def frozen_of(rule: Optimizer, model: ShardedModelBase) -> frozenset[str]:
-        """Return parameters of ``model`` that the rule does not train. Communicates nothing.
-
-        Raises
-        ------
-        ValueError
-            For options that do not fit the model.
-        """
-        entries = model.parameter_entries
-        rule.checked_options.check_patterns([e.name for e in entries])
-        trainable = [e.name for e in entries if e.trainable]
-        return rule.checked_options.frozen_among(trainable) | {
-            e.name for e in entries if not e.trainable
-        }
-
     def require_same_frozen(self) -> None:
         """Refuse options set since the last step that the state does not fit.
 
@@ -148,7 +132,7 @@ class ModelState(CheckpointState):
         if options is not self._options:
             description = self.rule.checked_options.description
             if description != self._described:
-                frozen = self.frozen_of(self.rule, self.model)
+                frozen = self.rule.checked_options.untrained(self.model.parameter_entries)
                 if frozen != self.frozen:
                     raise ValueError(
                         f"parameter_options would freeze {sorted(frozen)}, and this optimizer's "
