@@ -224,10 +224,9 @@ class ModelState(CheckpointState):
 
     def gathered(self) -> StateBytes:
         """Return the state of all ranks by parameter name, the same on every rank. Collective."""
-        engine, rule = self.engine, self.rule
-        pieces = engine.pieces.to_write(engine.program) if engine.is_writer else ()
+        rule = self.rule
         tensors = gather_state(
-            self.model.backend, self.vectors, pieces, engine.placement,
+            self.model.backend, self.vectors, self._written_pieces, self.engine.placement,
             [entry for entry in self.model.parameter_entries if entry.name not in self.frozen],
         )  # fmt: skip
         return StateBytes(
@@ -241,18 +240,25 @@ class ModelState(CheckpointState):
 
     def arrays_to_write(self) -> Pieces:
         """Return the pieces that this rank writes: its own, and of replicas a part."""
-        engine = self.engine
-        return self._regions(engine.pieces.to_write(engine.program) if engine.is_writer else ())
+        return self._regions(self._written_pieces)
 
     def arrays_to_read(self) -> Pieces:
         """Return all pieces that this rank updates."""
         return self._regions(self.pieces)
 
-    def _regions(self, pieces: Sequence[Piece]) -> Pieces:
-        placement = self.engine.placement
+    @property
+    def _written_pieces(self) -> tuple[Piece, ...]:
+        engine = self.engine
+        return engine.pieces.to_write(engine.program) if engine.is_writer else ()
+
+    def _regions(
+        self, pieces: Sequence[Piece], vectors: Mapping[str, Array] | None = None
+    ) -> dict[str, Any]:
+        """Return the pieces of the state's vectors, or of others as long, by kind."""
+        cut = self.engine.placement.cut
         return {
-            f"{self.kind}/{name}": placement.cut((p.start, vector[p.in_shard]) for p in pieces)
-            for name, vector in self.vectors.items()
+            f"{self.kind}/{name}": cut((p.start, vector[p.in_shard]) for p in pieces)
+            for name, vector in (self.vectors if vectors is None else vectors).items()
         }
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
