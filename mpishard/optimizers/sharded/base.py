@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +66,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     """
 
     model_class: type[ShardedModelBase]
+    _replicas_differ = False  # between two steps, until `settle`
+    _setting_names: tuple[str, ...] = ()  # those besides the rule's, which all ranks must share
     allowed_ranks = 1, sys.maxsize
     """The fewest and the most ranks that may continue a run of `optimize`."""
 
@@ -134,8 +136,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         return {**self._rule.get_options(), **self._settings()}
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings of this optimizer besides the rule's, which all ranks must share."""
-        return {}
+        return {name: getattr(self, name) for name in self._setting_names}
 
     def get_current_learning_rate(self) -> float:
         """Return the rate of the next update."""
@@ -399,31 +400,30 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._rule.searches:
             require_searchable(model, type(self._rule).__name__)
         self._refuse_second_model()
-        self._require_one_replica(model)
+        self._require_fit(model)
         if not model.sharding_configuration.auto_sync_gradients:
             model.engine.replicas.require_drifting()
 
-    def _refuse_other_gradients(self, model: ShardedModelBase, instead: str) -> None:
+    def _require_fit(self, model: ShardedModelBase) -> None:
+        """Refuse a model of the right strategy that this optimizer cannot train."""
+        model.engine.replicas.require_one(type(self).__name__)
+
+    def _refuse_other_gradients(
+        self, model: ShardedModelBase, use: str,
+        names: Sequence[str] = ("enable_gradient_compression", "gradient_leaves"),
+    ) -> None:  # fmt: skip
         """Refuse choices of a model that contradict this optimizer's use of gradients."""
-        for name in ("enable_gradient_compression", "gradient_leaves"):
+        for name in names:
             if value := getattr(model.sharding_configuration, name):
                 raise ValueError(
-                    f"{type(self).__name__} {instead}, which {name}={value} contradicts; leave one "
+                    f"{type(self).__name__} {use}, which {name}={value} contradicts; leave one "
                     "of them out"
                 )
         if not model.sharding_configuration.auto_sync_gradients:
             raise ValueError(
-                f"{type(self).__name__} synchronizes the ranks itself: leave out "
+                f"{type(self).__name__} {use}, and synchronizes the ranks itself: leave out "
                 "auto_sync_gradients=False"
             )
-
-    @property
-    def _replicas_differ(self) -> bool:
-        """True if replicas may differ between two steps, until `settle`."""
-        return False
-
-    def _require_one_replica(self, model: ShardedModelBase) -> None:
-        model.engine.replicas.require_one(type(self).__name__)
 
     def _refuse_second_model(self) -> None:
         if self._state is not None:
