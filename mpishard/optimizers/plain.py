@@ -1,7 +1,7 @@
 """Rules without ranks: updates of whole vectors and plain models, in this process.
 
 `Optimizer` delegates its own `optimize`, `step` and `update_parameters` to `PlainTraining`, which
-holds an `OwnRun`: the rule's state for one flat vector, and its bytes.
+holds the rule's state for one flat vector.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import require_type
 from mpishard.arrays import Array, array_namespace, require_plain, to_host
 from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
 from mpishard.communication import InMemoryCommunicationBackend
@@ -51,33 +52,40 @@ class PlainTraining:
     ----------
     rule : Optimizer
         The rule.
+
+    Attributes
+    ----------
+    steps : int
+        Updates made.
+    gradients : Array or None
+        The gradient of the last update, shape (n,).
     """
 
     def __init__(self, rule: Optimizer) -> None:
         self.rule = rule
         self.model: Any = None  # from `set_model`
-        self.run = OwnRun()
-        self._trained: Any = None  # the model that the state of `run` belongs to
+        self.reset()
 
     def reset(self) -> None:
         """Forget state and step count, and the model that they belong to."""
-        self._trained = None
-        self.run = OwnRun()
+        self._trained: Any = None  # the model that the state belongs to
+        self._state: dict[str, Array] = {}  # each vector is as long as the flat one
+        self._segments: tuple[Segment, ...] = ()
+        self.steps = 0
+        self.gradients: Array | None = None
+        self._before: dict[str, Array] | None = None
 
     def set_model(self, model: Any) -> None:
         """Name the model that `optimize` trains if its data has none."""
         if model is None:
             raise TypeError("set_model needs a model, got None")
-        self._segments(named_parameters(model) or ())
+        self._trained_segments(named_parameters(model) or ())
         self.model = model
 
     def optimize(self, data: OptimizationInputData) -> OptimizationResult:
         """Train a plain model through the sharded engine, in a world of one rank."""
-        if not isinstance(data, OptimizationInputData):
-            raise TypeError(f"optimize needs an OptimizationInputData, got {type(data).__name__}")
-        if data.model is None:
-            data = replace(data, model=self.model)
-        data.checked()  # before a world is made for it
+        require_type("input_data", data, OptimizationInputData)
+        data = data.checked(self.model)  # before a world is made for it
         plain = data.model
         self._refuse_sharded(plain)
         # Two such runs may be under way in two threads, so each world has a name of its own.
@@ -103,7 +111,7 @@ class PlainTraining:
             # Models of mpishard.nn draw dropout masks by the step; a user's may have no such
             # argument.
             takes_step = "step" in inspect.signature(compute).parameters
-            counted = {"step": self.run.steps} if takes_step else {}
+            counted = {"step": self.steps} if takes_step else {}
             loss, gradients = compute(x, y, **counted)
         else:
             gradients = model.compute_gradients(x, y)
@@ -118,7 +126,7 @@ class PlainTraining:
         are_finite = bool(array_namespace(gradients).isfinite(gradients).all())
         if not are_finite or (loss is not None and not math.isfinite(loss)):
             raise NonFiniteLossError(
-                f"step {self.run.steps + 1}: the loss is {loss}, and the gradient is "
+                f"step {self.steps + 1}: the loss is {loss}, and the gradient is "
                 f"{'' if are_finite else 'not '}finite. The parameters are those of before the "
                 "step. Lower the learning rate, or look at the data"
             )
@@ -163,15 +171,53 @@ class PlainTraining:
         return self._advance(parameters, gradients, named if is_models else None)
 
     def reverse_update(self, updated: Array, gradients: Array) -> Array:
-        """Return the parameters before the last update."""
+        """Return the parameters before the last update; state and steps go back with them.
+
+        It is a fixed-point iteration: the rule is applied to a guess, with the state from before
+        the update, and the guess moved by the difference.
+        """
         require_plain(gradients)
-        vectors = updated.reshape(-1), gradients.reshape(-1)
-        return self.run.reverse(self.rule, *vectors).reshape(updated.shape)
+        if self._before is None or self.gradients is None:
+            raise RuntimeError("there is no update to reverse; only the last one can be, once")
+        vector, own = updated.reshape(-1), gradients.reshape(-1)
+        if own.shape != self.gradients.shape or bool((own != self.gradients).any()):
+            raise ValueError("reverse_update needs the gradients of the last update, got others")
+        xp = array_namespace(updated)
+        guess = vector.copy()
+        allowed = _REVERSE_ROUNDINGS * float(np.finfo(updated.dtype).eps)
+        for _ in range(_REVERSE_ROUNDS):
+            trial = guess.copy()
+            state = {name: before.copy() for name, before in self._before.items()}
+            self._update_range(trial, own, state, self.steps - 1)
+            missing = vector - trial
+            guess += missing
+            if float(xp.abs(missing).max()) <= allowed * float(xp.abs(guess).max()):
+                self._state, self._before = self._before, None
+                self.steps -= 1
+                return guess.reshape(updated.shape)
+        raise RuntimeError(
+            f"the last update cannot be reversed: {_REVERSE_ROUNDS} rounds did not find the "
+            "parameters from before it; learning rate times weight decay may be too large"
+        )
+
+    def serialize(self) -> bytes:
+        """Return settings, state, steps and segments in safetensors format."""
+        document = {
+            "rule": type(self.rule).__name__,
+            "settings": {name: _encoded(name, v) for name, v in self.rule.get_options().items()},
+            "steps": self.steps,
+            "segments": [[s.name, s.start, s.stop] for s in self._segments],
+        }
+        state = {name: to_host(vector) for name, vector in self._state.items()}
+        return bytes_of(state, {_KEY: json.dumps(document)})
 
     def deserialize(self, data: bytes) -> None:
-        """Take settings, state and step count from bytes of `OwnRun.serialize`."""
+        """Take settings, state and step count from bytes of `serialize`."""
         rule = self.rule
-        run, settings = OwnRun.deserialize(data, type(rule).__name__)
+        state, document = tensors_and_document(data, _KEY, "an optimizer's ")
+        if document["rule"] != type(rule).__name__:
+            raise ValueError(f"these bytes are of {document['rule']}, not of {type(rule).__name__}")
+        settings = {name: _decoded(value) for name, value in document["settings"].items()}
         if settings.keys() != rule.get_options().keys():
             raise ValueError(
                 f"these bytes have the settings {', '.join(settings)}; {type(rule).__name__} has "
@@ -184,8 +230,9 @@ class PlainTraining:
         except (TypeError, ValueError):
             vars(rule).update(held)
             raise
-        self._trained = None
-        self.run = run
+        self.reset()
+        self._state, self.steps = state, document["steps"]
+        self._segments = tuple(Segment(*values) for values in document["segments"])
 
     def _refuse_sharded(self, model: Any) -> None:
         # The rule would update with each rank's own gradient instead of all ranks' gradient.
@@ -231,164 +278,37 @@ class PlainTraining:
             raise ValueError(
                 f"the model has {entries[-1].stop} parameters, and the gradient {gradients.size}"
             )
-        segments = self._segments(entries)
+        segments = self._trained_segments(entries)
         updated = xp.array(parameters, copy=True, order="C")
-        self.run.advance(
-            self.rule, updated.reshape(-1), xp.ascontiguousarray(gradients).reshape(-1), segments
-        )
-        return updated
-
-    def _segments(self, entries: Sequence[ParameterEntry]) -> tuple[Segment, ...]:
-        """Return the parameters that are trained, as ranges of the flat vector."""
-        options = self.rule.checked_options
-        if entries:
-            options.check_patterns([entry.name for entry in entries])
-        trainable = [entry for entry in entries if entry.trainable]
-        frozen = options.frozen_among([entry.name for entry in trainable])
-        return tuple(
-            Segment(entry.name, entry.start, entry.stop)
-            for entry in trainable
-            if entry.name not in frozen
-        )
-
-
-def _end_to_end(arrays: Sequence[Array]) -> Array:
-    for array in arrays:
-        require_plain(array)
-    return array_namespace(arrays[0]).concatenate([array.reshape(-1) for array in arrays])
-
-
-@dataclass
-class OwnRun:
-    """Updates of one flat vector, whole, in this process.
-
-    Attributes
-    ----------
-    state : dict of str to Array
-        The rule's state, each vector as long as the flat one.
-    steps : int
-        Updates made.
-    gradients : Array or None
-        The gradient of the last update, shape (n,).
-    """
-
-    state: dict[str, Array] = field(default_factory=dict)
-    steps: int = 0
-    gradients: Array | None = None
-    _before: dict[str, Array] | None = None
-    _segments: tuple[Segment, ...] = ()
-
-    def advance(
-        self, rule: Optimizer, vector: Array, gradients: Array, segments: tuple[Segment, ...]
-    ) -> None:
-        """Update ``vector`` in place, within the segments; both vectors have shape (n,).
-
-        Raises
-        ------
-        ValueError
-            For another length, dtype or segments than at the last update; nothing has changed.
-        """
-        rule.checked_rate(self.steps)
-        xp = array_namespace(vector)
-        self.state = {name: xp.asarray(state) for name, state in self.state.items()}
+        vector, own = updated.reshape(-1), xp.ascontiguousarray(gradients).reshape(-1)
+        self.rule.checked_rate(self.steps)
+        state = {name: xp.asarray(held) for name, held in self._state.items()}
         if not self._segments:
-            self.state = {name: xp.zeros_like(vector) for name in rule.needed_state()}
+            state = {name: xp.zeros_like(vector) for name in self.rule.needed_state()}
         elif segments != self._segments or any(
-            (state.shape, state.dtype) != (vector.shape, vector.dtype)
-            for state in self.state.values()
+            (held.shape, held.dtype) != (vector.shape, vector.dtype) for held in state.values()
         ):
             raise ValueError(
-                f"{type(rule).__name__} holds the state of other parameters than these "
+                f"{type(self.rule).__name__} holds the state of other parameters than these "
                 f"{vector.size} of {vector.dtype}; use an optimizer per model, or reset() to "
                 "forget the state"
             )
-        # `reverse` starts from the state before the update, and checks its gradient.
-        before = {name: state.copy() for name, state in self.state.items()}
-        self._segments = segments
-        self._update(rule, vector, gradients, self.state, self.steps)
-        # A copy, because the caller may change its array, and `reverse` compares it.
-        self._before, self.gradients = before, gradients.copy()
+        # `reverse_update` starts from the state before the update, and checks its gradient.
+        before = {name: held.copy() for name, held in state.items()}
+        self._state, self._segments = state, segments
+        self._update_range(vector, own, state, self.steps)
+        # A copy, because the caller may change its array, and `reverse_update` compares it.
+        self._before, self.gradients = before, own.copy()
         self.steps += 1
+        return updated
 
-    def reverse(self, rule: Optimizer, updated: Array, gradients: Array) -> Array:
-        """Return the parameters before the last update, whose result is ``updated``.
+    def _trained_segments(self, entries: Sequence[ParameterEntry]) -> tuple[Segment, ...]:
+        """Return the parameters that are trained, as ranges of the flat vector."""
+        frozen = self.rule.checked_options.untrained(entries)
+        return tuple(Segment(e.name, e.start, e.stop) for e in entries if e.name not in frozen)
 
-        State and steps go back with them. It is a fixed-point iteration: the rule is applied to a
-        guess, with the state from before the update, and the guess moved by the difference.
-
-        Raises
-        ------
-        RuntimeError
-            Without an update to reverse, or if the iteration does not converge.
-        ValueError
-            For other gradients than those of the last update.
-        """
-        if self._before is None or self.gradients is None:
-            raise RuntimeError("there is no update to reverse; only the last one can be, once")
-        if not np.array_equal(gradients.shape, self.gradients.shape) or bool(
-            (gradients != self.gradients).any()
-        ):
-            raise ValueError("reverse_update needs the gradients of the last update, got others")
-        xp = array_namespace(updated)
-        guess = updated.copy()
-        allowed = _REVERSE_ROUNDINGS * float(np.finfo(updated.dtype).eps)
-        for _ in range(_REVERSE_ROUNDS):
-            trial = guess.copy()
-            state = {name: vector.copy() for name, vector in self._before.items()}
-            self._update(rule, trial, gradients, state, self.steps - 1)
-            missing = updated - trial
-            guess += missing
-            if float(xp.abs(missing).max()) <= allowed * float(xp.abs(guess).max()):
-                self.state, self._before = self._before, None
-                self.steps -= 1
-                return guess
-        raise RuntimeError(
-            f"the last update cannot be reversed: {_REVERSE_ROUNDS} rounds did not find the "
-            "parameters from before it; learning rate times weight decay may be too large"
-        )
-
-    def serialize(self, rule: Optimizer) -> bytes:
-        """Return settings, state, steps and segments in safetensors format.
-
-        Raises
-        ------
-        ValueError
-            For a setting that cannot be written.
-        """
-        document = {
-            "rule": type(rule).__name__,
-            "settings": {name: _encoded(name, v) for name, v in rule.get_options().items()},
-            "steps": self.steps,
-            "segments": [[s.name, s.start, s.stop] for s in self._segments],
-        }
-        state = {name: to_host(vector) for name, vector in self.state.items()}
-        return bytes_of(state, {_KEY: json.dumps(document)})
-
-    @classmethod
-    def deserialize(cls, data: bytes, rule: str) -> tuple[OwnRun, dict[str, Any]]:
-        """Return the state in bytes from `serialize`, and the settings.
-
-        Raises
-        ------
-        TypeError
-            For an argument that is no bytes.
-        ValueError
-            For other bytes, or those of another rule.
-        """
-        state, document = tensors_and_document(data, _KEY, "an optimizer's ")
-        if document["rule"] != rule:
-            raise ValueError(f"these bytes are of {document['rule']}, not of {rule}")
-        segments = tuple(Segment(*values) for values in document["segments"])
-        settings = {name: _decoded(value) for name, value in document["settings"].items()}
-        return cls(state, document["steps"], _segments=segments), settings
-
-    def _update(
-        self,
-        rule: Optimizer,
-        vector: Array,
-        gradients: Array,
-        state: dict[str, Array],
-        step: int,
+    def _update_range(
+        self, vector: Array, gradients: Array, state: dict[str, Array], step: int
     ) -> None:
         """Make update ``step``, from 0, of ``vector`` and ``state`` in place."""
         ranges = [
@@ -401,8 +321,15 @@ class OwnRun:
             for run, segments in _runs(self._segments)
         ]
         norm = math.sqrt(squared_norm([owned.gradients for owned in ranges]))
-        context = UpdateContext(step + 1, rule.rate_of_step(step), rule.clip_factor(norm))
-        rule.update_all(ranges, context)
+        rate = self.rule.rate_of_step(step)
+        context = UpdateContext(step + 1, rate, self.rule.clip_factor(norm))
+        self.rule.update_all(ranges, context)
+
+
+def _end_to_end(arrays: Sequence[Array]) -> Array:
+    for array in arrays:
+        require_plain(array)
+    return array_namespace(arrays[0]).concatenate([array.reshape(-1) for array in arrays])
 
 
 def _runs(segments: Sequence[Segment]) -> list[tuple[slice, list[Segment]]]:

@@ -257,8 +257,8 @@ def test_arguments(backend):
         with pytest.raises(error, match=match):
             LocalSGDOptimizer(*given)
     for choice, match in (
-        ({"gradient_leaves": 2}, "and gradient_leaves=2 fixes the order .*: leave out"),
-        ({"auto_sync_gradients": False}, "Leave out auto_sync_gradients=False, and set synchron"),
+        ({"gradient_leaves": 2}, "=10 steps, which gradient_leaves=2 contradicts; leave one"),
+        ({"auto_sync_gradients": False}, "_period=10 steps, and .* itself: leave out auto_sync_gr"),
     ):
         other = ms.ShardingConfiguration(backend, **choice)
         with pytest.raises(ValueError, match=match):

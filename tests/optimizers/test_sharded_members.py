@@ -125,7 +125,7 @@ def test_none_is_refused_without_stranding_peers():
             optimizer.step(model, X, Y)
         raise caught.value
 
-    with pytest.raises(TypeError, match="optimize needs an OptimizationInputData, got NoneType"):
+    with pytest.raises(TypeError, match="must be an OptimizationInputData, got NoneType"):
         ms.run_in_threads(3, main)
 
 

@@ -7,5 +7,5 @@ state that they hold besides model and optimizer: the best parameters, and the s
 generators and counters. Progress, metrics, early stopping and the user's hooks are callbacks: see
 `mpishard.callbacks`.
 
-This chapter knows optimizers only as `agreement.LoopOptimizer`; it imports from no other chapter.
+Every sharded optimizer can run in the loop; this chapter imports from no other one.
 """

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array
 from mpishard.callbacks.run import names_of
 from mpishard.checkpoint.format.consensus import differences, together
-from mpishard.checkpoint.format.content import CheckpointState
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import count_samples, take
 from mpishard.data.batches import place_of
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.update import StepReport
 from mpishard.models.programs.program import Program
 from mpishard.models.wrapper.wrapping import program_of
 from mpishard.optimizers.loop.data import OptimizationInputData
@@ -31,53 +29,6 @@ _SETTINGS = (
     "training_statistics", "predictions", "checkpoint_every", "checkpoint", "keep_last",
     "keep_every", "checkpoint_async", "resume", "digest_every",
 )  # fmt: skip
-
-
-class LoopOptimizer(Protocol):
-    """An optimizer that the training loop can run: every sharded optimizer."""
-
-    allowed_ranks: tuple[int, int]
-    """The fewest and the most ranks that may continue a run."""
-
-    @property
-    def steps(self) -> int:
-        """Number of updates so far."""
-        ...
-
-    @property
-    def wrapped_optimizer(self) -> Any:
-        """The rule."""
-        ...
-
-    def get_current_learning_rate(self) -> float:
-        """Return the rate of the next update."""
-        ...
-
-    def should_early_stop(self) -> bool:
-        """Return whether any rank asks for training to end. Collective."""
-        ...
-
-    def settle(self) -> None:
-        """Make all replicas equal, before the model is evaluated or saved. Collective."""
-        ...
-
-    def should_sync(self, iteration: int) -> bool:
-        """Return whether the ranks are synchronised after ``iteration`` steps."""
-        ...
-
-    def sum_over_reports(self, sums: Array) -> Array:
-        """Return the sum over the reports of all ranks. Collective if each rank has its own."""
-        ...
-
-    def step_report(
-        self, model: ShardedModelBase, x: Array, y: Array, *, sample_start: int | None = None
-    ) -> StepReport:
-        """Make one synchronised update. Collective."""
-        ...
-
-    def checkpoint_view(self, model: Any) -> CheckpointState:
-        """Return the state of ``model`` in the form that checkpoints read and write."""
-        ...
 
 
 def refuse_early(
@@ -175,7 +126,7 @@ def _take_first(samples: Any, name: str, indices: np.ndarray[Any, np.dtype[np.in
 
 
 def require_agreement(
-    optimizer: LoopOptimizer,
+    optimizer: Any,
     model: ShardedModelBase,
     data: OptimizationInputData,
     order: Mapping[str, Any],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -20,14 +20,11 @@ from mpishard.contracts import PathLike
 from mpishard.data import GlobalBatchSampler, LocalBatchSampler, check_dataset, count_samples
 from mpishard.optimizers.loop.run_state import check_user_state
 
-_AT_LEAST_ONE = (
-    "batch_size", "epochs", "max_steps", "validate_every", "checkpoint_every", "keep_last",
-    "keep_every", "digest_every", "patience", "shuffle_block_size",
-)  # fmt: skip
-_FLAGS = (
-    "local_data", "shuffle", "drop_last", "training_statistics", "predictions", "progress",
-    "checkpoint_async",
-)  # fmt: skip
+# Type of a field -> its check. Numbers are counts, except the seed and the tolerance.
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "bool": as_flag, "bool | None": as_flag, "int": as_count, "int | None": as_count,
+    "float": as_amount,
+}  # fmt: skip
 
 _PURPOSES = {"x_train": "train", "x_validation": "validate", "x_test": "test"}
 
@@ -185,10 +182,10 @@ class OptimizationInputData:
         """True if the best parameters are put back at the end."""
         return self.patience is not None if self.keep_best is None else self.keep_best
 
-    def checked(self) -> Self:
+    def checked(self, model: Any = None) -> Self:
         """Return a copy with Python's own numbers and flags, if it can be trained.
 
-        Communicates and writes nothing.
+        ``model`` is trained if these data name none. Communicates and writes nothing.
 
         Raises
         ------
@@ -199,7 +196,8 @@ class OptimizationInputData:
             For a count below 1, inputs without targets, a tolerance that is negative or without
             patience, options of checkpoints without their folder, or a blank path.
         """
-        if self.model is None:
+        model = model if self.model is None else self.model
+        if model is None:
             raise TypeError("OptimizationInputData needs a model")
         for part in ("train", "validation", "test"):
             self._check_pair(part)
@@ -220,7 +218,7 @@ class OptimizationInputData:
             raise ValueError("shuffle_block_size needs shuffle=True")
         if self.validate_every is not None and self.x_validation is None:
             raise ValueError("validate_every needs x_validation and y_validation")
-        plain = replace(self, **numbers)
+        plain = replace(self, model=model, **numbers)
         if not plain.local_data:
             plain.sampler()  # refuses a batch that the data cannot fill
         return plain
@@ -240,17 +238,12 @@ class OptimizationInputData:
             raise ValueError("resume=True needs checkpoint, the folder to resume from")
 
     def _plain_numbers(self) -> dict[str, Any]:
-        numbers: dict[str, Any] = {name: as_flag(name, getattr(self, name)) for name in _FLAGS}
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            # None is allowed for all the others.
-            if value is None and name != "batch_size":
-                continue
-            numbers[name] = as_count(name, value)
-        if self.keep_best is not None:
-            numbers["keep_best"] = as_flag("keep_best", self.keep_best)
-        numbers["seed"] = as_integer("seed", self.seed)
-        numbers["tolerance"] = as_amount("tolerance", self.tolerance)
+        numbers: dict[str, Any] = {"seed": as_integer("seed", self.seed)}
+        for each in fields(self):
+            kind, value = str(each.type), getattr(self, each.name)
+            is_left_out = value is None and kind.endswith("None")
+            if kind in _CHECKS and each.name != "seed" and not is_left_out:
+                numbers[each.name] = _CHECKS[kind](each.name, value)
         return numbers
 
     def _check_pair(self, part: str) -> None:

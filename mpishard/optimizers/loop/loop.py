@@ -22,7 +22,7 @@ from mpishard.data import Batch, Batches, GlobalBatchSampler, LocalBatchSampler,
 from mpishard.models import ShardedModelBase
 from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.metrics import MetricsWriter
-from mpishard.optimizers.loop.agreement import LoopOptimizer, require_agreement
+from mpishard.optimizers.loop.agreement import require_agreement
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.evaluation import DatasetResult, evaluate
 from mpishard.optimizers.loop.result import FitDetectionResult, OptimizationResult
@@ -50,7 +50,7 @@ class TrainingRun:
 
     Parameters
     ----------
-    optimizer : LoopOptimizer
+    optimizer : ShardedOptimizerBase
         The optimizer, bound to the model.
     model : ShardedModelBase
         The model.
@@ -68,7 +68,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        optimizer: LoopOptimizer,
+        optimizer: Any,
         model: ShardedModelBase,
         data: OptimizationInputData,
         lengths: dict[str, list[int]],

@@ -120,6 +120,19 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
             )
         return frozen
 
+    def untrained(self, entries: Sequence[ParameterEntry]) -> frozenset[str]:
+        """Return the names of a model's parameters that are not trained, or that they freeze.
+
+        Raises
+        ------
+        ValueError
+            As `check_patterns` and `frozen_among`.
+        """
+        if entries:
+            self.check_patterns([entry.name for entry in entries])
+        frozen = self.frozen_among([entry.name for entry in entries if entry.trainable])
+        return frozen | {entry.name for entry in entries if not entry.trainable}
+
     def ranges(
         self, segments: Sequence[Segment], weight_decay: float, *, merges: bool = True
     ) -> list[OptionRange]:

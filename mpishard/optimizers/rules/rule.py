@@ -356,11 +356,11 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     @property
     def last_computed_gradients(self) -> Array | None:
         """The gradient of the last own update, shape (n,), before clipping; None before one."""
-        return self._own.run.gradients
+        return self._own.gradients
 
     def get_current_learning_rate(self) -> float:
         """Return the rate of the next own update; a sharded optimizer counts its own."""
-        return self.rate_of_step(self._own.run.steps)
+        return self.rate_of_step(self._own.steps)
 
     def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
         """Train a plain model in this process: a world of one rank.
@@ -489,7 +489,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         ValueError
             If a learning rate is a function that is no schedule of `mpishard.optimizers`.
         """
-        data: bytes = self._own.run.serialize(self)
+        data: bytes = self._own.serialize()
         return data
 
     def deserialize(self, data: bytes) -> None:

@@ -88,6 +88,8 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         several ranks.
     """
 
+    _setting_names = "allow_staleness", "delay"
+
     def __init__(
         self,
         wrapped_optimizer: IOptimizer,
@@ -118,6 +120,7 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
                 f"strategy={strategy!r} and replica_size={config.replica_size} ranks wait for one "
                 "another: use delay, or ddp without replica_size"
             )
+        self._replicas_differ = self.allow_staleness > 0
         if self.delay:
             self._config = by_node(self._config)
         self.model_class = model_of_replicas(strategy, self._config)
@@ -159,9 +162,6 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         state = self._state
         return tuple(state.clocks) if isinstance(state, _StaleState) else (0,) * self.world_size
 
-    def _settings(self) -> dict[str, Any]:
-        return {"allow_staleness": self.allow_staleness, "delay": self.delay}
-
     def _refusals(self) -> Mapping[str, str]:
         if not self.max_staleness:
             return {}
@@ -180,22 +180,13 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
             return _StaleState(self._rule, model, frozen, self.allow_staleness)
         return super()._make_state(model, frozen)
 
-    @property
-    def _replicas_differ(self) -> bool:
-        return self.allow_staleness > 0
-
-    def _require_one_replica(self, model: ShardedModelBase) -> None:
+    def _require_fit(self, model: ShardedModelBase) -> None:
         if self.allow_staleness:
-            super()._require_one_replica(model)
+            super()._require_fit(model)
         else:
             require_replicas(model, type(self).__name__)
-
-    def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
-        super()._require_model_of_this_kind(model)
-        has_replicas = model.engine.replica.across is not None
-        if model is self.model or not (self.max_staleness or has_replicas):
-            return
-        self._refuse_other_gradients(model, "keeps several gradients under way")
+        if self.max_staleness or model.engine.replica.across is not None:
+            self._refuse_other_gradients(model, "keeps several gradients under way")
         if self.allow_staleness and model.engine.layout.device.is_gpu:
             raise NotImplementedError(
                 f"{type(self).__name__} sends pieces of host memory with allow_staleness, and the "
@@ -417,9 +408,6 @@ class _StaleState(ModelState):
     # ------------------------------------------------------------------------------- checkpoints
 
     def arrays_to_write(self) -> Pieces:
-        return self._regions(self.pieces)
-
-    def arrays_to_read(self) -> Pieces:
         return self._regions(self.pieces)
 
 

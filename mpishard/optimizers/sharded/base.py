@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import check_path
+from mpishard.arguments import check_path, require_type
 from mpishard.arrays import Array
 from mpishard.checkpoint.format.consensus import differences, together
 from mpishard.checkpoint.loading.restore import load_states
@@ -18,6 +18,7 @@ from mpishard.checkpoint.saving.save import save_states
 from mpishard.communication import ReductionOperation
 from mpishard.contracts import (
     ICheckpointableModel,
+    IGradientBasedOptimizer,
     IOptimizer,
     IShardedModel,
     IShardedOptimizer,
@@ -34,8 +35,7 @@ from mpishard.optimizers.loop.loop import TrainingRun
 from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.rules.search import SearchRule
-from mpishard.optimizers.sharded.fitting import checked_data, checked_rule, require_model
-from mpishard.optimizers.sharded.state import ModelState, search_step
+from mpishard.optimizers.sharded.state import ModelState, require_searchable, search_step
 from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ShardingConfiguration
 
@@ -66,13 +66,27 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     """
 
     model_class: type[ShardedModelBase]
+    _replicas_differ = False  # between two steps, until `settle`
+    _setting_names: tuple[str, ...] = ()  # those besides the rule's, which all ranks must share
     allowed_ranks = 1, sys.maxsize
     """The fewest and the most ranks that may continue a run of `optimize`."""
 
     def __init__(self, wrapped_optimizer: IOptimizer, config: ShardingConfiguration) -> None:
-        self._rule = checked_rule(wrapped_optimizer, type(self).__name__)
-        if not isinstance(config, ShardingConfiguration):
-            raise TypeError(f"config must be a ShardingConfiguration, got {type(config).__name__}")
+        rule: object = wrapped_optimizer  # users pass other objects, too
+        kind = type(rule).__name__
+        if isinstance(rule, IShardedOptimizer):
+            raise TypeError(f"wrapped_optimizer is sharded already, as {kind}")
+        if isinstance(rule, IOptimizer) and not isinstance(rule, IGradientBasedOptimizer):
+            raise ValueError(  # noqa: TRY004 - the mirrored hierarchy's
+                f"{type(self).__name__} updates by reduced gradients, and {kind} is not gradient "
+                "based (IGradientBasedOptimizer): wrap one of mpishard.optimizers"
+            )
+        if not isinstance(rule, Optimizer):
+            raise TypeError(
+                f"wrapped_optimizer must be an optimizer of mpishard.optimizers, got {kind}"
+            )
+        require_type("config", config, ShardingConfiguration)
+        self._rule = rule
         self._config = config
         self._model_options: dict[str, Any] = {}  # for a plain model that `optimize` wraps
         self._given_model: Any = None
@@ -122,8 +136,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         return {**self._rule.get_options(), **self._settings()}
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings of this optimizer besides the rule's, which all ranks must share."""
-        return {}
+        return {name: getattr(self, name) for name in self._setting_names}
 
     def get_current_learning_rate(self) -> float:
         """Return the rate of the next update."""
@@ -353,7 +366,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     def _frozen_of(self, model: ShardedModelBase) -> frozenset[str]:
         """Return the frozen parameters, or refuse unfit options. Communicates nothing."""
-        frozen = ModelState.frozen_of(self._rule, model)
+        frozen = self._rule.checked_options.untrained(model.parameter_entries)
         if self._awaiting is not None:
             self._awaiting.require_fit(model, frozen, self._rule.needed_state())
         return frozen
@@ -362,33 +375,55 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """Refuse a model that this optimizer cannot train. Communicates nothing."""
         if model is self.model:
             return
-        require_model(model, type(self).__name__, self.model_class, self.backend, self._rule)
+        if not isinstance(model, ShardedModelBase):
+            raise TypeError(
+                f"step needs a sharded model, got {type(model).__name__}; wrap it with "
+                "mpishard.as_distributed(model, backend, strategy)"
+            )
+        if not isinstance(model, self.model_class):
+            raise ShardingError(
+                f"{type(self).__name__} updates {self.model_class.__name__}, and the model is a "
+                f"{type(model).__name__}; use one strategy for both"
+            )
+        if model.backend is not self.backend:
+            names = [each.describe() for each in (model.backend, self.backend)]
+            other = ", another object" if names[0] == names[1] else ""
+            raise ShardingError(
+                f"the model's backend, {names[0]}, is not the optimizer's, {names[1]}{other}; use "
+                "one for both"
+            )
+        if model.engine.gradients_user is not None:
+            raise ShardingError(
+                f"{model.engine.gradients_user} trains this model, and keeps errors or sums of "
+                "its gradients; call its reset() first"
+            )
+        if self._rule.searches:
+            require_searchable(model, type(self._rule).__name__)
         self._refuse_second_model()
-        self._require_one_replica(model)
+        self._require_fit(model)
         if not model.sharding_configuration.auto_sync_gradients:
             model.engine.replicas.require_drifting()
 
-    def _refuse_other_gradients(self, model: ShardedModelBase, instead: str) -> None:
+    def _require_fit(self, model: ShardedModelBase) -> None:
+        """Refuse a model of the right strategy that this optimizer cannot train."""
+        model.engine.replicas.require_one(type(self).__name__)
+
+    def _refuse_other_gradients(
+        self, model: ShardedModelBase, use: str,
+        names: Sequence[str] = ("enable_gradient_compression", "gradient_leaves"),
+    ) -> None:  # fmt: skip
         """Refuse choices of a model that contradict this optimizer's use of gradients."""
-        for name in ("enable_gradient_compression", "gradient_leaves"):
+        for name in names:
             if value := getattr(model.sharding_configuration, name):
                 raise ValueError(
-                    f"{type(self).__name__} {instead}, which {name}={value} contradicts; leave one "
+                    f"{type(self).__name__} {use}, which {name}={value} contradicts; leave one "
                     "of them out"
                 )
         if not model.sharding_configuration.auto_sync_gradients:
             raise ValueError(
-                f"{type(self).__name__} synchronizes the ranks itself: leave out "
+                f"{type(self).__name__} {use}, and synchronizes the ranks itself: leave out "
                 "auto_sync_gradients=False"
             )
-
-    @property
-    def _replicas_differ(self) -> bool:
-        """True if replicas may differ between two steps, until `settle`."""
-        return False
-
-    def _require_one_replica(self, model: ShardedModelBase) -> None:
-        model.engine.replicas.require_one(type(self).__name__)
 
     def _refuse_second_model(self) -> None:
         if self._state is not None:
@@ -566,17 +601,30 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             For a second model, or one of another strategy or backend; inside ``accumulate()``,
             and before the step that ends its round.
         """
-        data = checked_data(
-            input_data, self._given_model, self._config, self._rule,
-            differing=type(self).__name__ if self._replicas_differ else "",
-        )  # fmt: skip
-        bound = self.model
+        require_type("input_data", input_data, OptimizationInputData)
+        data, bound = input_data.checked(self._given_model), self.model
         # An earlier call has wrapped the plain model, and the wrapper has its parameters: training
         # continues with the wrapper.
         if bound is not None and data.model is bound.wrapped_model:
             data = replace(data, model=bound)
         model = data.model
-        if not isinstance(model, ShardedModelBase):
+        is_wrapped = isinstance(model, ShardedModelBase)
+        config = model.sharding_configuration if is_wrapped else self._config
+        if not config.auto_sync_gradients:
+            raise ValueError(
+                "optimize reports one loss and one solution, and with auto_sync_gradients=False "
+                "each rank has its own: call step() in a loop, and synchronize_gradients() on the "
+                "model, or set auto_sync_gradients=True"
+            )
+        if data.digest_every is not None and self._replicas_differ:
+            raise ValueError(
+                f"digest_every compares replicas, and those of {type(self).__name__} differ "
+                "between two synchronisations: leave it out"
+            )
+        # Options of the mirrored hierarchy bring an end of training with them.
+        if self._rule.algorithm_options is not None:
+            data = self._rule.algorithm_options.applied(data)
+        if not is_wrapped:
             return self._optimize_plain(data)
         if model.engine.round.accumulates:
             raise ShardingError(

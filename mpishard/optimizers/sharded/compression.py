@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -117,6 +116,10 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         a strategy that shards without a ``replica_size``.
     """
 
+    _setting_names = (
+        "compression_ratio", "method", "power_rank", "error_feedback", "seed", "start_step"
+    )  # fmt: skip
+
     def __init__(
         self,
         wrapped_optimizer: IOptimizer,
@@ -158,12 +161,6 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         self.start_step = int(start_step)
         self.power_rank = int(rank)
 
-    def _settings(self) -> dict[str, Any]:
-        names = (
-            "compression_ratio", "method", "power_rank", "error_feedback", "seed", "start_step"
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
-
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
         if self.method is None:
             if model.engine.replica.across is None:
@@ -175,15 +172,10 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
             keeps_errors=self.error_feedback, start_step=self.start_step,
         )  # fmt: skip
 
-    def _require_one_replica(self, model: ShardedModelBase) -> None:
+    def _require_fit(self, model: ShardedModelBase) -> None:
         require_replicas(model, type(self).__name__)
-
-    def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
-        super()._require_model_of_this_kind(model)
-        has_replicas = model.engine.replica.across is not None
-        if model is self.model or not (self.method or has_replicas):
-            return
-        self._refuse_other_gradients(model, "sends gradients its own way")
+        if self.method or model.engine.replica.across is not None:
+            self._refuse_other_gradients(model, "sends gradients its own way")
         if self.method and self._rule.searches:
             raise ValueError(
                 f"{type(self._rule).__name__} needs exact gradients: compress with another rule"
@@ -248,20 +240,16 @@ class _CompressedState(ModelState):
 
     def expect(self, kinds: Collection[str]) -> None:
         """Read the number of replicas that wrote a checkpoint from its kinds."""
-        pattern = re.compile(re.escape(self.kind) + r"/error\d+")
-        self._writers = sum(bool(pattern.fullmatch(kind)) for kind in kinds)
+        self._writers = sum(f"{self.kind}/error{r}" in kinds for r in range(len(kinds)))
 
     def arrays_to_read(self) -> Pieces:
         size, rank = self._across.world_size, self._across.rank
         errors = self.errors
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {f"{self.kind}/error{r}": [] for r in range(self._writers or size)}
         self._read = []
-        for r in range(self._writers or size):
-            found[f"{self.kind}/error{r}"] = []
-            if r % size == rank:
-                self._read.append(np.zeros_like(errors.own))
-                regions = self._regions_of(self._read[-1], errors.own_pieces, writes=False)
-                found[f"{self.kind}/error{r}"] = regions
+        for kind in list(found)[rank::size]:
+            self._read.append(np.zeros_like(errors.own))
+            found[kind] = self._regions_of(self._read[-1], errors.own_pieces, writes=False)
         sums = self._regions_of(errors.reduced, errors.reduced_pieces, writes=False)
         return {**super().arrays_to_read(), **found, f"{self.kind}/reduced_error": sums,
                 **self._factor_regions(writes=False)}  # fmt: skip

@@ -94,6 +94,9 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         freezes, rules that search along a line, and another strategy or exchange.
     """
 
+    _replicas_differ = True
+    _setting_names = tuple(field.name for field in fields(LocalSettings))
+
     def __init__(
         self,
         wrapped_optimizer: IOptimizer,
@@ -150,9 +153,6 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         self.exchange = exchange
         self.overlap = int(overlap)
 
-    def _settings(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(LocalSettings)}
-
     def _fingerprint(self) -> dict[str, Any]:
         outer = None if self.outer is None else self.outer.fingerprint()
         return {**super()._fingerprint(), "outer": outer}
@@ -160,30 +160,9 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
         return LocalState(self._rule, model, frozen, LocalSettings(**self._settings()))
 
-    @property
-    def _replicas_differ(self) -> bool:
-        return True
-
-    def _require_one_replica(self, model: ShardedModelBase) -> None:
-        """Accept models of several replicas."""
-
-    def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
-        # Before the checks of the strategy, whose advice is for models without this optimizer.
-        if isinstance(model, ShardedModelBase):
-            config = model.sharding_configuration
-            own = f"{type(self).__name__} updates each replica with its own gradient"
-            if config.gradient_leaves is not None:
-                raise ValueError(
-                    f"{own}, and gradient_leaves={config.gradient_leaves} fixes the order of sums "
-                    "over all ranks: leave out gradient_leaves"
-                )
-            if not config.auto_sync_gradients:
-                raise ValueError(
-                    f"{own} by itself; with auto_sync_gradients=False the ranks would not exchange "
-                    "losses and errors. Leave out auto_sync_gradients=False, and set "
-                    "synchronization_period to the number of steps between two exchanges"
-                )
-        super()._require_model_of_this_kind(model)
+    def _require_fit(self, model: ShardedModelBase) -> None:
+        use = f"updates replicas apart for synchronization_period={self.synchronization_period}"
+        self._refuse_other_gradients(model, f"{use} steps", ("gradient_leaves",))
 
     def _run_step(
         self, state: ModelState, x: Array, y: Array, sample_start: int | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,6 @@ from mpishard.checkpoint import Pieces
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import written_here
 from mpishard.models.stores.compression import Code, Int8, Rounded
-from mpishard.observe.ledger import MemoryCategory
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.exchange import CodedExchange, ExactExchange, Exchange
@@ -90,7 +88,7 @@ class LocalState(ModelState):
         self._given = settings
         self._outer = settings.outer
         self._writers = 1  # number of replicas in a checkpoint that is read
-        self._read: list[tuple[int, dict[str, Array]]] = []
+        self._read: list[dict[str, Array]] = []  # of each replica in it that this one reads
         engine = model.engine
         self._agreements = -1  # `agreements` of the engine's replicas at the last `begin_step`
         # The ranks that have the same part of the other replicas, and that part.
@@ -100,11 +98,7 @@ class LocalState(ModelState):
         self._under_way: _Fragment | None = None
         self._fragments = self._make_fragments()
         names = () if self._outer is None else ("anchor", *self._outer.needed_state())
-        length = sum(piece.length for piece in self._pieces)
-        allocate = engine.state_layout.allocate
-        self._outer_state = {n: allocate(MemoryCategory.OPTIMIZER_STATE, length) for n in names}
-        for vector in self._outer_state.values():
-            vector.fill(0)
+        self._outer_state = {name: engine.zeros_for_state(self._pieces) for name in names}
 
     def _make_fragments(self) -> list[_Fragment]:
         """Cut the trained units into fragments of about the same length, in order."""
@@ -299,38 +293,29 @@ class LocalState(ModelState):
 
     def expect(self, kinds: Collection[str]) -> None:
         """Read the number of replicas from the kinds of a checkpoint."""
-        pattern = re.compile(re.escape(self.kind) + r"/\w+@(\d+)")
-        found = [int(match[1]) for kind in kinds if (match := pattern.fullmatch(kind))]
+        found = [r for r in range(len(kinds)) for name in self.vectors
+                 if f"{self.kind}/{name}@{r}" in kinds]  # fmt: skip
         self._writers = 1 + max(found, default=self._across.world_size - 1)
 
     def arrays_to_read(self) -> Pieces:
-        pieces = self.engine.pieces.updated
         size, rank = self._across.world_size, self._across.rank
         self._read = []
-        found: dict[str, Any] = {}
+        found = self._outer_regions(self._pieces)
         for r in range(self._writers):
-            mine = r % size == rank if self._writers >= size else r == rank % self._writers
-            vectors = {}
-            for name, vector in self.vectors.items():
-                regions: Any = []
-                if mine:
-                    vectors[name] = array_namespace(vector).zeros_like(vector)
-                    placement = self.engine.placement
-                    regions = placement.cut((p.start, vectors[name][p.in_shard]) for p in pieces)
-                found[f"{self.kind}/{name}@{r}"] = regions
-            if mine:
-                self._read.append((r, vectors))
-        return {**found, **self._outer_regions(self._pieces)}
+            pieces: Sequence[Piece] = ()
+            vectors = self.vectors
+            if r % size == rank if self._writers >= size else r == rank % self._writers:
+                pieces = self.engine.pieces.updated
+                vectors = {n: array_namespace(v).zeros_like(v) for n, v in vectors.items()}
+                self._read.append(vectors)
+            regions = self._regions(pieces, vectors)
+            found |= {f"{kind}@{r}": part for kind, part in regions.items()}
+        return found
 
     def _outer_regions(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the outer state without the anchor: that is equal to the parameters."""
-        return {
-            f"{self.kind}/outer_{name}": self.engine.placement.cut(
-                (p.start, vector[p.in_shard]) for p in pieces
-            )
-            for name, vector in self._outer_state.items()
-            if name != "anchor"
-        }
+        outer = {f"outer_{n}": v for n, v in self._outer_state.items() if n != "anchor"}
+        return self._regions(pieces, outer)
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         counts = [fragment.count for fragment in self._fragments]
@@ -341,7 +326,7 @@ class LocalState(ModelState):
         for name, target in self.vectors.items():
             vector = target
             vector.fill(0)
-            for _, vectors in self._read:
+            for vectors in self._read:
                 vector += vectors[name]
             vector /= max(1, len(self._read))
         self._read = []

@@ -44,7 +44,7 @@ class ModelState(CheckpointState):
     model : ShardedModelBase
         The model. Its parameters in ``frozen`` are frozen here.
     frozen : frozenset of str
-        Names of the parameters that are not trained, from `frozen_of`.
+        Names of the parameters that are not trained, from `untrained` of the options.
 
     Attributes
     ----------
@@ -122,22 +122,6 @@ class ModelState(CheckpointState):
         """Return the pieces that this rank updates."""
         return self.engine.pieces.updated
 
-    @staticmethod
-    def frozen_of(rule: Optimizer, model: ShardedModelBase) -> frozenset[str]:
-        """Return parameters of ``model`` that the rule does not train. Communicates nothing.
-
-        Raises
-        ------
-        ValueError
-            For options that do not fit the model.
-        """
-        entries = model.parameter_entries
-        rule.checked_options.check_patterns([e.name for e in entries])
-        trainable = [e.name for e in entries if e.trainable]
-        return rule.checked_options.frozen_among(trainable) | {
-            e.name for e in entries if not e.trainable
-        }
-
     def require_same_frozen(self) -> None:
         """Refuse options set since the last step that the state does not fit.
 
@@ -148,7 +132,7 @@ class ModelState(CheckpointState):
         if options is not self._options:
             description = self.rule.checked_options.description
             if description != self._described:
-                frozen = self.frozen_of(self.rule, self.model)
+                frozen = self.rule.checked_options.untrained(self.model.parameter_entries)
                 if frozen != self.frozen:
                     raise ValueError(
                         f"parameter_options would freeze {sorted(frozen)}, and this optimizer's "
@@ -240,10 +224,9 @@ class ModelState(CheckpointState):
 
     def gathered(self) -> StateBytes:
         """Return the state of all ranks by parameter name, the same on every rank. Collective."""
-        engine, rule = self.engine, self.rule
-        pieces = engine.pieces.to_write(engine.program) if engine.is_writer else ()
+        rule = self.rule
         tensors = gather_state(
-            self.model.backend, self.vectors, pieces, engine.placement,
+            self.model.backend, self.vectors, self._written_pieces, self.engine.placement,
             [entry for entry in self.model.parameter_entries if entry.name not in self.frozen],
         )  # fmt: skip
         return StateBytes(
@@ -257,18 +240,25 @@ class ModelState(CheckpointState):
 
     def arrays_to_write(self) -> Pieces:
         """Return the pieces that this rank writes: its own, and of replicas a part."""
-        engine = self.engine
-        return self._regions(engine.pieces.to_write(engine.program) if engine.is_writer else ())
+        return self._regions(self._written_pieces)
 
     def arrays_to_read(self) -> Pieces:
         """Return all pieces that this rank updates."""
         return self._regions(self.pieces)
 
-    def _regions(self, pieces: Sequence[Piece]) -> Pieces:
-        placement = self.engine.placement
+    @property
+    def _written_pieces(self) -> tuple[Piece, ...]:
+        engine = self.engine
+        return engine.pieces.to_write(engine.program) if engine.is_writer else ()
+
+    def _regions(
+        self, pieces: Sequence[Piece], vectors: Mapping[str, Array] | None = None
+    ) -> dict[str, Any]:
+        """Return the pieces of the state's vectors, or of others as long, by kind."""
+        cut = self.engine.placement.cut
         return {
-            f"{self.kind}/{name}": placement.cut((p.start, vector[p.in_shard]) for p in pieces)
-            for name, vector in self.vectors.items()
+            f"{self.kind}/{name}": cut((p.start, vector[p.in_shard]) for p in pieces)
+            for name, vector in (self.vectors if vectors is None else vectors).items()
         }
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
@@ -294,6 +284,30 @@ class ModelState(CheckpointState):
         self.steps, self.numbers = steps, dict(numbers)
         # Another optimizer may have made some of the model's steps.
         self.engine.step_number = max(self.engine.step_number, steps)
+
+
+def require_searchable(model: ShardedModelBase, rule: str) -> None:
+    """Refuse a model whose loss depends on more than the parameters: a line search compares losses.
+
+    Raises
+    ------
+    ValueError
+        For a black box that computes no loss, a model with dropout, and replicas that drift apart.
+    """
+    if not model.engine.knows_loss:
+        raise ValueError(
+            f"{rule} compares losses, but {type(model.wrapped_model).__name__} computes none: give "
+            "it compute_loss_and_gradients, or a default_loss_function"
+        )
+    if model.engine.program.is_random:
+        raise ValueError(
+            f"{rule} evaluates the same function at several points, but dropout changes it each "
+            "time: remove the dropout layers"
+        )
+    if not model.sharding_configuration.auto_sync_gradients:
+        raise ValueError(
+            f"{rule} makes one line search on all ranks; it needs auto_sync_gradients=True"
+        )
 
 
 def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None) -> StepReport:

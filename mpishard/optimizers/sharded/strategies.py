@@ -157,8 +157,8 @@ class _MeshOptimizer(ShardedOptimizerBase):
     def _data_size(self) -> int:
         return self.sizes[2]
 
-    def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
-        super()._require_model_of_this_kind(model)
+    def _require_fit(self, model: ShardedModelBase) -> None:
+        super()._require_fit(model)
         assert isinstance(model, MeshModel)
         options = self._model_options
         count = options.get("micro_batch_count", model.micro_batch_count)
@@ -352,6 +352,8 @@ class ElasticOptimizer(ShardedOptimizerBase):
         first step, and when `optimize` begins.
     """
 
+    _setting_names = "min_workers", "max_workers"
+
     def __init__(
         self,
         wrapped_optimizer: IOptimizer,
@@ -395,11 +397,8 @@ class ElasticOptimizer(ShardedOptimizerBase):
                 "other bounds"
             )
 
-    def _settings(self) -> dict[str, Any]:
-        return {"min_workers": self.min_workers, "max_workers": self.max_workers}
-
-    def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
-        super()._require_model_of_this_kind(model)
+    def _require_fit(self, model: ShardedModelBase) -> None:
+        super()._require_fit(model)
         self._require_bounds()
 
     def optimize(self, input_data: OptimizationInputData) -> OptimizationResult:
