@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import mpishard as ms
 from mpishard.cli import app
-from mpishard.cli.verify.comparison import Comparison, compare, default_tolerance
+from mpishard.cli.verify.comparison import Comparison, default_tolerance, relative_error
 from mpishard.cli.verify.job import (
     DATA_STRATEGIES,
     MESH_FLAGS,
@@ -26,12 +26,11 @@ from mpishard.cli.verify.job import (
     VerifyJob,
     build_problem,
     load_factory,
-    relative_error,
 )
+from mpishard.cli.verify.ranks import compare
 from mpishard.cli.verify.reference import RULES, require_fit, settle_schedules, train_alone
 from mpishard.distributed import DistributedStrategy
 from mpishard.models.stores.parameter_store import MixedParameters
-from mpishard.sharding import ParameterEntry
 from mpishard.testing.worlds import in_worlds
 
 ALONE = None
@@ -174,7 +173,7 @@ def test_late_gradients_are_equal_and_those_of_another_step_are_found(
     given = {"strategy": "ddp", "optimizer": rule, "wrapper": "async", "delay": 2}
     right = verdict_of(backend, RIGHT["mlp"], **given)
     assert right.is_equal, right.lines()
-    assert right.parameters.max() < 1e-12
+    assert right.worst("parameters") < 1e-12
     mine = job(backend.world_size, **given)
     reference = train_alone(replace(mine, delay=1), RIGHT["mlp"](ALONE))
     found = compare(backend, mine, RIGHT["mlp"](backend.rank), reference)
@@ -197,7 +196,7 @@ def test_other_optimizers_are_equal(
     given = {"strategy": strategy, "optimizer": optimizer, "wrapper": wrapper}
     right = verdict_of(backend, RIGHT["mlp"], **given)
     assert right.is_equal, right.lines()
-    assert right.parameters.max() < 1e-12
+    assert right.worst("parameters") < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -223,7 +222,7 @@ def test_replicas_of_several_ranks_are_equal(
     reference = train_alone(mine, RIGHT["mlp"](ALONE))
     right = compare(backend, mine, RIGHT["mlp"](backend.rank), reference)
     assert right.is_equal, right.lines()
-    assert right.parameters.max() < 1e-12
+    assert right.worst("parameters") < 1e-12
 
 
 @pytest.mark.parametrize("kind", RIGHT)
@@ -237,12 +236,14 @@ def test_what_is_right_is_equal(backend: Any, kind: str, strategy: str, optimize
     verdict = verdict_of(backend, RIGHT[kind], strategy=strategy, optimizer=optimizer)
     assert verdict.is_equal, verdict.lines()
     c = verdict
-    assert max(c.parameters.max(), c.losses.max(), c.gradients.max()) < 1e-12
+    assert c.worst("parameters", "losses", "own gradients") < 1e-12
     is_box = kind in ("function", "loss")
     on_axes = strategy in ("tensor", "pipeline") and backend.world_size > 1
-    assert c.computed == (("repeated" if is_box else "together") if on_axes else "alone")
-    assert c.parameters.shape[:2] == (backend.world_size, 4)
-    assert c.predictions.max() < 1e-12
+    assert ("because the model is a black box" in c.note) == (is_box and on_axes)
+    cause = c.causes["own gradients"]
+    assert ("that several ranks compute together" in cause) == (on_axes and not is_box)
+    assert c.errors["parameters"].shape[:2] == (backend.world_size, 5)
+    assert c.worst("predictions") < 1e-12
     assert verdict.lines()[-1].startswith("EQUAL: all ")
 
 
@@ -254,8 +255,8 @@ def test_a_line_search_is_equal(backend: Any) -> None:
                            ("ddp", "loss")):  # fmt: skip
         c = verdict_of(backend, RIGHT[kind], strategy=strategy, **given)
         assert c.is_equal, c.lines()
-        assert max(c.parameters.max(), c.losses.max(), c.gradients.max()) < 1e-12
-        assert c.losses.shape == (backend.world_size, 6)
+        assert c.worst("parameters", "losses", "own gradients") < 1e-12
+        assert c.errors["losses"].shape == (backend.world_size, 7, 1)
 
 
 # ----------------------------------------------------------------------------------------- meshes
@@ -304,7 +305,7 @@ def test_every_mesh_is_equal_under_every_schedule(backend: Any, kind: str, mesh:
     assert len(verdicts) == (7 if goes_round else 1)
     for verdict in verdicts:
         c = verdict
-        assert max(c.parameters.max(), c.losses.max(), c.gradients.max()) < 1e-12
+        assert c.worst("parameters", "losses", "own gradients") < 1e-12
         assert verdict.is_equal, verdict.lines()
         said = [line for line in verdict.lines() if "ILayeredModel" in line]
         assert len(said) == (kind == "function")
@@ -453,7 +454,7 @@ def test_bfloat16_on_a_mesh_is_within_its_roundings(
         return
     verdict = _in_bfloat16(backend, kind, strategy, flags)
     assert verdict.is_equal, verdict.lines()
-    assert verdict.gradients.max() > 2.0**-12
+    assert verdict.worst("own gradients") > 2.0**-12
 
 
 @pytest.mark.parametrize("kind", ["mlp", "gpt"])
@@ -462,7 +463,7 @@ def test_bfloat16_is_within_its_roundings_of_float64(backend: Any, kind: str) ->
     verdict = _in_bfloat16(backend, kind)
     assert verdict.is_equal, verdict.lines()
     assert 2.0**-8 < verdict.tolerance < 0.04
-    assert verdict.gradients.max() > 2.0**-12  # it is not float32 in disguise
+    assert verdict.worst("own gradients") > 2.0**-12  # it is not float32 in disguise
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -502,14 +503,12 @@ def test_the_reference_knows_nothing_of_our_rules(monkeypatch: Any) -> None:
 
 
 def test_the_worst_parameter_comes_first_with_its_rank_and_step() -> None:
-    parameters = np.zeros((2, 3, 3))
-    parameters[1, 2, 1] = 0.5
-    parameters[0, 1, 2] = parameters[0, 2, 2] = 0.25
-    entries = tuple(ParameterEntry(name, (1,), start) for start, name in enumerate("abc"))
+    parameters = np.zeros((2, 4, 3))
+    parameters[1, 3, 1] = 0.5
+    parameters[0, 2, 2] = parameters[0, 3, 2] = 0.25
     c = Comparison(
-        entries, "float64", np.zeros((2, 3)), parameters,
-        np.zeros((2, 3)), np.zeros((2, 3, 3)), np.zeros((2, 3), bool), np.full(2, np.nan),
-        np.zeros((2, 3), int), 1e-10, 1e-10, "alone",
+        [(name, "(1,)") for name in "abc"], {"parameters": parameters}, {"parameters": 1e-10},
+        {"error": "parameters"}, {"parameters": "step {step}: {ranks}, {name}"}, "float64",
     )  # fmt: skip
     table = c.table()
     rows = list(zip(*(column._cells for column in table.columns), strict=True))
@@ -517,6 +516,10 @@ def test_the_worst_parameter_comes_first_with_its_rank_and_step() -> None:
         ("b", "(1,)", "5.0e-01", "1", "3"), ("c", "(1,)", "2.5e-01", "0", "2"),
         ("a", "(1,)", "0.0e+00", "0", ""),
     ]  # fmt: skip
+    assert c.lines() == [
+        "step 2: rank 0, c",
+        "DIFFERENT: 2 of 3 parameters exceed 1e-10 in 3 steps (worst 5.0e-01), float64",
+    ]
 
 
 def test_errors_are_relative_to_what_is_large() -> None:

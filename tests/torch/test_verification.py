@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.cli.verify.script import Difference, Recording, compare_steps
+from mpishard.cli.verify.comparison import Comparison
+from mpishard.cli.verify.script import Recording, compare_steps
 
 torch = pytest.importorskip(
     "torch", reason="PyTorch is not installed here; pip install 'mpishard[torch]'"
@@ -63,7 +65,7 @@ def train(backend: Any, name: str, strategy: str, fault: str = "") -> None:
         optimizer.step()
 
 
-def compared(folder: Path, monkeypatch: Any, *arguments: str) -> list[Difference]:
+def recorded(folder: Path, monkeypatch: Any, *arguments: str) -> list[Recording]:
     recordings = []
     for ranks in (1, 3):
         recording = Recording(folder / str(ranks), ranks)
@@ -72,19 +74,37 @@ def compared(folder: Path, monkeypatch: Any, *arguments: str) -> list[Difference
         ms.run_in_threads(ranks, train, *arguments)
         recordings.append(recording)
     assert [recording.steps for recording in recordings] == [3, 3]
-    return compare_steps(*recordings, 1e-10)
+    return recordings
+
+
+def compared(recordings: list[Recording]) -> Comparison:
+    return compare_steps(recordings[0], recordings[1], 1e-10)
 
 
 @pytest.mark.parametrize(
     ("name", "strategy"), [("mlp", "ddp"), ("conv", "zero1"), ("gpt", "zero2"), ("encoder", "fsdp")]
 )
 def test_all_parts_of_all_ranks_are_compared(name, strategy, tmp_path, monkeypatch):
-    found = compared(tmp_path, monkeypatch, name, strategy)
-    assert max(found).error < 1e-13
+    recordings = recorded(tmp_path, monkeypatch, name, strategy)
+    found = compared(recordings)
+    assert found.is_equal
+    assert found.worst("gradients", "parameters") < 1e-13
     trained = {key for key, _ in nets.MODELS[name][0]().named_parameters()}
+    assert {label for (label,) in found.labels} == trained
     for kind in ("gradients", "parameters"):
-        assert {f.name for f in found if f.kind == kind} == {f"0/{key}" for key in trained}
-    assert {(f.step, f.rank) for f in found} == {(s, r) for s in (1, 2, 3) for r in range(3)}
+        seen = set()
+        for step, rank in itertools.product((1, 2, 3), range(3)):
+            path = recordings[1].folder / f"{kind}-{step}-{rank}.npz"
+            right = path.read_bytes()
+            with np.load(path) as parts:
+                np.savez(path, **{key: parts[key] + 1 for key in parts})
+            wrong = compared(recordings)
+            path.write_bytes(right)
+            errors = wrong.errors[kind] > 0.1
+            assert (wrong.first_difference(), not wrong.is_equal) == ((step, kind), True)
+            assert np.argwhere(errors.any(axis=2)).tolist() == [[rank, step]]
+            seen |= set(np.flatnonzero(errors.any(axis=(0, 1))))
+        assert len(seen) == len(trained)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +116,10 @@ def test_all_parts_of_all_ranks_are_compared(name, strategy, tmp_path, monkeypat
     ],
 )
 def test_the_first_wrong_step_is_named(fault, expected, tmp_path, monkeypatch):
-    found = compared(tmp_path, monkeypatch, "mlp", "ddp", fault)
-    wrong = [each for each in found if each.error > 1e-10]
-    assert (wrong[0].step, wrong[0].kind) == expected
+    found = compared(recorded(tmp_path, monkeypatch, "mlp", "ddp", fault))
+    assert found.first_difference() == expected
+    assert found.lines()[0].startswith(f"step {expected[0]}, rank ")
+    assert found.lines()[1].startswith("DIFFERENT: ")
 
 
 def test_updates_by_rounding_noise_are_left_out(tmp_path):
@@ -110,8 +131,9 @@ def test_updates_by_rounding_noise_are_left_out(tmp_path):
             np.savez(tmp_path / f"{ranks}/gradients-1-{rank}.npz", **part)
             part = {"0/bias/0/2": np.array([0.5, 1e-3 * np.sign(noise)])}
             np.savez(tmp_path / f"{ranks}/parameters-1-{rank}.npz", **part)
-    found = compare_steps(Recording(tmp_path / "1", 1), Recording(tmp_path / "2", 2), 1e-10)
-    assert (len(found), max(found).error < 1e-16) == (4, True)
+    found = compared([Recording(tmp_path / "1", 1), Recording(tmp_path / "2", 2)])
+    assert found.errors["parameters"].shape == (2, 2, 1)
+    assert found.worst("gradients", "parameters") < 1e-16
 
 
 @pytest.mark.spawned

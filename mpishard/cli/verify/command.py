@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
 from mpishard import settings
+from mpishard.cli.run.job import prepare_job
 from mpishard.cli.run.launcher import MPIInstallation
 from mpishard.cli.tables import show
 from mpishard.cli.verify.comparison import Comparison
@@ -23,7 +26,7 @@ from mpishard.cli.verify.job import (
     VerifyJob,
 )
 from mpishard.cli.verify.reference import RULES
-from mpishard.cli.verify.script import verify_script
+from mpishard.cli.verify.script import Recording, compare_steps
 from mpishard.cli.wording import check_start, choice, counted, refuse, refusing, say
 from mpishard.pipeline import SCHEDULE_NAMES
 
@@ -115,7 +118,7 @@ def verify(
         refuse("verify", "--data-parallel-size must be 1 or more, or -1 for what is left, got 0")
     if target.endswith(".py"):
         _check_script(context)
-        is_equal = verify_script(target, arguments or (), ranks, steps, tolerance)
+        is_equal = _verify_script([target, *(arguments or ())], ranks, steps, tolerance)
         raise typer.Exit(0 if is_equal else 1)
     if arguments:
         refuse("verify", f"{arguments[0]}: a factory takes no arguments; a script does")
@@ -134,7 +137,7 @@ def verify(
             Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
             learning_rate, dtype, mesh, precision, delay, wrapper, kind, tolerance,
         )  # fmt: skip
-        is_equal = _are_equal(job)
+        is_equal = _verify_factory(job)
     raise typer.Exit(0 if is_equal else 1)
 
 
@@ -158,8 +161,9 @@ def _chosen_wrapper(
     if delay and wrapper not in (None, "async"):
         refuse("verify", f"--delay {delay} is for --wrapper async; got {wrapper}")
     chosen = "async" if delay else wrapper
-    if chosen is not None and strategy not in WRAPPERS[chosen]:
-        flag, takers = f"--wrapper {wrapper}" if wrapper else "--delay", WRAPPERS[chosen]
+    takers = STRATEGIES if chosen is None else WRAPPERS[chosen][1]
+    if strategy not in takers:
+        flag = f"--wrapper {wrapper}" if wrapper else "--delay"
         refuse("verify", f"{flag} is for --strategy {', '.join(takers)}; got {strategy}")
     if delay >= steps:
         refuse("verify", f"--delay {delay} leaves no update of --steps {steps}")
@@ -172,15 +176,17 @@ def _chosen_wrapper(
     return chosen
 
 
-def _are_equal(job: VerifyJob) -> bool:
+def _verify_factory(job: VerifyJob) -> bool:
     """Train alone and on the ranks, print each comparison, and tell whether all agree."""
     job.write()
-    folder, ranks, is_mpi = str(job.folder), job.world_size, job.backend == "mpi"
-    if _run("-m", "mpishard.cli.verify.reference", folder) != 0:
+    reference, program = (f"{__package__}.{name}" for name in ("reference", "ranks"))
+    words, ranks, is_mpi = [program, str(job.folder)], job.world_size, job.backend == "mpi"
+    # Before training alone, because it refuses more ranks than can be started.
+    started = prepare_job("verify", words, ranks, "", is_module=True) if is_mpi else None
+    if _run(reference, words[1]):
         raise typer.Exit(2)
     job = VerifyJob.read(job.folder)  # which the reference has settled
-    launch = ("-m", "mpishard", "run", "-n", str(ranks)) if is_mpi else ()
-    code = _run(*launch, "-m", "mpishard.cli.verify.comparison", folder)
+    code = _run(*words) if started is None else started.run()
     whom = counted(ranks, "MPI rank" if is_mpi else "thread-rank")
     how = f"{counted(job.steps, 'step')} of {job.optimizer}"
     if job.wrapper:
@@ -188,22 +194,55 @@ def _are_equal(job: VerifyJob) -> bool:
     if job.replica_count:
         whom += f", {counted(job.replica_count, 'replica')},"
     are_equal = True
-    for name in job.mesh.schedules:
-        found = Comparison.read(job.folder, name)
-        where = f"{job.strategy}{job.mesh.describe(name)} on {whom}"
-        if found is None:
+    for schedule in job.mesh.schedules:
+        where = f"{job.strategy}{job.mesh.describe(schedule)} on {whom}"
+        path = job.comparison_file(schedule)
+        if not path.is_file():
             # Ranks without a result have failed, even if the job ended with code 0.
-            code = code or 1
-            break
-        dtype = job.precision or found.dtype
-        typer.echo(f"{job.target}: {where} against training alone, {how}, {dtype}")
-        show(found.table())
-        typer.echo("\n".join(found.lines()))
-        are_equal &= found.is_equal
+            _fail(where, code or 1)
+        found: Comparison = pickle.loads(path.read_bytes())  # noqa: S301 - temporary, this user's
+        typer.echo(f"{job.target}: {where} against training alone, {how}, {found.dtype}")
+        are_equal &= _show(found)
     if code:
-        text = f"the model trains alone, and {where} ended with exit code {code}: see above"
-        say("verify", text)
-    return are_equal and code == 0
+        _fail(where, code)
+    return are_equal
+
+
+def _verify_script(words: Sequence[str], ranks: int, steps: int, tolerance: float | None) -> bool:
+    """Run a script on one rank and on ``ranks``, print a comparison, and tell if they agree."""
+    with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
+        alone, together = (Recording(Path(folder, f"{i}"), n) for i, n in enumerate((1, ranks)))
+        for recording in (alone, together):
+            recording.folder.mkdir()
+            variables = {"MPISHARD_VERIFY": f"{steps}:{recording.folder}"}
+            code = prepare_job("verify", words, recording.ranks, "", variables).run()
+            where = f"{words[0]} on {counted(recording.ranks, 'rank')}"
+            if code and recording is together:
+                _fail(where, code)
+            if code:
+                refuse("verify", f"{where} ended with exit code {code}: see above")
+            if not recording.steps:
+                refuse("verify", f"{where} made no step of an optimizer of mpishard.torch; a model "
+                       "of mpishard is verified by a factory, as file.py:factory")  # fmt: skip
+        try:
+            found = compare_steps(alone, together, tolerance)
+        except ValueError as error:
+            typer.echo(f"DIFFERENT: {error}")
+            return False
+    return _show(found)
+
+
+def _fail(where: str, code: int) -> NoReturn:
+    """End with exit code 1, because the ranks failed, or with that of Ctrl-C."""
+    text = f"it trains alone, and {where} ended with exit code {code}: see above"
+    refuse("verify", text, code if code == settings.EXIT_INTERRUPT else 1)
+
+
+def _show(found: Comparison) -> bool:
+    """Print a comparison, and tell whether all agree."""
+    show(found.table())
+    typer.echo("\n".join(found.lines()))
+    return found.is_equal
 
 
 def _kind_of_ranks(backend: Backend) -> Literal["mpi", "memory"]:
@@ -219,11 +258,6 @@ def _kind_of_ranks(backend: Backend) -> Literal["mpi", "memory"]:
     return "memory"
 
 
-def _run(*arguments: str) -> int:
-    """Run Python with this process's output, and return its exit code."""
-    with subprocess.Popen([sys.executable, *arguments]) as process:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            process.wait()  # Ctrl-C reaches it, too, and it ends its ranks before itself
-            raise typer.Exit(settings.EXIT_INTERRUPT) from None
+def _run(module: str, folder: str) -> int:
+    """Run a module in a process with this one's output, and return its exit code."""
+    return subprocess.run([sys.executable, "-m", module, folder], check=False).returncode

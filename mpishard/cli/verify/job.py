@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,12 @@ from mpishard.communication.mesh import AXES, mesh_sizes
 from mpishard.contracts import ILossFunction, IShardedModel
 from mpishard.data import check_dataset, take
 from mpishard.distributed import STRATEGY_OPTIONS, DistributedStrategy
+from mpishard.optimizers import (
+    AsyncSGDOptimizer,
+    ElasticOptimizer,
+    GradientCompressionOptimizer,
+    LocalSGDOptimizer,
+)
 from mpishard.pipeline import SCHEDULE_NAMES, ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry
 
@@ -49,12 +56,19 @@ STRATEGIES = tuple(s.value for s in DistributedStrategy if s != DistributedStrat
 DATA_STRATEGIES = tuple(name for name in STRATEGIES if name not in STRATEGY_OPTIONS)
 """Choices of ``--data-parallel-strategy``."""
 
+_OF_REPLICAS = (*DATA_STRATEGIES, "hybrid")
 
-WRAPPERS = {
-    "local-sgd": (*DATA_STRATEGIES, "hybrid"), "async": (*DATA_STRATEGIES, "hybrid"),
-    "elastic": DATA_STRATEGIES, "compression": (*DATA_STRATEGIES, "hybrid"),
-}  # fmt: skip
-"""Choices of ``--wrapper``, and the strategies that each goes with."""
+# With a period of one step, and with all elements of a gradient, nothing differs from the strategy.
+WRAPPERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "local-sgd": (partial(LocalSGDOptimizer, synchronization_period=1), _OF_REPLICAS),
+    "async": (AsyncSGDOptimizer, _OF_REPLICAS),
+    "elastic": (ElasticOptimizer, DATA_STRATEGIES),
+    "compression": (
+        partial(GradientCompressionOptimizer, compression_ratio=1.0, method="top-k"),
+        _OF_REPLICAS,
+    ),
+}
+"""Choices of ``--wrapper``: what makes the optimizer, and the strategies that it goes with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +229,10 @@ class VerifyJob:
         job: VerifyJob = pickle.loads((folder / _SETTINGS).read_bytes())  # noqa: S301
         return job
 
+    def comparison_file(self, schedule: str) -> Path:
+        """Return the path to which rank 0 writes the comparison under a schedule."""
+        return self.folder / f"comparison-{schedule}.pickle"
+
     def batch(self, step: int, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the samples of a step's global batch."""
         # A function of seed and step, so that every process draws the same samples. A line search
@@ -253,21 +271,6 @@ class VerifyJob:
         """Return the number of steps whose gradients of single parts fit into the files."""
         one = self.data_size * int(parameters.nbytes)
         return max(1, min(self.steps, _GRADIENT_BYTES // one))
-
-
-def relative_error(actual: Array, expected: Array, floor: float = 1.0) -> float:
-    """Return the largest difference, relative to the largest expected element or ``floor``.
-
-    Infinite if the shapes differ, or one is not finite.
-    """
-    if np.shape(actual) != np.shape(expected):
-        return np.inf
-    if np.size(expected) == 0:
-        return 0.0
-    difference = np.max(np.abs(np.subtract(actual, expected, dtype=np.float64)))
-    # A gradient may be 0, and its floor with it.
-    scale = max(floor, float(np.max(np.abs(expected)))) or 1.0
-    return float(difference / scale) if np.isfinite(difference) else np.inf
 
 
 _MODULE_NAME = "mpishard_verified"
