@@ -199,7 +199,9 @@ class LayeredProgram(Program):
         (chain,) = self._chains
         x = self.entering(batch.x)
         prediction, activations = chain.forward(parameters, x, batch.context)
-        total, weight, of_loss = batch.loss.forward(self.leaving(prediction), batch.y)
+        if self._mixed:
+            prediction = widened(prediction)
+        total, weight, of_loss = batch.loss.forward(prediction, batch.y)
         if type(total) is not float:
             total = as_loss(total, batch.loss, "sum")
         return total, weight, [activations, batch.loss, of_loss]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,22 +12,20 @@ import numpy as np
 from mpishard.arguments import as_loss
 from mpishard.arrays import Array
 from mpishard.bfloat16 import BFLOAT16
-from mpishard.communication import CommunicationBackend, ProcessMesh
+from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILayeredModel, ILossFunction
 from mpishard.layout import ShardLayout
 from mpishard.models.programs.chain import LayerChain
 from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.mesh_replica import MeshReplica
 from mpishard.models.programs.program import Batch, Program
-from mpishard.models.programs.stage_layout import StageLayout, lay_out
+from mpishard.models.programs.stage_layout import MeshChoices, StageLayout
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import MeshVector, ModelVector
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.layer import Context
 from mpishard.pipeline import (
-    ActivationCheckpointConfig,
-    IPipelineSchedule,
     PipelineExecutor,
     PipelineRecord,
 )
@@ -35,40 +33,6 @@ from mpishard.pipeline.executor import IPipelineStage
 from mpishard.pipeline.operations import most_saved
 from mpishard.sharding import Unit
 from mpishard.tensor import DimSplit, parallel_loss
-
-
-@dataclass(frozen=True, slots=True)
-class MeshChoices:
-    """The choices by which a layered model is computed on a mesh.
-
-    Parameters
-    ----------
-    mesh : ProcessMesh
-        The ranks.
-    schedule : IPipelineSchedule
-        Order of each rank's operations.
-    micro_batch_count : int
-        M, the number of parts into which a rank's batch is cut along the batch dim.
-    stages : tuple of (int, int)
-        The layers of each of the model's stages, half open.
-    sequence_parallel : bool
-        Whether norms and dropout, too, are divided over the tensor axis, along the sequence.
-    checkpoint_config : ActivationCheckpointConfig, optional
-        Activations that are computed again.
-    """
-
-    mesh: ProcessMesh
-    schedule: IPipelineSchedule
-    micro_batch_count: int
-    stages: tuple[tuple[int, int], ...]
-    sequence_parallel: bool = False
-    checkpoint_config: ActivationCheckpointConfig | None = None
-
-    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """Return the model's stages that a pipeline rank has, by virtual index."""
-        ranks = self.mesh.pipeline_size
-        virtual = range(self.schedule.virtual_stages_per_rank)
-        return tuple(self.schedule.global_stage(pipeline_rank, v, ranks) for v in virtual)
 
 
 class MeshProgram(LayeredProgram):
@@ -124,19 +88,8 @@ class MeshProgram(LayeredProgram):
             )
         return self._executors[micro_batches]
 
-    def _lay_out(self, *, sequence_parallel: bool) -> StageLayout:
-        choices = self.choices
-        return lay_out(
-            self._model,
-            self.mesh,
-            choices.stages,
-            [choices.stages_of(rank) for rank in range(self.mesh.pipeline_size)],
-            self._minimum_unit_size,
-            sequence_parallel=sequence_parallel,
-        )
-
     def _hold(self) -> None:
-        layout = self._lay_out(sequence_parallel=self.choices.sequence_parallel)
+        layout = StageLayout(self._model, self.choices, self._minimum_unit_size)
         held = layout.held
         self.units, self.entries = held.units, tuple(held.entries)
         self.vector = ModelVector(layout.placement)
@@ -255,7 +208,8 @@ class MeshProgram(LayeredProgram):
         chains = self.chains
         if self.choices.sequence_parallel:
             if self._chains_by_token is None:
-                layout = self._lay_out(sequence_parallel=False)
+                choices = replace(self.choices, sequence_parallel=False)
+                layout = StageLayout(self._model, choices, self._minimum_unit_size)
                 self._chains_by_token = [
                     LayerChain(layout.held, *bounds, self.kept) for bounds in layout.ranges
                 ]

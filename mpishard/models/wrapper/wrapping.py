@@ -314,7 +314,8 @@ def make_gradient_store(
         return NodeGradients(layout, slot)
     # With leaves a pass reduces to the owners: only the sum over all leaves goes to every rank.
     if policy.shards_state or in_leaves:
-        return ScatteredGradients(layout, slot)
+        spreads = not policy.shards_state and layout.backend.world_size > 1
+        return ScatteredGradients(layout, slot, spreads=spreads)
     return ReplicatedGradients(layout, slot)
 
 
@@ -331,21 +332,14 @@ def make_exchanged_store(
     replica = engine.replica
     if replica.across is None:
         whole = parts_of(_trained(layout, layout.pieces(sharded=False)))
-        return ExchangedGradients(
-            ReplicatedGradients(layout), make_exchange(engine.world, whole), is_alone=True,
-            gathers=False,
-        )  # fmt: skip
+        exchange = make_exchange(engine.world, whole)
+        return ExchangedGradients(ReplicatedGradients(layout), exchange, is_alone=True)
     inner = make_gradient_store(layout, engine.policy, in_leaves=True)
-    assert isinstance(inner, ReplicatedGradients | ShardedGradients)
     # A replica of one rank has the same keys with and without ``replica_size``.
     place = () if replica.together.world_size == 1 else (replica.together.rank,)
     alike = _held_alike(engine) if replica.is_on_mesh else ()
     parts = parts_of(_trained(layout, layout.pieces()), *place, alike=alike)
-    needs_all = layout.backend.world_size > 1 and not engine.policy.shards_state
-    return ExchangedGradients(
-        inner, make_exchange(replica.across, parts), is_alone=False,
-        gathers=needs_all and not isinstance(inner, NodeGradients),
-    )  # fmt: skip
+    return ExchangedGradients(inner, make_exchange(replica.across, parts), is_alone=False)
 
 
 def _trained(layout: StoreLayout, pieces: Sequence[Piece]) -> list[Piece]:
@@ -371,5 +365,4 @@ def make_leaf_store(layout: StoreLayout, policy: Policy) -> LeafGradients:
     """Make the store that sums gradients leaf by leaf, for ``policy``. Collective."""
     inner = make_gradient_store(layout, policy, in_leaves=True)
     assert isinstance(inner, ScatteredGradients | ShardedGradients)
-    shows_all = policy.shards_state or isinstance(inner, NodeGradients)
-    return LeafGradients(inner, gathers=not shows_all)
+    return LeafGradients(inner)

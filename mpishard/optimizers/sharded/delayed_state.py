@@ -116,7 +116,7 @@ class DelayedState(ModelState):
             for weight in weights:
                 self._store.await_readers()
                 self.sums.take_oldest(self._store.sums())
-                self._store.show()
+                self._store.spread()
                 engine.update_again(super().update, weight)
         except BaseException:
             engine.abandon()
