@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpishard import settings
-from mpishard.adapters.parameter_tree import flat_leaves
+from mpishard.adapters.parameter_tree import ParameterTree, flat_leaves
 from mpishard.adapters.placed_vector import TreeModel, described
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
@@ -20,7 +20,7 @@ from mpishard.data import Samples, tree_of
 _log = logging.getLogger("mpishard")
 
 
-class JaxTree:
+class JaxTree(ParameterTree):
     """Structure of a JAX pytree of floating-point arrays; see `ParameterTree`.
 
     A leaf's name is the path to it, as in ``params.Dense_0.kernel``. None is not a leaf.
@@ -59,7 +59,6 @@ class JaxTree:
             )
 
     def build(self, leaves: Sequence[Any]) -> Any:
-        """Return a tree of this structure with ``leaves``, one per entry."""
         return self._structure.unflatten(leaves)
 
     def values(self, vector: Array) -> Any:
