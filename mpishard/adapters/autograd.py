@@ -11,7 +11,7 @@ import numpy as np
 
 from mpishard.adapters.parameter_tree import ParameterTree
 from mpishard.adapters.placed_vector import TreeModel, described
-from mpishard.arguments import as_loss
+from mpishard.arguments import as_loss, optional_package
 from mpishard.arrays import Array
 from mpishard.contracts import ILossFunction
 from mpishard.data import tree_of
@@ -133,12 +133,7 @@ class AutogradModel(TreeModel):
         parameters: Any,
         predict: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        try:
-            import autograd as _  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                "AutogradModel needs HIPS autograd: pip install 'mpishard[autograd]'"
-            ) from error
+        optional_package("autograd", "AutogradModel", "autograd")
         super().__init__(ParameterTree(parameters), loss, predict)
 
     # ---------------------------------------------------------------------------------- computing

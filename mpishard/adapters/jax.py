@@ -12,6 +12,7 @@ import numpy as np
 from mpishard import settings
 from mpishard.adapters.parameter_tree import ParameterTree, flat_leaves
 from mpishard.adapters.placed_vector import TreeModel, described
+from mpishard.arguments import optional_package
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
@@ -142,10 +143,7 @@ class JaxModel(TreeModel):
         parameters: Any,
         predict: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        try:
-            import jax
-        except ImportError as error:
-            raise ImportError("JaxModel needs JAX: pip install 'mpishard[jax]'") from error
+        jax = optional_package("jax", "JaxModel", "jax")
         super().__init__(JaxTree(parameters), loss, predict)
         if jax.default_backend() != "cpu":
             raise RuntimeError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import optional_package
 from mpishard.arrays import Array
 from mpishard.optimizers import Optimizer
 from mpishard.optimizers.rules.options import ParameterOptions
@@ -61,10 +62,7 @@ class OptaxRule(Optimizer):
         clip_global_norm: float | None = None,
         parameter_options: ParameterOptions | None = None,
     ) -> None:
-        try:
-            import jax
-        except ImportError as error:
-            raise ImportError("OptaxRule needs JAX: pip install 'mpishard[jax]'") from error
+        jax = optional_package("jax", "OptaxRule", "jax")
         if not all(callable(getattr(transformation, name, None)) for name in ("init", "update")):
             raise TypeError(
                 "transformation must be an optax.GradientTransformation, such as "

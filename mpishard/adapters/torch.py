@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
+from mpishard.arguments import optional_package
 from mpishard.arrays import Array, require_plain
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import ILossFunction
@@ -67,10 +68,7 @@ class TorchModel(PlacedVectorModel):
     """
 
     def __init__(self, module: Any, loss: Callable[[Any, Any], Any] | ILossFunction) -> None:
-        try:
-            import torch
-        except ImportError as error:
-            raise ImportError("TorchModel needs PyTorch: pip install 'mpishard[torch]'") from error
+        torch = optional_package("torch", "TorchModel", "torch")
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if not isinstance(loss, ILossFunction) and not callable(loss):
