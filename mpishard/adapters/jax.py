@@ -51,7 +51,17 @@ class JaxTree(ParameterTree):
         leaves = []
         for path, leaf in found:
             name = jax.tree_util.keystr(path, simple=True, separator=".") or "parameters"
-            leaves.append((name, _host_leaf(name, default.type(leaf) if only_floats else leaf)))
+            dtype: Any = np.float64 if isinstance(leaf, float) else getattr(leaf, "dtype", None)
+            if dtype not in (np.float32, np.float64):
+                raise TypeError(
+                    f"parameter {name!r} must be a float32 or float64 array, got "
+                    f"{type(leaf).__name__ if dtype is None else dtype.name}: only such leaves are "
+                    "trained. Leave the others out, and give them to the loss by a closure: of "
+                    "Equinox modules equinox.partition(module, equinox.is_inexact_array) takes "
+                    'them apart, of Flax variables pass those of "params"'
+                )
+            host = default.type(leaf) if only_floats else leaf
+            leaves.append((name, host if isinstance(host, float) else np.asarray(host)))
         self.entries, self.dtype, self.first_values = flat_leaves(leaves)
         if self.dtype != np.float32 and default != np.float64:
             raise ValueError(
@@ -67,22 +77,6 @@ class JaxTree(ParameterTree):
         import jax.numpy as jnp
 
         return self.build([jnp.array(entry.view(vector)) for entry in self.entries])
-
-
-def _host_leaf(name: str, leaf: Any) -> Any:
-    """Return a leaf as a Python float or an array in host memory, and refuse other leaves."""
-    if isinstance(leaf, float):
-        return leaf
-    dtype = getattr(leaf, "dtype", None)
-    if dtype not in (np.float32, np.float64):
-        raise TypeError(
-            f"parameter {name!r} must be a float32 or float64 array, got "
-            f"{type(leaf).__name__ if dtype is None else dtype.name}: only such leaves are "
-            "trained. Leave the others out, and give them to the loss by a closure: of Equinox "
-            "modules equinox.partition(module, equinox.is_inexact_array) takes them apart, of "
-            'Flax variables pass those of "params"'
-        )
-    return np.asarray(leaf)
 
 
 class JaxModel(TreeModel):
