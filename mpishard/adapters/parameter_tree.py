@@ -99,7 +99,18 @@ def flat_leaves(
             f"two parameters have the name {twice[0]!r}: a key with a dot looks like a path; "
             "use keys without dots"
         )
-    dtype = _common_dtype(found)
+    dtypes: dict[np.dtype[Any], list[str]] = {}
+    for name, leaf in found:
+        if isinstance(leaf, np.ndarray | np.generic):
+            dtypes.setdefault(leaf.dtype, []).append(name)
+    if len(dtypes) > 1:
+        raise ValueError(
+            "all parameters must have one dtype: "
+            + ", ".join(f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''} "
+                        f"{'is' if len(names) == 1 else 'are'} {dtype}"
+                        for dtype, names in dtypes.items())
+        )  # fmt: skip
+    dtype = next(iter(dtypes), np.dtype(np.float64))
     entries: list[ParameterEntry] = []
     for name, leaf in found:
         start = entries[-1].stop if entries else 0
@@ -126,18 +137,3 @@ def _check_leaf(name: str, leaf: Any) -> None:
         )
     if np.size(leaf) == 0:
         raise ValueError(f"parameter {name!r} of shape {np.shape(leaf)} has no elements")
-
-
-def _common_dtype(found: Sequence[tuple[str, Any]]) -> np.dtype[Any]:
-    dtypes: dict[np.dtype[Any], list[str]] = {}
-    for name, leaf in found:
-        if isinstance(leaf, np.ndarray | np.generic):
-            dtypes.setdefault(leaf.dtype, []).append(name)
-    if len(dtypes) > 1:
-        raise ValueError(
-            "all parameters must have one dtype: "
-            + ", ".join(f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''} "
-                        f"{'is' if len(names) == 1 else 'are'} {dtype}"
-                        for dtype, names in dtypes.items())
-        )  # fmt: skip
-    return next(iter(dtypes), np.dtype(np.float64))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sized
 
 import numpy as np
 
-from mpishard.arguments import as_count, as_flag, as_integer
+from mpishard.arguments import as_count, as_flag, as_index, as_integer
 from mpishard.data.sampler import Indices, order_of
 
 
@@ -120,11 +120,7 @@ class DistributedSampler:
 
     def _set_replicas(self, num_replicas: int, rank: int, left: int) -> None:
         """Set replicas and rank, after a check that `left` samples are enough for them."""
-        as_count("num_replicas", num_replicas)
-        if not 0 <= as_integer("rank", rank) < num_replicas:
-            raise ValueError(
-                f"rank must be from 0 to {num_replicas - 1} for {num_replicas} replicas, got {rank}"
-            )
+        as_index("rank", rank, as_count("num_replicas", num_replicas))
         if self.drop_last and 0 < left < num_replicas:
             raise ValueError(
                 f"drop_last=True leaves nothing: {left} samples are fewer than "

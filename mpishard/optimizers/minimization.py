@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpishard import checkpoint as checkpoints
-from mpishard.arguments import as_count, as_number, nearest
+from mpishard.arguments import as_amount, as_count, nearest
 from mpishard.arrays import Array, array_namespace, require_plain
 from mpishard.checkpoint.format.consensus import differences, together
 from mpishard.communication import CommunicationBackend, ReductionOperation
@@ -366,9 +366,7 @@ def _checked_rule(
         elif name.startswith("max"):
             limits[name] = as_count(name, value)
         else:
-            limits[name] = as_number(name, value)
-            if not value >= 0:
-                raise ValueError(f"{name} must be 0 or more, got {value}")
+            limits[name] = as_amount(name, value)
     return kind(**settings), limits, leaves
 
 

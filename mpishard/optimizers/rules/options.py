@@ -277,8 +277,7 @@ class OptimizationAlgorithmOptions:
         take_plain_fields(self)
         for name in ("max_iterations", "early_stopping_patience"):
             as_count(name, getattr(self, name))
-        if not self.tolerance >= 0:
-            raise ValueError(f"tolerance must be 0 or more, got {self.tolerance}")
+        as_amount("tolerance", self.tolerance)
         if not self.max_gradient_norm > 0:
             raise ValueError(f"max_gradient_norm must be above 0, got {self.max_gradient_norm}")
         self.schedule()

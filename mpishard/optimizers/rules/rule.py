@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast, overload
 
-from mpishard.arguments import as_amount, as_number, check_path, nearest
+from mpishard.arguments import as_amount, as_number, check_path, nearest, require_type
 from mpishard.arrays import Array
 from mpishard.checkpoint.format.disk import replace_file
 from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
@@ -174,10 +174,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         ValueError
             For options of another rule than this one.
         """
-        if not isinstance(options, OptimizationAlgorithmOptions):
-            raise TypeError(
-                f"options must be OptimizationAlgorithmOptions, got {type(options).__name__}"
-            )
+        require_type("options", options, OptimizationAlgorithmOptions)
         given = options.rule_settings()
         unknown = given.keys() - inspect.signature(cls).parameters.keys()
         if unknown:

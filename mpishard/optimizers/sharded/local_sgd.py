@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from mpishard.arguments import as_count, as_integer
+from mpishard.arguments import as_count, as_integer, require_type
 from mpishard.arrays import Array
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
@@ -133,16 +133,13 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
             )
         if exchange is not None and exchange not in CODES:
             raise ValueError(f"exchange must be one of {', '.join(CODES)}, got {exchange!r}")
-        if outer is not None and not isinstance(outer, Optimizer):
-            raise TypeError(
-                f"outer must be a rule of mpishard.optimizers, or None, got {type(outer).__name__}"
-            )
-        if outer is not None and (
-            outer.clip_global_norm or outer.clip_value or outer.parameter_options
-        ):
-            raise ValueError(
-                "outer must have no clipping and no parameter_options: give them to the inner rule"
-            )
+        if outer is not None:
+            require_type("outer", outer, Optimizer)
+            if outer.clip_global_norm or outer.clip_value or outer.parameter_options:
+                raise ValueError(
+                    "outer must have no clipping and no parameter_options: give them to the inner "
+                    "rule"
+                )
         for rule in (self._rule, outer):
             if rule is not None and rule.searches:
                 raise ValueError(
