@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from mpishard.arrays import Array
-from mpishard.cli.tables import errors_table
 from mpishard.cli.wording import counted
 from mpishard.communication.contract.matching import who
 
@@ -64,14 +63,17 @@ class Comparison:
     def table(self) -> Table:
         """Return each parameter's errors, the worst first."""
         heads = ("parameter", "shape")[: len(self.labels[0])]
-        table = errors_table(heads, (*self.columns, "on rank", "above from step"))
+        texts = [Column(name, overflow="fold") for name in heads]
+        titles = (*self.columns, "on rank", "above from step")
+        figures = [Column(name, justify="right") for name in titles]
+        table = Table(*texts, *figures, box=None, pad_edge=False)
         shown = self._shown()
         for i in np.argsort(-shown.max(axis=(0, 1, 2)), kind="stable"):
             mine = shown[..., i]
             steps = np.flatnonzero((mine > self.tolerance).any(axis=(0, 1)))
-            figures = [f"{error:.1e}" for error in mine.max(axis=(1, 2))]
+            worst = [f"{error:.1e}" for error in mine.max(axis=(1, 2))]
             rank, first = mine.max(axis=(0, 2)).argmax(), f"{steps[0]}" if steps.size else ""
-            row = (*self.labels[i], *figures, f"{rank}", first)
+            row = (*self.labels[i], *worst, f"{rank}", first)
             table.add_row(*row, style="bold red" if steps.size else None)
         return table
 
