@@ -86,15 +86,26 @@ class Comparison:
         lines = [f"worst error of {', '.join(texts)}"] if texts else []
         lines += [self.note] if self.note else []
         shown, names = self._shown(), len(self.labels)
-        _, ranks, steps, _ = shown.shape
+        _, size, steps, _ = shown.shape
         made = counted(steps - 1, "step")
         within = f"{self.tolerance:.0e} in {made} (worst {shown.max():.1e}), {self.dtype}"
         if self.is_equal:
             are_all = f"all {names} parameters"
             what = are_all if others else f"{names} parameters and gradients"
-            return [*lines, f"EQUAL: {what} on {counted(ranks, 'rank')} are within {within}"]
+            return [*lines, f"EQUAL: {what} on {counted(size, 'rank')} are within {within}"]
+        # A wrong gradient makes all later parameters wrong, too: the first difference is the cause.
+        step, kind = self.first_difference()
+        errors = self.errors[kind][:, step]
+        ranks = np.flatnonzero((errors > self.limits[kind]).any(axis=1)).tolist()
+        cause = self.causes[kind if step else "start"].format(
+            step=step,
+            rank=ranks[0],
+            ranks=who(ranks),
+            name=self.labels[errors.max(axis=0).argmax()][0],
+            most=errors.max(),
+        )
         above = int((shown > self.tolerance).any(axis=(0, 1, 2)).sum())
-        return [*lines, self._cause(), f"DIFFERENT: {above} of {names} parameters exceed {within}"]
+        return [*lines, cause, f"DIFFERENT: {above} of {names} parameters exceed {within}"]
 
     def _shown(self) -> Array:
         """Return the errors in the table, shape (columns, ranks, steps + 1, parameters)."""
@@ -107,19 +118,6 @@ class Comparison:
             (step, kind)
             for step, kind in product(range(steps), self.errors)
             if (self.errors[kind][:, step] > self.limits[kind]).any()
-        )
-
-    def _cause(self) -> str:
-        """Return the first difference, and its possible causes."""
-        step, kind = self.first_difference()
-        errors = self.errors[kind][:, step]
-        ranks = np.flatnonzero((errors > self.limits[kind]).any(axis=1)).tolist()
-        return self.causes[kind if step else "start"].format(
-            step=step,
-            rank=ranks[0],
-            ranks=who(ranks),
-            name=self.labels[errors.max(axis=0).argmax()][0],
-            most=errors.max(),
         )
 
 
