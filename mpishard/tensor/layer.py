@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import require_type
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import NAMESPACES, Array
 from mpishard.communication import CommunicationBackend
 from mpishard.layout import ShardLayout
 from mpishard.nn.layers.layer import Layer, ParameterSpec
@@ -121,7 +121,7 @@ class DimSplit:
 
         If there is one rank and x is C-contiguous, it is x itself.
         """
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         if self.world_size == 1:
             return xp.ascontiguousarray(x)
         own = [x[..., low:high] for low, high in self.ranges(rank)]
@@ -132,7 +132,7 @@ class DimSplit:
 
         This takes one all-gather and one copy.
         """
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         rows = math.prod(x.shape[:-1])
         # all_gather joins the ranks' arrays end to end; the loop puts them side by side.
         flat = backend.all_gather(xp.ascontiguousarray(x).reshape(-1))

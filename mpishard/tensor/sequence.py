@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import require_type
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import NAMESPACES, Array
 from mpishard.bfloat16 import wide
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
@@ -82,7 +82,7 @@ class SequenceParallelNorm(TensorParallelLayer):
         first = next(iter(targets.values()))
         # The sums are separate from g, which may have gradients of earlier micro-batches. Those are
         # summed over the ranks already.
-        sums = array_namespace(first).zeros((len(targets), self.norm.width), dtype=first.dtype)
+        sums = NAMESPACES[type(first)].zeros((len(targets), self.norm.width), dtype=first.dtype)
         self.norm.backward_weight(pending, dict(zip(targets, sums, strict=True)))
         # One all-reduce for all parameters, because the time for short vectors is mostly latency.
         self.backend.all_reduce(sums)

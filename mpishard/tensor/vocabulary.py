@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpishard.arguments import as_flag, require_type
-from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.arrays import NAMESPACES, Array, chunks
 from mpishard.bfloat16 import wide
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import ILossFunction, LayerCategory
@@ -119,7 +119,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
         self.check_input(x)
         local, is_here = self._localize(x)
         # Tokens of other ranks read row 0 here, and are then cleared: this takes only one lookup.
-        y = p["weight"].take(array_namespace(x).where(is_here, local, 0), axis=0)
+        y = p["weight"].take(NAMESPACES[type(x)].where(is_here, local, 0), axis=0)
         y[~is_here] = 0
         saved = x if context.training else None
         if self.sequence_parallel:
@@ -140,7 +140,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
             dy = gather_time(self.backend, dy)
         local, is_here = self._localize(tokens.reshape(-1))
         # Only tokens of this rank's rows are sorted and summed.
-        places_M = array_namespace(dy).flatnonzero(is_here)
+        places_M = NAMESPACES[type(dy)].flatnonzero(is_here)
         add_rows(g["weight"], local[places_M], wide(dy.reshape(-1, self.width)[places_M]))
 
     def _localize(self, tokens: Array) -> tuple[Array, Array]:
@@ -214,7 +214,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         Save the gradient itself. The errors raised are those of `check_target`, and a ValueError
         if the last dim of the logits is not R.
         """
-        xp = array_namespace(prediction)
+        xp = NAMESPACES[type(prediction)]
         low, high = self.split.within_block(self.backend.rank)
         if not prediction.ndim or prediction.shape[-1] != high - low:
             raise ValueError(
@@ -272,7 +272,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         logit, and of all logits. The exponentials are written to ``exponentials_NR`` unless it is
         None.
         """
-        xp = array_namespace(logits_NR)
+        xp = NAMESPACES[type(logits_NR)]
         kinds = 3 if self.loss.label_smoothing else 2
         sums = xp.zeros((kinds, logits_NR.shape[0]), dtype=logits_NR.dtype)
         for rows in chunks(logits_NR):
@@ -297,7 +297,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         counted_N: Array,
     ) -> None:
         """Scale the exponentials, and subtract the target distribution from rows not ignored."""
-        xp = array_namespace(gradient_NR)
+        xp = NAMESPACES[type(gradient_NR)]
         smoothing, dtype = self.loss.label_smoothing, gradient_NR.dtype
         for rows in chunks(gradient_NR):
             gradient = gradient_NR[rows]
