@@ -6,7 +6,6 @@ whose rows this rank has, R classes of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mpishard.arguments import as_flag, require_type
@@ -15,14 +14,14 @@ from mpishard.bfloat16 import wide
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import ILossFunction, LayerCategory
 from mpishard.nn.layers.embedding import Embedding, add_rows
-from mpishard.nn.layers.layer import Context, Gradients, Initializer, Parameters, ParameterSpec
+from mpishard.nn.layers.layer import Context, Gradients, Initializer, Parameters
 from mpishard.nn.losses import CrossEntropy
 from mpishard.sharding import Box
-from mpishard.tensor.layer import DimSplit, TensorParallelLayer
+from mpishard.tensor.layer import DimSplit, SplitLayer
 from mpishard.tensor.regions import gather_time, local_length, reduce_scatter_time
 
 
-class VocabularyParallelEmbedding(TensorParallelLayer):
+class VocabularyParallelEmbedding(SplitLayer):
     """Table with a vector for each token, y = W[tokens], whose rows are split over the ranks.
 
     All ranks have the same tokens. A rank returns zeros for tokens whose rows it does not have, and
@@ -68,30 +67,15 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
         *,
         sequence_parallel: bool = False,
     ) -> None:
-        super().__init__(backend)
-        self._whole = Embedding(vocabulary_size, width, initializer)
+        super().__init__(backend, Embedding(vocabulary_size, width, initializer))
         self.vocabulary_size = int(vocabulary_size)
         self.width = int(width)
         self.sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
         self.split = DimSplit(self.vocabulary_size, backend.world_size)
 
-    @property
-    def whole_parameters(self) -> Mapping[str, ParameterSpec]:
-        """``weight`` of shape (vocabulary_size, width)."""
-        return self._whole.parameters
-
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Return the rows of W that this rank has."""
         return tuple((rows, (0, self.width)) for rows in self.split.ranges(self.backend.rank))
-
-    @property
-    def takes_integers(self) -> bool:
-        """True, because tokens are integers."""
-        return True
-
-    def check_input(self, x: Array) -> None:
-        """Refuse arrays of other dtypes than integers, and tokens outside the whole vocabulary."""
-        self._whole.check_input(x)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (..., width) for the shape (...).
@@ -105,11 +89,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
                     "(time, ...), got ()"
                 )
             input_shape = (local_length(self.backend, input_shape[0]), *input_shape[1:])
-        return self._whole.output_shape(input_shape)
-
-    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Return 0: rows are only copied."""
-        return 0
+        return super().output_shape(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Look up integer tokens of any shape, and save them. Collective.
