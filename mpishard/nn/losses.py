@@ -12,7 +12,7 @@ from abc import abstractmethod
 from typing import Any
 
 from mpishard.arguments import as_amount, as_integer, as_number, as_positive
-from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.arrays import NAMESPACES, Array, array_namespace, chunks
 from mpishard.contracts import ILossFunction
 from mpishard.nn.layers.activations import sigmoid
 
@@ -69,7 +69,7 @@ class _ErrorLoss(Loss):
         Save prediction - target. The errors raised are those of `check_target`.
         """
         self.check_target(prediction.shape, target)
-        xp = array_namespace(prediction)
+        xp = NAMESPACES[type(prediction)]
         outputs = math.prod(prediction.shape[1:])
         errors = xp.empty_like(prediction) if training else None
         total = 0.0
@@ -99,7 +99,7 @@ class MSE(_ErrorLoss):
     """
 
     def _sum(self, error: Array) -> float:
-        xp = array_namespace(error)
+        xp = NAMESPACES[type(error)]
         return float(xp.square(error).sum(dtype=xp.float64))
 
     def _differentiate(self, error: Array, outputs: int) -> None:
@@ -113,11 +113,11 @@ class MAE(_ErrorLoss):
     """
 
     def _sum(self, error: Array) -> float:
-        xp = array_namespace(error)
+        xp = NAMESPACES[type(error)]
         return float(xp.abs(error).sum(dtype=xp.float64))
 
     def _differentiate(self, error: Array, outputs: int) -> None:
-        array_namespace(error).sign(error, out=error)
+        NAMESPACES[type(error)].sign(error, out=error)
         error *= 1.0 / outputs
 
 
@@ -144,7 +144,7 @@ class Huber(_ErrorLoss):
 
     def _sum(self, error: Array) -> float:
         # With s the size of e and c = min(s, delta), both branches are c (s - c / 2).
-        xp = array_namespace(error)
+        xp = NAMESPACES[type(error)]
         size = xp.abs(error)
         clipped = xp.minimum(size, self.delta)
         size -= 0.5 * clipped
@@ -152,7 +152,7 @@ class Huber(_ErrorLoss):
         return float(size.sum(dtype=xp.float64))
 
     def _differentiate(self, error: Array, outputs: int) -> None:
-        array_namespace(error).clip(error, -self.delta, self.delta, out=error)
+        NAMESPACES[type(error)].clip(error, -self.delta, self.delta, out=error)
         error *= 1.0 / outputs
 
 
@@ -197,7 +197,7 @@ class CrossEntropy(Loss):
         Save the gradient itself, because it is made of the exponentials that the loss needs anyway.
         The errors raised are those of `check_target`.
         """
-        xp = array_namespace(prediction)
+        xp = NAMESPACES[type(prediction)]
         self.check_target(prediction.shape, target)
         logits_NV = prediction.reshape(-1, prediction.shape[-1])
         target_N = target.reshape(-1)
@@ -287,7 +287,7 @@ class BinaryCrossEntropy(Loss):
         Save the gradient itself. The errors raised are those of `check_target`.
         """
         self.check_target(prediction.shape, target)
-        xp = array_namespace(prediction)
+        xp = NAMESPACES[type(prediction)]
         outputs = math.prod(prediction.shape[1:])
         gradient = xp.empty_like(prediction) if training else None
         total = 0.0
