@@ -392,7 +392,9 @@ def as_distributed_for_high_bandwidth(model: Any, backend: CommunicationBackend)
 
     Parameters and errors are those of `as_distributed`.
     """
-    return _with_preset(model, backend, ShardingConfiguration.create_for_high_bandwidth)
+    # `as_distributed` refuses a backend of None.
+    config = backend and ShardingConfiguration.create_for_high_bandwidth(backend)
+    return as_distributed(model, config)
 
 
 def as_distributed_for_low_bandwidth(model: Any, backend: CommunicationBackend) -> Any:
@@ -400,20 +402,9 @@ def as_distributed_for_low_bandwidth(model: Any, backend: CommunicationBackend) 
 
     Parameters and errors are those of `as_distributed`.
     """
-    return _with_preset(model, backend, ShardingConfiguration.create_for_low_bandwidth)
-
-
-def _with_preset(
-    model: Any,
-    backend: CommunicationBackend,
-    preset: Callable[[CommunicationBackend], ShardingConfiguration],
-) -> Any:
-    if model is None or backend is None:
-        raise TypeError(
-            f"needs a model or optimizer, and a backend; got {type(model).__name__} and "
-            f"{type(backend).__name__}"
-        )
-    return as_distributed(model, preset(backend))
+    # `as_distributed` refuses a backend of None.
+    config = backend and ShardingConfiguration.create_for_low_bandwidth(backend)
+    return as_distributed(model, config)
 
 
 def launch(

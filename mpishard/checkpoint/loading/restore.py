@@ -7,7 +7,6 @@ verifies.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -105,10 +104,8 @@ def load_states(
         # Only rank 0 searches, because the ranks' working directories may differ, and a folder may
         # change between two searches.
         is_first = backend is None or backend.rank == 0
-        with together(backend) as statements:
-            found = path_text(find_single(path)) if is_first else ""
-            statements.own = json.dumps([found, list(states)])
-        said = [json.loads(text) for text in statements.everyone]
+        with together(backend) as said:
+            said.append([path_text(find_single(path)) if is_first else "", list(states)])
         if any(names != said[0][1] for _, names in said):
             by_rank = "; ".join(", ".join(names) for _, names in said)
             raise ValueError(f"every rank must restore the same states; by rank: {by_rank}")
@@ -220,13 +217,13 @@ def newest_valid(
         If there are checkpoints, and none can be used. The message gives the reason for each.
     """
     rank, world_size = (0, 1) if backend is None else (backend.rank, backend.world_size)
-    with together(backend) as statements:
+    with together(backend) as said:
         if not isinstance(folder, CheckpointFolder):
             folder = CheckpointFolder(folder)
         if rank == 0:
             listed = [[e.path.name, e.sequence, e.problem] for e in newest_first(folder)]
-            statements.own = json.dumps([path_text(folder.path), listed])
-    place, found = json.loads(statements.everyone[0])
+            said.append([path_text(folder.path), listed])
+    ((place, found),) = said
     refused: list[str] = []
     for name, sequence, problem in found:
         path = Path(path_from(place) or "", name)
