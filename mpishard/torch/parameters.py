@@ -145,6 +145,10 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
         return self.detach().clone().__reduce_ex__(protocol)
 
 
+def _form(tensor: Any) -> Any:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 class SharedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
     """A parameter of a sharded module, in the memory where the module's owner put it.
 
@@ -166,7 +170,11 @@ class SharedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
 
     @data.setter
     def data(self, values: Any) -> None:
-        torch.Tensor.data.__set__(self, values)
+        # The parameter stays in the ranks' memory if the values fit there.
+        if not isinstance(values, torch.Tensor) or _form(values) != _form(self):
+            torch.Tensor.data.__set__(self, values)
+        elif (values.data_ptr(), values.stride()) != (self.data_ptr(), self.stride()):
+            self.data.copy_(values.detach())
 
     # Copies and pickles are plain parameters of PyTorch. A view would be saved with all of its
     # memory, which is a whole unit.

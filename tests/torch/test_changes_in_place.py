@@ -54,6 +54,15 @@ def follow(model: Any) -> None:
         model.momentum.bias.data.mul_(0.5).add_(model.net[0].bias)
 
 
+def assign_values(model: Any) -> None:
+    for parameter in model.net.parameters():
+        parameter.data = 0.9 * parameter.data
+    vector = torch.nn.utils.parameters_to_vector(model.net.parameters())
+    torch.nn.utils.vector_to_parameters(vector - 0.01, model.net.parameters())
+    own, followed = model.momentum.weight, model.net[0].weight
+    own.data = (0.5 * own.data + 0.5 * followed.data).T.contiguous().T
+
+
 class Momentum(torch.nn.Module):
     """A network, and a frozen layer that follows one of its layers."""
 
@@ -67,7 +76,9 @@ class Momentum(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "change", [decay, decay_data, normalise_rows, change_elements, follow], ids=lambda c: c.__name__
+    "change",
+    [decay, decay_data, normalise_rows, change_elements, follow, assign_values],
+    ids=lambda c: c.__name__,
 )
 @by_path
 @in_worlds(1, 2, 3)
