@@ -78,15 +78,13 @@ def program_of(model: Any, config: ShardingConfiguration) -> Program:
     """
     if isinstance(model, ILayeredModel | IPlaceableModel):
         model.fill_parameters(0, np.empty(0, model.dtype))  # raises if they are taken
-    world = config.communication_backend
     if config.precision is not None:
         require_bfloat16(model)
     if isinstance(model, ILayeredModel):
-        size = config.minimum_parameter_group_size
-        return LayeredProgram(model, size, world, mixed=config.precision is not None)
+        return LayeredProgram(model, config)
     if isinstance(model, IPlaceableModel):
-        return PlacedProgram(model, config.minimum_parameter_group_size, world)
-    return OpaqueProgram(model, world)
+        return PlacedProgram(model, config)
+    return OpaqueProgram(model, config.communication_backend)
 
 
 def require_bfloat16(model: Any) -> None:
