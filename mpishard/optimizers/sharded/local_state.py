@@ -13,7 +13,7 @@ from mpishard.arrays import Array, array_namespace, beside, copy_into
 from mpishard.bfloat16 import BFLOAT16
 from mpishard.checkpoint import Pieces
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.update import written_here
+from mpishard.models.engine.update import StepReport, written_here
 from mpishard.models.stores.compression import Code, Int8, Rounded
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
@@ -142,6 +142,17 @@ class LocalState(ModelState):
         return fragments
 
     # ---------------------------------------------------------------------------------- exchanges
+
+    def step(self, x: Array, y: Array, sample_start: int | None) -> StepReport:
+        before = self.steps
+        self.begin_step()
+        report = self.engine.step(
+            x, y, self.update, sample_start=sample_start, settings=self.settings(), apart=True
+        )
+        if report.gradient_norm is not None:  # otherwise the step added to a round
+            self.steps = before + 1  # also of a rank without samples
+            self.end_step()
+        return report
 
     def begin_step(self) -> None:
         """Record the parameters, if all replicas were made equal since the last step."""
