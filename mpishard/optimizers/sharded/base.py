@@ -651,7 +651,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         except CommunicationError:  # the parameters cannot be gathered any more
             raise
         except Exception as error:
-            if isinstance(error, common) and (run is None or not run.has_updated):
+            if isinstance(error, common) and (run is None or not run.result.loss_history):
                 self._forget_model()
                 self._awaiting = awaiting
                 model.release()
