@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from mpishard.arguments import as_amount, as_integer, as_number, as_positive
 from mpishard.arrays import NAMESPACES, Array, array_namespace, chunks
@@ -30,11 +30,14 @@ class Loss(ILossFunction):
 class _RealLoss(Loss):
     """Base of losses of real targets, averaged over output dims and summed over samples."""
 
+    _factor: ClassVar[float] = 1.0  # of the slopes that `_losses` writes
+
     @abstractmethod
     def _losses(self, z: Array, t: Array, slope: Array | None) -> Array:
-        """Return the loss of each prediction z and target t, and write its slope at z to ``slope``.
+        """Return the loss of each prediction z and target t, and write its slope to ``slope``.
 
-        ``slope`` is an array of the shape and dtype of z, or None if no gradient is needed.
+        The slope is that at z, divided by the class's factor. ``slope`` is an array of the shape
+        and dtype of z, or None if no gradient is needed.
         """
 
     def forward(
@@ -54,7 +57,7 @@ class _RealLoss(Loss):
             losses = self._losses(prediction[rows], targets, slope)
             total += float(losses.sum(dtype="float64"))  # so that small terms of large sums count
             if slope is not None:
-                slope *= 1.0 / outputs
+                slope *= self._factor / outputs
         return total / outputs, float(prediction.shape[0]), gradient
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
@@ -92,12 +95,11 @@ class MSE(_RealLoss):
     It is averaged over the output dims and summed over the samples. Each sample has weight 1.
     """
 
+    _factor = 2.0
+
     def _losses(self, z: Array, t: Array, slope: Array | None) -> Array:
         xp = NAMESPACES[type(z)]
-        error = xp.subtract(z, t, out=slope)
-        losses = xp.square(error)
-        error *= 2.0
-        return losses
+        return xp.square(xp.subtract(z, t, out=slope))
 
 
 class MAE(_RealLoss):
