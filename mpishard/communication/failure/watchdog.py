@@ -165,7 +165,7 @@ class SignalPipe:
         if not select.select([self._read], [], [], seconds)[0]:
             return set()
         # Python writes a byte for each signal with a handler, also for those of the user's.
-        ours = {signal.SIGINT: signal.default_int_handler}
+        ours: dict[int, object] = {signal.SIGINT: signal.default_int_handler}
         return {
             number
             for number in os.read(self._read, 4096)
