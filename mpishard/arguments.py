@@ -163,7 +163,9 @@ def require_type(name: str, value: Any, *kinds: type) -> None:
     if not isinstance(value, kinds):
         known = " or ".join(kind.__name__ for kind in kinds)
         article = "an" if known[0] in "AEIOU" else "a"
-        raise TypeError(f"{name} must be {article} {known}, got {type(value).__name__}")
+        is_class = isinstance(value, type)
+        got = f"the class {value.__name__}" if is_class else type(value).__name__
+        raise TypeError(f"{name} must be {article} {known}, got {got}")
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
