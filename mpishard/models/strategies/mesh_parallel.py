@@ -156,16 +156,11 @@ class MeshModel(ShardedModelBase):
         # One data rank has no other to shard with.
         if self.mesh.data_size > 1:
             self.policy = DATA_POLICIES[self._options.data_parallel_strategy]
-        if not isinstance(program, WholeProgram):
-            return self._mesh_program(self._wrapped_model)
-        if self.mesh.model_size > 1:  # otherwise it is data parallelism
+        if isinstance(program, WholeProgram):
+            if self.mesh.model_size == 1:  # it is data parallelism
+                return program
             return DividedProgram(program, self.mesh, self._options.partition_strategy)
-        return program
-
-    def _replicas(self, size: int) -> ProcessMesh:
-        return self.mesh
-
-    def _mesh_program(self, model: ILayeredModel) -> MeshProgram:
+        model: ILayeredModel = self._wrapped_model
         if self._options.sequence_parallel and self.mesh.tensor_size > 1:
             infos = model.get_all_layer_info()
             layers = {info.name: layer for info, layer in zip(infos, model.layers, strict=True)}
@@ -191,6 +186,9 @@ class MeshModel(ShardedModelBase):
             self._options.sequence_parallel, self._options.checkpoint_config,
         )  # fmt: skip
         return MeshProgram(model, self._config, choices)
+
+    def _replicas(self, size: int) -> ProcessMesh:
+        return self.mesh
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
         engine = super()._build_engine(program, arena=arena)

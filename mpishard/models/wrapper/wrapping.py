@@ -39,11 +39,7 @@ from mpishard.models.stores.gradient_store import (
     ScatteredGradients,
     ShardedGradients,
 )
-from mpishard.models.stores.offload import (
-    OffloadedGradients,
-    OffloadedParameters,
-    UpdateStage,
-)
+from mpishard.models.stores.offload import OffloadedGradients, OffloadedParameters
 from mpishard.models.stores.parameter_store import (
     MixedParameters,
     NodeParameters,
@@ -264,11 +260,7 @@ def build_engine(
     else:
         parameters = make_parameter_store(layout, policy)
     state_layout = layout.on_host if on_gpu and config.cpu_offload_optimizer else layout
-    stage = UpdateStage(state_layout) if on_gpu else None
-    return Engine(
-        program, parameters, make_gradients, state_layout, stage, policy, program.default_loss,
-        config,
-    )  # fmt: skip
+    return Engine(program, parameters, make_gradients, state_layout, policy, config)
 
 
 def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
