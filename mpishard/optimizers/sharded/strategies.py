@@ -160,14 +160,7 @@ class _MeshOptimizer(ShardedOptimizerBase):
     def _require_fit(self, model: ShardedModelBase) -> None:
         super()._require_fit(model)
         assert isinstance(model, MeshModel)
-        options = self._model_options
-        count = options.get("micro_batch_count", model.micro_batch_count)
-        if count != model.micro_batch_count:
-            raise ShardingError(
-                f"the optimizer was made for {count} micro-batches, and the model cuts a batch "
-                f"into {model.micro_batch_count}; give both the same"
-            )
-        for name, mine in options.items():
+        for name, mine in self._model_options.items():
             value = _COMPARED.get(name)
             if value is not None and value(mine) != value(getattr(model, name)):
                 raise ShardingError(
@@ -202,6 +195,7 @@ _COMPARED: dict[str, Callable[[Any], Any]] = {
     "schedule": lambda schedule: (schedule.name, schedule.virtual_stages_per_rank),
     "data_parallel_strategy": DATA_POLICIES.__getitem__,  # two of them have two names
     "sequence_parallel": bool,
+    "micro_batch_count": int,
 }
 
 
