@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from mpishard.arguments import as_count, as_integer, nearest
@@ -290,6 +291,10 @@ class HybridShardedOptimizer(_MeshOptimizer):
     """
 
     model_class = HybridShardedModel
+    _refused = MappingProxyType({
+        "synchronize_optimizer_state": "it partitions the optimizer state over the mesh: each "
+        "rank holds a part that no other rank need have, so there is nothing to synchronise"
+    })  # fmt: skip
 
     def __init__(
         self,
@@ -306,12 +311,6 @@ class HybridShardedOptimizer(_MeshOptimizer):
         )
         names = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
         self._model_options |= zip(names, self.sizes, strict=True)
-
-    def _refusals(self) -> Mapping[str, str]:
-        return {
-            "synchronize_optimizer_state": "it partitions the optimizer state over the mesh: each "
-            "rank holds a part that no other rank need have, so there is nothing to synchronise"
-        }
 
 
 class ElasticOptimizer(ShardedOptimizerBase):
@@ -347,6 +346,10 @@ class ElasticOptimizer(ShardedOptimizerBase):
     """
 
     _setting_names = "min_workers", "max_workers"
+    _refused = MappingProxyType({
+        "synchronize_optimizer_state": "the state is divided anew when the number of ranks "
+        "changes, and steps keep it: there is nothing to synchronise"
+    })  # fmt: skip
 
     def __init__(
         self,
@@ -403,12 +406,6 @@ class ElasticOptimizer(ShardedOptimizerBase):
                 "from the beginning", type(self).__name__,
             )  # fmt: skip
         return super().optimize(input_data)
-
-    def _refusals(self) -> Mapping[str, str]:
-        return {
-            "synchronize_optimizer_state": "the state is divided anew when the number of ranks "
-            "changes, and steps keep it: there is nothing to synchronise"
-        }
 
     def serialize(self) -> bytes:
         """Return state and bounds as bytes that any number of ranks can read. Collective."""
