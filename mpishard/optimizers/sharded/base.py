@@ -6,6 +6,7 @@ import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     model_class: type[ShardedModelBase]
     _replicas_differ = False  # between two steps, until `settle`
+    _refused: Mapping[str, str] = MappingProxyType({})  # members not offered, and the reasons
     _setting_names: tuple[str, ...] = ()  # those besides the rule's, which all ranks must share
     allowed_ranks = 1, sys.maxsize
     """The fewest and the most ranks that may continue a run of `optimize`."""
@@ -339,12 +341,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             state.take(saved)
         return state
 
-    def _refusals(self) -> Mapping[str, str]:
-        """Return the members that this optimizer does not offer, with the reasons."""
-        return {}
-
     def _require_offered(self, member: str) -> None:
-        if reason := self._refusals().get(member):
+        if reason := self._refused.get(member):
             raise NotImplementedError(f"{type(self).__name__}.{member}: {reason}")
 
     def _fingerprint(self) -> dict[str, Any]:
