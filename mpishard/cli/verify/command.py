@@ -13,7 +13,7 @@ import typer
 
 from mpishard import settings
 from mpishard.arguments import as_positive
-from mpishard.cli.run.job import prepare_job
+from mpishard.cli.run.job import Job
 from mpishard.cli.run.launcher import MPIInstallation
 from mpishard.cli.tables import show
 from mpishard.cli.verify.comparison import Comparison, Recording, compare_steps
@@ -181,7 +181,7 @@ def _verify_factory(job: VerifyJob) -> bool:
     reference, program = (f"{__package__}.{name}" for name in ("reference", "ranks"))
     words, ranks, is_mpi = [program, str(job.folder)], job.world_size, job.backend == "mpi"
     # Before training alone, because it refuses more ranks than can be started.
-    started = prepare_job("verify", words, ranks, "", is_module=True) if is_mpi else None
+    started = Job("verify", words, ranks, is_module=True) if is_mpi else None
     if _run(reference, words[1]):
         raise typer.Exit(2)
     job = VerifyJob.read(job.folder)  # which the reference has settled
@@ -213,7 +213,7 @@ def _verify_script(words: Sequence[str], ranks: int, steps: int, tolerance: floa
         for recording in (alone, together):
             recording.folder.mkdir()
             variables = {"MPISHARD_VERIFY": f"{steps}:{recording.folder}"}
-            code = prepare_job("verify", words, recording.ranks, "", variables).run()
+            code = Job("verify", words, recording.ranks, variables=variables).run()
             where = f"{words[0]} on {counted(recording.ranks, 'rank')}"
             if code and recording is together:
                 _fail(where, code)
