@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -188,7 +187,7 @@ def _errors(
 
 def main() -> None:
     """Run as one rank of the job in FOLDER, or as all of them on threads."""
-    job = VerifyJob.read(Path(sys.argv[1]))
+    job: VerifyJob = VerifyJob.read(Path(sys.argv[1]))
     factory = load_factory(job.target)
 
     def train(backend: CommunicationBackend) -> None:
@@ -198,7 +197,7 @@ def main() -> None:
             problem = build_problem(factory, job.seed, dtype)
             found = compare(backend, job, problem, Reference.read(job.folder), schedule)
             if backend.rank == 0:
-                job.comparison_file(schedule).write_bytes(pickle.dumps(found))
+                job.write(found, f"comparison-{schedule}")
 
     launch(train, backend=job.backend, world_size=job.world_size)
 
