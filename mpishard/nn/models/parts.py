@@ -140,18 +140,13 @@ class TrainingPass:
         self._table = table
         self._vector = vector
         self._x_shape = x.shape
-        self._is_pending = False
+        self.is_pending = False  # True after `input_gradient`, until `weight_gradients`.
         prediction, self._saved = chain.forward(table.nested_views(vector), x, context)
         total, self._weight, loss_saved = loss.forward(prediction, y)
         # The weight is 0 if there are no samples, or if all targets are ignored.
         self.mean_loss = as_loss(total, loss, "sum") / self._weight if self._weight else 0.0
         # Backward pops the gradient from this list, so that no name keeps the large array alive.
         self._output_gradient = [loss.backward(loss_saved)] if self._weight else []
-
-    @property
-    def is_pending(self) -> bool:
-        """True after `input_gradient` and before `weight_gradients`."""
-        return self._is_pending
 
     def gradients(self) -> Array:
         """Return the gradient of the mean loss, shape (table.length,)."""
@@ -170,7 +165,7 @@ class TrainingPass:
 
         It is None if x holds integers, which have no gradient.
         """
-        self._is_pending = True
+        self.is_pending = True
         if not self._weight:
             xp = NAMESPACES[type(self._vector)]
             is_number = self.chain.takes_integers
@@ -183,7 +178,7 @@ class TrainingPass:
 
     def weight_gradients(self) -> Array:
         """Run the parameters' half after `input_gradient`: return the values of `gradients`."""
-        self._is_pending = False
+        self.is_pending = False
         pending, self._saved = self._saved, None
         return self._mean_gradient(lambda targets: self.chain.backward_weight(pending, targets))
 
