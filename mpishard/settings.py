@@ -142,11 +142,6 @@ def rank_process() -> str:
     return os.environ.get("MPISHARD_RANK_PROCESS", "")
 
 
-def write_rank_process(text: str) -> None:
-    """Set MPISHARD_RANK_PROCESS, for the processes that this one starts."""
-    write("MPISHARD_RANK_PROCESS", text)
-
-
 def is_slurm_step() -> bool:
     """Return whether srun started this process."""
     return "SLURM_STEP_NUM_TASKS" in os.environ
