@@ -392,9 +392,7 @@ def as_distributed_for_high_bandwidth(model: Any, backend: CommunicationBackend)
 
     Parameters and errors are those of `as_distributed`.
     """
-    # `as_distributed` refuses a backend of None.
-    config = backend and ShardingConfiguration.create_for_high_bandwidth(backend)
-    return as_distributed(model, config)
+    return as_distributed(model, ShardingConfiguration.create_for_high_bandwidth(backend))
 
 
 def as_distributed_for_low_bandwidth(model: Any, backend: CommunicationBackend) -> Any:
@@ -402,9 +400,7 @@ def as_distributed_for_low_bandwidth(model: Any, backend: CommunicationBackend) 
 
     Parameters and errors are those of `as_distributed`.
     """
-    # `as_distributed` refuses a backend of None.
-    config = backend and ShardingConfiguration.create_for_low_bandwidth(backend)
-    return as_distributed(model, config)
+    return as_distributed(model, ShardingConfiguration.create_for_low_bandwidth(backend))
 
 
 def launch(

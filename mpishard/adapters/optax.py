@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import optional_package
-from mpishard.arrays import Array
-from mpishard.optimizers import Optimizer
 from mpishard.optimizers.rules.options import ParameterOptions
-from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
+from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext
+from mpishard.optimizers.rules.rule import JointRule
 
 _EXAMPLE = np.zeros(2, np.float32)
 _SIDE = 128  # Rows and columns of the trial matrix; optax's Adafactor does not factor smaller ones.
@@ -20,7 +19,7 @@ _SCALES = (1.0, 1e-6, 1e6, 1e12, 1.0)
 _TOLERANCE = 1e-4  # Allowed difference, relative to the step's largest update, in float32.
 
 
-class OptaxRule(Optimizer):
+class OptaxRule(JointRule):
     """Update rule of an optax transformation that is element-wise, such as ``optax.adamw(1e-3)``.
 
     Each rank updates the elements that it owns, and holds their state. Counts and other numbers
@@ -137,16 +136,6 @@ class OptaxRule(Optimizer):
     def fingerprint(self) -> dict[str, Any]:
         # The settings are hidden in closures. Two transformations differ if their updates differ.
         return {**super().fingerprint(), "transformation": self._mark}
-
-    def update(
-        self,
-        parameters: Array,
-        gradients: Array,
-        state: Mapping[str, Array],
-        segments: Sequence[Segment],
-        context: UpdateContext,
-    ) -> None:
-        self.update_all([OwnedRange(parameters, gradients, state, segments)], context)
 
     def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
         """Update all ranges of this rank in place.

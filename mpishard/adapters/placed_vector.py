@@ -121,6 +121,9 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
         self._place(self._cut(vector))
         self._vector, self._holder = vector, None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.with_parameters(self.get_parameters())
+
     def _cut(self, vector: Array) -> list[Array]:
         return [vector[entry.start : entry.stop] for entry in self._entries]
 
@@ -230,9 +233,6 @@ class TreeModel(PlacedVectorModel):
         model = copy.copy(self)
         model.reclaim_parameters(parameters)
         return model
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.with_parameters(self.get_parameters())
 
     # ---------------------------------------------------------------------------------- computing
 

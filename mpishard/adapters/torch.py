@@ -126,9 +126,6 @@ class TorchModel(PlacedVectorModel):
         model.reclaim_parameters(parameters)
         return model
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.with_parameters(self.get_parameters())
-
     def fill_parameters(self, start: int, out: Array) -> None:
         if self._holder is not None:
             self._flat_vector()  # This raises the error that names the holder.

@@ -72,16 +72,6 @@ class DistributedSampler:
         self._set_replicas(num_replicas, rank, self.length)
 
     @property
-    def num_replicas(self) -> int:
-        """Number of replicas R that share the data set."""
-        return self._num_replicas
-
-    @property
-    def rank(self) -> int:
-        """The replica whose indices are returned, from 0 to R - 1."""
-        return self._rank
-
-    @property
     def epoch(self) -> int:
         """Number of the epoch whose order is used."""
         return self._epoch
@@ -126,7 +116,7 @@ class DistributedSampler:
                 f"drop_last=True leaves nothing: {left} samples are fewer than "
                 f"{num_replicas} replicas"
             )
-        self._num_replicas, self._rank = int(num_replicas), int(rank)
+        self.num_replicas, self.rank = int(num_replicas), int(rank)
 
     def _share(self, samples: int) -> int:
         """Return the number of indices of each replica, for this number of samples."""

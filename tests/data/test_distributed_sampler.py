@@ -114,7 +114,7 @@ def test_rescale_ends_iterators_and_a_refused_one_changes_nothing():
         ((0, 1, 0), ValueError, "at least one sample"),
         ((5, 0, 0), ValueError, "num_replicas must be 1 or more, got 0"),
         ((5, 2, 2), ValueError, r"rank 2 is outside \[0, 2\)"),
-        ((5, 2, -1), ValueError, "got -1"),
+        ((5, 2, -1), ValueError, "rank -1 is outside"),
         ((2.5, 2, 0), TypeError, "got float"),
     ],
 )

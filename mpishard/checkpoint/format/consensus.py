@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError, CommunicationError
 
@@ -106,13 +105,6 @@ def all_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
     if backend is None:
         return [text] if text else []
     return _gather_values(backend, text)
-
-
-def begin_all_gather(backend: CommunicationBackend | None, array: Array) -> Callable[[], Array]:
-    """Issue `all_gather`, and return a function that waits for the result and returns it."""
-    if backend is None:
-        return lambda: array
-    return backend.all_gather_async(array).wait
 
 
 def gather_texts(backend: CommunicationBackend | None, text: str) -> list[str]:

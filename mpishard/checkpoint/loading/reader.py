@@ -196,28 +196,30 @@ class CheckpointReader:
             If a file cannot be read, or has changed since it was written.
         """
         self.check_readable(kind, region, out)
-        for values, overlap in self._stored(kind, region):
+        for overlap, values in self.verified(kind, region):
             overlap.copy(values, out)
 
-    def verify_region(self, kind: str, region: Region) -> None:
-        """Compare the checksums of the blocks that `read` would use.
+    def verified(self, kind: str, region: Region) -> Iterator[tuple[Overlap, np.ndarray[Any, Any]]]:
+        """Compare the checksums of what `read` would copy, and yield it, piece by piece.
+
+        Yields
+        ------
+        overlap : Overlap
+            The common part of a piece and the region.
+        values : array
+            The values of the piece.
 
         Raises
         ------
         CheckpointError
             As for `read`.
         """
-        for _ in self._stored(kind, region):
-            pass
-
-    def _stored(self, kind: str, region: Region) -> Iterator[tuple[np.ndarray[Any, Any], Overlap]]:
-        """Yield the pieces' values that a region needs, verified, and the part that it needs."""
         record = self._manifest.arrays[kind]
         for piece in record.pieces[region.name]:
             # Files of pieces that share nothing with the region stay closed.
             for overlap in overlaps(piece.region, region):
                 file = self._open(piece.file)
-                yield file.values(piece, record.dtype, overlap.source_span, kind), overlap
+                yield overlap, file.values(piece, record.dtype, overlap.source_span, kind)
 
     def read_whole(self, kind: str, entry: ParameterEntry) -> np.ndarray[Any, Any]:
         """Return a new array of a parameter's shape, filled by `read`."""
@@ -274,26 +276,19 @@ class CheckpointReader:
         CheckpointError
             If names, shapes or dtype differ. The message lists the differences.
         """
-        saved = {entry.name: entry for entry in self.parameters}
-        wanted = {entry.name: entry for entry in parameters}
-        differences = [
-            f"{name}: {entry.shape} in the checkpoint, not in the model"
-            for name, entry in saved.items()
-            if name not in wanted
-        ]
-        for name, entry in wanted.items():
-            if name not in saved:
-                differences.append(f"{name}: {entry.shape} in the model, not in the checkpoint")
-            elif saved[name].shape != entry.shape:
-                differences.append(
-                    f"{name}: {saved[name].shape} in the checkpoint, {entry.shape} in the model"
-                )
-        if self.dtype != dtype:
-            # The dtype comes first, because it concerns every parameter.
-            differences.insert(
-                0,
-                f"dtype: {self.dtype.name} in the checkpoint, {np.dtype(dtype).name} in the model",
-            )
+        saved = {entry.name: entry.shape for entry in self.parameters}
+        wanted = {entry.name: entry.shape for entry in parameters}
+        # The dtype comes first, because it concerns every parameter.
+        pairs: list[tuple[str, Any, Any]] = [("dtype", self.dtype.name, np.dtype(dtype).name)]
+        pairs += [(name, saved.get(name), wanted.get(name)) for name in saved | wanted]
+        differences = []
+        for name, stored, own in pairs:
+            if own is None:
+                differences.append(f"{name}: {stored} in the checkpoint, not in the model")
+            elif stored is None:
+                differences.append(f"{name}: {own} in the model, not in the checkpoint")
+            elif stored != own:
+                differences.append(f"{name}: {stored} in the checkpoint, {own} in the model")
         if differences:
             more = len(differences) - _NAMED
             lines = differences[:_NAMED] + ([f"and {more} more"] if more > 0 else [])

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from mpishard.arguments import check_path
 from mpishard.arrays import Array
 from mpishard.checkpoint.format.consensus import all_texts, path_from, path_text, together
@@ -21,17 +23,18 @@ from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
     CheckpointState,
-    Pieces,
     require_checkpointable,
     states_of,
 )
 from mpishard.checkpoint.format.folder import CheckpointFolder, Entry
-from mpishard.checkpoint.loading.reader import CheckpointReader, find_single
+from mpishard.checkpoint.loading.reader import CheckpointReader, Overlap, find_single
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
-from mpishard.sharding.regions import Region
 
 T = TypeVar("T")
+
+# The common part of a stored and a wanted region, the stored values, and those to be filled.
+_Copy = tuple[Overlap, np.ndarray[Any, Any], Array]
 
 _log = logging.getLogger("mpishard")
 
@@ -112,7 +115,7 @@ def load_states(
         single = path_from(said[0][0])
         return single or newest_valid(path, backend) or path
 
-    def verify(reader: CheckpointReader) -> dict[str, Pieces]:
+    def verify(reader: CheckpointReader) -> list[_Copy]:
         # All checks come before the first read, so that a refused load changes nothing.
         reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
         if not isinstance(reader.metadata.get("user"), Mapping):
@@ -129,27 +132,24 @@ def load_states(
         if "model" in states:
             with _using_metadata(reader, "model"):
                 model.check_metadata(reader.metadata["model"])
-        for kind, region, _ in _each(wanted):
-            reader.verify_region(kind, region)
-        return wanted
+        return [
+            (overlap, values, array)
+            for pieces in wanted.values()
+            for kind, given in pieces.items()
+            for region, array in given
+            for overlap, values in reader.verified(kind, region)
+        ]
 
-    reader, wanted = open_whole(find, backend, verify)
+    reader, copies = open_whole(find, backend, verify)
     # From here on only a disk that fails between two reads can leave a model partly loaded.
     with reader:
         with together(backend):
-            for kind, region, array in _each(wanted):
-                reader.read(kind, region, array)
+            for overlap, values, array in copies:
+                overlap.copy(values, array)
         for name, state in states.items():
             with _using_metadata(reader, name):
                 state.restored(reader.metadata[name])
         return dict(reader.metadata["user"])
-
-
-def _each(wanted: Mapping[str, Pieces]) -> Iterator[tuple[str, Region, Array]]:
-    for pieces in wanted.values():
-        for kind, given in pieces.items():
-            for region, array in given:
-                yield kind, region, array
 
 
 @contextmanager

@@ -26,7 +26,6 @@ from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.consensus import (
     GatheredTexts,
     all_texts,
-    begin_all_gather,
     path_from,
     path_text,
     together,
@@ -520,10 +519,12 @@ class PendingSave:
             if self._is_awaited:
                 # The wait is short, so that ranks with a slow disk do not look as if they hang.
                 self._thread.join(_MEET_SECONDS)
-            said = begin_all_gather(self._backend, np.array([int(self._state)]))
+            states, backend = [int(self._state)], self._backend
+            work = None if backend is None else backend.all_gather_async(np.array(states))
             if not self._is_awaited:
                 yield
-            states = said().tolist()
+            if work is not None:
+                states = work.wait().tolist()
         if _State.FAILED in states:
             self._fail()
 

@@ -235,7 +235,7 @@ def _verify_script(words: Sequence[str], ranks: int, steps: int, tolerance: floa
 
 def _fail(where: str, code: int) -> NoReturn:
     """End with exit code 1, because the ranks failed, or with that of Ctrl-C."""
-    text = f"it trains alone, and {where} ended with exit code {code}: see above"
+    text = f"the model trains alone, and {where} ended with exit code {code}: see above"
     refuse("verify", text, code if code == settings.EXIT_INTERRUPT else 1)
 
 

@@ -602,7 +602,7 @@ class Engine:
     def continue_as(self, other: Engine) -> None:
         """Take the step, the record and the drift of ``other``, whose parameters were copied."""
         self.step_number, self.record = other.step_number, replace(other.record)
-        self.replicas.drift_as(other.replicas)
+        self.replicas.weight = other.replicas.weight
 
     def gather(self) -> Array:
         """Return all parameters in layer order, a new array on every rank. Collective."""

@@ -190,8 +190,7 @@ class MeshModel(ShardedModelBase):
             tuple((int(first), int(stop)) for first, stop in dealt),
             self._options.sequence_parallel, self._options.checkpoint_config,
         )  # fmt: skip
-        size = self._config.minimum_parameter_group_size
-        return MeshProgram(model, size, choices, mixed=self._config.precision is not None)
+        return MeshProgram(model, self._config, choices)
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
         engine = super()._build_engine(program, arena=arena)

@@ -157,11 +157,6 @@ class TrainingRun:
             )
         return hooks
 
-    @property
-    def has_updated(self) -> bool:
-        """True if this run has made an update."""
-        return bool(self.result.loss_history)
-
     def run(self) -> OptimizationResult:
         """Train; every rank returns the same result. Collective."""
         is_root = self.model.rank == 0

@@ -99,7 +99,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     state_names: ClassVar[tuple[str, ...]] = ()
     # Setting -> its check, which returns the value that the rule keeps.
     checks: ClassVar[dict[str, Callable[[str, Any], Any]]] = {
-        "learning_rate": lambda name, rate: as_schedule(rate, name),
+        "learning_rate": as_schedule,
         "weight_decay": as_amount,
         "clip_global_norm": _above_zero_or_none,
         "clip_value": _above_zero_or_none,
@@ -524,3 +524,17 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """
         check_path("path", path)
         self.deserialize(Path(path).read_bytes())
+
+
+class JointRule(Optimizer):
+    """A rule that updates all ranges of a rank together: it overrides `update_all`."""
+
+    def update(
+        self,
+        parameters: Array,
+        gradients: Array,
+        state: Mapping[str, Array],
+        segments: Sequence[Segment],
+        context: UpdateContext,
+    ) -> None:
+        self.update_all([OwnedRange(parameters, gradients, state, segments)], context)

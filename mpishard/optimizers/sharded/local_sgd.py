@@ -7,10 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from mpishard.arguments import as_count, as_integer, require_type
-from mpishard.arrays import Array
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.update import StepReport
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.local_state import CODES, LocalSettings, LocalState
@@ -160,26 +158,6 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     def _require_fit(self, model: ShardedModelBase) -> None:
         use = f"updates replicas apart for synchronization_period={self.synchronization_period}"
         self._refuse_other_gradients(model, f"{use} steps", ("gradient_leaves",))
-
-    def _run_step(
-        self, state: ModelState, x: Array, y: Array, sample_start: int | None
-    ) -> StepReport:
-        assert isinstance(state, LocalState)
-        before = state.steps
-        state.begin_step()
-        report = state.engine.step(
-            x, y, state.update, sample_start=sample_start, settings=state.settings(), apart=True
-        )
-        if report.gradient_norm is None:  # the step added to a round
-            return report
-        state.steps = before + 1  # also of a rank without samples
-        state.end_step()
-        return report
-
-    def settle(self) -> None:
-        """Make all replicas equal now, whatever the period. Collective."""
-        if isinstance(self._state, LocalState):
-            self._state.settle()
 
     def synchronize_optimizer_state(self) -> None:
         """Do nothing: each rank has the inner state of its own replica."""
