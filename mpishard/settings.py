@@ -251,6 +251,11 @@ def mpi_timeout() -> float:
     return _seconds("MPISHARD_TIMEOUT", 300.0)
 
 
+def thread_timeout() -> float:
+    """MPISHARD_TIMEOUT: the same for the thread-ranks of `launch`; default `MEMORY_TIMEOUT`."""
+    return _seconds("MPISHARD_TIMEOUT", MEMORY_TIMEOUT)
+
+
 def mpi_warning() -> float:
     """MPISHARD_WARN_AFTER: seconds of a wait after which an MPI rank warns; 0 means never."""
     return _seconds("MPISHARD_WARN_AFTER", 30.0)
