@@ -128,70 +128,15 @@ __all__ = [
     "tensor",
 ]
 
-_ROOMS = {
-    "adapters": ("FunctionModel",),
-    "communication": (
-        "CommunicationBackend",
-        "CommunicationManager",
-        "InMemoryCommunicationBackend",
-        "MPICommunicationBackend",
-        "ProcessMesh",
-        "ReductionOperation",
-        "init",
-        "run_in_threads",
-    ),
-    "distributed": (
-        "DistributedStrategy",
-        "TrainingBuilder",
-        "as_distributed",
-        "as_distributed_for_high_bandwidth",
-        "as_distributed_for_low_bandwidth",
-        "launch",
-        "register_strategy",
-    ),
-    "exports": ("export_onnx", "load_gpt2", "save_gpt2"),
-    "layout": ("ShardLayout",),
-    "models": (
-        "DDPModel",
-        "FSDPModel",
-        "HybridShardedModel",
-        "PipelineParallelModel",
-        "ShardedModelBase",
-        "TensorParallelModel",
-        "ZeRO1Model",
-        "ZeRO2Model",
-        "ZeRO3Model",
-    ),
-    "optimizers": (
-        "AsyncSGDOptimizer",
-        "DDPOptimizer",
-        "ElasticOptimizer",
-        "FSDPOptimizer",
-        "GradientCompressionOptimizer",
-        "HybridShardedOptimizer",
-        "LocalSGDOptimizer",
-        "OptimizationInputData",
-        "OptimizationResult",
-        "PipelineParallelOptimizer",
-        "ShardedOptimizerBase",
-        "TensorParallelOptimizer",
-        "ZeRO1Optimizer",
-        "ZeRO2Optimizer",
-        "ZeRO3Optimizer",
-        "minimize",
-    ),
-    "sharding": (
-        "ParameterAnalyzer",
-        "ParameterGroup",
-        "ShardingConfiguration",
-    ),
-}
-"""Room -> its public names. The rooms are loaded on first use (SPEC 1 of Scientific Python).
+_ROOMS = (
+    "layout", "communication", "sharding", "models", "optimizers", "adapters", "distributed",
+    "exports",
+)  # fmt: skip
+"""Rooms that define public names. They are loaded on first use (SPEC 1 of Scientific Python).
 
-A process that only communicates, or prints a plan, does not wait for models and optimizers.
+A process that only communicates, or prints a plan, does not wait for models and optimizers. The
+rooms are searched in this order, in which each imports from those before it.
 """
-
-_HOMES = {name: room for room, names in _ROOMS.items() for name in names}
 
 
 def load_rooms() -> None:
@@ -202,12 +147,14 @@ def load_rooms() -> None:
 
 def __getattr__(name: str) -> object:
     """Import a public name, or a room or module of the package, on first use."""
-    if name in _HOMES:
-        found: object = getattr(importlib.import_module(f"mpishard.{_HOMES[name]}"), name)
-        globals()[name] = found
-        return found
     if not name.startswith("_") and importlib.util.find_spec(f"mpishard.{name}") is not None:
         return importlib.import_module(f"mpishard.{name}")
+    for room in _ROOMS if name in __all__ else ():
+        module = importlib.import_module(f"mpishard.{room}")
+        if hasattr(module, name):
+            found: object = getattr(module, name)
+            globals()[name] = found
+            return found
     raise AttributeError(f"module 'mpishard' has no attribute {name!r}")
 
 

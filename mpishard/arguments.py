@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
 import types
@@ -162,7 +163,9 @@ def require_type(name: str, value: Any, *kinds: type) -> None:
     if not isinstance(value, kinds):
         known = " or ".join(kind.__name__ for kind in kinds)
         article = "an" if known[0] in "AEIOU" else "a"
-        raise TypeError(f"{name} must be {article} {known}, got {type(value).__name__}")
+        is_class = isinstance(value, type)
+        got = f"the class {value.__name__}" if is_class else type(value).__name__
+        raise TypeError(f"{name} must be {article} {known}, got {got}")
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
@@ -214,6 +217,20 @@ def adapter_hint(value: Any) -> str:
     if isinstance(value, types.FunctionType | functools.partial):
         return "; this is a function: wrap it in mpishard.FunctionModel(fun, theta) first"
     return ""
+
+
+def optional_package(name: str, user: str, extra: str) -> Any:
+    """Import and return a package that an extra of mpishard brings.
+
+    Raises
+    ------
+    ImportError
+        Naming ``user``, which needs the package, and the extra.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{user} needs {name}: pip install 'mpishard[{extra}]'") from error
 
 
 _KINDS = {"float": as_number, "int": as_integer, "bool": as_flag}

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,26 @@ _USUAL_L2_BYTES = 512 * 1024
 _LARGEST_CHUNK_BYTES = 512 * 1024
 
 
+class _Namespaces(dict[type, ModuleType]):
+    def __missing__(self, kind: type) -> ModuleType:
+        if issubclass(kind, (np.ndarray, np.generic)):
+            _require_plain_type(kind)
+            return np
+        cupy = sys.modules.get("cupy")
+        if cupy is not None and issubclass(kind, cupy.ndarray):
+            return cupy
+        raise TypeError(f"expected a NumPy or CuPy array, got {kind.__qualname__}")
+
+
+# Only NumPy's array is an entry. CuPy is looked up each time, as it is imported later or never.
+NAMESPACES: Mapping[type, ModuleType] = _Namespaces({np.ndarray: np})
+"""The module, ``numpy`` or ``cupy``, whose functions work on arrays of a type.
+
+``NAMESPACES[type(x)]`` gives the result and errors of ``array_namespace(x)``. Layers use it in each
+pass, because it needs no call of a Python function for NumPy's arrays.
+"""
+
+
 def array_namespace(array: Array) -> ModuleType:
     """Return the module, ``numpy`` or ``cupy``, whose functions work on ``array``.
 
@@ -33,15 +53,7 @@ def array_namespace(array: Array) -> ModuleType:
     TypeError
         For an object that is not an array, or is one that `require_plain` refuses.
     """
-    if type(array) is np.ndarray:  # tested first: every collective and every layer comes here
-        return np
-    require_plain(array)
-    if isinstance(array, np.ndarray | np.generic):
-        return np
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(array, cupy.ndarray):
-        return cupy
-    raise TypeError(f"expected a NumPy or CuPy array, got {type(array).__qualname__}")
+    return NAMESPACES[type(array)]
 
 
 def require_plain(array: Any) -> None:
@@ -55,13 +67,16 @@ def require_plain(array: Any) -> None:
     TypeError
         Naming the class and the conversion to a plain array.
     """
-    if type(array) is np.ndarray or not isinstance(array, np.ndarray):
+    _require_plain_type(type(array))
+
+
+def _require_plain_type(kind: type) -> None:
+    if kind is np.ndarray or not issubclass(kind, np.ndarray) or issubclass(kind, np.memmap):
         return
-    if not isinstance(array, np.memmap):
-        mend = "; pass numpy.asarray(array)"
-        if isinstance(array, np.ma.MaskedArray):
-            mend = ", whose mask would be lost; pass array.filled(value)"
-        raise TypeError(f"expected a plain NumPy array, got a {type(array).__qualname__}{mend}")
+    mend = "; pass numpy.asarray(array)"
+    if issubclass(kind, np.ma.MaskedArray):
+        mend = ", whose mask would be lost; pass array.filled(value)"
+    raise TypeError(f"expected a plain NumPy array, got a {kind.__qualname__}{mend}")
 
 
 def is_device_array(array: Array) -> bool:

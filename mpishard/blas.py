@@ -83,11 +83,10 @@ def choose_kernel(processor: Processor | None = None) -> None:
     They are known on Zen 4. On other processors the best choice depends on OpenBLAS's own, which
     only a process that has loaded it can tell. ``mpishard run`` does this for its ranks.
     """
-    if "numpy" in sys.modules or settings.openblas_kernel_is_set():
-        return
-    processor = processor or Processor.of_this_machine()
-    if processor.has_avx512 and processor.splits_avx512:
-        settings.write("OPENBLAS_CORETYPE", "Haswell")
+    # Kernels for AVX-512 are what OpenBLAS would choose there by itself.
+    kernel = None if "numpy" in sys.modules else better_kernel("SkylakeX", processor)
+    if kernel is not None:
+        settings.write("OPENBLAS_CORETYPE", kernel)
 
 
 def loaded_kernel() -> str | None:

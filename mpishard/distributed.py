@@ -392,7 +392,7 @@ def as_distributed_for_high_bandwidth(model: Any, backend: CommunicationBackend)
 
     Parameters and errors are those of `as_distributed`.
     """
-    return _with_preset(model, backend, ShardingConfiguration.create_for_high_bandwidth)
+    return as_distributed(model, ShardingConfiguration.create_for_high_bandwidth(backend))
 
 
 def as_distributed_for_low_bandwidth(model: Any, backend: CommunicationBackend) -> Any:
@@ -400,20 +400,7 @@ def as_distributed_for_low_bandwidth(model: Any, backend: CommunicationBackend) 
 
     Parameters and errors are those of `as_distributed`.
     """
-    return _with_preset(model, backend, ShardingConfiguration.create_for_low_bandwidth)
-
-
-def _with_preset(
-    model: Any,
-    backend: CommunicationBackend,
-    preset: Callable[[CommunicationBackend], ShardingConfiguration],
-) -> Any:
-    if model is None or backend is None:
-        raise TypeError(
-            f"needs a model or optimizer, and a backend; got {type(model).__name__} and "
-            f"{type(backend).__name__}"
-        )
-    return as_distributed(model, preset(backend))
+    return as_distributed(model, ShardingConfiguration.create_for_low_bandwidth(backend))
 
 
 def launch(

@@ -212,6 +212,13 @@ _FORWARD = BLUE
 _INPUT = "#f0a830"
 _WEIGHT = "#7fc6a4"
 
+_LETTERS = {
+    PipelineOperationType.FORWARD: "F",
+    PipelineOperationType.BACKWARD: "B",
+    PipelineOperationType.BACKWARD_INPUT: "B",
+    PipelineOperationType.BACKWARD_WEIGHT: "W",
+}
+
 _WIDTH = 9.6  # width of a figure in inches
 _BARS = 8.9  # approximate width of the bars in it
 _DIGIT = 0.055  # width in inches of a digit of a label
@@ -307,30 +314,17 @@ def _draw(axes: Any, timeline: Timeline, inches: float, row: float) -> None:
 
 def _parts(done: TimedOperation, input_time: float) -> list[tuple[str, float, float]]:
     """Return colour, start and end of an operation, or of both halves of a backward."""
-    kind = done.operation.type
-    if kind is PipelineOperationType.BACKWARD:
+    if done.operation.type is PipelineOperationType.BACKWARD:
         middle = done.start + input_time
         return [(_INPUT, done.start, middle), (_WEIGHT, middle, done.end)]
-    colours = {
-        PipelineOperationType.FORWARD: _FORWARD,
-        PipelineOperationType.BACKWARD_INPUT: _INPUT,
-        PipelineOperationType.BACKWARD_WEIGHT: _WEIGHT,
-    }
-    return [(colours[kind], done.start, done.end)]
+    colours = {"F": _FORWARD, "B": _INPUT, "W": _WEIGHT}
+    return [(colours[_LETTERS[done.operation.type]], done.start, done.end)]
 
 
 def _paler(colour: str, fade: float) -> str:
     """Return ``colour`` mixed with white, which has the fraction ``fade``."""
     parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * fade):02x}" for part in parts)
-
-
-_LETTERS = {
-    PipelineOperationType.FORWARD: "F",
-    PipelineOperationType.BACKWARD: "B",
-    PipelineOperationType.BACKWARD_INPUT: "B",
-    PipelineOperationType.BACKWARD_WEIGHT: "W",
-}
 
 
 def text_chart(timeline: Timeline, width: int = 100) -> str | None:

@@ -30,6 +30,8 @@ __all__ = ["ShardedClassifier", "ShardedRegressor"]
 
 
 class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
+    _loss: type[Loss]
+
     def __init__(
         self,
         model: Callable[[int, int, int], Any] | None = None,
@@ -84,9 +86,6 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
             return function(self.n_features_in_, self.n_outputs_, seed)
         sizes = [self.n_features_in_, *hidden, self.n_outputs_]
         return MLP(sizes, seed=seed, loss=self._loss())
-
-    def _loss(self) -> Loss:
-        raise NotImplementedError
 
     def _train(self, x: Array, y: Array) -> Self:
         # Drawn as scikit-learn does, so each fit advances a RandomState that estimators share.
@@ -186,6 +185,8 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
     True
     """
 
+    _loss = CrossEntropy
+
     def fit(self, X: Any, y: Any) -> Self:
         """Train on samples of shape (n, features) and n labels. Collective under MPI.
 
@@ -229,9 +230,6 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         found: np.ndarray[Any, Any] = self.classes_[probabilities.argmax(axis=1)]
         return found
 
-    def _loss(self) -> Loss:
-        return CrossEntropy()
-
 
 class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
     """A regressor that is trained on ranks.
@@ -248,6 +246,8 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
     >>> regressor.score(x, x[:, 0] ** 2) > 0.9
     True
     """
+
+    _loss = MSE
 
     def fit(self, X: Any, y: Any) -> Self:
         """Train on samples of shape (n, features) and their targets. Collective under MPI.
@@ -269,9 +269,6 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
         """Return the predictions, in the shape of the targets: (n,) or (n, outputs)."""
         found = self._outputs(X)
         return found[:, 0] if self._is_flat else found
-
-    def _loss(self) -> Loss:
-        return MSE()
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

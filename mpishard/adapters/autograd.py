@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from mpishard.adapters.parameter_tree import ParameterTree
-from mpishard.adapters.placed_vector import TreeModel, described, scalar_loss
+from mpishard.adapters.placed_vector import TreeModel, described
+from mpishard.arguments import as_loss, optional_package
 from mpishard.arrays import Array
 from mpishard.contracts import ILossFunction
 from mpishard.data import tree_of
@@ -132,12 +133,7 @@ class AutogradModel(TreeModel):
         parameters: Any,
         predict: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        try:
-            import autograd as _  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                "AutogradModel needs HIPS autograd: pip install 'mpishard[autograd]'"
-            ) from error
+        optional_package("autograd", "AutogradModel", "autograd")
         super().__init__(ParameterTree(parameters), loss, predict)
 
     # ---------------------------------------------------------------------------------- computing
@@ -149,7 +145,7 @@ class AutogradModel(TreeModel):
             return 0.0, 0.0, None
         if loss is None:
             trace = self._traced(lambda tree: self._loss(tree, tree_of(x), tree_of(y)), "loss")
-            mean, samples = scalar_loss(trace.value), float(len(x))
+            mean, samples = as_loss(trace.value, self), float(len(x))
             # The cotangent has the shape of the loss, which may be (1,).
             return mean * samples, samples, (trace, lambda: samples * np.ones_like(trace.value))
         predict = self._known_predict()

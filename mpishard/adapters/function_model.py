@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from mpishard.adapters.placed_vector import FlatVectorModel
 from mpishard.arguments import as_loss
-from mpishard.arrays import Array, array_namespace, copy_into, require_plain
-from mpishard.checkpoint.exchange.plain import PlainModelFiles
-from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
+from mpishard.arrays import Array, require_plain
+from mpishard.contracts import ILossFunction, ModelMetadata
 from mpishard.errors import MissingMemberError
 from mpishard.sharding import ParameterEntry
 
 
-class FunctionModel(PlainModelFiles, IFullModel):
+class FunctionModel(FlatVectorModel):
     """Model from ``fun(theta, x, y) -> (loss, gradient)``, as ``scipy.optimize``'s ``jac=True``.
 
     Parameters
@@ -64,6 +64,7 @@ class FunctionModel(PlainModelFiles, IFullModel):
         self._function = loss_and_gradient
         self._predict = predict
         self._theta = theta
+        self._entries = (ParameterEntry("parameters", theta.shape, 0),)
 
     def get_model_metadata(self) -> ModelMetadata:
         function = getattr(self._function, "__qualname__", type(self._function).__qualname__)
@@ -75,26 +76,7 @@ class FunctionModel(PlainModelFiles, IFullModel):
             properties={"ParameterCount": self.parameter_count, "DType": self._theta.dtype.name},
         )
 
-    @property
-    def parameter_count(self) -> int:
-        return int(self._theta.size)
-
-    def get_parameters(self) -> Array:
-        return self._theta.copy()
-
-    def set_parameters(self, parameters: Array) -> None:
-        copy_into(self._theta, self._checked(parameters))
-
-    def _checked(self, vector: Array) -> Array:
-        array_namespace(vector)
-        if vector.shape != self._theta.shape:
-            raise ValueError(
-                f"expected {self._theta.size} parameters, got a vector of shape {vector.shape}"
-            )
-        return vector
-
     def compute_loss_and_gradients(self, x: Array, y: Array) -> tuple[float, Array]:
-        """Return the mean loss over the samples, and its gradient of shape (parameter_count,)."""
         require_plain(x)
         require_plain(y)
         result: Any = self._function(self._theta, x, y)
@@ -120,15 +102,6 @@ class FunctionModel(PlainModelFiles, IFullModel):
             raise ValueError("a FunctionModel's loss is its function's; pass no loss_function")
         return self.compute_loss_and_gradients(x, y)[1]
 
-    def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
-        self._theta -= learning_rate * self._checked(gradients)
-
-    def train(self, x: Array, y: Array, learning_rate: float = 0.01) -> float:
-        """Make one step of plain gradient descent, and return the loss before it."""
-        loss, gradient = self.compute_loss_and_gradients(x, y)
-        self.apply_gradients(gradient, learning_rate)
-        return loss
-
     def predict(self, x: Array) -> Array:
         if self._predict is None:
             raise MissingMemberError(
@@ -138,6 +111,3 @@ class FunctionModel(PlainModelFiles, IFullModel):
 
     def _flat_vector(self) -> Array:
         return self._theta
-
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
-        return (ParameterEntry("parameters", (self.parameter_count,), 0),)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from mpishard import settings
-from mpishard.adapters.parameter_tree import flat_leaves
+from mpishard.adapters.parameter_tree import ParameterTree, flat_leaves
 from mpishard.adapters.placed_vector import TreeModel, described
+from mpishard.arguments import optional_package
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
@@ -20,7 +21,7 @@ from mpishard.data import Samples, tree_of
 _log = logging.getLogger("mpishard")
 
 
-class JaxTree:
+class JaxTree(ParameterTree):
     """Structure of a JAX pytree of floating-point arrays; see `ParameterTree`.
 
     A leaf's name is the path to it, as in ``params.Dense_0.kernel``. None is not a leaf.
@@ -50,7 +51,17 @@ class JaxTree:
         leaves = []
         for path, leaf in found:
             name = jax.tree_util.keystr(path, simple=True, separator=".") or "parameters"
-            leaves.append((name, _host_leaf(name, default.type(leaf) if only_floats else leaf)))
+            dtype: Any = np.float64 if isinstance(leaf, float) else getattr(leaf, "dtype", None)
+            if dtype not in (np.float32, np.float64):
+                raise TypeError(
+                    f"parameter {name!r} must be a float32 or float64 array, got "
+                    f"{type(leaf).__name__ if dtype is None else dtype.name}: only such leaves are "
+                    "trained. Leave the others out, and give them to the loss by a closure: of "
+                    "Equinox modules equinox.partition(module, equinox.is_inexact_array) takes "
+                    'them apart, of Flax variables pass those of "params"'
+                )
+            host = default.type(leaf) if only_floats else leaf
+            leaves.append((name, host if isinstance(host, float) else np.asarray(host)))
         self.entries, self.dtype, self.first_values = flat_leaves(leaves)
         if self.dtype != np.float32 and default != np.float64:
             raise ValueError(
@@ -59,7 +70,6 @@ class JaxTree:
             )
 
     def build(self, leaves: Sequence[Any]) -> Any:
-        """Return a tree of this structure with ``leaves``, one per entry."""
         return self._structure.unflatten(leaves)
 
     def values(self, vector: Array) -> Any:
@@ -67,22 +77,6 @@ class JaxTree:
         import jax.numpy as jnp
 
         return self.build([jnp.array(entry.view(vector)) for entry in self.entries])
-
-
-def _host_leaf(name: str, leaf: Any) -> Any:
-    """Return a leaf as a Python float or an array in host memory, and refuse other leaves."""
-    if isinstance(leaf, float):
-        return leaf
-    dtype = getattr(leaf, "dtype", None)
-    if dtype not in (np.float32, np.float64):
-        raise TypeError(
-            f"parameter {name!r} must be a float32 or float64 array, got "
-            f"{type(leaf).__name__ if dtype is None else dtype.name}: only such leaves are "
-            "trained. Leave the others out, and give them to the loss by a closure: of Equinox "
-            "modules equinox.partition(module, equinox.is_inexact_array) takes them apart, of "
-            'Flax variables pass those of "params"'
-        )
-    return np.asarray(leaf)
 
 
 class JaxModel(TreeModel):
@@ -143,10 +137,7 @@ class JaxModel(TreeModel):
         parameters: Any,
         predict: Callable[[Any, Any], Any] | None = None,
     ) -> None:
-        try:
-            import jax
-        except ImportError as error:
-            raise ImportError("JaxModel needs JAX: pip install 'mpishard[jax]'") from error
+        jax = optional_package("jax", "JaxModel", "jax")
         super().__init__(JaxTree(parameters), loss, predict)
         if jax.default_backend() != "cpu":
             raise RuntimeError(

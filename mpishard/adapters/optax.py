@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
-from mpishard.optimizers import Optimizer
+from mpishard.arguments import optional_package
 from mpishard.optimizers.rules.options import ParameterOptions
-from mpishard.optimizers.rules.ranges import OwnedRange, Segment, UpdateContext
+from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext
+from mpishard.optimizers.rules.rule import JointRule
 
 _EXAMPLE = np.zeros(2, np.float32)
 _SIDE = 128  # Rows and columns of the trial matrix; optax's Adafactor does not factor smaller ones.
@@ -19,7 +19,7 @@ _SCALES = (1.0, 1e-6, 1e6, 1e12, 1.0)
 _TOLERANCE = 1e-4  # Allowed difference, relative to the step's largest update, in float32.
 
 
-class OptaxRule(Optimizer):
+class OptaxRule(JointRule):
     """Update rule of an optax transformation that is element-wise, such as ``optax.adamw(1e-3)``.
 
     Each rank updates the elements that it owns, and holds their state. Counts and other numbers
@@ -61,10 +61,7 @@ class OptaxRule(Optimizer):
         clip_global_norm: float | None = None,
         parameter_options: ParameterOptions | None = None,
     ) -> None:
-        try:
-            import jax
-        except ImportError as error:
-            raise ImportError("OptaxRule needs JAX: pip install 'mpishard[jax]'") from error
+        jax = optional_package("jax", "OptaxRule", "jax")
         if not all(callable(getattr(transformation, name, None)) for name in ("init", "update")):
             raise TypeError(
                 "transformation must be an optax.GradientTransformation, such as "
@@ -81,7 +78,11 @@ class OptaxRule(Optimizer):
                 )
         self.transformation = transformation
         try:
-            self._structure, self._leaves = _state_of(transformation)
+            state = jax.eval_shape(transformation.init, _EXAMPLE)
+            found, self._structure = jax.tree_util.tree_flatten_with_path(state)
+            self._leaves: dict[str, Any] = {
+                jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found
+            }
             is_key = jax.dtypes.prng_key
             keys = [
                 n for n, leaf in self._leaves.items() if jax.dtypes.issubdtype(leaf.dtype, is_key)
@@ -136,16 +137,6 @@ class OptaxRule(Optimizer):
         # The settings are hidden in closures. Two transformations differ if their updates differ.
         return {**super().fingerprint(), "transformation": self._mark}
 
-    def update(
-        self,
-        parameters: Array,
-        gradients: Array,
-        state: Mapping[str, Array],
-        segments: Sequence[Segment],
-        context: UpdateContext,
-    ) -> None:
-        self.update_all([OwnedRange(parameters, gradients, state, segments)], context)
-
     def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
         """Update all ranges of this rank in place.
 
@@ -195,7 +186,9 @@ class OptaxRule(Optimizer):
         else:
             leaves = [
                 vectors[name] if leaf.shape
-                else np.asarray(before[name], _dtype(leaf, parameters))
+                # An injected rate has the dtype of the parameters.
+                else np.asarray(before[name], parameters.dtype if leaf.dtype.kind == "f"
+                                else leaf.dtype)
                 for name, leaf in self._leaves.items()
             ]  # fmt: skip
         updated, leaves = self._advance(parameters, gradients, leaves, context.gradient_scale, rate)
@@ -220,22 +213,6 @@ class OptaxRule(Optimizer):
             else:
                 after[name] = found.item()
         return after
-
-
-def _state_of(transformation: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the structure of the state of two parameters, and its leaves' shapes and dtypes."""
-    import jax
-
-    state = jax.eval_shape(transformation.init, _EXAMPLE)
-    found, structure = jax.tree_util.tree_flatten_with_path(state)
-    return structure, {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found
-    }
-
-
-def _dtype(leaf: Any, parameters: Array) -> Any:
-    """Return the dtype of a number of the state; an injected rate has that of the parameters."""
-    return parameters.dtype if leaf.dtype.kind == "f" else leaf.dtype
 
 
 def _trial(transformation: Any) -> tuple[str, bool]:

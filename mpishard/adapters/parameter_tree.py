@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,14 +10,6 @@ import numpy as np
 from mpishard.arrays import Array, require_plain
 from mpishard.data.dataset import map_tree
 from mpishard.sharding import ParameterEntry
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """Position of a leaf in the flat order; ``is_number`` is True if it was a Python float."""
-
-    index: int
-    is_number: bool
 
 
 class ParameterTree:
@@ -54,26 +45,26 @@ class ParameterTree:
     def __init__(self, tree: Any) -> None:
         found: list[tuple[str, Any]] = []
 
-        def note(name: str, leaf: Any) -> _Leaf:
+        def note(name: str, leaf: Any) -> int:
             found.append((name or "parameters", leaf))
-            is_number = isinstance(leaf, float) and not isinstance(leaf, np.floating)
-            return _Leaf(len(found) - 1, is_number)
+            return len(found) - 1
 
         self._template = map_tree(note, tree)
+        self._is_number = [type(leaf) is float for _, leaf in found]
         if not found:
             raise ValueError(f"there is no array in the parameters: {tree!r}")
         self.entries, self.dtype, self.first_values = flat_leaves(found)
 
     def build(self, leaves: Sequence[Any]) -> Any:
         """Return a new tree of this structure with ``leaves``, one per entry."""
-        return map_tree(lambda _, leaf: leaves[leaf.index], self._template)
+        return map_tree(lambda _, index: leaves[index], self._template)
 
     def values(self, vector: Array) -> Any:
         """Return the tree of a flat vector's values, shape (sum of sizes,), as copies."""
 
-        def value(_: str, leaf: _Leaf) -> Any:
-            part = self.entries[leaf.index].view(vector).copy()
-            return float(part) if leaf.is_number else part
+        def value(_: str, index: int) -> Any:
+            part = self.entries[index].view(vector).copy()
+            return float(part) if self._is_number[index] else part
 
         return map_tree(value, self._template)
 
@@ -99,7 +90,18 @@ def flat_leaves(
             f"two parameters have the name {twice[0]!r}: a key with a dot looks like a path; "
             "use keys without dots"
         )
-    dtype = _common_dtype(found)
+    dtypes: dict[np.dtype[Any], list[str]] = {}
+    for name, leaf in found:
+        if isinstance(leaf, np.ndarray | np.generic):
+            dtypes.setdefault(leaf.dtype, []).append(name)
+    if len(dtypes) > 1:
+        raise ValueError(
+            "all parameters must have one dtype: "
+            + ", ".join(f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''} "
+                        f"{'is' if len(names) == 1 else 'are'} {dtype}"
+                        for dtype, names in dtypes.items())
+        )  # fmt: skip
+    dtype = next(iter(dtypes), np.dtype(np.float64))
     entries: list[ParameterEntry] = []
     for name, leaf in found:
         start = entries[-1].stop if entries else 0
@@ -126,18 +128,3 @@ def _check_leaf(name: str, leaf: Any) -> None:
         )
     if np.size(leaf) == 0:
         raise ValueError(f"parameter {name!r} of shape {np.shape(leaf)} has no elements")
-
-
-def _common_dtype(found: Sequence[tuple[str, Any]]) -> np.dtype[Any]:
-    dtypes: dict[np.dtype[Any], list[str]] = {}
-    for name, leaf in found:
-        if isinstance(leaf, np.ndarray | np.generic):
-            dtypes.setdefault(leaf.dtype, []).append(name)
-    if len(dtypes) > 1:
-        raise ValueError(
-            "all parameters must have one dtype: "
-            + ", ".join(f"{', '.join(names[:4])}{' ...' if len(names) > 4 else ''} "
-                        f"{'is' if len(names) == 1 else 'are'} {dtype}"
-                        for dtype, names in dtypes.items())
-        )  # fmt: skip
-    return next(iter(dtypes), np.dtype(np.float64))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
-from mpishard.arrays import Array, require_plain
+from mpishard.adapters.parameter_tree import ParameterTree
+from mpishard.arguments import as_loss
+from mpishard.arrays import Array, array_namespace, copy_into, require_plain
 from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
@@ -19,7 +21,50 @@ from mpishard.models.programs.placed_program import IPlaceableModel
 from mpishard.sharding import ParameterEntry
 
 
-class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
+class FlatVectorModel(PlainModelFiles, IFullModel):
+    """Plain model of the flat vector that `_flat_vector` returns."""
+
+    _entries: tuple[ParameterEntry, ...]
+
+    @property
+    def parameter_count(self) -> int:
+        return self._entries[-1].stop
+
+    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
+        return self._entries
+
+    def get_parameters(self) -> Array:
+        return self._flat_vector().copy()
+
+    def set_parameters(self, parameters: Array) -> None:
+        copy_into(self._flat_vector(), self._checked(parameters))
+
+    def _checked(self, vector: Array) -> Array:
+        require_plain(vector)
+        if not hasattr(vector, "shape"):
+            array_namespace(vector)  # which refuses it
+        if vector.shape != (self.parameter_count,):
+            raise ValueError(
+                f"this {type(self).__name__} has {self.parameter_count} parameters; got a vector "
+                f"of shape {vector.shape}"
+            )
+        return vector
+
+    @abstractmethod
+    def compute_loss_and_gradients(self, x: Array, y: Array) -> tuple[float, Array]:
+        """Return the mean loss over the samples, and its gradient of shape (parameter_count,)."""
+
+    def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
+        self._flat_vector()[...] -= learning_rate * self._checked(gradients)
+
+    def train(self, x: Array, y: Array, learning_rate: float = 0.01) -> float:
+        """Make one step of plain gradient descent, and return the loss before it."""
+        loss, gradients = self.compute_loss_and_gradients(x, y)
+        self.apply_gradients(gradients, learning_rate)
+        return loss
+
+
+class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
     """Plain model with a flat vector of its own, until a holder places its parameters elsewhere.
 
     A subclass sets ``_name``, ``_entries`` and ``_dtype``, and then calls `reclaim_parameters`
@@ -27,7 +72,6 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
     """
 
     _name: str
-    _entries: tuple[ParameterEntry, ...]
     _dtype: np.dtype[Any]
     _holder: str | None = None
     _vector: Array | None = None
@@ -43,15 +87,8 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
         return self._entries
 
     @property
-    def parameter_count(self) -> int:
-        return self._entries[-1].stop
-
-    @property
     def dtype(self) -> np.dtype[Any]:
         return self._dtype
-
-    def checkpoint_parameters(self) -> Sequence[ParameterEntry]:
-        return self._entries
 
     def get_model_metadata(self) -> ModelMetadata:
         return ModelMetadata(
@@ -70,12 +107,6 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
             )
         return self._vector
 
-    def get_parameters(self) -> Array:
-        return self._flat_vector().copy()
-
-    def set_parameters(self, parameters: Array) -> None:
-        self._flat_vector()[...] = self._checked(parameters)
-
     def fill_parameters(self, start: int, out: Array) -> None:
         out[...] = self._flat_vector()[start : start + out.size]
 
@@ -90,17 +121,14 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
         self._place(self._cut(vector))
         self._vector, self._holder = vector, None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.with_parameters(self.get_parameters())
+
     def _cut(self, vector: Array) -> list[Array]:
         return [vector[entry.start : entry.stop] for entry in self._entries]
 
-    def _checked(self, parameters: Array) -> Array:
-        require_plain(parameters)
-        if parameters.shape != (self.parameter_count,):
-            raise ValueError(
-                f"{self._name} has {self.parameter_count} parameters; got a vector of shape "
-                f"{parameters.shape}"
-            )
-        return parameters.astype(self._dtype, copy=False)
+    def _checked(self, vector: Array) -> Array:
+        return super()._checked(vector).astype(self._dtype, copy=False)
 
     # ---------------------------------------------------------------------------------- computing
 
@@ -129,29 +157,6 @@ class PlacedVectorModel(PlainModelFiles, IPlaceableModel, IFullModel):
     ) -> Array:
         return self.compute_loss_and_gradients(x, y, loss_function)[1]
 
-    def apply_gradients(self, gradients: Array, learning_rate: float) -> None:
-        self._flat_vector()[...] -= learning_rate * self._checked(gradients)
-
-    def train(self, x: Array, y: Array, learning_rate: float = 0.01) -> float:
-        """Make one step of plain gradient descent, and return the loss before it."""
-        loss, gradients = self.compute_loss_and_gradients(x, y)
-        self.apply_gradients(gradients, learning_rate)
-        return loss
-
-
-class ITree(Protocol):
-    """Structure of a tree of arrays; see `ParameterTree`."""
-
-    entries: tuple[ParameterEntry, ...]
-    dtype: np.dtype[Any]
-    first_values: Array
-
-    def build(self, leaves: Sequence[Any]) -> Any:
-        """Return a tree of this structure with ``leaves``, one per entry."""
-
-    def values(self, vector: Array) -> Any:
-        """Return the tree of a flat vector's values, as copies."""
-
 
 class TreeModel(PlacedVectorModel):
     """Model from ``loss(parameters, x, y)``, whose parameters are a tree of arrays.
@@ -175,7 +180,7 @@ class TreeModel(PlacedVectorModel):
 
     def __init__(
         self,
-        tree: ITree,
+        tree: ParameterTree,
         loss: Callable[[Any, Any, Any], Any],
         predict: Callable[[Any, Any], Any] | None,
     ) -> None:
@@ -229,9 +234,6 @@ class TreeModel(PlacedVectorModel):
         model.reclaim_parameters(parameters)
         return model
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.with_parameters(self.get_parameters())
-
     # ---------------------------------------------------------------------------------- computing
 
     def check_input(self, x: Any) -> None:
@@ -261,7 +263,7 @@ class TreeModel(PlacedVectorModel):
     def own_loss(self, x: Array, y: Array) -> tuple[float, float]:
         if len(x) == 0:
             return 0.0, 0.0
-        mean = scalar_loss(self._loss(self._parameters, tree_of(x), tree_of(y)))
+        mean = as_loss(self._loss(self._parameters, tree_of(x), tree_of(y)), self)
         return mean * len(x), float(len(x))
 
     def _known_predict(self) -> Callable[[Any, Any], Any]:
@@ -271,22 +273,6 @@ class TreeModel(PlacedVectorModel):
                 "predict=lambda parameters, x: ..."
             )
         return self._predict
-
-
-def scalar_loss(value: Any) -> float:
-    """Return the value of a loss as a float.
-
-    Raises
-    ------
-    TypeError
-        If it is not a single floating-point element.
-    """
-    if np.size(value) != 1 or np.result_type(value).kind != "f":
-        raise TypeError(
-            f"loss(parameters, x, y) must return one float, the mean over samples; got "
-            f"{described(value)}"
-        )
-    return float(np.reshape(value, ()))
 
 
 def described(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from mpishard.adapters.placed_vector import PlacedVectorModel
+from mpishard.arguments import optional_package
 from mpishard.arrays import Array, require_plain
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import ILossFunction
@@ -67,10 +68,7 @@ class TorchModel(PlacedVectorModel):
     """
 
     def __init__(self, module: Any, loss: Callable[[Any, Any], Any] | ILossFunction) -> None:
-        try:
-            import torch
-        except ImportError as error:
-            raise ImportError("TorchModel needs PyTorch: pip install 'mpishard[torch]'") from error
+        torch = optional_package("torch", "TorchModel", "torch")
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if not isinstance(loss, ILossFunction) and not callable(loss):
@@ -128,9 +126,6 @@ class TorchModel(PlacedVectorModel):
         model.reclaim_parameters(parameters)
         return model
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.with_parameters(self.get_parameters())
-
     def fill_parameters(self, start: int, out: Array) -> None:
         if self._holder is not None:
             self._flat_vector()  # This raises the error that names the holder.
@@ -175,27 +170,23 @@ class TorchModel(PlacedVectorModel):
 
     def settle(self, ranks: CommunicationBackend, frozen: Collection[str]) -> bool:
         if self._used is not None:
+            from mpishard.torch.placed import some
+
             used, self._used = ranks.all_reduce(self._used, ReductionOperation.MAX), None
+            unused = [
+                entry.name for entry, is_used in zip(self._entries, used, strict=True)
+                if not is_used and entry.name not in frozen
+            ]  # fmt: skip
             # Pipeline ranks that own no trained parameter compute no gradient of the module.
-            if self._is_first and used.any():
-                self._warn_of_unused(used, frozen)
+            if self._is_first and used.any() and unused:
+                _log.warning(
+                    "no rank used parameter %s of %s in the first step. Unlike PyTorch, a "
+                    "parameter without a gradient is updated with a gradient of 0: weight decay "
+                    "and momentum still change it. To leave it out, call requires_grad_(False) "
+                    "before the module is given to TorchModel, or set parameter_options={%r: "
+                    "{'frozen': True}}", some(unused), self._name, unused[0],
+                )  # fmt: skip
         return self._placed.buffers.settle(ranks)
-
-    def _warn_of_unused(self, used: np.ndarray[Any, Any], frozen: Collection[str]) -> None:
-        from mpishard.torch.placed import some
-
-        unused = [
-            entry.name for entry, is_used in zip(self._entries, used, strict=True)
-            if not is_used and entry.name not in frozen
-        ]  # fmt: skip
-        if unused:
-            _log.warning(
-                "no rank used parameter %s of %s in the first step. Unlike PyTorch, a parameter "
-                "without a gradient is updated with a gradient of 0: weight decay and momentum "
-                "still change it. To leave it out, call requires_grad_(False) before the module is "
-                "given to TorchModel, or set parameter_options={%r: {'frozen': True}}",
-                some(unused), self._name, unused[0],
-            )  # fmt: skip
 
     @property
     def computes_together(self) -> bool:

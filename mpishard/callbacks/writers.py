@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from mpishard.arguments import check_path
+from mpishard.arguments import check_path, optional_package
 from mpishard.callbacks.run import Record, Run
 from mpishard.checkpoint.format.disk import replace_file
 from mpishard.contracts import PathLike
@@ -167,13 +167,7 @@ class TensorBoard(_Writer):
     """
 
     def __init__(self, folder: PathLike) -> None:
-        try:
-            import tensorboardX
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard needs tensorboardX: pip install 'mpishard[tensorboard]'"
-            ) from error
-        self._kind = tensorboardX.SummaryWriter
+        self._kind = optional_package("tensorboardX", "TensorBoard", "tensorboard").SummaryWriter
         check_path("folder", folder)
         self._folder = Path(folder)
 
@@ -209,11 +203,7 @@ class WandB(_Writer):
     """
 
     def __init__(self, **options: Any) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError("WandB needs wandb: pip install 'mpishard[wandb]'") from error
-        self._wandb: Any = wandb
+        self._wandb = optional_package("wandb", "WandB", "wandb")
         self._options = options
 
     def _open(self, run: Run, record: Record) -> None:

@@ -15,12 +15,14 @@ they write), ``probe.py`` (programs with a time limit) and ``machine.py``. They 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
+from mpishard import settings
 from mpishard.cli.machine import installed_version
 
 __all__ = ["app", "main"]
@@ -93,7 +95,13 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the ``mpishard`` script."""
-    app(prog_name="mpishard")
+    try:
+        app(prog_name="mpishard")
+    except BlockingIOError as error:  # of a new process
+        fix = "raise the limit (`ulimit -u`), or end other programs"
+        text = f"the system allows no more processes ({error}): {fix}"
+        typer.echo(f"mpishard {sys.argv[1]}: {text}", err=True)
+        raise SystemExit(settings.EXIT_FAILURE) from None
 
 
 def _print_version(wanted: bool) -> None:

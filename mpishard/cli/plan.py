@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -87,7 +87,22 @@ def schedule(
             plot_timelines(output, timelines)
         say("plan", f"wrote {output}")
     if as_json:
-        rows = [_as_dict(*pair) for pair in zip(schedules, timelines, strict=True)]
+        rows = [
+            {
+                "schedule": timeline.schedule_name,
+                "stages": stages,
+                "micro_batches": micro_batches,
+                "virtual_stages_per_rank": timeline.virtual_stages_per_rank,
+                "bubble_fraction": timeline.bubble_fraction,
+                "published_bubble_fraction": each.published_bubble_fraction(stages, micro_batches),
+                "idle_fraction": timeline.idle_fraction,
+                "makespan": timeline.makespan,
+                "spans": timeline.spans,
+                "peak_live": timeline.peak_live,
+                "peak_held": timeline.peak_held,
+            }
+            for each, timeline in zip(schedules, timelines, strict=True)
+        ]
         typer.echo(json.dumps(rows, indent=1))
     else:
         show(_table(schedules, timelines))
@@ -179,20 +194,3 @@ def _peak(peaks: Sequence[float]) -> str:
     if len(peaks) > _MANY_RANKS:
         return f"<= {max(peaks):.4g}"
     return " ".join(f"{peak:.4g}" for peak in peaks)
-
-
-def _as_dict(schedule: RuleSchedule, timeline: Timeline) -> dict[str, Any]:
-    stages, micro_batches = timeline.num_stages, timeline.num_micro_batches
-    return {
-        "schedule": timeline.schedule_name,
-        "stages": stages,
-        "micro_batches": micro_batches,
-        "virtual_stages_per_rank": timeline.virtual_stages_per_rank,
-        "bubble_fraction": timeline.bubble_fraction,
-        "published_bubble_fraction": schedule.published_bubble_fraction(stages, micro_batches),
-        "idle_fraction": timeline.idle_fraction,
-        "makespan": timeline.makespan,
-        "spans": timeline.spans,
-        "peak_live": timeline.peak_live,
-        "peak_held": timeline.peak_held,
-    }

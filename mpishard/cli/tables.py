@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from rich import box
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from mpishard import settings
 from mpishard.cli.wording import bytes_text, milliseconds
@@ -46,13 +46,6 @@ def figures_table(
         else:
             table.add_column(column, justify="right", overflow="fold")
     return table
-
-
-def errors_table(words: Sequence[str], figures: Sequence[str]) -> Table:
-    """Return an empty table without lines, for rows of each parameter's errors."""
-    texts = [Column(name, overflow="fold") for name in words]
-    numbers = [Column(name, justify="right") for name in figures]
-    return Table(*texts, *numbers, box=None, pad_edge=False)
 
 
 def timing_cells(seconds: Sequence[float]) -> tuple[str, str]:

@@ -27,10 +27,6 @@ _OF_CALLS = ("call", "of", "calls", "bytes", "in flight", "waited", "median wait
 
 trace = typer.Typer(rich_markup_mode=None)
 
-FolderArgument = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="Where the ranks have left rank_<r>.json.")
-]
-
 
 @trace.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def run(
@@ -76,7 +72,9 @@ def run(
 
 @trace.command()
 def merge(
-    folder: FolderArgument,
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Where the ranks have left rank_<r>.json.")
+    ],
     output: Annotated[
         Path | None,
         typer.Option(

@@ -162,6 +162,8 @@ class _Curves:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.modified: float | None = None
+        """Time of the last line, in seconds since the epoch; None without a file."""
         self._begin((0, 0))
 
     def _begin(self, file: tuple[int, int]) -> None:
@@ -184,6 +186,7 @@ class _Curves:
             about = self.path.stat()
         except FileNotFoundError:
             about = None
+        self.modified = None if about is None else about.st_mtime
         identity = (0, 0) if about is None else (about.st_dev, about.st_ino)
         if about is None or identity != self._file or about.st_size < self._read:
             self._begin(identity)
@@ -208,14 +211,6 @@ class _Curves:
                         value = row.get(name)
                         column.append(value if isinstance(value, int | float) else math.nan)
         self._read += len(lines)
-
-    @property
-    def modified(self) -> float | None:
-        """Time of the last line, in seconds since the epoch; None without a file."""
-        try:
-            return self.path.stat().st_mtime
-        except OSError:
-            return None
 
     def figures(self) -> dict[str, Any]:
         """Return the curves as lists of ``[x, y]``, and the figures of the last step."""
@@ -280,7 +275,7 @@ class RunState:
         # A process has a record for each of its worlds; the newest has its present state.
         records = [log.newest for log in RankLogs.of_job(records).values()]
         alive = [r for r in records if r.is_alive and not r.has_left]
-        has_stalled = any(_kind(record) in {"waits", "gone", "stopped"} for record in records)
+        kinds = {_kind(record) for record in records}
         if alive:
             self._measure(alive)
         return {
@@ -291,8 +286,10 @@ class RunState:
             "age": None if modified is None else max(0.0, time.time() - modified),
             "ended": ended,
             "is_running": bool(alive),
-            "verdict": verdict(records, time.time()) if has_stalled else "",
-            "ranks": ended["ranks"] if ended else self._ranks(records),
+            "verdict": verdict(records, time.time()) if kinds - {"runs", "left"} else "",
+            "ranks": ended["ranks"]
+            if ended
+            else [self._rank(r, "waits" in kinds) for r in records],
             "processes": _thinned(np.array(self._memory, np.float64).reshape(-1, 2)),
             **self._curves.figures(),
         }
@@ -306,10 +303,6 @@ class RunState:
         self._measured = now
         self._of_ranks = {pid: proportional_memory(pid) or 0 for pid in here}
         self._memory = [*self._memory, (time.time(), sum(self._of_ranks.values()))][-_MEMORY_KEPT:]
-
-    def _ranks(self, records: Sequence[RankRecord]) -> list[dict[str, Any]]:
-        others_wait = any(_kind(record) == "waits" for record in records)
-        return [self._rank(record, others_wait) for record in records]
 
     def _rank(self, record: RankRecord, others_wait: bool) -> dict[str, Any]:
         kind, last = _kind(record), record.last

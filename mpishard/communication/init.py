@@ -100,7 +100,13 @@ def init(
     if isinstance(present, MPICommunicationBackend) and present.was_interrupted:
         made = present  # entered again, because the other ranks are in this world
     elif backend == "mpi" or (backend == "auto" and is_launched()):
-        made = _mpi_backend(on_failure)
+        comm = None
+        if settings.launcher_variable() is None:
+            # A launcher may set no variable that we know. A started MPI then knows the world size.
+            if "mpi4py.MPI" not in sys.modules or load_mpi().COMM_WORLD.Get_size() == 1:
+                raise not_launched_error()
+            comm = load_mpi().COMM_WORLD
+        made = MPICommunicationBackend(comm, on_failure=on_failure)
     else:
         refuse_worlds_of_one()
         made = InMemoryCommunicationBackend(0, 1, "the world of one of init()")
@@ -132,15 +138,6 @@ def is_launched() -> bool:
         return False
     # A job step of one process (a shell on a compute node is one) needs no MPI.
     return settings.launched_world_size() != 1 or importlib.util.find_spec("mpi4py") is not None
-
-
-def _mpi_backend(on_failure: OnFailure) -> MPICommunicationBackend:
-    if settings.launcher_variable() is not None:
-        return MPICommunicationBackend(on_failure=on_failure)
-    # A launcher may set no variable that we know. Then a started MPI tells the size of the world.
-    if "mpi4py.MPI" not in sys.modules or load_mpi().COMM_WORLD.Get_size() == 1:
-        raise not_launched_error()
-    return MPICommunicationBackend(load_mpi().COMM_WORLD, on_failure=on_failure)
 
 
 def refuse_worlds_of_one() -> None:

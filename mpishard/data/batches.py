@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from mpishard.arguments import as_count, as_flag, as_index, require_type
-from mpishard.arrays import Array, array_namespace
-from mpishard.data.dataset import Samples, TokenWindows, take
+from mpishard.arrays import Array
+from mpishard.data.dataset import Samples, TokenWindows, namespace_of, take
 from mpishard.data.sampler import GlobalBatchSampler, Indices, LocalBatchSampler
 
 _NAMED_RUNS = 4  # runs of samples that a message lists
@@ -170,11 +170,7 @@ def _is_in_memory(dataset: Any) -> bool:
         return False
     if isinstance(dataset, Samples):
         return all(map(_is_in_memory, dataset.leaves()))
-    try:
-        array_namespace(dataset)
-    except TypeError:
-        return False
-    return True
+    return namespace_of(dataset) is not None
 
 
 def place_of(dataset: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -233,11 +234,7 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
         return np.asarray(dataset[indices])
     if isinstance(dataset, Samples):
         return dataset[indices]
-    try:
-        xp = array_namespace(dataset)
-    except TypeError:
-        xp = None
-    # Not in the except block: the error of a failed read would be chained to this TypeError.
+    xp = namespace_of(dataset)
     return _take_sorted(dataset, indices) if xp is None else dataset[xp.asarray(indices)]
 
 
@@ -266,11 +263,15 @@ def _take_sorted(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]
 
 def _as_array(samples: Any) -> Array:
     require_plain(samples)  # netCDF4, for one, returns masked arrays
+    return np.asarray(samples) if namespace_of(samples) is None else samples
+
+
+def namespace_of(dataset: Any) -> ModuleType | None:
+    """Return NumPy or CuPy for their arrays, and None for other data sets."""
     try:
-        array_namespace(samples)
+        return array_namespace(dataset)
     except TypeError:
-        return np.asarray(samples)
-    return samples
+        return None
 
 
 def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:

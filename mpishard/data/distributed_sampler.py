@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sized
 
 import numpy as np
 
-from mpishard.arguments import as_count, as_flag, as_integer
+from mpishard.arguments import as_count, as_flag, as_index, as_integer
 from mpishard.data.sampler import Indices, order_of
 
 
@@ -72,16 +72,6 @@ class DistributedSampler:
         self._set_replicas(num_replicas, rank, self.length)
 
     @property
-    def num_replicas(self) -> int:
-        """Number of replicas R that share the data set."""
-        return self._num_replicas
-
-    @property
-    def rank(self) -> int:
-        """The replica whose indices are returned, from 0 to R - 1."""
-        return self._rank
-
-    @property
     def epoch(self) -> int:
         """Number of the epoch whose order is used."""
         return self._epoch
@@ -120,17 +110,13 @@ class DistributedSampler:
 
     def _set_replicas(self, num_replicas: int, rank: int, left: int) -> None:
         """Set replicas and rank, after a check that `left` samples are enough for them."""
-        as_count("num_replicas", num_replicas)
-        if not 0 <= as_integer("rank", rank) < num_replicas:
-            raise ValueError(
-                f"rank must be from 0 to {num_replicas - 1} for {num_replicas} replicas, got {rank}"
-            )
+        as_index("rank", rank, as_count("num_replicas", num_replicas))
         if self.drop_last and 0 < left < num_replicas:
             raise ValueError(
                 f"drop_last=True leaves nothing: {left} samples are fewer than "
                 f"{num_replicas} replicas"
             )
-        self._num_replicas, self._rank = int(num_replicas), int(rank)
+        self.num_replicas, self.rank = int(num_replicas), int(rank)
 
     def _share(self, samples: int) -> int:
         """Return the number of indices of each replica, for this number of samples."""

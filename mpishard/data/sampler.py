@@ -79,11 +79,19 @@ def _generator(name: str) -> np.random.Generator:
 
 
 def _order(
-    length: int, name: str, batch_size: int, block_size: int | None, *, shuffle: bool
+    sampler: GlobalBatchSampler | LocalBatchSampler, length: int, name: str, batch_size: int
 ) -> Indices:
-    if block_size is None or not shuffle or not length:
-        return order_of(length, name, shuffle=shuffle)
-    return block_order_of(length, name, batch_size=batch_size, block_size=block_size)
+    for known, order in sampler._last:
+        if known == name:
+            return order
+    block = sampler.shuffle_block_size
+    if block is None or not sampler.shuffle or not length:
+        order = order_of(length, name, shuffle=sampler.shuffle)
+    else:
+        order = block_order_of(length, name, batch_size=batch_size, block_size=block)
+    # Only one epoch is kept: an order has 8 bytes for each sample of the data set.
+    sampler._last[:] = [(name, order)]
+    return order
 
 
 def _check_block(block_size: int | None) -> None:
@@ -156,7 +164,7 @@ class GlobalBatchSampler:
     drop_last: bool = field(default=False, kw_only=True)
     shuffle_block_size: int | None = field(default=None, kw_only=True)
     leaves: int | None = field(default=None, kw_only=True)
-    _last: list[tuple[int, Indices]] = field(
+    _last: list[tuple[str, Indices]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
@@ -211,7 +219,9 @@ class GlobalBatchSampler:
         """
         _check_place(epoch, index, self.batches_per_epoch)
         start = index * self.batch_size
-        return self._order(epoch)[start : start + self.batch_size]
+        name = f"{int(self.seed)}/sample order/{int(epoch)}"
+        order = _order(self, self.length, name, self.batch_size)
+        return order[start : start + self.batch_size]
 
     def local(self, epoch: int, index: int, rank: int, world_size: int) -> tuple[Indices, int]:
         """Return a rank's part of a global batch: consecutive samples, or those of its leaves.
@@ -242,18 +252,6 @@ class GlobalBatchSampler:
         if len(parts) == 1:
             return batch[parts[0]], parts[0].start
         return np.concatenate([batch[part] for part in parts]), parts[0].start
-
-    def _order(self, epoch: int) -> Indices:
-        for known, order in self._last:
-            if known == epoch:
-                return order
-        name = f"{int(self.seed)}/sample order/{int(epoch)}"
-        order = _order(
-            self.length, name, self.batch_size, self.shuffle_block_size, shuffle=self.shuffle
-        )
-        # Only one epoch is kept: an order has 8 bytes for each sample of the data set.
-        self._last[:] = [(epoch, order)]
-        return order
 
 
 @dataclass(frozen=True)
@@ -310,7 +308,7 @@ class LocalBatchSampler:
     shuffle: bool = field(default=True, kw_only=True)
     drop_last: bool = field(default=False, kw_only=True)
     shuffle_block_size: int | None = field(default=None, kw_only=True)
-    _last: list[tuple[tuple[int, int], Indices]] = field(
+    _last: list[tuple[str, Indices]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
@@ -383,21 +381,10 @@ class LocalBatchSampler:
             min(max(length - index * other, 0), other)
             for length, other in zip(self.lengths[:rank], self._shares, strict=False)
         ]
-        order = self._order(epoch, rank)
+        name = f"{int(self.seed)}/sample order of rank {rank}/{int(epoch)}"
+        order = _order(self, self.lengths[rank], name, share)
         return order[index * share : (index + 1) * share], sum(brought_before)
 
     @property
     def _shares(self) -> tuple[int, ...]:
         return tuple(ShardLayout(self.batch_size, len(self.lengths)).sizes)
-
-    def _order(self, epoch: int, rank: int) -> Indices:
-        for known, order in self._last:
-            if known == (epoch, rank):
-                return order
-        name = f"{int(self.seed)}/sample order of rank {rank}/{int(epoch)}"
-        order = _order(
-            self.lengths[rank], name, self._shares[rank], self.shuffle_block_size,
-            shuffle=self.shuffle,
-        )  # fmt: skip
-        self._last[:] = [((epoch, rank), order)]
-        return order

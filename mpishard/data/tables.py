@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.arguments import optional_package
 from mpishard.arrays import Array
 
 Rows = np.ndarray[Any, np.dtype[np.integer[Any]]]
@@ -100,10 +101,7 @@ class ParquetColumns:
     """
 
     def __init__(self, path: Any, columns: str | Sequence[str]) -> None:
-        try:
-            from pyarrow import parquet
-        except ImportError as error:
-            raise ImportError('Parquet files need pyarrow: pip install "mpishard[data]"') from error
+        parquet = optional_package("pyarrow.parquet", "ParquetColumns", "data")
         files = _files(path)
         self.filename = path if isinstance(path, str | Path) else ", ".join(map(str, files))
         self._columns = [columns] if isinstance(columns, str) else list(columns)

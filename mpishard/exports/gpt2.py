@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,11 @@ def load_gpt2(model: Any, path: PathLike) -> None:
         rank raises it, and the model has not changed.
     """
     check_path("path", path)
-    if not isinstance(model, ShardedModelBase):
-        _require_gpt(model)
-        model.set_parameters(_vector(model, Path(path)))
-        return
-    with together(model.backend):
-        _require_gpt(model.wrapped_model)
-        vector = _vector(model.wrapped_model, Path(path))
+    is_sharded = isinstance(model, ShardedModelBase)
+    plain = model.wrapped_model if is_sharded else model
+    with together(model.backend) if is_sharded else nullcontext():
+        _require_gpt(plain)
+        vector = _vector(plain, Path(path))
     model.set_parameters(vector)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from mpishard.contracts import PathLike
 from mpishard.exports.rank_zero import write_model
 from mpishard.nn import ComputationNode, Model
 from mpishard.nn.graph.tracing import input_of, trace_chain
+from mpishard.sharding import ParameterEntry
 
 _OPSET = 20  # Opset 20 is the first with Gelu.
 _IR_VERSION = 9  # Version that came with the opset. A reader refuses files of newer versions.
@@ -57,76 +58,69 @@ def _content(model: Any, values: Iterator[Array]) -> Iterator[memoryview | bytes
         import onnx
     except ImportError as error:
         raise ImportError('ONNX files need onnx: pip install "mpishard[onnx]"') from error
-    return _Graph(onnx, model).parts(values)
+    entries = model.parameter_table.entries
+    size = 4 * sum(entry.size for entry in entries)
+    if size > _MAXIMUM_BYTES:
+        raise ValueError(f"the parameters take {size} bytes; an ONNX file can have 2 GiB")
+    # The graph is traced without values, which are written one by one. This array of zeros takes no
+    # memory.
+    nothing = np.broadcast_to(np.zeros((), model.dtype), model.parameter_count)
+    shape = tuple(model.get_input_shape())
+    x = input_of([], shape, model.get_dynamic_shape_info())
+    y = trace_chain(model.chain, model.parameter_table, nothing, x, shape)
+    graph = _Graph(onnx, y)
+    helper, kinds = onnx.helper, onnx.TensorProto
+    kind = kinds.INT64 if model.chain.takes_integers else kinds.FLOAT
+    made = helper.make_graph(
+        graph.nodes, type(model).__name__,
+        [helper.make_tensor_value_info("x", kind, _shape(x)),
+         *(helper.make_tensor_value_info(e.name, kinds.FLOAT, e.shape) for e in entries)],
+        [helper.make_tensor_value_info("y", kinds.FLOAT, _shape(y))],
+        [onnx.numpy_helper.from_array(v, name) for name, v in graph.constants.items()],
+    )  # fmt: skip
+    file = helper.make_model(
+        made, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION,
+        producer_name="mpishard",
+    )  # fmt: skip
+    onnx.checker.check_model(file, full_check=True)
+    # Parameters are inputs only for the check. In the file they are constants.
+    del file.graph.input[1:]
+    return _encoded(file, kinds, entries, values)
+
+
+def _encoded(
+    file: Any, kinds: Any, entries: Sequence[ParameterEntry], values: Iterator[Array]
+) -> Iterator[memoryview | bytes]:
+    """Yield the bytes of ``file`` with the parameters.
+
+    They are encoded here, because Protocol Buffers would copy the parameters three times.
+    """
+    begin = file.graph.SerializeToString()
+    file.ClearField("graph")
+    heads = []
+    for entry in entries:
+        head = kinds(dims=entry.shape, data_type=1, name=entry.name)
+        data = head.SerializeToString() + _field(_RAW_DATA, 4 * entry.size)
+        heads.append(_field(_INITIALIZER, len(data) + 4 * entry.size) + data)
+    length = len(begin) + sum(map(len, heads)) + 4 * sum(entry.size for entry in entries)
+    yield file.SerializeToString() + _field(_GRAPH, length) + begin
+    for head, value in zip(heads, values, strict=True):
+        yield head
+        # Raw data of ONNX are little-endian on every machine.
+        yield np.ascontiguousarray(value, "<f4").data.cast("B")
 
 
 class _Graph:
-    """ONNX nodes and constants of a computation graph."""
+    """ONNX nodes and constants of a computation graph, whose output is named "y"."""
 
-    def __init__(self, onnx: Any, model: Model) -> None:
+    def __init__(self, onnx: Any, output: ComputationNode) -> None:
         self._onnx = onnx
-        self._nodes: list[Any] = []
-        self._constants: dict[str, np.ndarray[Any, Any]] = {}
+        self.nodes: list[Any] = []
+        self.constants: dict[str, np.ndarray[Any, Any]] = {}
         self._names: dict[ComputationNode, str] = {}
-        self._title = type(model).__name__
-        self._table = model.parameter_table
-        # The graph is traced without values, which `parts` gets one by one. This array of zeros
-        # takes no memory.
-        nothing = np.broadcast_to(np.zeros((), model.dtype), model.parameter_count)
-        shape = tuple(model.get_input_shape())
-        self._input = input_of([], shape, model.get_dynamic_shape_info())
-        self._output = trace_chain(model.chain, self._table, nothing, self._input, shape)
-        order = list(self._output.walk())
-        # A graph begins with a cast to the dtype of the parameters unless its input is integer.
-        self._takes_integers = not any(
-            node.op == "cast" for node in order if self._input in node.inputs
-        )
-        for node in order:
+        for node in output.walk():
             self._names[node] = self._add(node)
-
-    def parts(self, values: Iterator[Array]) -> Iterator[memoryview | bytes]:
-        """Return the file's bytes in parts; ``values`` yields the parameters in table order."""
-        helper, kinds = self._onnx.helper, self._onnx.TensorProto
-        size = 4 * sum(entry.size for entry in self._table.entries)
-        if size > _MAXIMUM_BYTES:
-            raise ValueError(f"the parameters take {size} bytes; an ONNX file can have 2 GiB")
-        self._nodes.append(helper.make_node("Identity", [self._names[self._output]], ["y"]))
-        kind = kinds.INT64 if self._takes_integers else kinds.FLOAT
-        graph = helper.make_graph(
-            self._nodes, self._title,
-            [helper.make_tensor_value_info("x", kind, _shape(self._input, "batch")),
-             *(helper.make_tensor_value_info(entry.name, kinds.FLOAT, entry.shape)
-               for entry in self._table.entries)],
-            [helper.make_tensor_value_info("y", kinds.FLOAT, _shape(self._output, "batch"))],
-            [self._onnx.numpy_helper.from_array(v, name) for name, v in self._constants.items()],
-        )  # fmt: skip
-        model = helper.make_model(
-            graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION,
-            producer_name="mpishard",
-        )  # fmt: skip
-        self._onnx.checker.check_model(model, full_check=True)
-        # Parameters are inputs only for the check. In the file they are constants.
-        del model.graph.input[1:]
-        return self._stream(model, values)
-
-    def _stream(self, model: Any, values: Iterator[Array]) -> Iterator[memoryview | bytes]:
-        """Yield the bytes of ``model`` with the parameters.
-
-        They are encoded here, because Protocol Buffers would copy the parameters three times.
-        """
-        begin = model.graph.SerializeToString()
-        model.ClearField("graph")
-        heads = []
-        for entry in self._table.entries:
-            head = self._onnx.TensorProto(dims=entry.shape, data_type=1, name=entry.name)
-            data = head.SerializeToString() + _field(_RAW_DATA, 4 * entry.size)
-            heads.append(_field(_INITIALIZER, len(data) + 4 * entry.size) + data)
-        length = len(begin) + sum(map(len, heads)) + 4 * sum(e.size for e in self._table.entries)
-        yield model.SerializeToString() + _field(_GRAPH, length) + begin
-        for head, value in zip(heads, values, strict=True):
-            yield head
-            # Raw data of ONNX are little-endian on every machine.
-            yield np.ascontiguousarray(value, "<f4").data.cast("B")
+        self.nodes.append(onnx.helper.make_node("Identity", [self._names[output]], ["y"]))
 
     def _add(self, node: ComputationNode) -> str:
         """Add the operations of a node, and return the name of its result."""
@@ -146,8 +140,8 @@ class _Graph:
         """Add a constant, and return its name; integers become int64."""
         array = np.asarray(value)
         array = array.astype(np.int64) if array.dtype.kind == "i" else array
-        name = f"constant{len(self._constants)}"
-        self._constants[name] = np.ascontiguousarray(array).reshape(array.shape)
+        name = f"constant{len(self.constants)}"
+        self.constants[name] = np.ascontiguousarray(array).reshape(array.shape)
         return name
 
     def number(self, value: float) -> str:
@@ -156,8 +150,8 @@ class _Graph:
 
     def apply(self, op: str, *names: str, outputs: int = 1, **attributes: Any) -> Any:
         """Add an ONNX operation, and return the name of its result, or names if it has several."""
-        made = [f"{op}{len(self._nodes)}_{number}" for number in range(outputs)]
-        self._nodes.append(self._onnx.helper.make_node(op, names, made, **attributes))
+        made = [f"{op}{len(self.nodes)}_{number}" for number in range(outputs)]
+        self.nodes.append(self._onnx.helper.make_node(op, names, made, **attributes))
         return made[0] if outputs == 1 else made
 
 
@@ -173,8 +167,8 @@ def _field(number: int, length: int) -> bytes:
     return bytes([*text, length])
 
 
-def _shape(node: ComputationNode, batch: str) -> list[int | str]:
-    return [batch, *(f"dim{i}" if n is None else n for i, n in enumerate(node.shape[1:], 1))]
+def _shape(node: ComputationNode) -> list[int | str]:
+    return ["batch", *(f"dim{i}" if n is None else n for i, n in enumerate(node.shape[1:], 1))]
 
 
 def _simple(op: str, **attributes: Any) -> Callable[..., str]:

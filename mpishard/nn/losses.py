@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from mpishard.arguments import as_amount, as_integer, as_number, as_positive
-from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.arrays import NAMESPACES, Array, array_namespace, chunks
 from mpishard.contracts import ILossFunction
 from mpishard.nn.layers.activations import sigmoid
 
@@ -27,101 +27,96 @@ class Loss(ILossFunction):
     """
 
 
-def check_real_target(owner: str, prediction_shape: tuple[int, ...], target: Array) -> None:
-    """Refuse targets that are not real numbers or differ in shape from the prediction.
+class _RealLoss(Loss):
+    """Base of losses of real targets, averaged over output dims and summed over samples."""
 
-    Targets are never broadcast.
-
-    Raises
-    ------
-    TypeError
-        If the target is not an array, or not one of real numbers.
-    ValueError
-        If the shapes differ, or have no dims.
-    """
-    array_namespace(target)
-    if not prediction_shape or prediction_shape != target.shape:
-        is_column = prediction_shape == (*target.shape, 1)
-        raise ValueError(
-            f"{owner} needs prediction and target of one shape (N, ...), got {prediction_shape} "
-            f"and {target.shape}" + ("; y[..., None] has the shape" if is_column else "")
-        )
-    if target.dtype.kind not in "fiub":
-        raise TypeError(f"{owner} takes real targets, got an array of {target.dtype}")
-
-
-class _ErrorLoss(Loss):
-    """Base of losses of prediction - target, averaged over output dims and summed over samples."""
+    _factor: ClassVar[float] = 1.0  # of the slopes that `_losses` writes
 
     @abstractmethod
-    def _sum(self, error: Array) -> float:
-        """Return the function's sum over all elements, in float64, and change no element."""
+    def _losses(self, z: Array, t: Array, slope: Array | None) -> Array:
+        """Return the loss of each prediction z and target t, and write its slope to ``slope``.
 
-    @abstractmethod
-    def _differentiate(self, error: Array, outputs: int) -> None:
-        """Overwrite each error with the function's slope at this error, divided by ``outputs``."""
+        The slope is that at z, divided by the class's factor. ``slope`` is an array of the shape
+        and dtype of z, or None if no gradient is needed.
+        """
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
     ) -> tuple[float, float, Any]:
         """Return the sum for a prediction and a target of one shape (N, ...), and the weight N.
 
-        Save prediction - target. The errors raised are those of `check_target`.
+        Save the gradient itself. The errors raised are those of `check_target`.
         """
         self.check_target(prediction.shape, target)
-        xp = array_namespace(prediction)
         outputs = math.prod(prediction.shape[1:])
-        errors = xp.empty_like(prediction) if training else None
+        gradient = NAMESPACES[type(prediction)].empty_like(prediction) if training else None
         total = 0.0
         for rows in chunks(prediction):
-            error = xp.subtract(
-                prediction[rows], target[rows], out=None if errors is None else errors[rows],
-                dtype=prediction.dtype, casting="same_kind",
-            )  # fmt: skip
-            total += self._sum(error)  # In float64, so that small terms of a large sum count.
-        return total / outputs, float(prediction.shape[0]), (errors, outputs) if training else None
+            slope = None if gradient is None else gradient[rows]
+            targets = target[rows].astype(prediction.dtype, copy=False)
+            losses = self._losses(prediction[rows], targets, slope)
+            total += float(losses.sum(dtype="float64"))  # so that small terms of large sums count
+            if slope is not None:
+                slope *= self._factor / outputs
+        return total / outputs, float(prediction.shape[0]), gradient
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
-        """Refuse a target of another shape, or not of real numbers: see `check_real_target`."""
-        check_real_target(type(self).__name__, prediction_shape, target)
+        """Refuse targets that are not real numbers or differ in shape from the prediction.
+
+        Targets are never broadcast.
+
+        Raises
+        ------
+        TypeError
+            If the target is not an array, or not one of real numbers.
+        ValueError
+            If the shapes differ, or have no dims.
+        """
+        owner = type(self).__name__
+        array_namespace(target)
+        if not prediction_shape or prediction_shape != target.shape:
+            is_column = prediction_shape == (*target.shape, 1)
+            raise ValueError(
+                f"{owner} needs prediction and target of one shape (N, ...), got "
+                f"{prediction_shape} and {target.shape}"
+                + ("; y[..., None] has the shape" if is_column else "")
+            )
+        if target.dtype.kind not in "fiub":
+            raise TypeError(f"{owner} takes real targets, got an array of {target.dtype}")
 
     def backward(self, saved: Any) -> Array:
         """Return the slope at each element, divided by the number of output elements per sample."""
-        errors, outputs = saved
-        self._differentiate(errors, outputs)
-        return errors
+        return saved
 
 
-class MSE(_ErrorLoss):
+class MSE(_RealLoss):
     """Squared error, (prediction - target)^2.
 
     It is averaged over the output dims and summed over the samples. Each sample has weight 1.
     """
 
-    def _sum(self, error: Array) -> float:
-        xp = array_namespace(error)
-        return float(xp.square(error).sum(dtype=xp.float64))
+    _factor = 2.0
 
-    def _differentiate(self, error: Array, outputs: int) -> None:
-        error *= 2.0 / outputs
+    def _losses(self, z: Array, t: Array, slope: Array | None) -> Array:
+        xp = NAMESPACES[type(z)]
+        return xp.square(xp.subtract(z, t, out=slope))
 
 
-class MAE(_ErrorLoss):
+class MAE(_RealLoss):
     """Absolute error, abs(prediction - target), whose slope at 0 is taken as 0.
 
     It is averaged over the output dims and summed over the samples. Each sample has weight 1.
     """
 
-    def _sum(self, error: Array) -> float:
-        xp = array_namespace(error)
-        return float(xp.abs(error).sum(dtype=xp.float64))
+    def _losses(self, z: Array, t: Array, slope: Array | None) -> Array:
+        xp = NAMESPACES[type(z)]
+        error = xp.subtract(z, t, out=slope)
+        losses = xp.abs(error)
+        xp.sign(error, out=error)
+        return losses
 
-    def _differentiate(self, error: Array, outputs: int) -> None:
-        array_namespace(error).sign(error, out=error)
-        error *= 1.0 / outputs
 
-
-class Huber(_ErrorLoss):
+class Huber(_RealLoss):
     """Squared error for small errors, absolute error for large ones: outliers count for less.
 
     For an error e it is e^2 / 2 if abs(e) <= delta, and delta (abs(e) - delta / 2) otherwise:
@@ -142,18 +137,16 @@ class Huber(_ErrorLoss):
     def __init__(self, delta: float = 1.0) -> None:
         self.delta = as_positive("delta", delta)
 
-    def _sum(self, error: Array) -> float:
-        # With s the size of e and c = min(s, delta), both branches are c (s - c / 2).
-        xp = array_namespace(error)
-        size = xp.abs(error)
-        clipped = xp.minimum(size, self.delta)
-        size -= 0.5 * clipped
-        size *= clipped
-        return float(size.sum(dtype=xp.float64))
-
-    def _differentiate(self, error: Array, outputs: int) -> None:
-        array_namespace(error).clip(error, -self.delta, self.delta, out=error)
-        error *= 1.0 / outputs
+    def _losses(self, z: Array, t: Array, slope: Array | None) -> Array:
+        # With s the size of the error and c = min(s, delta), both branches are c (s - c / 2).
+        xp = NAMESPACES[type(z)]
+        error = xp.subtract(z, t, out=slope)
+        losses = xp.abs(error)
+        clipped = xp.minimum(losses, self.delta)
+        losses -= 0.5 * clipped
+        losses *= clipped
+        xp.clip(error, -self.delta, self.delta, out=error)
+        return losses
 
 
 class CrossEntropy(Loss):
@@ -197,7 +190,7 @@ class CrossEntropy(Loss):
         Save the gradient itself, because it is made of the exponentials that the loss needs anyway.
         The errors raised are those of `check_target`.
         """
-        xp = array_namespace(prediction)
+        xp = NAMESPACES[type(prediction)]
         self.check_target(prediction.shape, target)
         logits_NV = prediction.reshape(-1, prediction.shape[-1])
         target_N = target.reshape(-1)
@@ -270,7 +263,7 @@ class CrossEntropy(Loss):
         return saved
 
 
-class BinaryCrossEntropy(Loss):
+class BinaryCrossEntropy(_RealLoss):
     """Negative log-likelihood of yes-or-no targets under the logistic function of the logits.
 
     For a logit z and a target t in [0, 1] it is log(1 + exp(z)) - t z (Bishop, "Pattern recognition
@@ -279,33 +272,18 @@ class BinaryCrossEntropy(Loss):
     samples. Each sample has weight 1.
     """
 
-    def forward(
-        self, prediction: Array, target: Array, training: bool = True
-    ) -> tuple[float, float, Any]:
-        """Return the sum for logits and targets of one shape (N, ...), and the weight N.
-
-        Save the gradient itself. The errors raised are those of `check_target`.
-        """
-        self.check_target(prediction.shape, target)
-        xp = array_namespace(prediction)
-        outputs = math.prod(prediction.shape[1:])
-        gradient = xp.empty_like(prediction) if training else None
-        total = 0.0
-        for rows in chunks(prediction):
-            z, t = prediction[rows], target[rows].astype(prediction.dtype, copy=False)
-            losses = xp.abs(z)
-            xp.negative(losses, out=losses)
-            xp.exp(losses, out=losses)
-            xp.log1p(losses, out=losses)
-            losses += xp.maximum(z, 0)
-            losses -= t * z
-            total += float(losses.sum(dtype=xp.float64))
-            if gradient is not None:
-                part = gradient[rows]
-                sigmoid(z, out=part)
-                part -= t
-                part *= 1.0 / outputs
-        return total / outputs, float(prediction.shape[0]), gradient
+    def _losses(self, z: Array, t: Array, slope: Array | None) -> Array:
+        xp = NAMESPACES[type(z)]
+        losses = xp.abs(z)
+        xp.negative(losses, out=losses)
+        xp.exp(losses, out=losses)
+        xp.log1p(losses, out=losses)
+        losses += xp.maximum(z, 0)
+        losses -= t * z
+        if slope is not None:
+            sigmoid(z, out=slope)
+            slope -= t
+        return losses
 
     def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
         """Refuse targets that are not probabilities.
@@ -317,14 +295,10 @@ class BinaryCrossEntropy(Loss):
         ValueError
             If the shapes differ, or a target is outside [0, 1].
         """
-        check_real_target(type(self).__name__, prediction_shape, target)
+        super().check_target(prediction_shape, target)
         fits = (target >= 0) & (target <= 1)
         if not fits.all():
             raise ValueError(
                 f"BinaryCrossEntropy takes targets in [0, 1], got {target[~fits][0]}; classes "
                 "that are numbered otherwise need CrossEntropy, or y == positive_class"
             )
-
-    def backward(self, saved: Any) -> Array:
-        """Return (s(z) - t) / (output elements per sample) with the logistic function s."""
-        return saved

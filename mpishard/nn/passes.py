@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.arrays import NAMESPACES, Array, chunks
 from mpishard.bfloat16 import BFLOAT16, is_bfloat16, round_into, widened
 from mpishard.compilation import compile_loop, numba_module
 
@@ -273,7 +273,7 @@ def added(a: Array, b: Array, out: Array | None = None) -> Array:
         Array for the result, which may be ``a``. If not given, a new array is made.
     """
     if not is_bfloat16(a):
-        return array_namespace(a).add(a, b, out=out)
+        return NAMESPACES[type(a)].add(a, b, out=out)
     loop = compiled(add, a) if a.size and (out is None or out is a) else None
     if loop is not None:
         total = a.copy() if out is None else a

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +45,13 @@ class Ending:
         return self.reason != "finished"
 
 
-class JobTrace(ABC):
+class JobTrace:
     """The events of all ranks of a job, on rank 0's clock.
+
+    Parameters
+    ----------
+    path : Path
+        Folder of the files of all ranks, or a file that `merge_traces` wrote.
 
     Attributes
     ----------
@@ -59,10 +63,17 @@ class JobTrace(ABC):
         End of each rank; complete when `events` has come to its end.
     """
 
-    job: str
-    ranks: list[dict[str, Any]]
-
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self._is_merged = not path.is_dir()
+        self._files = [_Lines(path)] if self._is_merged else _files_of_ranks(path)
+        about = self._files[0].about
+        if self._is_merged and "ranks" not in about:
+            raise ValueError(
+                f"{path} is the trace of rank {about['rank']} alone; give its folder, {path.parent}"
+            )
+        self.job: str = about["job"]
+        own = [lines.about for lines in self._files]
+        self.ranks: list[dict[str, Any]] = about["ranks"] if self._is_merged else own
         self.endings: dict[int, Ending] = {}
 
     @property
@@ -70,7 +81,6 @@ class JobTrace(ABC):
         """Number of ranks."""
         return len(self.ranks)
 
-    @abstractmethod
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield every event, rank by rank, with ``ts`` counted from the job's start.
 
@@ -79,6 +89,23 @@ class JobTrace(ABC):
         ValueError
             If a file is damaged; the message names the line.
         """
+        if self._is_merged:
+            (merged,) = self._files
+            yield from merged.events()
+            if merged.end is None:
+                raise ValueError(f"{merged.path} is torn: its end is missing; merge it again")
+            for end in merged.end["ranks"]:
+                self.endings[end["rank"]] = Ending(end["reason"], end["until_us"], end["dropped"])
+            return
+        for about, lines in zip(self.ranks, self._files, strict=True):
+            until = start = about["start_us"]
+            for event in lines.events():
+                if "ts" in event:
+                    event["ts"] = round(event["ts"] + start, 3)
+                    until = max(until, event["ts"] + event["dur"])
+                yield event
+            end = lines.end or {"reason": _KILLED, "dropped": 0}
+            self.endings[about["rank"]] = Ending(end["reason"], until, end["dropped"])
 
 
 def open_trace(path: str | os.PathLike[str]) -> JobTrace:
@@ -92,11 +119,9 @@ def open_trace(path: str | os.PathLike[str]) -> JobTrace:
         If a file is no trace, or the files are those of different jobs.
     """
     path = Path(path)
-    if path.is_dir():
-        return _Folder(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no file or folder {path}")
-    return _Merged(path)
+    return JobTrace(path)
 
 
 class _Lines:
@@ -141,88 +166,53 @@ class _Lines:
                     torn = number  # the last line may be cut, if the process was killed in it
 
 
-class _Folder(JobTrace):
-    """The trace in the files of a job's ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        found: dict[int, _Lines] = {}
-        for path in sorted(folder.glob("rank_*.json")):
-            lines = _Lines(path)
-            rank = lines.about.get("rank", -1)
-            # The first line names the rank: a copy under another name would count twice.
-            if path != rank_file(folder, rank):
-                whose = f"rank {rank}" if rank >= 0 else "all ranks"
-                raise ValueError(f"{path} is the trace of {whose}; it was renamed")
-            found[rank] = lines
-        if not found:
-            raise FileNotFoundError(
-                f"no trace of a rank (rank_<r>.json) is in {folder}; `mpishard trace run`, "
-                "MPISHARD_TRACE=FOLDER or mpishard.observe.trace(FOLDER) records one"
-            )
-        # A folder that was used twice may have files of two jobs, without a common clock.
-        jobs: dict[str, list[int]] = {}
-        for rank, lines in sorted(found.items()):
-            jobs.setdefault(lines.about["job"], []).append(rank)
-        if len(jobs) > 1:
-            parts = "; ".join(f"job {job}: ranks {ranks}" for job, ranks in jobs.items())
-            raise ValueError(
-                f"{folder} has traces of {len(jobs)} jobs ({parts}); remove those of old ones, or "
-                "record each job in a folder of its own"
-            )
-        world_size = next(iter(found.values())).about["world_size"]
-        missing = [rank for rank in range(world_size) if rank not in found]
-        if missing:
-            names = ", ".join(rank_file(folder, rank).name for rank in missing)
-            raise FileNotFoundError(
-                f"{folder} has traces of {len(found)} of the job's {world_size} ranks, and not "
-                f"{names}; if nodes have disks of their own, copy each node's files there"
-            )
-        self.ranks = [found[rank].about for rank in range(world_size)]
-        self.job = self.ranks[0]["job"]
-        self._files = [found[rank] for rank in range(len(found))]
-        # The ranks of a node share a clock: all take the most exact measurement of it.
-        clocks: dict[int, tuple[float, float]] = {}
-        for about in sorted(self.ranks, key=lambda about: about["clock_uncertainty_us"]):
-            best = about["clock_offset_us"], about["clock_uncertainty_us"]
-            clocks.setdefault(about["node"], best)
-        starts = [about["origin_us"] + clocks[about["node"]][0] for about in self.ranks]
-        for about, start in zip(self.ranks, starts, strict=True):
-            offset, uncertainty = clocks[about["node"]]
-            about["clock_offset_us"], about["clock_uncertainty_us"] = offset, uncertainty
-            about["start_us"] = start - min(starts)
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        for about, lines in zip(self.ranks, self._files, strict=True):
-            until = start = about["start_us"]
-            for event in lines.events():
-                if "ts" in event:
-                    event["ts"] = round(event["ts"] + start, 3)
-                    until = max(until, event["ts"] + event["dur"])
-                yield event
-            end = lines.end or {"reason": _KILLED, "dropped": 0}
-            self.endings[about["rank"]] = Ending(end["reason"], until, end["dropped"])
-
-
-class _Merged(JobTrace):
-    """The trace in a file that `merge_traces` wrote."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._lines = _Lines(path)
-        about = self._lines.about
-        if "ranks" not in about:
-            raise ValueError(
-                f"{path} is the trace of rank {about['rank']} alone; give its folder, {path.parent}"
-            )
-        self.job, self.ranks = about["job"], about["ranks"]
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        yield from self._lines.events()
-        if self._lines.end is None:
-            raise ValueError(f"{self._lines.path} is torn: its end is missing; merge it again")
-        for end in self._lines.end["ranks"]:
-            self.endings[end["rank"]] = Ending(end["reason"], end["until_us"], end["dropped"])
+def _files_of_ranks(folder: Path) -> list[_Lines]:
+    """Return the trace of each rank, in order, with the alignment of its clock in ``about``."""
+    found: dict[int, _Lines] = {}
+    for path in sorted(folder.glob("rank_*.json")):
+        lines = _Lines(path)
+        rank = lines.about.get("rank", -1)
+        # The first line names the rank: a copy under another name would count twice.
+        if path != rank_file(folder, rank):
+            whose = f"rank {rank}" if rank >= 0 else "all ranks"
+            raise ValueError(f"{path} is the trace of {whose}; it was renamed")
+        found[rank] = lines
+    if not found:
+        raise FileNotFoundError(
+            f"no trace of a rank (rank_<r>.json) is in {folder}; `mpishard trace run`, "
+            "MPISHARD_TRACE=FOLDER or mpishard.observe.trace(FOLDER) records one"
+        )
+    # A folder that was used twice may have files of two jobs, without a common clock.
+    jobs: dict[str, list[int]] = {}
+    for rank, lines in sorted(found.items()):
+        jobs.setdefault(lines.about["job"], []).append(rank)
+    if len(jobs) > 1:
+        parts = "; ".join(f"job {job}: ranks {ranks}" for job, ranks in jobs.items())
+        raise ValueError(
+            f"{folder} has traces of {len(jobs)} jobs ({parts}); remove those of old ones, or "
+            "record each job in a folder of its own"
+        )
+    world_size = next(iter(found.values())).about["world_size"]
+    missing = [rank for rank in range(world_size) if rank not in found]
+    if missing:
+        names = ", ".join(rank_file(folder, rank).name for rank in missing)
+        raise FileNotFoundError(
+            f"{folder} has traces of {len(found)} of the job's {world_size} ranks, and not "
+            f"{names}; if nodes have disks of their own, copy each node's files there"
+        )
+    files = [found[rank] for rank in range(len(found))]
+    abouts = [lines.about for lines in files]
+    # The ranks of a node share a clock: all take the most exact measurement of it.
+    clocks: dict[int, tuple[float, float]] = {}
+    for about in sorted(abouts, key=lambda about: about["clock_uncertainty_us"]):
+        best = about["clock_offset_us"], about["clock_uncertainty_us"]
+        clocks.setdefault(about["node"], best)
+    starts = [about["origin_us"] + clocks[about["node"]][0] for about in abouts]
+    for about, start in zip(abouts, starts, strict=True):
+        offset, uncertainty = clocks[about["node"]]
+        about["clock_offset_us"], about["clock_uncertainty_us"] = offset, uncertainty
+        about["start_us"] = start - min(starts)
+    return files
 
 
 _ENDS = {"send": "s", "receive": "f"}

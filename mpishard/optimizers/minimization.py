@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpishard import checkpoint as checkpoints
-from mpishard.arguments import as_count, as_number, nearest
+from mpishard.arguments import as_amount, as_count, nearest
 from mpishard.arrays import Array, array_namespace, require_plain
 from mpishard.checkpoint.format.consensus import differences, together
 from mpishard.communication import CommunicationBackend, ReductionOperation
@@ -289,10 +289,11 @@ class _Run:
 
     def _result(self, status: int, message: str) -> OptimizeResult:
         numbers, products = self.numbers, self.numbers.get("products", 0)
+        is_exact = isinstance(self.rule, NewtonCG) and self.rule.has_products
         # A last step that found no lower value is not an iteration.
         iterations = self.optimizer.steps - ("stuck" in numbers)
         # Without hessp each product of the Hessian was a difference of two gradients.
-        evaluations = numbers["evaluations"] + (0 if self.objective.has_product else products)
+        evaluations = numbers["evaluations"] + (0 if is_exact else products)
         result = OptimizeResult(
             x=self.model.gather_full_parameters(),
             fun=numbers["value"],
@@ -366,9 +367,7 @@ def _checked_rule(
         elif name.startswith("max"):
             limits[name] = as_count(name, value)
         else:
-            limits[name] = as_number(name, value)
-            if not value >= 0:
-                raise ValueError(f"{name} must be 0 or more, got {value}")
+            limits[name] = as_amount(name, value)
     return kind(**settings), limits, leaves
 
 
@@ -501,11 +500,6 @@ class Objective:
         self._product = product
         self._theta = theta
         self._base = theta
-
-    @property
-    def has_product(self) -> bool:
-        """True if Hessian-vector products are given."""
-        return self._product is not None
 
     def get_parameters(self) -> Array:
         return self._theta

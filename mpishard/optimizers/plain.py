@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -346,16 +346,8 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[slice, list[Segment]]]:
 
 _KINDS: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (
-        schedules.Constant,
-        schedules.Cosine,
-        schedules.Exponential,
-        schedules.OneCycle,
-        schedules.StepDecay,
-        schedules.WarmUp,
-        OptimizationAlgorithmOptions,
-        AdamOptimizerOptions,
-    )
+    for kind in (*vars(schedules).values(), OptimizationAlgorithmOptions, AdamOptimizerOptions)
+    if isinstance(kind, type) and is_dataclass(kind)
 }
 
 

@@ -6,7 +6,6 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,7 +25,6 @@ from mpishard.pipeline.operations import (
     FORWARD,
     Flow,
     IPipelineSchedule,
-    Order,
     PipelineOperation,
     PipelineOperationType,
     PipelinePlan,
@@ -177,9 +175,9 @@ class PipelineExecutor:
         self._backend = backend
         self._schedule = schedule
         self._dtype = np.dtype(dtype)
-        # Made at the first run: checking a schedule takes time, which prediction does not need.
-        self._plan: PipelinePlan | None = None
-        self._forward_plan: PipelinePlan | None = None
+        # By whether it is for training. Made at the first run: checking a schedule takes time,
+        # which prediction does not need.
+        self._plans: dict[bool, PipelinePlan] = {}
         self.record = PipelineRecord()
 
     def run(self, stage: IPipelineStage) -> PipelineRecord:
@@ -193,9 +191,7 @@ class PipelineExecutor:
         PeerError
             If another rank failed or left.
         """
-        if self._plan is None:
-            self._plan = self._make_plan(is_training=True)
-        return self._execute(stage, self._plan)
+        return self._execute(stage, is_training=True)
 
     def run_forward(self, stage: IPipelineStage) -> PipelineRecord:
         """Run forward alone, every micro-batch through all stages. Collective over the pipeline.
@@ -207,21 +203,18 @@ class PipelineExecutor:
         ValueError, PeerError
             As `run`.
         """
-        if self._forward_plan is None:
-            self._forward_plan = self._make_plan(is_training=False)
-        return self._execute(stage, self._forward_plan)
+        return self._execute(stage, is_training=False)
 
-    def _make_plan(self, *, is_training: bool) -> PipelinePlan:
-        schedule, ranks, count = self._schedule, self._backend.world_size, self._micro_batches
-        orders: Sequence[Order]
-        if is_training:
-            check_schedule(schedule, ranks, count)
-            orders = [schedule.get_schedule(rank, ranks, count) for rank in range(ranks)]
-        else:  # needs no check: the order is made here
-            orders = forward_orders(schedule, ranks, count)
-        return PipelinePlan.make(schedule, self._backend.rank, ranks, orders)
-
-    def _execute(self, stage: IPipelineStage, plan: PipelinePlan) -> PipelineRecord:
+    def _execute(self, stage: IPipelineStage, *, is_training: bool) -> PipelineRecord:
+        plan = self._plans.get(is_training)
+        if plan is None:
+            schedule, ranks, count = self._schedule, self._backend.world_size, self._micro_batches
+            if is_training:
+                check_schedule(schedule, ranks, count)
+                orders = [schedule.get_schedule(rank, ranks, count) for rank in range(ranks)]
+            else:  # needs no check: the order is made here
+                orders = forward_orders(schedule, ranks, count)
+            plan = self._plans[is_training] = PipelinePlan(schedule, self._backend.rank, orders)
         # Tags differ from run to run, so that no message of a failed run is taken for a new one.
         generation = self._backend.begin_round() % self._generations
         first_tag = generation * 2 * len(plan.rank_of)

@@ -7,9 +7,7 @@ stage.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_count, as_integer, require_type
+from mpishard.arguments import as_amount, as_count, as_integer, require_type
 from mpishard.arrays import Array, array_namespace, synchronize
 from mpishard.contracts import LayerInfo
 from mpishard.errors import MissingLossError
@@ -218,13 +216,10 @@ class LoadBalancedPartitionStrategy(IPipelinePartitionStrategy):
         else:
             begins = self._boundaries
         ends = [*begins[1:], total]
-        costs = [float(self._cost(end - begin)) for begin, end in zip(begins, ends, strict=True)]
-        for begin, end, cost in zip(begins, ends, costs, strict=True):
-            if not (math.isfinite(cost) and cost >= 0):
-                raise ValueError(
-                    f"the cost of a layer of {end - begin} parameters must be 0 or more and "
-                    f"finite, got {cost}"
-                )
+        costs = [
+            as_amount(f"the cost of a layer of {end - begin} parameters", self._cost(end - begin))
+            for begin, end in zip(begins, ends, strict=True)
+        ]
         cuts = [0, *balanced_cuts(costs, count), len(costs)]
         stages = [
             (begins[first], ends[last - 1] - begins[first])
@@ -442,21 +437,8 @@ def _costs(infos: Sequence[LayerInfo], given: Costs | None) -> list[float]:
     found: list[Any] = list(map(given, infos) if callable(given) else given)
     if len(found) != len(infos):
         raise ValueError(f"costs must be one for each of {len(infos)} layers, got {len(found)}")
-    costs = [_number(info, cost) for info, cost in zip(infos, found, strict=True)]
-    for info, cost in zip(infos, costs, strict=True):
-        if not (math.isfinite(cost) and cost >= 0):
-            raise ValueError(
-                f"the cost of layer {info.index}, {info.name!r}, must be 0 or more and finite, "
-                f"got {cost}"
-            )
-    return costs
-
-
-def _number(info: LayerInfo, cost: Any) -> float:
-    if not isinstance(cost, str | bytes):  # float() would accept some of these
-        with contextlib.suppress(TypeError, ValueError):
-            return float(cost)
-    raise TypeError(
-        f"the cost of layer {info.index}, {info.name!r}, that costs or partition_strategy gives "
-        f"must be a number, got {cost!r}"
-    )
+    origin = "that costs or partition_strategy gives"
+    return [
+        as_amount(f"the cost of layer {info.index}, {info.name!r}, {origin}", cost)
+        for info, cost in zip(infos, found, strict=True)
+    ]

@@ -6,7 +6,7 @@ The plan has the input of each operation with its sender, and the output with it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -128,11 +128,19 @@ class Step:
     gives: Flow | None
 
 
-@dataclass(frozen=True, slots=True)
 class PipelinePlan:
     """The steps of one rank, and the messages that it receives.
 
     Parameters
+    ----------
+    schedule : IPipelineSchedule
+        Places of the stages.
+    rank : int
+        The rank.
+    orders : sequence of Order
+        The operations of each rank.
+
+    Attributes
     ----------
     steps : sequence of Step
         In the rank's order.
@@ -145,46 +153,27 @@ class PipelinePlan:
         order.
     """
 
-    steps: Sequence[Step]
-    rank_of: Sequence[int]
-    virtual_of: Mapping[int, int]
-    arrivals: Mapping[tuple[bool, int], Sequence[int]]
-
-    @classmethod
-    def make(
-        cls,
-        schedule: IPipelineSchedule,
-        rank: int,
-        num_stages: int,
-        orders: Sequence[Order],
-    ) -> PipelinePlan:
-        """Make the plan of ``rank``, if the ranks' operations are ``orders``."""
-        virtual = range(schedule.virtual_stages_per_rank)
-        places = {
-            schedule.global_stage(r, v, num_stages): (r, v)
-            for r in range(num_stages)
-            for v in virtual
-        }
-        last = len(places) - 1
-        stages = {place: stage for stage, place in places.items()}
-        rank_of = tuple(places[stage][0] for stage in range(last + 1))
-
-        def steps_of(other: int) -> list[Step]:
-            return [
-                _step(operation, stages[other, operation.virtual_stage_index], last)
-                for operation in orders[other]
-            ]
-
+    def __init__(self, schedule: IPipelineSchedule, rank: int, orders: Sequence[Order]) -> None:
+        places = [
+            (r, v) for r in range(len(orders)) for v in range(schedule.virtual_stages_per_rank)
+        ]
+        stages = {(r, v): schedule.global_stage(r, v, len(orders)) for r, v in places}
+        self.rank_of = [r for r, _ in sorted(places, key=stages.__getitem__)]
+        self.virtual_of = {stage: v for (r, v), stage in stages.items() if r == rank}
+        self.arrivals: dict[tuple[bool, int], list[int]] = {}
         # Receives are posted in the order of sending, because messages of one tag keep their order.
-        arrivals: dict[tuple[bool, int], list[int]] = {}
-        for other in range(num_stages):
-            for step in steps_of(other) if other != rank else ():
-                flow = step.gives
-                if flow is not None and rank_of[flow.stage] == rank:
+        for other, order in enumerate(orders):
+            steps = [
+                _step(operation, stages[other, operation.virtual_stage_index], len(stages) - 1)
+                for operation in order
+            ]
+            if other == rank:
+                self.steps = steps
+                continue
+            for flow in [step.gives for step in steps]:
+                if flow is not None and self.rank_of[flow.stage] == rank:
                     link = flow.is_gradient, flow.stage
-                    arrivals.setdefault(link, []).append(flow.micro_batch)
-        virtual_of = {stages[rank, v]: v for v in virtual}
-        return cls(steps_of(rank), rank_of, virtual_of, arrivals)
+                    self.arrivals.setdefault(link, []).append(flow.micro_batch)
 
     def sender(self, flow: Flow) -> int:
         """Return the rank that a flow comes from."""

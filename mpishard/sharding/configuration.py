@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -93,17 +94,13 @@ class _Choice(property):
     """An attribute of a configuration, which is set to ``check(name, value)``."""
 
     def __init__(self, check: Callable[[str, Any], Any], doc: str) -> None:
-        super().__init__(self._read, self._write, doc=doc)
-        self._check = check
+        self._check, self._text = check, doc
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        def write(config: ShardingConfiguration, value: Any) -> None:
+            setattr(config, f"_{name}", self._check(name, value))
 
-    def _read(self, config: ShardingConfiguration) -> Any:
-        return getattr(config, f"_{self._name}")
-
-    def _write(self, config: ShardingConfiguration, value: Any) -> None:
-        setattr(config, f"_{self._name}", self._check(self._name, value))
+        super().__init__(operator.attrgetter(f"_{name}"), write, doc=self._text)
 
 
 def _choice(check: Callable[[str, Any], Any], doc: str) -> Any:

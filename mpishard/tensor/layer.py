@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import require_type
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import NAMESPACES, Array
 from mpishard.communication import CommunicationBackend
 from mpishard.layout import ShardLayout
-from mpishard.nn.layers.layer import Layer, ParameterSpec
+from mpishard.nn.layers.layer import Layer, Parameters, ParameterSpec
 from mpishard.sharding import Box, whole_box
 from mpishard.sharding.regions import box_shape
 
@@ -121,7 +121,7 @@ class DimSplit:
 
         If there is one rank and x is C-contiguous, it is x itself.
         """
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         if self.world_size == 1:
             return xp.ascontiguousarray(x)
         own = [x[..., low:high] for low, high in self.ranges(rank)]
@@ -132,7 +132,7 @@ class DimSplit:
 
         This takes one all-gather and one copy.
         """
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         rows = math.prod(x.shape[:-1])
         # all_gather joins the ranks' arrays end to end; the loop puts them side by side.
         flat = backend.all_gather(xp.ascontiguousarray(x).reshape(-1))
@@ -196,6 +196,58 @@ class TensorParallelLayer(Layer):
         return {
             name: slice_of(spec, self.boxes(name)) for name, spec in self.whole_parameters.items()
         }
+
+
+class SplitLayer(TensorParallelLayer):
+    """Base of layers that compute a part of another layer, with the shapes and input of that layer.
+
+    Parameters
+    ----------
+    backend : CommunicationBackend
+        The tensor group.
+    whole : Layer
+        The whole layer.
+
+    Raises
+    ------
+    TypeError
+        If ``backend`` is not a `CommunicationBackend`.
+    """
+
+    def __init__(self, backend: CommunicationBackend, whole: Layer) -> None:
+        super().__init__(backend)
+        self.whole = whole
+
+    @property
+    def whole_parameters(self) -> Mapping[str, ParameterSpec]:
+        """Parameters of the whole layer."""
+        return self.whole.parameters
+
+    @property
+    def is_random(self) -> bool:
+        """True if the whole layer is random."""
+        return self.whole.is_random
+
+    @property
+    def takes_integers(self) -> bool:
+        """True if the whole layer takes integers."""
+        return self.whole.takes_integers
+
+    def check_input(self, x: Array) -> None:
+        """Refuse what the whole layer refuses."""
+        self.whole.check_input(x)
+
+    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the whole layer's output shape."""
+        return self.whole.output_shape(input_shape)
+
+    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
+        """Return the whole layer's operations for an input of this shape."""
+        return self.whole.estimated_flops(input_shape)
+
+    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
+        """Return the whole layer's input gradient for ``saved`` and ``dy``, and its pending."""
+        return self.whole.backward_input(p, saved, dy)
 
 
 def slice_of(spec: ParameterSpec, boxes: tuple[Box, ...]) -> ParameterSpec:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import as_flag, check_sizes
-from mpishard.arrays import Array, array_namespace, to_host
+from mpishard.arrays import NAMESPACES, Array, array_namespace, to_host
 from mpishard.bfloat16 import wide_dtype
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
@@ -584,7 +584,7 @@ class Stage3ShardedLinear(SplitLinear):
 
         Both are sums over the samples of all ranks.
         """
-        xp = array_namespace(pending[1])
+        xp = NAMESPACES[type(pending[1])]
         dtype = wide_dtype(pending[1])
         # A rank's samples contribute to every element of W, so that it needs a whole gradient
         # until the reduce-scatter has ended.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 
 from mpishard.arguments import as_flag, require_type
@@ -54,12 +53,13 @@ class Extent(Enum):
     SLICE = "this rank's"
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """Demands on a layer's output: its positions, and True if its last dim may stay split."""
-
-    extent: Extent
-    keeps_split: bool = False
+_SLICED: Mapping[type[Layer], Callable[..., Layer]] = {
+    Dropout: SequenceParallelDropout,
+    LayerNorm: SequenceParallelNorm,
+    PositionalEmbedding: SequenceParallelPositionalEmbedding,
+    RMSNorm: SequenceParallelNorm,
+}
+"""Layers with little computation, and those that do it on a slice of the sequence."""
 
 
 class _Parts:
@@ -154,8 +154,11 @@ class ChainSplit:
         ):
             if segment.kind is SegmentKind.ALONE:
                 name, layer = segment.layers[0]
-                end = _End(ends, keeps_split) if name == last else _End(self.between)
-                splits_output = self._alone(parts, prefix, name, layer, end)
+                is_last = name == last
+                splits_output = self._alone(
+                    parts, prefix, name, layer, ends if is_last else self.between,
+                    keeps_split=keeps_split and is_last,
+                )  # fmt: skip
             else:
                 self._together(parts, prefix, segment)
         parts.end(ends)
@@ -224,62 +227,99 @@ class ChainSplit:
 
     # --------------------------------------------------------------------------------- one by one
 
-    def _alone(self, parts: _Parts, prefix: str, name: str, layer: Layer, end: _End) -> bool:
-        """Split a layer without partners; return True if its output stays split."""
-        path, kind = prefix + name, type(layer)
+    def _alone(
+        self, parts: _Parts, prefix: str, name: str, layer: Layer, ends: Extent, *,
+        keeps_split: bool,
+    ) -> bool:  # fmt: skip
+        """Split a layer without partners; return True if its output stays split.
+
+        ``ends`` and ``keeps_split`` are those of `chain`, for this layer's output.
+        """
+        path, kind, ranks = prefix + name, type(layer), self.backend.world_size
         if kind is Residual:
             inner, _ = self.chain(
                 layer.children, f"{path}.", starts=self.between, ends=self.between
             )
             parts.add(name, Residual(inner), self.between, self.between)
-        elif kind is Sequential:
+            return False
+        if kind is Sequential:
             inner, splits_output = self.chain(
-                layer.children, f"{path}.", starts=parts.extent, ends=end.extent,
-                keeps_split=end.keeps_split,
-            )  # fmt: skip
-            parts.add(name, Sequential(inner), None, end.extent)
+                layer.children, f"{path}.", starts=parts.extent, ends=ends, keeps_split=keeps_split
+            )
+            parts.add(name, Sequential(inner), None, ends)
             return splits_output
-        elif type(layer) is Linear:
-            return self._linear(parts, path, name, layer, end)
-        elif type(layer) is Embedding:
-            self._embedding(parts, path, name, layer)
-        elif kind in ACTIVATIONS:
-            is_sliced = parts.extent is Extent.SLICE
-            self._decide_light(path, layer, is_sliced)
+        if kind in ACTIVATIONS or kind in _SLICED:
+            # These have little to compute. An activation takes any positions.
+            own = _SLICED.get(kind)
+            is_sliced = self.sequence_parallel if own else parts.extent is Extent.SLICE
+            if is_sliced:
+                reason = f"{kind.__name__} of this rank's slice of the sequence"
+                self._note(path, layer, SplitKind.POSITIONS, 1 / ranks, reason)
+                if own is not None:
+                    parts.add(name, own(self.backend, layer), Extent.SLICE, Extent.SLICE)
+                    return False
+            else:
+                reason = f"{kind.__name__} on every rank: it has little to compute"
+                self._note(path, layer, SplitKind.WHOLE, 1.0, reason)
             parts.add(name, layer)
-        elif kind in (Dropout, LayerNorm, RMSNorm, PositionalEmbedding):
-            self._light(parts, path, name, layer)
-        else:
-            ranks = self.backend.world_size
-            reason = f"no rule splits a {kind.__name__}"
-            if isinstance(layer, Attention) and layer.kv_heads < ranks:
-                heads = "heads" if layer.kv_heads == layer.heads else "heads of keys and values"
-                reason = f"{layer.kv_heads} {heads} cannot be dealt to {ranks} ranks"
-            elif kind in ATTENTIONS:
-                reason = "it does not stand between two linear layers with weights of their own"
-            self._whole(parts, path, name, layer, reason)
+            return False
+        obstacle = self._obstacle(path, layer)
+        if obstacle is not None:
+            reason = f"{kind.__name__} on every rank: {obstacle}"
+            self._note(path, layer, SplitKind.WHOLE, 1.0, reason)
+            parts.add(name, layer, Extent.ALL, Extent.ALL)
+            return False
+        if isinstance(layer, Linear):
+            self._linear(parts, path, name, layer, ends, keeps_split=keeps_split)
+            return keeps_split
+        assert isinstance(layer, Embedding)
+        embedding = VocabularyParallelEmbedding(
+            self.backend, layer.vocabulary_size, layer.width,
+            layer.parameters["weight"].initializer, sequence_parallel=self.sequence_parallel,
+        )  # fmt: skip
+        parts.add(name, embedding, Extent.ALL, self.between)
+        rows, here = layer.vocabulary_size, embedding.split.local_size(self.backend.rank)
+        self._note(
+            path, embedding, SplitKind.VOCABULARY, embedding.split.local_size(0) / rows,
+            f"Embedding of {rows} x {layer.width} split by rows, {here} here",
+        )  # fmt: skip
         return False
 
-    def _linear(self, parts: _Parts, path: str, name: str, layer: Linear, end: _End) -> bool:
-        """Split a linear layer by outputs: gathered, or left split at the model's end."""
+    def _obstacle(self, path: str, layer: Layer) -> str | None:
+        """Return the reason for which a layer stays whole, or None."""
         ranks = self.backend.world_size
-        obstacle = self.ties.obstacle(path, layer)
-        if obstacle is None and layer.outputs < ranks:
-            obstacle = f"{layer.outputs} outputs cannot be dealt to {ranks} ranks"
-        if obstacle is not None:
-            self._whole(parts, path, name, layer, obstacle)
-            return False
+        if type(layer) is Linear:
+            size, what = layer.outputs, "outputs"
+        elif type(layer) is Embedding:
+            size, what = layer.vocabulary_size, "rows"
+        elif isinstance(layer, Attention) and layer.kv_heads < ranks:
+            heads = "heads" if layer.kv_heads == layer.heads else "heads of keys and values"
+            return f"{layer.kv_heads} {heads} cannot be dealt to {ranks} ranks"
+        elif type(layer) in ATTENTIONS:
+            return "it does not stand between two linear layers with weights of their own"
+        else:
+            return f"no rule splits a {type(layer).__name__}"
+        tied = self.ties.obstacle(path, layer)
+        if tied is None and size < ranks:
+            return f"{size} {what} cannot be dealt to {ranks} ranks"
+        return tied
+
+    def _linear(
+        self, parts: _Parts, path: str, name: str, layer: Linear, ends: Extent, *,
+        keeps_split: bool,
+    ) -> None:  # fmt: skip
+        """Split a linear layer by outputs: gathered, or left split at the model's end."""
         weight = layer.parameters["weight"]
         # A column-parallel layer that takes slices gathers them itself. It returns all positions,
         # and is used only if these are wanted.
-        takes_slices = self.sequence_parallel and end.extent is Extent.ALL
+        takes_slices = self.sequence_parallel and ends is Extent.ALL
         column = ColumnParallelLinear(
-            self.backend, layer.inputs, layer.outputs, not end.keeps_split, bias=layer.bias,
+            self.backend, layer.inputs, layer.outputs, not keeps_split, bias=layer.bias,
             initializer=weight.initializer, tied_to=weight.tied_to,
             sequence_parallel=takes_slices,
         )  # fmt: skip
         parts.add(name, column, self.between if takes_slices else Extent.ALL, Extent.ALL)
-        if end.keeps_split:
+        if keeps_split:
             outcome = "its output stays split for the loss"
         else:
             # Forward and backward take 6 I O FLOPs per position. O elements are gathered, and I are
@@ -295,58 +335,6 @@ class ChainSplit:
             path, column, SplitKind.COLUMN, share,
             f"{_sizes(layer)} split by rows, {column.local_output_size} here; {outcome}",
         )  # fmt: skip
-        return end.keeps_split
-
-    def _embedding(self, parts: _Parts, path: str, name: str, layer: Embedding) -> None:
-        """Split an embedding by rows of its table."""
-        rows, ranks = layer.vocabulary_size, self.backend.world_size
-        obstacle = self.ties.obstacle(path, layer)
-        if obstacle is None and rows < ranks:
-            obstacle = f"{rows} rows cannot be dealt to {ranks} ranks"
-        if obstacle is not None:
-            self._whole(parts, path, name, layer, obstacle)
-            return
-        own = VocabularyParallelEmbedding(
-            self.backend, rows, layer.width, layer.parameters["weight"].initializer,
-            sequence_parallel=self.sequence_parallel,
-        )  # fmt: skip
-        parts.add(name, own, Extent.ALL, self.between)
-        here = own.split.local_size(self.backend.rank)
-        self._note(
-            path, own, SplitKind.VOCABULARY, own.split.local_size(0) / rows,
-            f"Embedding of {rows} x {layer.width} split by rows, {here} here",
-        )  # fmt: skip
-
-    def _light(self, parts: _Parts, path: str, name: str, layer: Layer) -> None:
-        """Split a layer with little computation along time, or leave it whole."""
-        self._decide_light(path, layer, self.sequence_parallel)
-        if not self.sequence_parallel:
-            parts.add(name, layer)
-            return
-        own: Layer
-        if isinstance(layer, Dropout):
-            own = SequenceParallelDropout(self.backend, layer)
-        elif isinstance(layer, PositionalEmbedding):
-            own = SequenceParallelPositionalEmbedding(self.backend, layer)
-        else:
-            assert isinstance(layer, LayerNorm | RMSNorm)
-            own = SequenceParallelNorm(self.backend, layer)
-        parts.add(name, own, Extent.SLICE, Extent.SLICE)
-
-    def _decide_light(self, path: str, layer: Layer, is_sliced: bool) -> None:
-        kind, ranks = type(layer).__name__, self.backend.world_size
-        if is_sliced:
-            reason = f"{kind} of this rank's slice of the sequence"
-            self._note(path, layer, SplitKind.POSITIONS, 1 / ranks, reason)
-        else:
-            reason = f"{kind} on every rank: it has little to compute"
-            self._note(path, layer, SplitKind.WHOLE, 1.0, reason)
-
-    def _whole(self, parts: _Parts, path: str, name: str, layer: Layer, reason: str) -> None:
-        """Leave a layer whole: on every rank, on all positions."""
-        reason = f"{type(layer).__name__} on every rank: {reason}"
-        self._note(path, layer, SplitKind.WHOLE, 1.0, reason)
-        parts.add(name, layer, Extent.ALL, Extent.ALL)
 
     # ------------------------------------------------------------------------------------ records
 

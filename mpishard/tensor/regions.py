@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import NAMESPACES, Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.layer import Context, Gradients, Layer, Parameters, ParameterSpec
@@ -43,7 +43,7 @@ def take_time(backend: CommunicationBackend, x: Array) -> Array:
     """Return this rank's slice (B, T / t, ...) of x, shape (B, T, ...), as a C-contiguous array."""
     length = local_length(backend, x.shape[1])
     start = backend.rank * length
-    return array_namespace(x).ascontiguousarray(x[:, start : start + length])
+    return NAMESPACES[type(x)].ascontiguousarray(x[:, start : start + length])
 
 
 def gather_time(backend: CommunicationBackend, x: Array) -> Array:
@@ -59,12 +59,12 @@ def gather_time_async(backend: CommunicationBackend, x: Array) -> Callable[[], A
     ranks, shape = backend.world_size, x.shape
     # all_gather joins along the first dim. Each rank sends one row, and `finish` swaps the dims of
     # ranks and samples.
-    row = array_namespace(x).ascontiguousarray(x).reshape(1, math.prod(shape))
+    row = NAMESPACES[type(x)].ascontiguousarray(x).reshape(1, math.prod(shape))
     work = backend.all_gather_async(row)
 
     def finish() -> Array:
         by_sample = work.wait().reshape(ranks, *shape).swapaxes(0, 1)
-        whole = array_namespace(x).ascontiguousarray(by_sample)
+        whole = NAMESPACES[type(x)].ascontiguousarray(by_sample)
         return whole.reshape(shape[0], ranks * shape[1], *shape[2:])
 
     return finish
@@ -83,7 +83,7 @@ def reduce_scatter_time_async(backend: CommunicationBackend, x: Array) -> Callab
     ranks, batch, rest = backend.world_size, x.shape[0], x.shape[2:]
     length = local_length(backend, x.shape[1])
     by_rank = x.reshape(batch, ranks, length, *rest).swapaxes(0, 1)
-    rows = array_namespace(x).ascontiguousarray(by_rank)
+    rows = NAMESPACES[type(x)].ascontiguousarray(by_rank)
     rows = rows.reshape(ranks, math.prod((batch, length, *rest)))
     work = backend.reduce_scatter_async(rows)
     return lambda: work.wait().reshape(batch, length, *rest)
@@ -106,7 +106,7 @@ class CopyToRegion(TensorParallelLayer):
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """Return the sum of all ranks' ``dy``, in place if ``dy`` is C-contiguous. Collective."""
-        return self.backend.all_reduce(array_namespace(dy).ascontiguousarray(dy)), None
+        return self.backend.all_reduce(NAMESPACES[type(dy)].ascontiguousarray(dy)), None
 
 
 class ReduceFromRegion(TensorParallelLayer):
@@ -122,7 +122,7 @@ class ReduceFromRegion(TensorParallelLayer):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Return the sum over the ranks, and save nothing. Collective."""
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         summand = xp.ascontiguousarray(x)
         # The sum is a new array, because the layer before may have saved x.
         return self.backend.all_reduce(summand, out=xp.empty_like(summand)), None

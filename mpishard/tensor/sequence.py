@@ -11,25 +11,24 @@ of the tensor group).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from mpishard.arguments import require_type
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import NAMESPACES, Array
 from mpishard.bfloat16 import wide
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.dropout import Dropout, MaskStream
 from mpishard.nn.layers.embedding import PositionalEmbedding
-from mpishard.nn.layers.layer import Context, Gradients, Parameters, ParameterSpec
+from mpishard.nn.layers.layer import Context, Gradients, Parameters
 from mpishard.nn.layers.normalization import LayerNorm, RMSNorm
 from mpishard.nn.passes import added
-from mpishard.tensor.layer import DimSplit, TensorParallelLayer
+from mpishard.tensor.layer import DimSplit, SplitLayer
 
 
-class SequenceParallelNorm(TensorParallelLayer):
+class SequenceParallelNorm(SplitLayer):
     """Normalisation of the last dim on this rank's slice of the sequence.
 
     One all-reduce sums the parameters' gradients over the ranks. It has as many elements as the
@@ -51,46 +50,28 @@ class SequenceParallelNorm(TensorParallelLayer):
     category = LayerCategory.NORMALIZATION
 
     def __init__(self, backend: CommunicationBackend, norm: LayerNorm | RMSNorm) -> None:
-        super().__init__(backend)
+        super().__init__(backend, norm)
         require_type("norm", norm, LayerNorm, RMSNorm)
-        self.norm = norm
-
-    @property
-    def whole_parameters(self) -> Mapping[str, ParameterSpec]:
-        """Parameters of the norm, which all ranks hold."""
-        return self.norm.parameters
-
-    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the input's shape (..., width)."""
-        return self.norm.output_shape(input_shape)
-
-    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Return the norm's operations on this slice."""
-        return self.norm.estimated_flops(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Normalise x, and save the norm's saved values."""
-        return self.norm.forward(p, x, context)
-
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """Return the gradient of this slice; pending is the norm's."""
-        return self.norm.backward_input(p, saved, dy)
+        return self.whole.forward(p, x, context)
 
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add the parameters' gradients, summed over the ranks. Collective."""
-        targets = {name: g[name] for name in self.norm.parameters}
+        targets = {name: g[name] for name in self.whole_parameters}
         first = next(iter(targets.values()))
         # The sums are separate from g, which may have gradients of earlier micro-batches. Those are
         # summed over the ranks already.
-        sums = array_namespace(first).zeros((len(targets), self.norm.width), dtype=first.dtype)
-        self.norm.backward_weight(pending, dict(zip(targets, sums, strict=True)))
+        sums = NAMESPACES[type(first)].zeros((len(targets), *first.shape), dtype=first.dtype)
+        self.whole.backward_weight(pending, dict(zip(targets, sums, strict=True)))
         # One all-reduce for all parameters, because the time for short vectors is mostly latency.
         self.backend.all_reduce(sums)
         for name, part in zip(targets, sums, strict=True):
             targets[name] += part
 
 
-class SequenceParallelPositionalEmbedding(TensorParallelLayer):
+class SequenceParallelPositionalEmbedding(SplitLayer):
     """Learned vectors for the positions of this rank's slice: y_BSD = x_BSD + P[r S : (r + 1) S].
 
     Rank r has the gradients of its positions. An all-gather gives all ranks the whole gradient.
@@ -111,21 +92,15 @@ class SequenceParallelPositionalEmbedding(TensorParallelLayer):
     category = LayerCategory.EMBEDDING
 
     def __init__(self, backend: CommunicationBackend, positional: PositionalEmbedding) -> None:
-        super().__init__(backend)
+        super().__init__(backend, positional)
         require_type("positional", positional, PositionalEmbedding)
-        self.positional = positional
-
-    @property
-    def whole_parameters(self) -> Mapping[str, ParameterSpec]:
-        """``weight`` of shape (context_length, width), which all ranks hold."""
-        return self.positional.parameters
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the input's shape (S, width), with S t at most the context length."""
         whole = input_shape
         if input_shape:
             whole = (input_shape[0] * self.backend.world_size, *input_shape[1:])
-        self.positional.output_shape(whole)
+        self.whole.output_shape(whole)
         return input_shape
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
@@ -161,31 +136,7 @@ class SequenceParallelPositionalEmbedding(TensorParallelLayer):
         dw_TD += whole_TD
 
 
-class _SlicedDropout(TensorParallelLayer):
-    """Base of the two dropout layers below, with their rate and gradient."""
-
-    category = LayerCategory.REGULARIZATION
-
-    def __init__(self, backend: CommunicationBackend, dropout: Dropout) -> None:
-        super().__init__(backend)
-        require_type("dropout", dropout, Dropout)
-        self.dropout = dropout
-
-    @property
-    def is_random(self) -> bool:
-        """True if the rate is above 0."""
-        return self.dropout.is_random
-
-    def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the input's shape."""
-        return input_shape
-
-    def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
-        """Multiply ``dy`` by m / (1 - rate) in place."""
-        return self.dropout.backward_input(p, saved, dy)
-
-
-class SequenceParallelDropout(_SlicedDropout):
+class SequenceParallelDropout(SplitLayer):
     """Dropout of this rank's slice of the sequence: (B, T / t, ...).
 
     Each element has the mask, bit by bit, that `mpishard.nn.Dropout` gives it in the whole
@@ -204,6 +155,13 @@ class SequenceParallelDropout(_SlicedDropout):
         If ``backend`` is not a `CommunicationBackend`, or ``dropout`` is not a `Dropout`.
     """
 
+    category = LayerCategory.REGULARIZATION
+
+    def __init__(self, backend: CommunicationBackend, dropout: Dropout) -> None:
+        super().__init__(backend, dropout)
+        require_type("dropout", dropout, Dropout)
+        self.dropout = dropout
+
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Mask x of shape (B, T / t, ...), and save the mask, which takes a byte per element."""
         if not (context.training and self.is_random):
@@ -215,7 +173,7 @@ class SequenceParallelDropout(_SlicedDropout):
         return self.dropout.mask(x, stream.next_masks)
 
 
-class TensorParallelDropout(_SlicedDropout):
+class TensorParallelDropout(SplitLayer):
     """Dropout of activations whose last dim is this rank's slice.
 
     Each element has the mask, bit by bit, that `mpishard.nn.Dropout` gives it in the whole last
@@ -241,6 +199,8 @@ class TensorParallelDropout(_SlicedDropout):
         If the dim has no such partition.
     """
 
+    category = LayerCategory.REGULARIZATION
+
     def __init__(
         self,
         backend: CommunicationBackend,
@@ -251,6 +211,8 @@ class TensorParallelDropout(_SlicedDropout):
         multiple: int = 1,
     ) -> None:
         super().__init__(backend, dropout)
+        require_type("dropout", dropout, Dropout)
+        self.dropout = dropout
         self.split = DimSplit(size, backend.world_size, parts, multiple)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:

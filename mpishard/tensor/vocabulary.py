@@ -6,23 +6,22 @@ whose rows this rank has, R classes of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mpishard.arguments import as_flag, require_type
-from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.arrays import NAMESPACES, Array, chunks
 from mpishard.bfloat16 import wide
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import ILossFunction, LayerCategory
 from mpishard.nn.layers.embedding import Embedding, add_rows
-from mpishard.nn.layers.layer import Context, Gradients, Initializer, Parameters, ParameterSpec
+from mpishard.nn.layers.layer import Context, Gradients, Initializer, Parameters
 from mpishard.nn.losses import CrossEntropy
 from mpishard.sharding import Box
-from mpishard.tensor.layer import DimSplit, TensorParallelLayer
+from mpishard.tensor.layer import DimSplit, SplitLayer
 from mpishard.tensor.regions import gather_time, local_length, reduce_scatter_time
 
 
-class VocabularyParallelEmbedding(TensorParallelLayer):
+class VocabularyParallelEmbedding(SplitLayer):
     """Table with a vector for each token, y = W[tokens], whose rows are split over the ranks.
 
     All ranks have the same tokens. A rank returns zeros for tokens whose rows it does not have, and
@@ -68,30 +67,15 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
         *,
         sequence_parallel: bool = False,
     ) -> None:
-        super().__init__(backend)
-        self._whole = Embedding(vocabulary_size, width, initializer)
+        super().__init__(backend, Embedding(vocabulary_size, width, initializer))
         self.vocabulary_size = int(vocabulary_size)
         self.width = int(width)
         self.sequence_parallel = as_flag("sequence_parallel", sequence_parallel)
         self.split = DimSplit(self.vocabulary_size, backend.world_size)
 
-    @property
-    def whole_parameters(self) -> Mapping[str, ParameterSpec]:
-        """``weight`` of shape (vocabulary_size, width)."""
-        return self._whole.parameters
-
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Return the rows of W that this rank has."""
         return tuple((rows, (0, self.width)) for rows in self.split.ranges(self.backend.rank))
-
-    @property
-    def takes_integers(self) -> bool:
-        """True, because tokens are integers."""
-        return True
-
-    def check_input(self, x: Array) -> None:
-        """Refuse arrays of other dtypes than integers, and tokens outside the whole vocabulary."""
-        self._whole.check_input(x)
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (..., width) for the shape (...).
@@ -105,11 +89,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
                     "(time, ...), got ()"
                 )
             input_shape = (local_length(self.backend, input_shape[0]), *input_shape[1:])
-        return self._whole.output_shape(input_shape)
-
-    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Return 0: rows are only copied."""
-        return 0
+        return super().output_shape(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Look up integer tokens of any shape, and save them. Collective.
@@ -119,7 +99,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
         self.check_input(x)
         local, is_here = self._localize(x)
         # Tokens of other ranks read row 0 here, and are then cleared: this takes only one lookup.
-        y = p["weight"].take(array_namespace(x).where(is_here, local, 0), axis=0)
+        y = p["weight"].take(NAMESPACES[type(x)].where(is_here, local, 0), axis=0)
         y[~is_here] = 0
         saved = x if context.training else None
         if self.sequence_parallel:
@@ -140,7 +120,7 @@ class VocabularyParallelEmbedding(TensorParallelLayer):
             dy = gather_time(self.backend, dy)
         local, is_here = self._localize(tokens.reshape(-1))
         # Only tokens of this rank's rows are sorted and summed.
-        places_M = array_namespace(dy).flatnonzero(is_here)
+        places_M = NAMESPACES[type(dy)].flatnonzero(is_here)
         add_rows(g["weight"], local[places_M], wide(dy.reshape(-1, self.width)[places_M]))
 
     def _localize(self, tokens: Array) -> tuple[Array, Array]:
@@ -214,7 +194,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         Save the gradient itself. The errors raised are those of `check_target`, and a ValueError
         if the last dim of the logits is not R.
         """
-        xp = array_namespace(prediction)
+        xp = NAMESPACES[type(prediction)]
         low, high = self.split.within_block(self.backend.rank)
         if not prediction.ndim or prediction.shape[-1] != high - low:
             raise ValueError(
@@ -272,7 +252,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         logit, and of all logits. The exponentials are written to ``exponentials_NR`` unless it is
         None.
         """
-        xp = array_namespace(logits_NR)
+        xp = NAMESPACES[type(logits_NR)]
         kinds = 3 if self.loss.label_smoothing else 2
         sums = xp.zeros((kinds, logits_NR.shape[0]), dtype=logits_NR.dtype)
         for rows in chunks(logits_NR):
@@ -297,7 +277,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         counted_N: Array,
     ) -> None:
         """Scale the exponentials, and subtract the target distribution from rows not ignored."""
-        xp = array_namespace(gradient_NR)
+        xp = NAMESPACES[type(gradient_NR)]
         smoothing, dtype = self.loss.label_smoothing, gradient_NR.dtype
         for rows in chunks(gradient_NR):
             gradient = gradient_NR[rows]

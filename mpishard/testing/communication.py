@@ -15,12 +15,8 @@ raises AssertionError on the ranks that got another result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
-from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.reduction import ReductionOperation
 from mpishard.testing.reductions import (
@@ -29,6 +25,7 @@ from mpishard.testing.reductions import (
     assert_same,
     bounds,
     even_sizes,
+    right_calls,
     tree_reduce,
     values,
 )
@@ -131,44 +128,22 @@ class CommunicationConformance(
         world, rank = backend.world_size, backend.rank
         others = world - 1
         for length in (0, 1, world + 1, 1001):
-            sizes = even_sizes(length, world)
-            array = np.ones(length)
-            expected: dict[str, tuple[Callable[[Array], Any], dict[str, int]]] = {
-                "all_reduce": (
-                    backend.all_reduce,
-                    {"reduce_scatter": 8 * (length - sizes[rank]),
-                     "all_gather": 8 * sizes[rank] * others},
-                ),
-                "reduce_scatter": (
-                    backend.reduce_scatter,
-                    {"reduce_scatter": 8 * (length - sizes[rank])},
-                ),
-                "all_gather": (
-                    backend.all_gather,
-                    {"all_gather": 8 * length * others},
-                ),
-                "broadcast": (
-                    backend.broadcast,
-                    {"broadcast": 8 * length * others if rank == 0 else 0},
-                ),
-                "scatter": (
-                    backend.scatter,
-                    {"scatter": 8 * (length - sizes[0]) if rank == 0 else 0},
-                ),
-                "gather": (
-                    backend.gather,
-                    {"gather": 0 if rank == 0 else 8 * length},
-                ),
-                "all_to_all": (
-                    lambda array: backend.all_to_all([array] * world),
-                    {"all_to_all": 8 * length * others},
-                ),
-                "barrier": (lambda array: backend.barrier(), {}),
-            }  # fmt: skip
-            for name, (call, booked) in expected.items():
+            own = even_sizes(length, world)[rank]
+            reduced = {"reduce_scatter": 8 * (length - own)}
+            expected: dict[str, dict[str, int]] = {
+                "all_reduce": reduced | {"all_gather": 8 * own * others},
+                "reduce_scatter": reduced,
+                "all_gather": {"all_gather": 8 * length * others},
+                "broadcast": {"broadcast": 8 * length * others if rank == 0 else 0},
+                "scatter": {"scatter": 8 * (length - own) if rank == 0 else 0},
+                "gather": {"gather": 0 if rank == 0 else 8 * length},
+                "all_to_all": {"all_to_all": 8 * length * others},
+                "barrier": {},
+            }
+            for name, arguments in right_calls(backend, np.ones(length)).items():
                 backend.traffic.reset()
-                call(array)
-                got = dict(backend.traffic.bytes_sent)
+                getattr(backend, name)(*arguments)
+                got, booked = dict(backend.traffic.bytes_sent), expected[name]
                 assert got == booked, f"{name} of {length}: booked {got}, expected {booked}"
                 assert dict(backend.traffic.calls) == dict.fromkeys(booked, 1)
         backend.traffic.reset()

@@ -82,6 +82,23 @@ def expected_result(
     return None
 
 
+def right_calls(
+    backend: CommunicationBackend, array: Array, root: int = 0
+) -> dict[str, tuple[Any, ...]]:
+    """Return the arguments of a right call of each collective with ``array``, by its name."""
+    rooted = array if backend.rank == root else None
+    return {
+        "all_reduce": (array.copy(),),
+        "reduce_scatter": (array,),
+        "all_gather": (array,),
+        "broadcast": (rooted, root),
+        "scatter": (rooted, root),
+        "gather": (array, root),
+        "all_to_all": ([array] * backend.world_size,),
+        "barrier": (),
+    }
+
+
 def assert_same(actual: Any, expected: Any, what: str) -> None:
     """Require the same shape, dtype and bits; NaNs are equal whatever their payload.
 

@@ -19,6 +19,7 @@ from mpishard.testing.reductions import (
     bounds,
     expected_result,
     operations,
+    right_calls,
     tree_reduce,
     values,
 )
@@ -37,19 +38,7 @@ class TwinChecks(CommunicationChecks):
         arrays = [[values(dtype, n, p, k) for p in range(world)] for k, n in enumerate(lengths)]
         works = []
         for k, inputs in enumerate(arrays):
-            mine, root = inputs[rank], k % world
-            rooted = mine if rank == root else None
-            calls: dict[str, tuple[Any, ...]] = {
-                "all_reduce": (mine.copy(),),
-                "reduce_scatter": (mine,),
-                "all_gather": (mine,),
-                "broadcast": (rooted, root),
-                "scatter": (rooted, root),
-                "gather": (mine, root),
-                "all_to_all": ([mine] * world,),
-                "barrier": (),
-            }
-            for name, arguments in calls.items():
+            for name, arguments in right_calls(backend, inputs[rank], k % world).items():
                 works.append((k, name, getattr(backend, f"{name}_async")(*arguments)))
         order = np.random.default_rng(rank).permutation(len(works))
         for index in order:

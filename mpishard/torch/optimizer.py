@@ -10,7 +10,7 @@ import inspect
 import math
 import weakref
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -254,7 +254,19 @@ def optimizer(kind: Any, parameters: Any, **options: Any) -> Any:
     """
     is_rule = isinstance(kind, Optimizer)
     if not is_rule:
-        _require_torch(kind)
+        is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+        if not is_class:
+            shown = f"the class {kind.__name__}" if isinstance(kind, type) else type(kind).__name__
+            raise TypeError(
+                f"kind must be a class of torch.optim, or a rule such as mpishard.optimizers.AdamW("
+                f"1e-3), got {shown}"
+            )
+        closure = inspect.signature(kind.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise TypeError(
+                f"the steps of {kind.__name__} need a closure, which computes the loss several "
+                "times a step; sharded models take optimizers that update once after a backward()"
+            )
     parts: dict[int, Part] = {}
     groups = _groups(parameters, parts)
     owners = list(dict.fromkeys(part.owner for part in parts.values()))
@@ -301,22 +313,6 @@ def _add_group(
     made.__class__.add_param_group(made, group)
     made._mpishard_parts.update(parts)
     owners[:] = everyone
-
-
-def _require_torch(kind: Any) -> None:
-    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    if not is_class:
-        shown = f"the class {kind.__name__}" if isinstance(kind, type) else type(kind).__name__
-        raise TypeError(
-            f"kind must be a class of torch.optim, or a rule such as mpishard.optimizers.AdamW("
-            f"1e-3), got {shown}"
-        )
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise TypeError(
-            f"the steps of {kind.__name__} need a closure, which computes the loss several times "
-            "a step; sharded models take optimizers that update once after a backward()"
-        )
 
 
 def parts_of(made: Any) -> dict[int, Part]:
@@ -431,7 +427,11 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
             parameter._part.require_counted()
         owner.let_go()
     chosen = [
-        sorted((n, str(_plain(v))) for n, v in group.items() if n not in ("params", "param_names"))
+        sorted(
+            (name, str(value.tolist() if isinstance(value, torch.Tensor) else value))
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        )
         for group in made.param_groups
     ]
     backend = owners[0].backend
@@ -452,10 +452,6 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
                 part.tensor.grad = gradient.as_subclass(torch.Tensor)
     record("gradients", made)
     owners[0].passes.part_of_step.enter_context(span("update"))
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 @called_as("optimizer.step()")
@@ -552,46 +548,43 @@ def is_elementwise(key: str, value: Any, shape: Any, of_numbers: Collection[str]
     return value.dim() > 0 or key in of_numbers
 
 
-@called_as("optimizer.state_dict()")
-def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any]) -> Any:
-    """Return a state dict with whole states, from the states of all ranks' parts. Collective."""
+def _changed_states(
+    parts: Mapping[int, Part],
+    made: Any,
+    state_dict: Mapping[str, Any],
+    change: Callable[[Part, str, Any], Any],
+) -> dict[str, Any]:
+    """Return the state dict with ``change(part, key, value)`` in place of each state."""
     state = dict(state_dict["state"])
     for number, part in numbered_parts(parts, made):
-        if number in state and part.owner.shards_state:
-            state[number] = {
-                key: _whole(part, value)
-                if is_elementwise(key, value, part.tensor.shape, ())
-                else value
-                for key, value in state[number].items()
-            }
+        if number in state:
+            state[number] = {key: change(part, key, v) for key, v in state[number].items()}
     return {**state_dict, "state": state}
 
 
-def _whole(part: Part, value: Any) -> Any:
-    """Return the whole tensor from each rank's part ``value``. Collective."""
-    gathered = part.owner.backend.all_gather(value.detach().contiguous().numpy())
-    return torch.from_numpy(np.asarray(gathered)).view(part.entry.shape)
+@called_as("optimizer.state_dict()")
+def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any]) -> Any:
+    """Return a state dict with whole states, from the states of all ranks' parts. Collective."""
+
+    def whole(part: Part, key: str, value: Any) -> Any:
+        if not (part.owner.shards_state and is_elementwise(key, value, part.tensor.shape, ())):
+            return value
+        gathered = part.owner.backend.all_gather(value.detach().contiguous().numpy())
+        return torch.from_numpy(np.asarray(gathered)).view(part.entry.shape)
+
+    return _changed_states(parts, made, state_dict, whole)
 
 
 def slice_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any]) -> Any:
     """Return a state dict with this rank's parts, from one with whole states."""
     if made._mpishard_is_divided:  # Each rank has read only its parts from a checkpoint.
         return state_dict
-    state = dict(state_dict["state"])
     of_numbers = states_of_numbers(made)
-    for number, part in numbered_parts(parts, made):
-        if number in state:
-            state[number] = {
-                key: _own(part, key, value, of_numbers) for key, value in state[number].items()
-            }
-    return {**state_dict, "state": state}
 
+    def own(part: Part, key: str, value: Any) -> Any:
+        if part.owner.shards_state and is_elementwise(key, value, part.entry.shape, of_numbers):
+            value = value.reshape(-1)[part.in_parameter]
+        # A copy, because PyTorch would use the given tensor itself, which thread-ranks share.
+        return value.clone() if isinstance(value, torch.Tensor) else value
 
-def _own(part: Part, key: str, value: Any, of_numbers: Collection[str]) -> Any:
-    """Return a copy of this rank's part of a state.
-
-    PyTorch would use the given tensor itself, which thread-ranks share.
-    """
-    if part.owner.shards_state and is_elementwise(key, value, part.entry.shape, of_numbers):
-        value = value.reshape(-1)[part.in_parameter]
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    return _changed_states(parts, made, state_dict, own)

@@ -445,8 +445,8 @@ def unknown(a: Any) -> Any:
 
 
 REFUSED_LOSSES = {
-    "a vector": (lambda p, x, y: p["a"] * 2, TypeError,
-                 r"one float, the mean over samples; got an array of float64 of shape \(2,\)"),
+    "a vector": (lambda p, x, y: p["a"] * 2, ValueError,
+                 r"one number, the mean over the samples; got an array of shape \(2,\)"),
     "a tuple": (lambda p, x, y: (anp.sum(p["a"]), 1), TypeError, "no parameter in the loss's val"),
     "no parameter": (lambda p, x, y: np.mean(x), TypeError, "no parameter in the loss's value"),
     "float": (lambda p, x, y: float(p["a"][0]) * p["a"][0], TypeError, "cannot differentiate the"),

@@ -382,7 +382,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, fakes: Any) -> None
     reader._open("rank00000.safetensors")
     (tmp_path / "c" / "rank00000.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="it ends at byte 0"):
-        reader.verify_region("parameters", Region.whole("a.weight", (3, 2)))
+        reader.read("parameters", Region.whole("a.weight", (3, 2)), np.empty(6))
     reader.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mpishard.cli import app
+from mpishard.cli import app, main
 from mpishard.cli.machine import usable_cores
 from mpishard.cli.run.job import python_arguments
 
@@ -124,3 +124,20 @@ def test_a_slip_of_the_finger_starts_no_million_ranks(monkeypatch: Any) -> None:
         ended = CliRunner().invoke(app, ["run", *words, "train.py"])
         assert ended.exit_code == 0, ended.output
     assert started == [many - 1, many]
+
+
+@pytest.mark.parametrize("words", [["run", "-n", "2"], ["trace", "run", "-n", "2"], ["verify"]])
+def test_each_command_explains_a_system_that_allows_no_more_processes(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("mpishard.cli.run.launcher.ask", refuse)
+    monkeypatch.setattr(sys, "argv", ["mpishard", *words, "train.py"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert said.startswith(f"mpishard {words[0]}: the system allows no more processes ([Errno 11]")
+    assert "raise the limit (`ulimit -u`)" in said

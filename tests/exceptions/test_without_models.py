@@ -333,10 +333,11 @@ LOCAL = [
        lambda g, name=name: getattr(ms, name)(None, g.backend))
       for name in ("as_distributed", "as_distributed_for_high_bandwidth",
                    "as_distributed_for_low_bandwidth")],
-    *[("1.11", f"{name}: no backend", TypeError, "MLP and NoneType",
+    *[("1.11", f"{name}: no backend", TypeError, message,
        lambda g, name=name: getattr(ms, name)(MLP([2, 2]), None))
-      for name in ("as_distributed", "as_distributed_for_high_bandwidth",
-                   "as_distributed_for_low_bandwidth")],
+      for name, message in (("as_distributed", "MLP and NoneType"),
+                            ("as_distributed_for_high_bandwidth", "got NoneType; mpishard.init()"),
+                            ("as_distributed_for_low_bandwidth", "got NoneType; mpishard.init()"))],
 ]
 # fmt: on
 

@@ -250,7 +250,7 @@ def test_arguments(backend):
     for given, error, match in (
         ((SGD(), config, 0), ValueError, "synchronization_period must be 1 or more"),
         ((SGD(), config, 2.5), TypeError, "synchronization_period must be an integer"),
-        ((SGD(), config, 2, "sgd"), TypeError, "outer must be a rule"),
+        ((SGD(), config, 2, "sgd"), TypeError, "outer must be an Optimizer, got str"),
         ((SGD(), config, 2, SGD(clip_value=1.0)), ValueError, "outer must have no clipping"),
         ((LBFGS(), config, 2), ValueError, "LBFGS makes one line search"),
     ):

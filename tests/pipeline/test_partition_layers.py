@@ -111,7 +111,9 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="costs must be one for each of 2 layers, got 3"):
         partition_layers(infos, 2, costs=[1, 1, 1])
     for bad in (-1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="cost of layer 1, 'layer1', must be 0 or more"):
+        with pytest.raises(
+            ValueError, match="cost of layer 1, 'layer1', that .* must be 0 or more"
+        ):
             partition_layers(infos, 2, costs=[1, bad])
 
     with pytest.raises(TypeError, match="strategy must be an IPipelinePartitionStrategy, got str"):

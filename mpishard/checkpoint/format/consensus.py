@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError, CommunicationError
 
@@ -38,45 +36,37 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
-@dataclass
-class Statements:
-    """Text that a rank passes to the others by `together`, and the texts of all ranks."""
-
-    own: str = ""
-    """Text of this rank, which the body may set. For an empty text nothing is sent."""
-    everyone: list[str] = field(default_factory=list)
-    """Texts of the ranks, in the order of ranks and without empty ones, after the body."""
-
-
 @contextmanager
-def together(backend: CommunicationBackend | None) -> Iterator[Statements]:
+def together(backend: CommunicationBackend | None) -> Iterator[list[Any]]:
     """Leave the body of the ``with`` statement on every rank, or raise on every rank. Collective.
 
     A rank whose body raised an error raises it again. The other ranks raise an error of the same
     type as that of the first rank that failed; the message names every rank that failed. This takes
-    one all-gather. If no rank failed and none set a text, it sends only headers.
+    one all-gather. If no rank failed and none has a value to pass on, it sends only headers.
+
+    Yields
+    ------
+    list
+        The body may append one value of JSON. After the body the list has the values of all ranks,
+        in the order of ranks.
     """
     failure: Exception | None = None
-    statements = Statements()
+    said: list[Any] = []
     try:
-        yield statements
+        yield said
     except CommunicationError:  # Every rank raises it, and no collective can follow.
         raise
     except Exception as error:  # noqa: BLE001 - raised again below, after the exchange
         failure = error
-    if backend is None:
-        statements.everyone = [statements.own] if statements.own else []
-    else:
-        told: Any = statements.own
-        if failure is not None:
-            told = [backend.rank, type(failure).__name__, str(failure)]
-        everyone = _gather_values(backend, told)
-        failures = [each for each in everyone if not isinstance(each, str)]
+    if backend is not None:
+        failed = [backend.rank, type(failure).__name__, str(failure)]
+        everyone = _gather_values(backend, said if failure is None else failed)
+        failures = [each for each in everyone if len(each) == len(failed)]
         # A rank that failed does not raise here, but below: its own error, with the traceback.
         if failures and failure is None:
             message = "; ".join(f"rank {rank}: {words}" for rank, _, words in failures)
             raise _KINDS.get(failures[0][1], CheckpointError)(message)
-        statements.everyone = everyone
+        said[:] = [value for value, *_ in everyone]
     if failure is not None:
         raise failure
 
@@ -117,13 +107,6 @@ def all_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
     return _gather_values(backend, text)
 
 
-def begin_all_gather(backend: CommunicationBackend | None, array: Array) -> Callable[[], Array]:
-    """Issue `all_gather`, and return a function that waits for the result and returns it."""
-    if backend is None:
-        return lambda: array
-    return backend.all_gather_async(array).wait
-
-
 def gather_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
     """Return every rank's ``text``, a line without breaks, on rank 0; [] elsewhere. Collective."""
     return GatheredTexts(backend, text).wait()
@@ -154,12 +137,11 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:
 
     The result is "" if the objects are equal, which takes one small all-gather.
     """
-    text = json.dumps(mine)
-    marks = backend.all_gather(np.array([zlib.crc32(text.encode())]))
-    # The texts are sent only if their checksums differ, which is rare.
+    marks = backend.all_gather(np.array([zlib.crc32(json.dumps(mine).encode())]))
+    # The objects are sent only if their checksums differ, which is rare.
     if (marks == marks[0]).all():
         return ""
-    everyone = [json.loads(line) for line in gather_texts(backend, text)]  # Empty except on rank 0.
+    everyone = [each for (each,) in _gather_values(backend, [mine])]
     names = dict.fromkeys(name for other in everyone for name in other)
     found = [
         f"{name} is {', '.join(str(other.get(name)) for other in everyone)}"
@@ -168,7 +150,7 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:
     ]
     if len(found) > _MOST_SHOWN:
         found[_MOST_SHOWN:] = [f"and {len(found) - _MOST_SHOWN} more differ"]
-    return share_text(backend, "; ".join(found))
+    return "; ".join(found)
 
 
 def _gather_values(backend: CommunicationBackend, value: Any) -> list[Any]:

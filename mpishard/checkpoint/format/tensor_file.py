@@ -15,6 +15,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -84,21 +85,6 @@ Tensor = np.ndarray[Any, Any] | LazyTensor
 """Tensor to be written."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    key: str
-    tensor: Tensor
-    start: int
-    """Offset from the end of the header, in bytes."""
-
-    def contents(self) -> Iterator[Bytes]:
-        if isinstance(self.tensor, LazyTensor):
-            for block in self.tensor.blocks():
-                yield block.view(np.uint8)
-        else:
-            yield self.tensor.view(np.uint8)
-
-
 class TensorFile:
     """File of named tensors, whose layout is fixed before anything is written.
 
@@ -116,29 +102,27 @@ class TensorFile:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        self._entries: list[_Entry] = []
-        start = 0
         # Arrays with wide elements come first. Each array is then aligned to its element size.
-        for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
-            self._entries.append(_Entry(key, tensor, start))
-            start += tensor.nbytes
+        self._tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
-        for entry in self._entries:
+        start = 0
+        for key, tensor in self._tensors.items():
             try:
-                check_name(entry.key, "tensor")
+                check_name(key, "tensor")
             except ValueError as error:
                 raise CheckpointError(str(error)) from None
-            code = _CODES.get(entry.tensor.dtype)
+            code = _CODES.get(tensor.dtype)
             if code is None:
                 raise CheckpointError(
-                    f"{entry.key} has dtype {entry.tensor.dtype}, which no safetensors file holds; "
-                    f"it holds {', '.join(_DTYPES)}"
+                    f"{key} has dtype {tensor.dtype}, which no safetensors file holds; it holds "
+                    f"{', '.join(_DTYPES)}"
                 )
-            header[entry.key] = {
+            header[key] = {
                 "dtype": code,
-                "shape": list(entry.tensor.shape),
-                "data_offsets": [entry.start, entry.start + entry.tensor.nbytes],
+                "shape": list(tensor.shape),
+                "data_offsets": [start, start + tensor.nbytes],
             }
+            start += tensor.nbytes
         text = json.dumps(header).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         self._header = len(text).to_bytes(8, "little") + text
@@ -150,7 +134,8 @@ class TensorFile:
     @property
     def offsets(self) -> dict[str, int]:
         """Offset of each array in the file, in bytes."""
-        return {entry.key: len(self._header) + entry.start for entry in self._entries}
+        sizes = (tensor.nbytes for tensor in self._tensors.values())
+        return dict(zip(self._tensors, accumulate(sizes, initial=len(self._header)), strict=False))
 
     def write(self, file: Path, check: Callable[[], None] | None = None) -> None:
         """Write the file, sync it to the disk, and set `checksums`.
@@ -164,7 +149,7 @@ class TensorFile:
         """
         # Parts that wait for their checksum stay in memory. Arrays are there anyway, but the number
         # of waiting blocks of lazy tensors is limited.
-        is_lazy = any(isinstance(entry.tensor, LazyTensor) for entry in self._entries)
+        is_lazy = any(isinstance(tensor, LazyTensor) for tensor in self._tensors.values())
         with ChecksumThread(BLOCK_BYTES, 2 if is_lazy else 0) as thread:
             disk.write_file(file, thread.watch(self.parts(check)))
         self.checksums = thread.checksums
@@ -172,8 +157,9 @@ class TensorFile:
     def parts(self, check: Callable[[], None] | None = None) -> Iterator[memoryview]:
         """Yield the content, a few MiB at a time, and call ``check`` before each part."""
         yield memoryview(self._header)
-        for entry in self._entries:
-            for content in entry.contents():
+        for tensor in self._tensors.values():
+            for block in tensor.blocks() if isinstance(tensor, LazyTensor) else (tensor,):
+                content: Bytes = block.view(np.uint8)
                 for start in range(0, content.size, _PART_BYTES):
                     if check is not None:
                         check()

@@ -16,7 +16,7 @@ from mpishard.arrays import Array, array_namespace
 from mpishard.checkpoint.format.coverage import check_region
 from mpishard.checkpoint.format.folder import newest_of, previous_of
 from mpishard.checkpoint.format.manifest import MANIFEST, Manifest
-from mpishard.checkpoint.loading.mapped_file import MappedFile, PieceValues
+from mpishard.checkpoint.loading.mapped_file import MappedFile
 from mpishard.errors import CheckpointError
 from mpishard.sharding.regions import (
     Box,
@@ -29,8 +29,7 @@ from mpishard.sharding.regions import (
 )
 from mpishard.sharding.table import ParameterEntry
 
-_BLOCK = 1 << 22  # Maximum number of elements that are read at a time.
-_RUN = 1 << 14  # Number of needed elements of a row from which a separate read is faster.
+_BLOCK = 1 << 22  # Number of elements that are copied at a time.
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +63,25 @@ class Overlap:
             last = last * (stop - start) + high - 1 - start
         return slice(self.source_start + first, self.source_start + last + 1)
 
-    def copy(self, values: Any, out: Array) -> None:
+    def copy(self, values: np.ndarray[Any, Any], out: Array) -> None:
         """Copy the elements from the stored values to the requested ones.
 
         Parameters
         ----------
-        values : sliceable
-            Values of the stored region. ``values[start:stop]`` returns a range as a NumPy array.
+        values : array
+            Values of the stored region, 1-D.
         out : Array
-            Values of the requested region, 1-D.
+            Values of the requested region, 1-D, in host or GPU memory.
         """
-        view = out[self.target_part].reshape(box_shape(self.target))
-        _copy(
-            values, self.source_start, box_shape(self.source),
-            tuple(
-                (low - start, high - start)
-                for (low, high), (start, _) in zip(self.shared, self.source, strict=True)
-            ),
-            view[box_within(self.shared, self.target)],
-        )  # fmt: skip
+        sizes = box_shape(self.source)
+        stored = values[self.source_start : self.source_start + math.prod(sizes)].reshape(sizes)
+        source = stored[box_within(self.shared, self.source)]
+        wanted = out[self.target_part].reshape(box_shape(self.target))
+        target, xp = wanted[box_within(self.shared, self.target)], array_namespace(out)
+        # A copy to a GPU needs as much memory again, which is that of a block.
+        rows = max(1, _BLOCK // math.prod(source.shape[1:]))
+        for first in range(0, len(source), rows):
+            target[first : first + rows] = xp.asarray(source[first : first + rows])
 
 
 def overlaps(source: Region, target: Region) -> Iterator[Overlap]:
@@ -102,29 +101,6 @@ def overlaps(source: Region, target: Region) -> Iterator[Overlap]:
             shared = shared_box(box, other)
             if shared is not None:
                 yield Overlap(shared, box, part.start, other, other_part)
-
-
-def _copy(values: Any, offset: int, shape: tuple[int, ...], box: Box, out: Array) -> None:
-    """Copy the ``box`` of an array of ``shape``, which begins at ``values[offset]``, to ``out``.
-
-    Whole rows are read, a block at a time. If rows are long and only a small part of each is
-    needed, each row is read as an array of its own.
-    """
-    (low, high), *columns = box
-    row = math.prod(shape[1:])
-    needed = math.prod(box_shape(tuple(columns)))
-    # Reading the rest of long rows would take longer than one seek for each row.
-    if row > _BLOCK or (needed >= _RUN and 2 * needed <= row):
-        for index in range(low, high):
-            _copy(values, offset + index * row, shape[1:], tuple(columns), out[index - low])
-        return
-    inner = tuple(slice(first, last) for first, last in columns)
-    step = _BLOCK // row
-    for first in range(low, high, step):
-        last = min(first + step, high)
-        block = values[offset + first * row : offset + last * row].reshape(-1, *shape[1:])
-        chosen = block[(slice(None), *inner)]
-        out[first - low : last - low] = array_namespace(out).asarray(chosen)
 
 
 _NAMED = 10  # Maximum number of differences, or names of files, in a message.
@@ -200,7 +176,8 @@ class CheckpointReader:
     def read(self, kind: str, region: Region, out: Array) -> None:
         """Fill ``out`` with a region of an array of a kind, such as a parameter's values.
 
-        Only blocks that the region needs are read. Their checksums are compared on first use.
+        Only the blocks of each piece from the region's first element to its last are read. Their
+        checksums are compared on first use.
 
         Parameters
         ----------
@@ -219,17 +196,18 @@ class CheckpointReader:
             If a file cannot be read, or has changed since it was written.
         """
         self.check_readable(kind, region, out)
-        record = self._manifest.arrays[kind]
-        for piece in record.pieces[region.name]:
-            # Files of pieces that share nothing with the region stay closed.
-            found = list(overlaps(piece.region, region))
-            if found:
-                values = PieceValues(self._open(piece.file), piece, record.dtype, kind)
-                for overlap in found:
-                    overlap.copy(values, out)
+        for overlap, values in self.verified(kind, region):
+            overlap.copy(values, out)
 
-    def verify_region(self, kind: str, region: Region) -> None:
-        """Compare the checksums of the blocks that `read` would use.
+    def verified(self, kind: str, region: Region) -> Iterator[tuple[Overlap, np.ndarray[Any, Any]]]:
+        """Compare the checksums of what `read` would copy, and yield it, piece by piece.
+
+        Yields
+        ------
+        overlap : Overlap
+            The common part of a piece and the region.
+        values : array
+            The values of the piece.
 
         Raises
         ------
@@ -238,10 +216,10 @@ class CheckpointReader:
         """
         record = self._manifest.arrays[kind]
         for piece in record.pieces[region.name]:
+            # Files of pieces that share nothing with the region stay closed.
             for overlap in overlaps(piece.region, region):
-                values = PieceValues(self._open(piece.file), piece, record.dtype, kind)
-                # A slice compares the checksums of its blocks. Its values are not needed.
-                values[overlap.source_span]
+                file = self._open(piece.file)
+                yield overlap, file.values(piece, record.dtype, overlap.source_span, kind)
 
     def read_whole(self, kind: str, entry: ParameterEntry) -> np.ndarray[Any, Any]:
         """Return a new array of a parameter's shape, filled by `read`."""
@@ -298,26 +276,19 @@ class CheckpointReader:
         CheckpointError
             If names, shapes or dtype differ. The message lists the differences.
         """
-        saved = {entry.name: entry for entry in self.parameters}
-        wanted = {entry.name: entry for entry in parameters}
-        differences = [
-            f"{name}: {entry.shape} in the checkpoint, not in the model"
-            for name, entry in saved.items()
-            if name not in wanted
-        ]
-        for name, entry in wanted.items():
-            if name not in saved:
-                differences.append(f"{name}: {entry.shape} in the model, not in the checkpoint")
-            elif saved[name].shape != entry.shape:
-                differences.append(
-                    f"{name}: {saved[name].shape} in the checkpoint, {entry.shape} in the model"
-                )
-        if self.dtype != dtype:
-            # The dtype comes first, because it concerns every parameter.
-            differences.insert(
-                0,
-                f"dtype: {self.dtype.name} in the checkpoint, {np.dtype(dtype).name} in the model",
-            )
+        saved = {entry.name: entry.shape for entry in self.parameters}
+        wanted = {entry.name: entry.shape for entry in parameters}
+        # The dtype comes first, because it concerns every parameter.
+        pairs: list[tuple[str, Any, Any]] = [("dtype", self.dtype.name, np.dtype(dtype).name)]
+        pairs += [(name, saved.get(name), wanted.get(name)) for name in saved | wanted]
+        differences = []
+        for name, stored, own in pairs:
+            if own is None:
+                differences.append(f"{name}: {stored} in the checkpoint, not in the model")
+            elif stored is None:
+                differences.append(f"{name}: {own} in the model, not in the checkpoint")
+            elif stored != own:
+                differences.append(f"{name}: {stored} in the checkpoint, {own} in the model")
         if differences:
             more = len(differences) - _NAMED
             lines = differences[:_NAMED] + ([f"and {more} more"] if more > 0 else [])

@@ -7,13 +7,14 @@ verifies.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from mpishard.arguments import check_path
 from mpishard.arrays import Array
@@ -22,17 +23,18 @@ from mpishard.checkpoint.format.content import (
     Checkpointable,
     CheckpointableOptimizer,
     CheckpointState,
-    Pieces,
     require_checkpointable,
     states_of,
 )
 from mpishard.checkpoint.format.folder import CheckpointFolder, Entry
-from mpishard.checkpoint.loading.reader import CheckpointReader, find_single
+from mpishard.checkpoint.loading.reader import CheckpointReader, Overlap, find_single
 from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.errors import CheckpointError
-from mpishard.sharding.regions import Region
 
 T = TypeVar("T")
+
+# The common part of a stored and a wanted region, the stored values, and those to be filled.
+_Copy = tuple[Overlap, np.ndarray[Any, Any], Array]
 
 _log = logging.getLogger("mpishard")
 
@@ -105,17 +107,15 @@ def load_states(
         # Only rank 0 searches, because the ranks' working directories may differ, and a folder may
         # change between two searches.
         is_first = backend is None or backend.rank == 0
-        with together(backend) as statements:
-            found = path_text(find_single(path)) if is_first else ""
-            statements.own = json.dumps([found, list(states)])
-        said = [json.loads(text) for text in statements.everyone]
+        with together(backend) as said:
+            said.append([path_text(find_single(path)) if is_first else "", list(states)])
         if any(names != said[0][1] for _, names in said):
             by_rank = "; ".join(", ".join(names) for _, names in said)
             raise ValueError(f"every rank must restore the same states; by rank: {by_rank}")
         single = path_from(said[0][0])
         return single or newest_valid(path, backend) or path
 
-    def verify(reader: CheckpointReader) -> dict[str, Pieces]:
+    def verify(reader: CheckpointReader) -> list[_Copy]:
         # All checks come before the first read, so that a refused load changes nothing.
         reader.require(model.checkpoint_parameters(), model.checkpoint_dtype)
         if not isinstance(reader.metadata.get("user"), Mapping):
@@ -132,27 +132,24 @@ def load_states(
         if "model" in states:
             with _using_metadata(reader, "model"):
                 model.check_metadata(reader.metadata["model"])
-        for kind, region, _ in _each(wanted):
-            reader.verify_region(kind, region)
-        return wanted
+        return [
+            (overlap, values, array)
+            for pieces in wanted.values()
+            for kind, given in pieces.items()
+            for region, array in given
+            for overlap, values in reader.verified(kind, region)
+        ]
 
-    reader, wanted = open_whole(find, backend, verify)
+    reader, copies = open_whole(find, backend, verify)
     # From here on only a disk that fails between two reads can leave a model partly loaded.
     with reader:
         with together(backend):
-            for kind, region, array in _each(wanted):
-                reader.read(kind, region, array)
+            for overlap, values, array in copies:
+                overlap.copy(values, array)
         for name, state in states.items():
             with _using_metadata(reader, name):
                 state.restored(reader.metadata[name])
         return dict(reader.metadata["user"])
-
-
-def _each(wanted: Mapping[str, Pieces]) -> Iterator[tuple[str, Region, Array]]:
-    for pieces in wanted.values():
-        for kind, given in pieces.items():
-            for region, array in given:
-                yield kind, region, array
 
 
 @contextmanager
@@ -220,13 +217,13 @@ def newest_valid(
         If there are checkpoints, and none can be used. The message gives the reason for each.
     """
     rank, world_size = (0, 1) if backend is None else (backend.rank, backend.world_size)
-    with together(backend) as statements:
+    with together(backend) as said:
         if not isinstance(folder, CheckpointFolder):
             folder = CheckpointFolder(folder)
         if rank == 0:
             listed = [[e.path.name, e.sequence, e.problem] for e in newest_first(folder)]
-            statements.own = json.dumps([path_text(folder.path), listed])
-    place, found = json.loads(statements.everyone[0])
+            said.append([path_text(folder.path), listed])
+    ((place, found),) = said
     refused: list[str] = []
     for name, sequence, problem in found:
         path = Path(path_from(place) or "", name)

@@ -26,7 +26,6 @@ from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.consensus import (
     GatheredTexts,
     all_texts,
-    begin_all_gather,
     path_from,
     path_text,
     together,
@@ -187,22 +186,29 @@ def begin_save(
     training: CheckpointState | None = None,
     metadata: Mapping[str, Any] | None = None,
     staging: StagingBuffer | None = None,
+    states: Mapping[str, CheckpointState] | None = None,
 ) -> PendingSave:
     """Begin to save to the target that ``make_target`` returns on rank 0. Collective.
 
-    Without ``staging`` no array may change before the save is done.
+    Without ``staging`` no array may change before the save is done. If there are ``states``, by
+    name, only these are saved.
     """
-    return _begin(
-        make_target, model, lambda: states_of(model, optimizer, training), metadata, staging
-    )
+
+    # `PendingSave` calls this function inside `together`, so that the error of one rank is raised
+    # on all of them.
+    def make_content() -> Content:
+        arrays: dict[str, Any] = {}
+        document: dict[str, Any] = {"model": None, "optimizer": None, "user": as_metadata(metadata)}
+        for name, state in (states or states_of(model, optimizer, training)).items():
+            arrays |= state.arrays_to_write()
+            document[name] = dict(state.checkpoint_metadata())
+        return Content(model.checkpoint_parameters(), model.checkpoint_dtype, arrays, document)
+
+    return PendingSave(model.checkpoint_backend, make_target, make_content, staging)
 
 
 def save_states(
-    path: str | os.PathLike[str],
-    model: Checkpointable,
-    states: Mapping[str, CheckpointState],
-    *,
-    metadata: Mapping[str, Any] | None = None,
+    path: str | os.PathLike[str], model: Checkpointable, states: Mapping[str, CheckpointState]
 ) -> None:
     """Save some of the states of ``model``, as `save` saves all. Collective.
 
@@ -214,32 +220,10 @@ def save_states(
         Model of the states. Its parameters are saved only if it is one of ``states``.
     states : mapping of str to CheckpointState
         State to save, by its name: "model", "optimizer" or "training".
-    metadata : mapping, optional
-        As for `save`.
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model)
-    _begin(lambda: Target(path), model, lambda: states, metadata, None).wait()
-
-
-def _begin(
-    make_target: Callable[[], Target],
-    model: Checkpointable,
-    make_states: Callable[[], Mapping[str, CheckpointState]],
-    metadata: Mapping[str, Any] | None,
-    staging: StagingBuffer | None,
-) -> PendingSave:
-    # `PendingSave` calls this function inside `together`, so that the error of one rank is raised
-    # on all of them.
-    def make_content() -> Content:
-        arrays: dict[str, Any] = {}
-        document: dict[str, Any] = {"model": None, "optimizer": None, "user": as_metadata(metadata)}
-        for name, state in make_states().items():
-            arrays |= state.arrays_to_write()
-            document[name] = dict(state.checkpoint_metadata())
-        return Content(model.checkpoint_parameters(), model.checkpoint_dtype, arrays, document)
-
-    return PendingSave(model.checkpoint_backend, make_target, make_content, staging)
+    begin_save(lambda: Target(path), model, states=states).wait()
 
 
 def write_checkpoint(
@@ -363,7 +347,7 @@ class PendingSave:
         room: dict[str, Any] | None = None
         is_staged = False
         try:
-            with together(backend) as statements:
+            with together(backend) as said:
                 self._content = content = make_content()
                 pieces = _on_host(content.arrays, staging)
                 is_staged = True
@@ -374,8 +358,7 @@ class PendingSave:
                     self._target = make_target()
                     room = _make_room(self._target)
                 # One exchange decides about the whole save: it has errors, sizes and free bytes.
-                statements.own = json.dumps([self._file.nbytes, room])
-            said = [json.loads(text) for text in statements.everyone]
+                said.append([self._file.nbytes, room])
             self._nbytes = sum(nbytes for nbytes, _ in said)
             self._directory = _require_room(said[0][1], self._nbytes)
         except BaseException:
@@ -536,10 +519,12 @@ class PendingSave:
             if self._is_awaited:
                 # The wait is short, so that ranks with a slow disk do not look as if they hang.
                 self._thread.join(_MEET_SECONDS)
-            said = begin_all_gather(self._backend, np.array([int(self._state)]))
+            states, backend = [int(self._state)], self._backend
+            work = None if backend is None else backend.all_gather_async(np.array(states))
             if not self._is_awaited:
                 yield
-            states = said().tolist()
+            if work is not None:
+                states = work.wait().tolist()
         if _State.FAILED in states:
             self._fail()
 

@@ -12,9 +12,9 @@ import functools
 import importlib
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -135,11 +135,8 @@ def _touched_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(mmap.mmap(-1, nbytes, flags), np.uint8)
 
 
-class StreamingCopy(Protocol):
-    """Function that copies an array."""
-
-    def __call__(self, source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
-        """Copy ``source`` to ``target``, both 1-D, contiguous, and of one dtype and length."""
+StreamingCopy = Callable[[np.ndarray[Any, Any], np.ndarray[Any, Any]], None]
+"""Function ``copy(source, target)`` for 1-D, contiguous arrays of one dtype and length."""
 
 
 def streaming_copy() -> StreamingCopy | None:

@@ -6,8 +6,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from mpishard import settings
-
 ScriptArgument = Annotated[
     str,
     typer.Argument(
@@ -100,24 +98,18 @@ def run(
     # Here, because they import NumPy and the communication room, and --help needs neither.
     from mpishard.cli.run.job import prepare_job
     from mpishard.cli.run.restarts import RestartLimits
-    from mpishard.cli.wording import given_path, refuse
+    from mpishard.cli.wording import given_path
 
-    try:
-        job = prepare_job(
-            "run",
-            [script, *context.args],
-            ranks,
-            hosts,
-            is_module=module,
-            may_oversubscribe=oversubscribe,
-            user_variables=env or (),
-            log_folder=None if log_dir is None else given_path("run", "--log-dir", log_dir),
-            limits=RestartLimits(max_restarts, min_ranks, max_ranks),
-            on_failure=on_failure,
-        )
-        code = job.run()
-    except BlockingIOError as error:
-        fix = "raise the limit (`ulimit -u`), or end other programs"
-        text = f"the system allows no more processes ({error}): {fix}"
-        refuse("run", text, settings.EXIT_FAILURE)
-    raise typer.Exit(code)
+    job = prepare_job(
+        "run",
+        [script, *context.args],
+        ranks,
+        hosts,
+        is_module=module,
+        may_oversubscribe=oversubscribe,
+        user_variables=env or (),
+        log_folder=None if log_dir is None else given_path("run", "--log-dir", log_dir),
+        limits=RestartLimits(max_restarts, min_ranks, max_ranks),
+        on_failure=on_failure,
+    )
+    raise typer.Exit(job.run())

@@ -123,17 +123,6 @@ def _thread_variables(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> 
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_per_host))}
 
 
-def _best_variables() -> dict[str, str]:
-    """Return the variables of BLAS kernels and columns, unless the user has set them."""
-    added = {}
-    kernel = better_kernel(loaded_kernel())
-    if kernel is not None:
-        added["OPENBLAS_CORETYPE"] = kernel
-    if sys.stdout.isatty():
-        added["MPISHARD_COLUMNS"] = str(shutil.get_terminal_size().columns)
-    return added
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """A program with its environment, the machines that it asks for, and its restarts.
@@ -287,7 +276,12 @@ def prepare_job(
         launcher = find_launcher(loaded_library())
         if not (may_oversubscribe or machines or launcher.is_slurm):
             _check_cores(ranks, limits.max_ranks)
-        added = _thread_variables(launcher, ranks, machines) | _best_variables() | variables
+        added = _thread_variables(launcher, ranks, machines)
+        if (kernel := better_kernel(loaded_kernel())) is not None:  # the user has set none
+            added["OPENBLAS_CORETYPE"] = kernel
+        if sys.stdout.isatty():
+            added["MPISHARD_COLUMNS"] = str(shutil.get_terminal_size().columns)
+        added |= variables
         elsewhere = settings.forwarded_variables() if machines else ()
         # The first line names the variables that differ from the user's own environment, except
         # the width of the terminal, which changes no result.

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from mpishard import settings
+from mpishard.arguments import as_positive
 from mpishard.cli.run.job import prepare_job
 from mpishard.cli.run.launcher import MPIInstallation
 from mpishard.cli.tables import show
@@ -111,9 +112,9 @@ def verify(
     Exit codes: 0, all agree; 1, they differ; 2, nothing can be compared.
     """
     check_start("verify", "start verify without mpirun")
-    for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
-        if number is not None and not 0 < number < float("inf"):
-            refuse("verify", f"{flag} must be above 0 and finite, got {number}")
+    with refusing("verify"):
+        for flag, number in (("--learning-rate", learning_rate), ("--tolerance", tolerance)):
+            as_positive(flag, 1 if number is None else number)
     if data_parallel_size == 0:
         refuse("verify", "--data-parallel-size must be 1 or more, or -1 for what is left, got 0")
     if target.endswith(".py"):
@@ -134,8 +135,8 @@ def verify(
     # The reference and the ranks are processes of their own: settings and results are files.
     with tempfile.TemporaryDirectory(prefix="mpishard-verify-") as folder:
         job = VerifyJob(
-            Path(folder), target, strategy, optimizer, ranks, steps, batch_size or 8 * ranks, seed,
-            learning_rate, dtype, mesh, precision, delay, wrapper, kind, tolerance,
+            Path(folder), target, strategy, mesh, optimizer, ranks, steps, batch_size or 8 * ranks,
+            seed, learning_rate, dtype, precision, delay, wrapper, kind, tolerance,
         )  # fmt: skip
         is_equal = _verify_factory(job)
     raise typer.Exit(0 if is_equal else 1)
@@ -234,7 +235,7 @@ def _verify_script(words: Sequence[str], ranks: int, steps: int, tolerance: floa
 
 def _fail(where: str, code: int) -> NoReturn:
     """End with exit code 1, because the ranks failed, or with that of Ctrl-C."""
-    text = f"it trains alone, and {where} ended with exit code {code}: see above"
+    text = f"the model trains alone, and {where} ended with exit code {code}: see above"
     refuse("verify", text, code if code == settings.EXIT_INTERRUPT else 1)
 
 

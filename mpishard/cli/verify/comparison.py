@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from mpishard.arrays import Array
-from mpishard.cli.tables import errors_table
 from mpishard.cli.wording import counted
 from mpishard.communication.contract.matching import who
 
@@ -64,14 +63,17 @@ class Comparison:
     def table(self) -> Table:
         """Return each parameter's errors, the worst first."""
         heads = ("parameter", "shape")[: len(self.labels[0])]
-        table = errors_table(heads, (*self.columns, "on rank", "above from step"))
+        texts = [Column(name, overflow="fold") for name in heads]
+        titles = (*self.columns, "on rank", "above from step")
+        figures = [Column(name, justify="right") for name in titles]
+        table = Table(*texts, *figures, box=None, pad_edge=False)
         shown = self._shown()
         for i in np.argsort(-shown.max(axis=(0, 1, 2)), kind="stable"):
             mine = shown[..., i]
             steps = np.flatnonzero((mine > self.tolerance).any(axis=(0, 1)))
-            figures = [f"{error:.1e}" for error in mine.max(axis=(1, 2))]
+            worst = [f"{error:.1e}" for error in mine.max(axis=(1, 2))]
             rank, first = mine.max(axis=(0, 2)).argmax(), f"{steps[0]}" if steps.size else ""
-            row = (*self.labels[i], *figures, f"{rank}", first)
+            row = (*self.labels[i], *worst, f"{rank}", first)
             table.add_row(*row, style="bold red" if steps.size else None)
         return table
 
@@ -84,15 +86,26 @@ class Comparison:
         lines = [f"worst error of {', '.join(texts)}"] if texts else []
         lines += [self.note] if self.note else []
         shown, names = self._shown(), len(self.labels)
-        _, ranks, steps, _ = shown.shape
+        _, size, steps, _ = shown.shape
         made = counted(steps - 1, "step")
         within = f"{self.tolerance:.0e} in {made} (worst {shown.max():.1e}), {self.dtype}"
         if self.is_equal:
             are_all = f"all {names} parameters"
             what = are_all if others else f"{names} parameters and gradients"
-            return [*lines, f"EQUAL: {what} on {counted(ranks, 'rank')} are within {within}"]
+            return [*lines, f"EQUAL: {what} on {counted(size, 'rank')} are within {within}"]
+        # A wrong gradient makes all later parameters wrong, too: the first difference is the cause.
+        step, kind = self.first_difference()
+        errors = self.errors[kind][:, step]
+        ranks = np.flatnonzero((errors > self.limits[kind]).any(axis=1)).tolist()
+        cause = self.causes[kind if step else "start"].format(
+            step=step,
+            rank=ranks[0],
+            ranks=who(ranks),
+            name=self.labels[errors.max(axis=0).argmax()][0],
+            most=errors.max(),
+        )
         above = int((shown > self.tolerance).any(axis=(0, 1, 2)).sum())
-        return [*lines, self._cause(), f"DIFFERENT: {above} of {names} parameters exceed {within}"]
+        return [*lines, cause, f"DIFFERENT: {above} of {names} parameters exceed {within}"]
 
     def _shown(self) -> Array:
         """Return the errors in the table, shape (columns, ranks, steps + 1, parameters)."""
@@ -105,19 +118,6 @@ class Comparison:
             (step, kind)
             for step, kind in product(range(steps), self.errors)
             if (self.errors[kind][:, step] > self.limits[kind]).any()
-        )
-
-    def _cause(self) -> str:
-        """Return the first difference, and its possible causes."""
-        step, kind = self.first_difference()
-        errors = self.errors[kind][:, step]
-        ranks = np.flatnonzero((errors > self.limits[kind]).any(axis=1)).tolist()
-        return self.causes[kind if step else "start"].format(
-            step=step,
-            rank=ranks[0],
-            ranks=who(ranks),
-            name=self.labels[errors.max(axis=0).argmax()][0],
-            most=errors.max(),
         )
 
 

@@ -8,7 +8,7 @@ import pickle
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -86,8 +86,8 @@ class MeshChoice:
     """
 
     sizes: tuple[int, int, int]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    schedules: tuple[str, ...] = ("",)
+    options: Mapping[str, Any]
+    schedules: tuple[str, ...]
 
     @classmethod
     def of(cls, strategy: str, ranks: int, flags: Mapping[str, Any]) -> MeshChoice:
@@ -150,16 +150,18 @@ class VerifyJob:
         Folder of the files by which the processes exchange settings and results.
     target : str
         See `load_factory`.
-    strategy, optimizer : str
-        The strategy of the ranks, and one of `RULES`.
+    strategy : str
+        The strategy of the ranks.
+    mesh : MeshChoice
+        The mesh of the ranks.
+    optimizer : str
+        One of `RULES`.
     world_size, steps, batch_size, seed : int
         Ranks, updates, samples of the global batch, and the factory's argument.
     learning_rate : float
         Of the optimizer.
     dtype : str, optional
         The dtype that the model must have; None allows all.
-    mesh : MeshChoice, optional
-        The mesh of the ranks; by default each has samples of its own.
     precision : {"bfloat16"}, optional
         Precision in which the ranks compute a float32 model; the reference is float64.
     delay : int
@@ -176,6 +178,7 @@ class VerifyJob:
     folder: Path
     target: str
     strategy: str
+    mesh: MeshChoice
     optimizer: str
     world_size: int
     steps: int
@@ -183,7 +186,6 @@ class VerifyJob:
     seed: int
     learning_rate: float
     dtype: str | None = None
-    mesh: MeshChoice = field(default=MeshChoice((1, 1, -1)))
     precision: str | None = None
     delay: int = 0
     wrapper: str | None = None
@@ -198,8 +200,7 @@ class VerifyJob:
     @property
     def data_size(self) -> int:
         """Number of ranks, or groups of ranks, among which a batch is dealt."""
-        pipeline, tensor, _ = self.mesh.sizes
-        return self.world_size // (pipeline * tensor)
+        return self.mesh.sizes[-1]
 
     @property
     def replica_count(self) -> int:

@@ -33,7 +33,6 @@ _CAUSES = {
     "that of a process alone (worst {name}). The model depends on its rank, or on more than "
     "parameters and data: an environment variable, the process or thread, the time, np.random's "
     "global state, earlier calls",
-    # A wrong gradient makes all later parameters wrong, too.
     "parameters": "step {step}: each rank's gradient of its own samples is right, and the update "
     "is not. Is the loss a mean over samples, each of which counts by itself (no sum, no "
     "statistics of the batch)? Then the fault is mpishard's",

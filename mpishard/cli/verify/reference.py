@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -309,14 +310,11 @@ def _gradient(problem: Problem, step: int, x: Array, y: Array) -> tuple[float, A
 
 
 def _predict(model: object, x: Array) -> Array:
-    predict = getattr(model, "predict", None)
-    if predict is None:
-        return np.zeros(0)
-    try:
-        found = np.asarray(predict(x))
-    except NotImplementedError:  # such as a FunctionModel without predict
-        return np.zeros(0)
-    return found if found.dtype.kind in "fiub" else np.zeros(0)
+    found = None
+    if hasattr(model, "predict"):
+        with suppress(NotImplementedError):  # such as a FunctionModel without predict
+            found = np.asarray(model.predict(x))
+    return np.zeros(0) if found is None or found.dtype.kind not in "fiub" else found
 
 
 def main() -> None:

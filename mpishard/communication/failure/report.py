@@ -62,10 +62,15 @@ def failure_report(error: BaseException, name: str, where: str, then: str = "the
     str
         A line that names the rank that failed, the error, and the traceback.
     """
+    of_all = [what for kind, what in _OF_ALL_RANKS if isinstance(error, kind)]
+    subject = f"{of_all[0]}, reported by {name}" if of_all else f"{name} failed"
+    if isinstance(error, PeerError):
+        peer = f"rank {error.rank}" if error.rank >= 0 else "a thread that is no rank"
+        subject = f"{peer} failed or left, reported by {name}"
     # A message of mpishard may be long, so the traceback does not end with it a second time.
     trace = _cut(short_traceback(error, is_told=isinstance(error, MpishardError)))
     return (
-        f"mpishard: {_subject(error, name)} {where}; {then}\n"
+        f"mpishard: {subject} {where}; {then}\n"
         f"{type(error).__name__}: {_text(error)}\n"
         f"--- traceback of {name} ---\n{trace}"
     )
@@ -85,16 +90,6 @@ def _cut(text: str) -> str:
         return text
     half = _LONGEST // 2
     return f"{text[:half]}\n... {left_out} characters are left out here ...\n{text[-half:]}"
-
-
-def _subject(error: BaseException, name: str) -> str:
-    if isinstance(error, PeerError):
-        peer = f"rank {error.rank}" if error.rank >= 0 else "a thread that is no rank"
-        return f"{peer} failed or left, reported by {name}"
-    for kind, what in _OF_ALL_RANKS:
-        if isinstance(error, kind):
-            return f"{what}, reported by {name}"
-    return f"{name} failed"
 
 
 # --------------------------------------------------------------------------------- tracebacks

@@ -124,21 +124,22 @@ def _is_waiting(record: RankRecord) -> bool:
 
 def _waits_for_each(records: Sequence[RankRecord]) -> dict[int, list[int]]:
     """Return the ranks that each waiting rank waits for, by rank."""
-    return {r.rank: _waits_for(r, records) for r in records if _is_waiting(r)}
-
-
-def _waits_for(record: RankRecord, records: Sequence[RankRecord]) -> list[int]:
-    wait = record.waits
-    if isinstance(wait, MessageWait):
-        return [wait.peer]
-    assert wait is not None
-    others = [r for r in members_of(wait.group, records) if r.is_known and r.rank != record.rank]
-    late = [r.rank for r in others if r.last_of(wait.group) < wait.sequence]
-    if late:
-        return late
-    # All have called it, but data move only while ranks wait, or call progress(): so this rank
-    # waits for those that do neither.
-    return [r.rank for r in others if r.waits is None and not r.waited and not r.has_left]
+    found = {}
+    for record in filter(_is_waiting, records):
+        wait = record.waits
+        if isinstance(wait, MessageWait):
+            found[record.rank] = [wait.peer]
+            continue
+        assert wait is not None
+        known = [r for r in members_of(wait.group, records) if r.is_known]
+        others = [r for r in known if r.rank != record.rank]
+        late = [r.rank for r in others if r.last_of(wait.group) < wait.sequence]
+        # If all have called it, data move only while ranks wait, or call progress(): so this rank
+        # waits for those that do neither.
+        found[record.rank] = late or [
+            r.rank for r in others if r.waits is None and not r.waited and not r.has_left
+        ]
+    return found
 
 
 def _waits(waiting: Sequence[RankRecord]) -> list[str]:

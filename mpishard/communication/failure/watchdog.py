@@ -165,11 +165,12 @@ class SignalPipe:
         if not select.select([self._read], [], [], seconds)[0]:
             return set()
         # Python writes a byte for each signal with a handler, also for those of the user's.
-        return {number for number in os.read(self._read, 4096) if number and self._is_ours(number)}
-
-    def _is_ours(self, number: int) -> bool:
-        ours = signal.default_int_handler if number == signal.SIGINT else self._handle
-        return signal.getsignal(number) == ours
+        ours: dict[int, object] = {signal.SIGINT: signal.default_int_handler}
+        return {
+            number
+            for number in os.read(self._read, 4096)
+            if number and signal.getsignal(number) == ours.get(number, self._handle)
+        }
 
     def wake(self) -> None:
         """Make `wait` return."""

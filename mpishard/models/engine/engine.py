@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -344,7 +345,7 @@ class Engine:
     def _update(self, rule: Rule, report: StepReport) -> None:
         """Update with the reduced gradients in the store. Collective."""
         try:
-            self._change(rule, self.gradients.owned(self.pieces.updated), report)
+            self._change(rule, report)
         finally:  # a rule that failed here may still read gradients elsewhere
             self.gradients.finish()
         self.parameters.publish(self.pieces.published)
@@ -386,7 +387,7 @@ class Engine:
         mine = self._report(*map(float, replica))
         try:
             if mine.weight:
-                self._change(rule, gradients, mine)
+                self._change(rule, mine, gradients)
                 self.replicas.drift(mine.weight)
         finally:
             if self.replica.across is not None:
@@ -419,7 +420,7 @@ class Engine:
             self.round.refuse_nonfinite("the given gradient is not finite", self.step_number + 1)
         pieces = [placement.part(gradient, p.start, p.stop) for p in self.pieces.updated]
         # It is the gradient of a mean already: with a weight of 1 the rule does not divide it.
-        self._change(rule, pieces, StepReport(math.nan, 1.0, norm))
+        self._change(rule, StepReport(math.nan, 1.0, norm), pieces)
         self.parameters.publish(self.pieces.published)
         self._end_round()
 
@@ -430,19 +431,23 @@ class Engine:
         """
         # Such a rule reads no gradient. The parameters take its place, so that none is allocated.
         unused = self.parameters.owned(self.pieces.updated)
-        self._change(rule, unused, StepReport(math.nan, 1.0, 0.0))
+        self._change(rule, StepReport(math.nan, 1.0, 0.0), unused)
         self.parameters.publish(self.pieces.published)
         self.changed()
 
-    def _change(self, rule: Rule, gradients: list[Array], report: StepReport) -> None:
-        """Run ``rule``; an observer sees the parameters before and after it."""
-        owned = self.parameters.owned(self.pieces.updated), gradients
+    def _change(self, rule: Rule, report: StepReport, gradients: list[Array] | None = None) -> None:
+        """Run ``rule`` with ``gradients``, or the reduced ones in the store.
+
+        An observer sees the parameters before and after it.
+        """
+        pieces = self.pieces.updated
+        reduced = self.gradients.owned(pieces) if gradients is None else gradients
+        owned = self.parameters.owned(pieces), reduced
         stage = self._stage
         # An offloaded state is updated in host memory: gradients are copied there, and the new
         # parameters back.
         with nullcontext(owned) if stage is None else stage.staged(*owned) as (own, reduced):
-            given = zip(self.pieces.updated, own, reduced, strict=True)
-            updates = [Update(*arrays) for arrays in given]
+            updates = list(starmap(Update, zip(pieces, own, reduced, strict=True)))
             watched = nullcontext() if self.observer is None else self.observer(updates)
             with watched, span("update"):
                 rule(updates, report)
@@ -488,7 +493,7 @@ class Engine:
             what = f"the loss or the gradient of rank {self.backend.rank} is not finite"
             self.round.refuse_nonfinite(what, self.step_number + 1)
         report = self._report(total, total_weight, squared)
-        self._change(rule, gradients, report)
+        self._change(rule, report, gradients)
         # `synchronize_replicas` weighs each replica by the samples that it has used.
         self.replicas.drift(total_weight)
         self._end_round()
@@ -576,7 +581,9 @@ class Engine:
         # A cache of gathered parameters compares this number before it is used again.
         self.version += 1
         self.parameters.changed()
-        self.program.changed(self.parameters)
+        # Other programs compute with the store's own arrays.
+        if self.program.needs_whole_parameters:
+            self.program.changed(self.parameters)
 
     def take(self, full: Array) -> None:
         """Take parameters from the full vector, which is the same on every rank."""
@@ -595,7 +602,7 @@ class Engine:
     def continue_as(self, other: Engine) -> None:
         """Take the step, the record and the drift of ``other``, whose parameters were copied."""
         self.step_number, self.record = other.step_number, replace(other.record)
-        self.replicas.drift_as(other.replicas)
+        self.replicas.weight = other.replicas.weight
 
     def gather(self) -> Array:
         """Return all parameters in layer order, a new array on every rank. Collective."""

@@ -99,10 +99,6 @@ class Replicas:
         """Count an update that this rank made alone, with samples of this weight."""
         self.weight += weight
 
-    def drift_as(self, other: Replicas) -> None:
-        """Continue as a copy of ``other``."""
-        self.weight = other.weight
-
     def mark_equal(self) -> None:
         """Note that all ranks have the same parameters now."""
         self.weight = 0.0

@@ -286,7 +286,8 @@ class LayerChain:
                 saved = activations.pop()
                 if not views:
                     upcoming = self._back_from(index, activations, first)
-                    views = self._open(group, parameters, self._following(group, upcoming))
+                    following = self._following(group, () if parameters.is_whole else upcoming)
+                    views = self._open(group, parameters, following)
                     if is_whole:
                         targets = self._targets(group, gradients, unwritten)
                 if parameters.in_flight or gradients.in_flight:
@@ -383,10 +384,12 @@ class LayerChain:
         self, group: _Group, parameters: ParameterStore, following: Unit | None
     ) -> dict[int, dict[str, Any]]:
         """Return the parameters of a group's layers, and begin to fetch the next unit."""
+        if group.views and parameters.is_whole:
+            return group.views
         buffers = [parameters.unshard(unit) for unit in group.units]
         if following is not None and buffers:
             parameters.prefetch(following)
-        # Stores with whole units return the same view each time. Pooled buffers change.
+        # A unit that is gathered again may be in another of the pooled buffers.
         if not group.views or any(map(operator.is_not, buffers, group.buffers)):
             arrays = group.arrays({u.index: b for u, b in zip(group.units, buffers, strict=True)})
             group.buffers = buffers

@@ -51,7 +51,11 @@ class DividedProgram(Program):
         self.replica = MeshReplica(mesh, speaks=mesh.model.rank == 0, predicts_together=False)
         self.vector: RangeVector = RangeVector(whole.entries, mesh, strategy)
         self._mesh = mesh
-        self._compute_by(whole)
+        self._whole = whole
+        whole.replica = self.replica
+        self.device = whole.device
+        self.default_loss = whole.default_loss
+        self._full: Array | None = None  # all parameters, if the model computes with this array
         length = self.vector.stop - self.vector.start
         self.units = build_units([length], 1) if length else ()
         self.kept = frozenset(unit.index for unit in self.units)
@@ -59,24 +63,9 @@ class DividedProgram(Program):
         self.dtype = whole.dtype
         self.freeze(whole.frozen)
 
-    def _compute_by(self, whole: WholeProgram) -> None:
-        self._whole = whole
-        whole.replica = self.replica
-        self.device = whole.device
-        self._full: Array | None = None  # all parameters, if the model computes with this array
-
     def freeze(self, names: frozenset[str]) -> None:
         super().freeze(names)
         self._whole.freeze(names)
-
-    @property
-    def default_loss(self) -> ILossFunction | None:
-        """The model's own loss."""
-        return self._whole.default_loss
-
-    @default_loss.setter
-    def default_loss(self, loss: ILossFunction | None) -> None:
-        self._whole.default_loss = loss
 
     # -------------------------------------------------------------------------------- computing
 
@@ -207,9 +196,8 @@ class DividedProgram(Program):
         program = copy.copy(self)
         whole, model = self._whole.copy()
         assert isinstance(whole, WholeProgram)
-        program._compute_by(whole)
-        program._full = self._full
-        return self._copied(program), model
+        program._whole, program.default_loss = whole, whole.default_loss
+        return program, model
 
 
 _RAMP_LENGTH = 4096

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.layer import Context, Layer
-from mpishard.sharding import Placement, build_units
+from mpishard.sharding import Placement, ShardingConfiguration, build_units
 
 
 def held_whole(model: ILayeredModel, minimum_unit_size: int) -> HeldLayers:
@@ -51,27 +50,17 @@ class LayeredProgram(Program):
     ----------
     model : ILayeredModel
         Structure, initial parameters and loss.
-    minimum_unit_size : int
-        See `mpishard.sharding.build_units`.
-    world : CommunicationBackend
-        All ranks.
-    mixed : bool
-        Whether layers compute in bfloat16; then the units of the store are bfloat16, too. Inputs
-        are rounded, and the loss is computed in float32.
+    config : ShardingConfiguration
+        All ranks, the size of units, and whether layers compute in bfloat16. If so, the units of
+        the store are bfloat16, too; inputs are rounded, and the loss is computed in float32.
     """
 
-    def __init__(
-        self,
-        model: ILayeredModel,
-        minimum_unit_size: int,
-        world: CommunicationBackend,
-        *,
-        mixed: bool = False,
-    ) -> None:
-        self._model = model
-        self._mixed = mixed
-        self.replica = Replica(world)
-        self._minimum_unit_size = minimum_unit_size
+    _model: ILayeredModel
+
+    def __init__(self, model: ILayeredModel, config: ShardingConfiguration) -> None:
+        self._mixed = config.precision is not None
+        self.replica = Replica(config.communication_backend)
+        self._minimum_unit_size = config.minimum_parameter_group_size
         self._input_shape = model.get_all_layer_info()[0].input_shape
         self._output_shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # by a sample's shape
         self.dtype = model.dtype
@@ -79,9 +68,13 @@ class LayeredProgram(Program):
         self._put = self.device.put if self.device.is_gpu else to_host
         self.is_random = any(layer.is_random for layer in model.layers)
         self.seed = int(getattr(model, "seed", 0))
-        self._hold()
+        self._use(model)
         entries = self.vector.placement.entries
         self.freeze(frozenset(e.name for e in entries if not e.trainable))
+
+    def _use(self, model: Any) -> None:
+        super()._use(model)
+        self._hold()
 
     def _hold(self) -> None:
         """Lay out this rank's part: `units`, `kept`, `entries` and the chains."""
@@ -161,17 +154,11 @@ class LayeredProgram(Program):
     def give_back(self, gather: Callable[[], Array]) -> None:
         self._model.reclaim_parameters(gather())
 
-    def copy(self) -> tuple[Program, Any]:
-        model = self._copied_model()
-        world = self.replica.world
-        program = LayeredProgram(model, self._minimum_unit_size, world, mixed=self._mixed)
-        return self._copied(program), model
-
     def _copied_model(self) -> Any:
         # A deep copy, because choices of layers, such as the features in use, must not be shared.
         if isinstance(self._model, ICloneable):
             return self._model.deep_copy()
-        return copy.deepcopy(self._model)
+        return super()._copied_model()
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         (chain,) = self._chains
@@ -199,7 +186,9 @@ class LayeredProgram(Program):
         (chain,) = self._chains
         x = self.entering(batch.x)
         prediction, activations = chain.forward(parameters, x, batch.context)
-        total, weight, of_loss = batch.loss.forward(self.leaving(prediction), batch.y)
+        if self._mixed:
+            prediction = widened(prediction)
+        total, weight, of_loss = batch.loss.forward(prediction, batch.y)
         if type(total) is not float:
             total = as_loss(total, batch.loss, "sum")
         return total, weight, [activations, batch.loss, of_loss]

@@ -26,16 +26,14 @@ from mpishard.layout import LeafLayout, ShardLayout
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.gradient_store import (
     BackwardPass,
-    CompressionBuffers,
-    GradientStore,
     ScatteredGradients,
     ShardedGradients,
+    WrappedGradients,
 )
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import (
     Piece,
     ShardingConfiguration,
-    Unit,
     cut_at_cells,
     numerics_fingerprint,
     reproducing_worlds,
@@ -344,7 +342,7 @@ def _tree(slots: Array) -> float:
     return float(slots[0])
 
 
-class LeafGradients(GradientStore):
+class LeafGradients(WrappedGradients):
     """Every pass is one leaf of each rank, reduced at once: a whole subtree of all leaves.
 
     Each of P ranks makes V/P passes. After a pass the owner of a piece has the sum of P adjacent
@@ -359,15 +357,12 @@ class LeafGradients(GradientStore):
     ----------
     inner : ScatteredGradients or ShardedGradients
         Holds a pass's gradients, and reduces them.
-    gathers : bool
-        Whether every rank needs all pieces of the result, and ``inner`` has its own alone.
     """
 
-    def __init__(self, inner: ScatteredGradients | ShardedGradients, *, gathers: bool) -> None:
-        super().__init__(inner.layout)
-        self._inner = inner
-        self.in_flight = inner.in_flight
-        self._gathers = gathers
+    _inner: ScatteredGradients | ShardedGradients
+
+    def __init__(self, inner: ScatteredGradients | ShardedGradients) -> None:
+        super().__init__(inner)
         self._waiting: list[list[Array]] = []  # sums of fewer and fewer leaves
         self._free: list[list[Array]] = []
         self._done = 0  # passes of this round
@@ -382,17 +377,9 @@ class LeafGradients(GradientStore):
         self._inner.begin(BackwardPass(is_first=True, is_last=True))
 
     @property
-    def sends_now(self) -> bool:
-        return True
-
-    def _make_buffers(self) -> CompressionBuffers:
-        return self._inner._make_buffers()
-
-    def target(self, unit: Unit) -> tuple[Array, bool]:
-        return self._inner.target(unit)
-
-    def reduce(self, unit: Unit) -> None:
-        self._inner.reduce(unit)
+    def reduces_at_once(self) -> bool:
+        """False: the micro-batches of a leaf are added on the rank that computes it."""
+        return False
 
     def settle(self) -> None:
         self._inner.settle()
@@ -417,9 +404,8 @@ class LeafGradients(GradientStore):
                 values[...] += 0.0
         if not self._is_last:
             self._waiting.append(self._kept(own) if total is own else total)
-        elif self._gathers:
-            assert isinstance(self._inner, ScatteredGradients)
-            self._inner.spread()
+        else:
+            self.spread()
 
     def _kept(self, own: list[Array]) -> list[Array]:
         """Return a copy of sums that the next pass overwrites."""
@@ -431,8 +417,5 @@ class LeafGradients(GradientStore):
             target[...] = values
         return kept
 
-    def abandon(self) -> None:
-        self._inner.abandon()
-
-    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
-        return self._inner.owned(pieces)
+    def finish(self) -> None:
+        """Do nothing: the next step begins with a synchronisation."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,63 +11,27 @@ import numpy as np
 from mpishard.arguments import as_loss
 from mpishard.arrays import Array
 from mpishard.bfloat16 import BFLOAT16
-from mpishard.communication import CommunicationBackend, ProcessMesh
-from mpishard.contracts import ILayeredModel, ILossFunction
+from mpishard.communication import CommunicationBackend
+from mpishard.contracts import ILayeredModel
 from mpishard.layout import ShardLayout
 from mpishard.models.programs.chain import LayerChain
 from mpishard.models.programs.layered_program import LayeredProgram
 from mpishard.models.programs.mesh_replica import MeshReplica
-from mpishard.models.programs.program import Batch, Program
-from mpishard.models.programs.stage_layout import StageLayout, lay_out
+from mpishard.models.programs.program import Batch
+from mpishard.models.programs.stage_layout import MeshChoices, StageLayout
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import MeshVector, ModelVector
 from mpishard.nn.layers.cache import KeyValueCache
 from mpishard.nn.layers.layer import Context
 from mpishard.pipeline import (
-    ActivationCheckpointConfig,
-    IPipelineSchedule,
     PipelineExecutor,
     PipelineRecord,
 )
 from mpishard.pipeline.executor import IPipelineStage
 from mpishard.pipeline.operations import most_saved
-from mpishard.sharding import Unit
+from mpishard.sharding import ShardingConfiguration, Unit
 from mpishard.tensor import DimSplit, parallel_loss
-
-
-@dataclass(frozen=True, slots=True)
-class MeshChoices:
-    """The choices by which a layered model is computed on a mesh.
-
-    Parameters
-    ----------
-    mesh : ProcessMesh
-        The ranks.
-    schedule : IPipelineSchedule
-        Order of each rank's operations.
-    micro_batch_count : int
-        M, the number of parts into which a rank's batch is cut along the batch dim.
-    stages : tuple of (int, int)
-        The layers of each of the model's stages, half open.
-    sequence_parallel : bool
-        Whether norms and dropout, too, are divided over the tensor axis, along the sequence.
-    checkpoint_config : ActivationCheckpointConfig, optional
-        Activations that are computed again.
-    """
-
-    mesh: ProcessMesh
-    schedule: IPipelineSchedule
-    micro_batch_count: int
-    stages: tuple[tuple[int, int], ...]
-    sequence_parallel: bool = False
-    checkpoint_config: ActivationCheckpointConfig | None = None
-
-    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """Return the model's stages that a pipeline rank has, by virtual index."""
-        ranks = self.mesh.pipeline_size
-        virtual = range(self.schedule.virtual_stages_per_rank)
-        return tuple(self.schedule.global_stage(pipeline_rank, v, ranks) for v in virtual)
 
 
 class MeshProgram(LayeredProgram):
@@ -81,21 +44,14 @@ class MeshProgram(LayeredProgram):
     ----------
     model : ILayeredModel
         Structure, initial parameters and loss.
-    minimum_unit_size : int
-        See `mpishard.sharding.build_units`.
+    config : ShardingConfiguration
+        See `LayeredProgram`. Stages that compute in bfloat16 also send it.
     choices : MeshChoices
         Mesh, schedule and stages.
-    mixed : bool
-        Whether layers compute in bfloat16. Stages then send bfloat16, too.
     """
 
     def __init__(
-        self,
-        model: ILayeredModel,
-        minimum_unit_size: int,
-        choices: MeshChoices,
-        *,
-        mixed: bool = False,
+        self, model: ILayeredModel, config: ShardingConfiguration, choices: MeshChoices
     ) -> None:
         self.choices = choices
         self.mesh = choices.mesh
@@ -103,7 +59,7 @@ class MeshProgram(LayeredProgram):
         self.stages_here = choices.stages_of(self.mesh.pipeline_rank)
         self.stage_count = len(choices.stages)
         # After these attributes, because it calls `_hold`.
-        super().__init__(model, minimum_unit_size, self.mesh.world, mixed=mixed)
+        super().__init__(model, config)
         # One rank reports the loss of a batch: the last stage computes it, and its tensor ranks all
         # have the same.
         self.replica = MeshReplica(
@@ -124,19 +80,8 @@ class MeshProgram(LayeredProgram):
             )
         return self._executors[micro_batches]
 
-    def _lay_out(self, *, sequence_parallel: bool) -> StageLayout:
-        choices = self.choices
-        return lay_out(
-            self._model,
-            self.mesh,
-            choices.stages,
-            [choices.stages_of(rank) for rank in range(self.mesh.pipeline_size)],
-            self._minimum_unit_size,
-            sequence_parallel=sequence_parallel,
-        )
-
     def _hold(self) -> None:
-        layout = self._lay_out(sequence_parallel=self.choices.sequence_parallel)
+        layout = StageLayout(self._model, self.choices, self._minimum_unit_size)
         held = layout.held
         self.units, self.entries = held.units, tuple(held.entries)
         self.vector = ModelVector(layout.placement)
@@ -230,7 +175,7 @@ class MeshProgram(LayeredProgram):
         # The ranks' logits are parts of the classes, and the loss adds up their sums.
         if self._splits_output:
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
-        run = StageRun(self, parameters, batch.x, batch.context, gradients, batch.y, loss)
+        run = StageRun(self, parameters, replace(batch, loss=loss), gradients)
         self.last_record = self._executor(self.micro_batch_count).run(run)
         # Each stage that uses a shared parameter has a copy of it, and a part of its gradient.
         for unit in self.units:
@@ -245,7 +190,7 @@ class MeshProgram(LayeredProgram):
         return (run.total, run.weight) if self.replica.speaks else (0.0, 0.0)
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
-        run = StageRun(self, parameters, x, Context(training=False))
+        run = StageRun(self, parameters, Batch(x, None, None, Context(training=False)))
         self._executor(self.micro_batch_count).run_forward(run)
         return self._output_of(run)
 
@@ -255,13 +200,14 @@ class MeshProgram(LayeredProgram):
         chains = self.chains
         if self.choices.sequence_parallel:
             if self._chains_by_token is None:
-                layout = self._lay_out(sequence_parallel=False)
+                choices = replace(self.choices, sequence_parallel=False)
+                layout = StageLayout(self._model, choices, self._minimum_unit_size)
                 self._chains_by_token = [
                     LayerChain(layout.held, *bounds, self.kept) for bounds in layout.ranges
                 ]
             chains = self._chains_by_token
-        context = Context(training=False, cache=cache)
-        run = StageRun(self, parameters, x, context, chains=chains, micro_batches=1)
+        batch = Batch(x, None, None, Context(training=False, cache=cache))
+        run = StageRun(self, parameters, batch, chains=chains, micro_batches=1)
         self._executor(1).run_forward(run)
         # Sampling needs the last position alone, so no more than that is sent to the other ranks.
         run.outputs = [y[:, -1] for y in run.outputs]
@@ -308,14 +254,6 @@ class MeshProgram(LayeredProgram):
             if name in self._tie_groups and index not in self.frozen_units:
                 self._tie_groups[name].all_reduce(gradients.gradient(self.units[index]))
 
-    def copy(self) -> tuple[Program, Any]:
-        program = copy.copy(self)
-        program._model = self._copied_model()
-        # Chains refer to layers, and those of the copy are its own.
-        program._hold()
-        program.vector = self.vector
-        return self._copied(program), program._model
-
 
 class StageRun(IPipelineStage):
     """The operations of a schedule on this rank, and the saved activations of micro-batches.
@@ -326,16 +264,10 @@ class StageRun(IPipelineStage):
         The program of these stages.
     parameters : ParameterStore
         Parameters of the stages.
-    x : Array
-        This rank's batch, as the first layer takes it.
-    context : Context
-        Context of the batch's first sample. Backward follows if it is one of training.
+    batch : Batch
+        This rank's batch. Backward follows if its context is one of training.
     gradients : GradientStore, optional
         Store to add gradients to; None if only outputs are wanted.
-    y : Array, optional
-        Targets, if backward follows.
-    loss : ILossFunction, optional
-        Loss of the last stage.
     chains : sequence of LayerChain, optional
         Stages that work on whole sequences, instead of the program's own.
     micro_batches : int, optional
@@ -353,11 +285,8 @@ class StageRun(IPipelineStage):
         self,
         program: MeshProgram,
         parameters: ParameterStore,
-        x: Array,
-        context: Context,
+        batch: Batch,
         gradients: GradientStore | None = None,
-        y: Array | None = None,
-        loss: ILossFunction | None = None,
         *,
         chains: Sequence[LayerChain] | None = None,
         micro_batches: int | None = None,
@@ -367,10 +296,8 @@ class StageRun(IPipelineStage):
         self._whole_sequence = self._chains is not program.chains
         self._parameters = parameters
         self._gradients = gradients
-        self._x, self._y = x, y
-        self._loss = loss
-        self._context = context
-        self._rows = ShardLayout(len(x), micro_batches or program.micro_batch_count)
+        self._batch = batch
+        self._rows = ShardLayout(len(batch.x), micro_batches or program.micro_batch_count)
         self._activations: dict[tuple[int, int], Any] = {}
         self._pending: dict[tuple[int, int], Any] = {}
         self._left = [self._rows.world_size] * len(self._chains)
@@ -392,7 +319,7 @@ class StageRun(IPipelineStage):
 
     def _boundary(self, stage: int, micro_batch: int) -> tuple[int, ...]:
         shape = self._program.boundary_shape(
-            stage, tuple(self._x.shape[1:]), whole_sequence=self._whole_sequence
+            stage, tuple(self._batch.x.shape[1:]), whole_sequence=self._whole_sequence
         )
         return (self._rows.size(micro_batch), *shape)
 
@@ -400,8 +327,8 @@ class StageRun(IPipelineStage):
         rows = self._rows.slice(micro_batch)
         # The first stage has no sender: its input is the batch.
         if x is None:
-            x = self._program.entering(self._x[rows])
-        context = self._context
+            x = self._program.entering(self._batch.x[rows])
+        batch, context = self._batch, self._batch.context
         if context.training:
             # Dropout's masks depend on the sample's place in the global batch alone.
             start = context.sample_start + rows.start
@@ -418,10 +345,9 @@ class StageRun(IPipelineStage):
         if not is_last:
             self._activations[key] = activations
             return y
-        assert self._loss is not None
-        assert self._y is not None
-        total, weight, saved = self._loss.forward(self._program.leaving(y), self._y[rows])
-        self.total += as_loss(total, self._loss, "sum")
+        assert batch.loss is not None
+        total, weight, saved = batch.loss.forward(self._program.leaving(y), batch.y[rows])
+        self.total += as_loss(total, batch.loss, "sum")
         self.weight += weight
         self._activations[key] = activations
         self._pending[key] = saved
@@ -445,8 +371,8 @@ class StageRun(IPipelineStage):
     ) -> Array | None:
         key = virtual_stage, micro_batch
         if dy is None:  # the model's last stage begins with the loss
-            assert self._loss is not None
-            dy = self._program.entering(self._loss.backward(self._pending.pop(key)))
+            assert self._batch.loss is not None
+            dy = self._program.entering(self._batch.loss.backward(self._pending.pop(key)))
         assert self._gradients is not None
         is_first = self._program.stages_here[virtual_stage] == 0
         dx = self._chains[virtual_stage].backward(

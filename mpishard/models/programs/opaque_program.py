@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.devices import Device
 from mpishard.errors import MissingMemberError
-from mpishard.models.programs.program import Batch, Program, Replica, WholeProgram
+from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
@@ -51,7 +50,7 @@ class OpaqueProgram(WholeProgram):
                 f"at least one element, got {getattr(vector, 'dtype', type(vector).__name__)} of "
                 f"shape {getattr(vector, 'shape', '?')}"
             )
-        self._model = model
+        self._use(model)
         self.dtype = vector.dtype
         self.device = Device.of(vector)
         self.units = build_units([int(vector.size)], 1)
@@ -92,10 +91,6 @@ class OpaqueProgram(WholeProgram):
             "because it is a black box. A model that implements ILayeredModel (mpishard.nn) has "
             "its parameters sharded too"
         )
-
-    def copy(self) -> tuple[Program, Any]:
-        model = copy.deepcopy(self._model)
-        return self._copied(OpaqueProgram(model, self.replica.world)), model
 
     def changed(self, parameters: ParameterStore) -> None:
         (unit,) = self.units

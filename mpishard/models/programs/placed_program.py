@@ -13,11 +13,18 @@ from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.errors import MissingLossError, MissingMemberError, ShardingError
-from mpishard.models.programs.program import Batch, Program, Replica, WholeProgram
+from mpishard.models.programs.program import Batch, Replica, WholeProgram
 from mpishard.models.stores.gradient_store import GradientStore
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.vector import ModelVector
-from mpishard.sharding import ParameterEntry, Placement, Unit, build_units, owned_pieces
+from mpishard.sharding import (
+    ParameterEntry,
+    Placement,
+    ShardingConfiguration,
+    Unit,
+    build_units,
+    owned_pieces,
+)
 
 OWN_DTYPE = (
     "computes in a dtype of its own, which nobody else can change; build it of the layers of "
@@ -141,24 +148,20 @@ class PlacedProgram(WholeProgram):
     ----------
     model : IPlaceableModel
         The model.
-    minimum_unit_size : int
-        See `mpishard.sharding.build_units`. The parameters of one module are a layer.
-    world : CommunicationBackend
-        All ranks.
+    config : ShardingConfiguration
+        All ranks, and the size of units. The parameters of one module are a layer.
     """
 
     computes_in_place = True
+    _model: IPlaceableModel
 
-    def __init__(
-        self, model: IPlaceableModel, minimum_unit_size: int, world: CommunicationBackend
-    ) -> None:
-        self._model = model
-        self.replica = Replica(world)
-        self._minimum_unit_size = minimum_unit_size
+    def __init__(self, model: IPlaceableModel, config: ShardingConfiguration) -> None:
+        self._use(model)
+        self.replica = Replica(config.communication_backend)
         self.dtype = model.dtype
         self.entries = tuple(model.parameter_entries)
         self.vector = ModelVector(Placement.whole(self.entries))
-        self.units = units_of_modules(self.entries, minimum_unit_size)
+        self.units = units_of_modules(self.entries, config.minimum_parameter_group_size)
         self.kept = frozenset()
         self.freeze(frozenset(entry.name for entry in self.entries if not entry.trainable))
 
@@ -211,11 +214,9 @@ class PlacedProgram(WholeProgram):
     def give_back(self, gather: Callable[[], Array]) -> None:
         self._model.reclaim_parameters(gather())
 
-    def copy(self) -> tuple[Program, Any]:
+    def _copied_model(self) -> Any:
         # Memory without values: the caller copies them from this program's store.
-        model = self._model.with_parameters(np.empty(self.units[-1].stop, self.dtype))
-        program = PlacedProgram(model, self._minimum_unit_size, self.replica.world)
-        return self._copied(program), model
+        return self._model.with_parameters(np.empty(self.units[-1].stop, self.dtype))
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         return self._model.predict(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -227,18 +228,24 @@ class Program(ABC):
     def give_back(self, gather: Callable[[], Array]) -> None:
         """Return the parameters, which ``gather`` gathers, to the model. Collective."""
 
-    @abstractmethod
     def copy(self) -> tuple[Program, Any]:
-        """Return a program of a copy of the model, and the copy; they share nothing mutable."""
+        """Return a program of a copy of the model, and the copy. Communicates nothing.
 
-    def _copied(self, program: Program) -> Program:
-        """Give ``program``, of a copy of the model, this one's choices, and return it."""
+        The programs share groups of ranks, and the layout of the vector over them.
+        """
+        program, model = copy.copy(self), self._copied_model()
+        program._use(model)
+        program.vector = self.vector
         program.freeze(self.frozen)
-        program.seed = self.seed
-        # A copy communicates nothing, so it cannot split communicators: it shares the groups.
-        if self.replica.across is not None:
-            program.replica = self.replica
-        return program
+        return program, model
+
+    def _use(self, model: Any) -> None:
+        """Compute with ``model`` from now on."""
+        self._model = model
+        self.default_loss = getattr(model, "default_loss_function", None)
+
+    def _copied_model(self) -> Any:
+        return copy.deepcopy(self._model)
 
     # -------------------------------------------------------------------------------- computing
 

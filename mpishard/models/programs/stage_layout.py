@@ -9,6 +9,7 @@ from typing import Any
 from mpishard.communication import ProcessMesh
 from mpishard.contracts import ILayeredModel
 from mpishard.models.programs.chain import HeldLayer, HeldLayers
+from mpishard.pipeline import ActivationCheckpointConfig, IPipelineSchedule
 from mpishard.sharding import (
     ParameterEntry,
     Placement,
@@ -22,10 +23,54 @@ from mpishard.tensor import TensorPartition, check_sequence, partition_chain
 
 
 @dataclass(frozen=True, slots=True)
-class StageLayout:
-    """The layers that a rank computes.
+class MeshChoices:
+    """The choices by which a layered model is computed on a mesh.
 
     Parameters
+    ----------
+    mesh : ProcessMesh
+        The ranks.
+    schedule : IPipelineSchedule
+        Order of each rank's operations.
+    micro_batch_count : int
+        M, the number of parts into which a rank's batch is cut along the batch dim.
+    stages : tuple of (int, int)
+        The layers of each of the model's stages, half open.
+    sequence_parallel : bool
+        Whether norms and dropout, too, are divided over the tensor axis, along the sequence.
+    checkpoint_config : ActivationCheckpointConfig, optional
+        Activations that are computed again.
+    """
+
+    mesh: ProcessMesh
+    schedule: IPipelineSchedule
+    micro_batch_count: int
+    stages: tuple[tuple[int, int], ...]
+    sequence_parallel: bool = False
+    checkpoint_config: ActivationCheckpointConfig | None = None
+
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
+        """Return the model's stages that a pipeline rank has, by virtual index."""
+        ranks = self.mesh.pipeline_size
+        virtual = range(self.schedule.virtual_stages_per_rank)
+        return tuple(self.schedule.global_stage(pipeline_rank, v, ranks) for v in virtual)
+
+
+class StageLayout:
+    """The layers that a rank computes, and their parameters: stage after stage in its flat vector.
+
+    Communicates nothing.
+
+    Parameters
+    ----------
+    model : ILayeredModel
+        The model.
+    choices : MeshChoices
+        Mesh, schedule and stages.
+    minimum_unit_size : int
+        See `mpishard.sharding.build_units`.
+
+    Attributes
     ----------
     held : HeldLayers
         The rank's layers, stage after stage.
@@ -41,12 +86,48 @@ class StageLayout:
         Decision of the tensor axis on each layer of this rank's stages, and the reason.
     """
 
-    held: HeldLayers
-    ranges: tuple[tuple[int, int], ...]
-    placement: Placement
-    shared: dict[str, tuple[int, ...]]
-    splits_output: bool
-    log: tuple[str, ...]
+    def __init__(self, model: ILayeredModel, choices: MeshChoices, minimum_unit_size: int) -> None:
+        self._table: Any = model.parameter_table
+        self._mesh = mesh = choices.mesh
+        self._minimum_unit_size = minimum_unit_size
+        self._position = 0
+        self._turns = 0  # number of parameters so far that all tensor ranks of the stage hold
+        self._layers: list[HeldLayer] = []
+        self._entries: dict[str, ParameterEntry] = {}
+        self._slices: list[Slice] = []
+        self._units: list[Unit] = []
+        infos = model.get_all_layer_info()
+        names = [info.name for info in infos]
+        stages_of_rank = [choices.stages_of(rank) for rank in range(mesh.pipeline_size)]
+        own = stages_of_rank[mesh.pipeline_rank]
+        self.shared = _shared(self._table, names, choices.stages, stages_of_rank)
+        self.splits_output = False
+        log: list[str] = []
+        ranges: dict[int, tuple[int, int]] = {}
+        model_layers = dict(zip(names, model.layers, strict=True))
+        if choices.sequence_parallel and mesh.tensor_size > 1:
+            check_sequence(model_layers, infos[0].input_shape)
+        # The stage with the model's last layer. Stages after it have none, and pass its output on.
+        ending = max(stage for stage, (first, stop) in enumerate(choices.stages) if stop > first)
+        for stage in sorted({*own, ending}):
+            first, stop = choices.stages[stage]
+            layers = {name: model_layers[name] for name in names[first:stop]}
+            if layers and mesh.tensor_size > 1:
+                part = partition_chain(
+                    layers, mesh.tensor, model_layers=model_layers,
+                    sequence_parallel=choices.sequence_parallel, split_output=stage == ending,
+                )  # fmt: skip
+            else:
+                part = TensorPartition(layers, {}, splits_output=False, decisions=())
+            self.splits_output |= part.splits_output
+            if stage in own:
+                ranges[stage] = self._add(part)
+                log += part.log
+        self.log = tuple(log)
+        self.ranges = tuple(ranges[stage] for stage in own)
+        self.placement = Placement(self._table.entries, self._slices)
+        entries = tuple(self._entries.values())
+        self.held = HeldLayers(self._layers, entries, tuple(self._units), model.dtype)
 
     def shared_units(self) -> dict[int, str]:
         """Return the units of parameters that several stages use: index -> parameter's name."""
@@ -57,75 +138,62 @@ class StageLayout:
             if entry.name in self.shared
         }
 
-
-def lay_out(
-    model: ILayeredModel,
-    mesh: ProcessMesh,
-    stages: Sequence[tuple[int, int]],
-    stages_of_rank: Sequence[Sequence[int]],
-    minimum_unit_size: int,
-    *,
-    sequence_parallel: bool,
-) -> StageLayout:
-    """Assign layers to this rank. Communicate nothing.
-
-    Parameters
-    ----------
-    model : ILayeredModel
-        The model.
-    mesh : ProcessMesh
-        The ranks.
-    stages : sequence of (int, int)
-        The layers of each of the model's stages, half open.
-    stages_of_rank : sequence of sequence of int
-        The model's stages that each pipeline rank has, by virtual index.
-    minimum_unit_size : int
-        See `mpishard.sharding.build_units`.
-    sequence_parallel : bool
-        Whether activations between the split layers are divided along the sequence.
-    """
-    infos = model.get_all_layer_info()
-    table = model.parameter_table
-    names = [info.name for info in infos]
-    own = stages_of_rank[mesh.pipeline_rank]
-    shared = _shared(table, names, stages, stages_of_rank)
-    builder = _Builder(table, shared, mesh, minimum_unit_size)
-    log: list[str] = []
-    splits_output = False
-    ranges: dict[int, tuple[int, int]] = {}
-    model_layers = dict(zip(names, model.layers, strict=True))
-    if sequence_parallel and mesh.tensor_size > 1:
-        check_sequence(model_layers, infos[0].input_shape)
-    # The stage with the model's last layer. Stages after it have none, and pass its output on.
-    ending = max(stage for stage, (first, stop) in enumerate(stages) if stop > first)
-    for stage in sorted({*own, ending}):
-        first, stop = stages[stage]
-        layers = {name: model_layers[name] for name in names[first:stop]}
-        if layers and mesh.tensor_size > 1:
-            part = partition_chain(
-                layers, mesh.tensor, model_layers=model_layers,
-                sequence_parallel=sequence_parallel, split_output=stage == ending,
+    def _add(self, part: TensorPartition) -> tuple[int, int]:
+        """Add a stage; return the range of its layers, half open."""
+        first = len(self._layers)
+        found = [
+            (first + i, f"{name}.", dict(layer.walk_parameters(f"{name}.")))
+            for i, (name, layer) in enumerate(part.layers.items())
+        ]
+        # A parameter that other stages use too is a unit of its own, cut alike on all of them.
+        for index, _, specs in found:
+            for name, spec in specs.items():
+                origin = spec.tied_to or name
+                if origin in self.shared and origin not in self._entries:
+                    start = self._position
+                    self._hold(origin, spec, part.boxes.get(name))
+                    unit = Unit(len(self._units), start, self._position, index, index)
+                    self._units.append(unit)
+        sizes = []
+        for _, _, specs in found:
+            before = self._position
+            for name, spec in specs.items():
+                if spec.tied_to is None and name not in self._entries:
+                    self._hold(name, spec, part.boxes.get(name))
+            sizes.append(self._position - before)
+        start = self._units[-1].stop if self._units else 0
+        for unit in build_units(sizes, self._minimum_unit_size) if sum(sizes) else ():
+            self._units.append(
+                Unit(len(self._units), start + unit.start, start + unit.stop,
+                     first + unit.first_layer, first + unit.last_layer)
             )  # fmt: skip
-        else:
-            part = TensorPartition(layers, {}, splits_output=False, decisions=())
-        splits_output |= part.splits_output
-        if stage in own:
-            ranges[stage] = builder.add(part)
-            log += part.log
-    held = HeldLayers(
-        layers=builder.layers,
-        entries=tuple(builder.entries.values()),
-        units=tuple(builder.units),
-        dtype=model.dtype,
-    )
-    return StageLayout(
-        held,
-        tuple(ranges[stage] for stage in own),
-        Placement(table.entries, builder.slices),
-        shared,
-        splits_output,
-        tuple(log),
-    )
+        for (_, prefix, specs), (name, layer) in zip(found, part.layers.items(), strict=True):
+            entries = {
+                full.removeprefix(prefix): self._entries[spec.tied_to or full]
+                for full, spec in specs.items()
+            }
+            self._layers.append(HeldLayer(name, layer, entries, layer.is_random))
+        return first, len(self._layers)
+
+    def _hold(self, name: str, spec: Any, boxes: Any) -> None:
+        origin: ParameterEntry = self._table[name]
+        entry = ParameterEntry(name, tuple(spec.shape), self._position, origin.trainable)
+        self._position = entry.stop
+        self._entries[name] = entry
+        mesh = self._mesh
+        stages = self.shared.get(name, (mesh.pipeline_rank,))
+        is_counted = mesh.pipeline_rank == stages[0]
+        holder, holder_count = stages.index(mesh.pipeline_rank), len(stages)
+        # All ranks that hold the parameter must compute the same turn.
+        turn = [*self.shared].index(name) if name in self.shared else self._turns
+        if boxes is None:
+            boxes = (whole_box(origin.shape),)
+            is_counted &= mesh.tensor_rank == 0
+            holder = holder * mesh.tensor_size + mesh.tensor_rank
+            holder_count *= mesh.tensor_size
+            self._turns += name not in self.shared
+        written = written_part(entry.size, turn, holder, holder_count)
+        self._slices.append(Slice(entry, tuple(boxes), is_counted, written))
 
 
 def _shared(
@@ -147,82 +215,3 @@ def _shared(
         for entry in table.entries
         if len(users.get(entry.name, ())) > 1
     }
-
-
-class _Builder:
-    """Builder of a rank's flat vector: its stages end to end, cut into units."""
-
-    def __init__(
-        self,
-        table: Any,
-        shared: dict[str, tuple[int, ...]],
-        mesh: ProcessMesh,
-        minimum_unit_size: int,
-    ) -> None:
-        self._table = table
-        self._shared = shared
-        self._mesh = mesh
-        self._minimum_unit_size = minimum_unit_size
-        self._position = 0
-        self._turns = 0  # number of parameters so far that all tensor ranks of the stage hold
-        self.layers: list[HeldLayer] = []
-        self.entries: dict[str, ParameterEntry] = {}
-        self.slices: list[Slice] = []
-        self.units: list[Unit] = []
-
-    def add(self, part: TensorPartition) -> tuple[int, int]:
-        """Add a stage; return the range of its layers, half open."""
-        first = len(self.layers)
-        found = [
-            (first + i, f"{name}.", dict(layer.walk_parameters(f"{name}.")))
-            for i, (name, layer) in enumerate(part.layers.items())
-        ]
-        # A parameter that other stages use too is a unit of its own, cut alike on all of them.
-        for index, _, specs in found:
-            for name, spec in specs.items():
-                origin = spec.tied_to or name
-                if origin in self._shared and origin not in self.entries:
-                    start = self._position
-                    self._hold(origin, spec, part.boxes.get(name))
-                    unit = Unit(len(self.units), start, self._position, index, index)
-                    self.units.append(unit)
-        sizes = []
-        for _, _, specs in found:
-            before = self._position
-            for name, spec in specs.items():
-                if spec.tied_to is None and name not in self.entries:
-                    self._hold(name, spec, part.boxes.get(name))
-            sizes.append(self._position - before)
-        start = self.units[-1].stop if self.units else 0
-        for unit in build_units(sizes, self._minimum_unit_size) if sum(sizes) else ():
-            self.units.append(
-                Unit(len(self.units), start + unit.start, start + unit.stop,
-                     first + unit.first_layer, first + unit.last_layer)
-            )  # fmt: skip
-        for (_, prefix, specs), (name, layer) in zip(found, part.layers.items(), strict=True):
-            entries = {
-                full.removeprefix(prefix): self.entries[spec.tied_to or full]
-                for full, spec in specs.items()
-            }
-            self.layers.append(HeldLayer(name, layer, entries, layer.is_random))
-        return first, len(self.layers)
-
-    def _hold(self, name: str, spec: Any, boxes: Any) -> None:
-        origin: ParameterEntry = self._table[name]
-        entry = ParameterEntry(name, tuple(spec.shape), self._position, origin.trainable)
-        self._position = entry.stop
-        self.entries[name] = entry
-        mesh = self._mesh
-        stages = self._shared.get(name, (mesh.pipeline_rank,))
-        is_counted = mesh.pipeline_rank == stages[0]
-        holder, holder_count = stages.index(mesh.pipeline_rank), len(stages)
-        # All ranks that hold the parameter must compute the same turn.
-        turn = [*self._shared].index(name) if name in self._shared else self._turns
-        if boxes is None:
-            boxes = (whole_box(origin.shape),)
-            is_counted &= mesh.tensor_rank == 0
-            holder = holder * mesh.tensor_size + mesh.tensor_rank
-            holder_count *= mesh.tensor_size
-            self._turns += name not in self._shared
-        written = written_part(entry.size, turn, holder, holder_count)
-        self.slices.append(Slice(entry, tuple(boxes), is_counted, written))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +17,29 @@ from mpishard.models.stores.compression import Block, Code, PowerSGD, blocks_of
 from mpishard.models.stores.error_feedback import ErrorFeedback
 from mpishard.models.stores.exchanged_gradients import Part, SumExchange
 from mpishard.sharding import ParameterEntry
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of the gradient in one exchange, on the host.
+
+    Parameters
+    ----------
+    number : int
+        Its index among the parts.
+    values : Array
+        This rank's gradient and old errors; then the sum over ranks.
+    error : Array
+        Takes the error of the codes of these values.
+    old, new : Array
+        Errors of the codes of the sums that this rank owns: of the last step, and of this one.
+    """
+
+    number: int
+    values: Array
+    error: Array
+    old: Array
+    new: Array
 
 
 class CompressedSums(SumExchange):
@@ -81,43 +105,44 @@ class CompressedSums(SumExchange):
         # Unit by unit, so that only one unit's codes take memory at a time.
         units = groupby(range(len(self.parts)), lambda n: self.parts[n].piece.unit.index)
         for numbers in [list(unit) for _, unit in units]:
-            is_finite &= self._exchange_unit(numbers, [values[n] for n in numbers])
+            parts = []
+            for n in numbers:
+                (old, error), sums = self._errors.of(n)
+                parts.append(_Part(n, to_host(values[n]) + old, error, *sums))
+            is_finite &= self._exchange_unit(parts)
+            for part in parts:
+                copy_into(values[part.number], part.values)
         if is_finite:
             self._errors.settle()
 
-    def _exchange_unit(self, numbers: Sequence[int], values: Sequence[Array]) -> bool:
+    def _exchange_unit(self, parts: Sequence[_Part]) -> bool:
         """Exchange the parts of a unit; return whether this rank's values are finite."""
-        errors = [self._errors.of(n) for n in numbers]
-        given = [to_host(array) + old for array, ((old, _), _) in zip(values, errors, strict=True)]
-        is_finite = all(np.isfinite(array).all() for array in given)
+        is_finite = all(np.isfinite(part.values).all() for part in parts)
         if not is_finite:
             # A code could lose the one element that is not finite, and every rank's step must fail.
-            for array in given:
-                array.fill(np.nan)
+            for part in parts:
+                part.values.fill(np.nan)
         with np.errstate(invalid="ignore", over="ignore"):
             if isinstance(self._code, PowerSGD):
-                self._exchange_factors(numbers, given, errors, self._code)
+                self._exchange_factors(parts, self._code)
             else:
-                places = range(len(numbers))
-                whole = [place for place in places if self.parts[numbers[place]].is_alike]
-                coded = [place for place in places if place not in whole]
-                for place in whole:
-                    self._take_errors(numbers[place], given[place], errors[place])
-                    self.across.all_reduce(given[place])
+                for part in parts:
+                    if self.parts[part.number].is_alike:
+                        self._take_errors(part)
+                        self.across.all_reduce(part.values)
+                coded = [part for part in parts if not self.parts[part.number].is_alike]
                 if coded:
-                    self._exchange_codes(
-                        [numbers[place] for place in coded], [given[place] for place in coded],
-                        [errors[place] for place in coded], self._code,
-                    )  # fmt: skip
-        for n, (own, reduced) in zip(numbers, errors, strict=True):
-            pieces = self._errors.own_pieces[n], self._errors.reduced_pieces[n]
-            for (_, new), piece in zip((own, reduced), pieces, strict=True):
+                    self._exchange_codes(coded, self._code)
+        for part in parts:
+            own, reduced = (
+                pieces[part.number]
+                for pieces in (self._errors.own_pieces, self._errors.reduced_pieces)
+            )
+            for new, piece in ((part.error, own), (part.new, reduced)):
                 if not self._keeps_errors:
                     new.fill(0)
                 for start, stop in self._frozen:
                     new[max(0, start - piece.start) : max(0, stop - piece.start)] = 0
-        for target, result in zip(values, given, strict=True):
-            copy_into(target, result)
         return is_finite
 
     def finish(self) -> None:
@@ -127,103 +152,92 @@ class CompressedSums(SumExchange):
     def abandon(self) -> None:
         self._errors.drop()
 
-    def _take_errors(
-        self, number: int, given: Array, errors: Sequence[tuple[Array, Array]]
-    ) -> None:
+    def _take_errors(self, part: _Part) -> None:
         """Let errors of sums travel with the values of their owner, and leave none."""
-        (_, new), (old_sum, new_sum) = errors
-        own, reduced = self._errors.own_pieces[number], self._errors.reduced_pieces[number]
-        given[reduced.start - own.start : reduced.stop - own.start] += old_sum
-        new.fill(0)
-        new_sum.fill(0)
+        own = self._errors.own_pieces[part.number]
+        reduced = self._errors.reduced_pieces[part.number]
+        part.values[reduced.start - own.start : reduced.stop - own.start] += part.old
+        part.error.fill(0)
+        part.new.fill(0)
 
     # -------------------------------------------------------------------------------------- codes
 
     def _encode(
-        self, code: Code, numbers: Sequence[int], arrays: Sequence[Array], owner: int, sender: int
+        self, code: Code, parts: Sequence[_Part], arrays: Sequence[Array], owner: int, sender: int
     ) -> Array:
         """Return the codes of the pieces of all parts that ``owner`` owns, end to end."""
         return np.concatenate([
-            code.encode(array, (*self._key(), *self.parts[n].key, owner, sender))
-            for n, array in zip(numbers, arrays, strict=True)
+            code.encode(array, (*self._key(), *self.parts[part.number].key, owner, sender))
+            for part, array in zip(parts, arrays, strict=True)
         ])  # fmt: skip
 
     def _decode(
-        self, code: Code, codes: Array, numbers: Sequence[int], out: Sequence[Array], owner: int,
+        self, code: Code, codes: Array, parts: Sequence[_Part], out: Sequence[Array], owner: int,
         sender: int,
     ) -> int:  # fmt: skip
         """Write the values of `_encode` to ``out``; return the length of their codes."""
         position = 0
-        for n, array in zip(numbers, out, strict=True):
+        for part, array in zip(parts, out, strict=True):
             stop = position + code.wire_bytes(array.size, array.dtype.itemsize)
-            key = (*self._key(), *self.parts[n].key, owner, sender)
+            key = (*self._key(), *self.parts[part.number].key, owner, sender)
             code.decode(codes[position:stop], array, key)
             position = stop
         return position
 
-    def _exchange_codes(
-        self, numbers: Sequence[int], given: Sequence[Array],
-        errors: Sequence[Sequence[tuple[Array, Array]]], code: Code,
-    ) -> None:  # fmt: skip
-        """Replace ``given`` by the decoded sums over ranks; write new errors."""
+    def _exchange_codes(self, parts: Sequence[_Part], code: Code) -> None:
+        """Replace the values by the decoded sums over ranks; write new errors."""
         size, rank = self.across.world_size, self.across.rank
-        layouts = [ShardLayout(array.size, size) for array in given]
+        layouts = [ShardLayout(part.values.size, size) for part in parts]
 
         def owned(arrays: Sequence[Array], owner: int) -> list[Array]:
             return [a[layout.slice(owner)] for a, layout in zip(arrays, layouts, strict=True)]
 
-        new = [own[1] for own, _ in errors]
+        given, errors = [part.values for part in parts], [part.error for part in parts]
         sent = [
-            self._encode(code, numbers, owned(given, owner), owner, 1 + rank)
-            for owner in range(size)
+            self._encode(code, parts, owned(given, owner), owner, 1 + rank) for owner in range(size)
         ]
         for owner, codes in enumerate(sent):
-            self._decode(code, codes, numbers, owned(new, owner), owner, 1 + rank)
+            self._decode(code, codes, parts, owned(errors, owner), owner, 1 + rank)
         # The error is the part of the values that their codes lose; receivers decode the same.
-        for values, told in zip(given, new, strict=True):
-            np.subtract(values, told, out=told)
+        for part in parts:
+            np.subtract(part.values, part.error, out=part.error)
         received = []
         for sender, codes in enumerate(self.across.all_to_all(sent)):
             received.append([np.empty_like(array) for array in owned(given, rank)])
-            self._decode(code, codes, numbers, received[-1], rank, 1 + sender)
+            self._decode(code, codes, parts, received[-1], rank, 1 + sender)
         totals = [np.empty_like(array) for array in owned(given, rank)]
         for total, contributions in zip(totals, zip(*received, strict=True), strict=True):
             self._reducer.reduce(list(contributions), ReductionOperation.SUM, total)
         # The sums are encoded once more on their way back, and that error stays with their owner.
-        for total, (_, (old, _)) in zip(totals, errors, strict=True):
-            np.add(total, old, out=total)
-        codes = self.across.all_gather(self._encode(code, numbers, totals, rank, 0))
+        for total, part in zip(totals, parts, strict=True):
+            np.add(total, part.old, out=total)
+        codes = self.across.all_gather(self._encode(code, parts, totals, rank, 0))
         position = 0
         for owner in range(size):
             out = owned(given, owner)
-            position += self._decode(code, codes[position:], numbers, out, owner, 0)
-        told = owned(given, rank)
-        for total, result, (_, (_, left)) in zip(totals, told, errors, strict=True):
-            np.subtract(total, result, out=left)
+            position += self._decode(code, codes[position:], parts, out, owner, 0)
+        for total, result, part in zip(totals, owned(given, rank), parts, strict=True):
+            np.subtract(total, result, out=part.new)
 
     # ------------------------------------------------------------------------------------ factors
 
-    def _exchange_factors(
-        self, numbers: Sequence[int], given: Sequence[Array],
-        errors: Sequence[Sequence[tuple[Array, Array]]], code: PowerSGD,
-    ) -> None:  # fmt: skip
-        """Replace ``given`` by the sums over ranks, matrices by products of summed factors."""
+    def _exchange_factors(self, parts: Sequence[_Part], code: PowerSGD) -> None:
+        """Replace the values by the sums over ranks, matrices by products of summed factors."""
         matrices: list[tuple[Block, Array, Array, Any]] = []  # values, their errors, second factor
         others: list[tuple[Array, Array]] = []
         seed, _ = self._key()
-        for n, values, found in zip(numbers, given, errors, strict=True):
-            self._take_errors(n, values, found)
-            new = found[0][1]
+        for part in parts:
+            self._take_errors(part)
+            values, begin = part.values, self.parts[part.number].piece.start
             rest = np.ones(values.size, bool)
-            for block in self.blocks[n]:
-                begin = self.parts[n].piece.start
+            for block in self.blocks[part.number]:
                 place = slice(block.start - begin, block.stop - begin)
                 rest[place] = False
                 second = self._errors.factors.get(block.name)
                 if second is None or not second.any():  # zeros come from checkpoints or gradients
                     key = seed, block.number
                     second = code.first_factor(block.shape[1], key).astype(values.dtype)
-                matrix, error = (v[place].reshape(block.shape) for v in (values, new))
+                matrix, error = (v[place].reshape(block.shape) for v in (values, part.error))
                 matrices.append((block, matrix, error, second))
             others.append((values, rest))
         found = self._summed([

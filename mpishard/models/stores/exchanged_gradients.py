@@ -11,12 +11,9 @@ from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.models.stores.gradient_store import (
     BackwardPass,
-    CompressionBuffers,
     GradientStore,
-    NodeGradients,
     ReplicatedGradients,
-    ScatteredGradients,
-    ShardedGradients,
+    WrappedGradients,
 )
 from mpishard.sharding import Piece, Unit
 
@@ -107,7 +104,7 @@ class SumExchange(ABC):
         """Forget the step, after an error. Communicates nothing."""
 
 
-class ExchangedGradients(GradientStore):
+class ExchangedGradients(WrappedGradients):
     """The gradients of a store inside each replica, whose sums over replicas an exchange makes.
 
     A round's last pass reduces inside the replica, so that each rank has the sums of its parts; the
@@ -116,51 +113,25 @@ class ExchangedGradients(GradientStore):
 
     Parameters
     ----------
-    inner : ReplicatedGradients or ShardedGradients
+    inner : GradientStore
         Holds the gradient, and reduces it inside the replica.
     exchange : SumExchange
         Runs between the replicas.
     is_alone : bool
         Whether this rank is a replica, so that nothing is reduced inside it. Then ``inner`` is a
         `ReplicatedGradients` of any ranks.
-    gathers : bool
-        Whether every rank needs all sums, and ``inner`` has its own alone.
     """
 
-    def __init__(
-        self,
-        inner: ReplicatedGradients | ShardedGradients,
-        exchange: SumExchange,
-        *,
-        is_alone: bool,
-        gathers: bool,
-    ) -> None:
-        super().__init__(inner.layout)
+    def __init__(self, inner: GradientStore, exchange: SumExchange, *, is_alone: bool) -> None:
+        super().__init__(inner)
         self.is_late = exchange.is_late
-        self.in_flight = inner.in_flight
         self.exchange = exchange
-        self._inner = inner
         self._is_alone = is_alone
-        self._gathers = gathers
 
     def begin(self, this: BackwardPass) -> None:
         self._is_last = this.is_last
         self.exchange.begin()
         self._inner.begin(replace(this, is_last=this.is_last and not self._is_alone))
-
-    @property
-    def reduces_at_once(self) -> bool:
-        return self._inner.reduces_at_once
-
-    @property
-    def sends_now(self) -> bool:
-        return self._inner.sends_now
-
-    def _make_buffers(self) -> CompressionBuffers:
-        raise AssertionError("the optimizer refuses bfloat16 on the wire")
-
-    def target(self, unit: Unit) -> tuple[Array, bool]:
-        return self._inner.target(unit)
 
     def reduce(self, unit: Unit) -> None:
         self._inner.reduce(unit)
@@ -171,25 +142,14 @@ class ExchangedGradients(GradientStore):
         self._inner.settle()
         if self._is_last:
             self.exchange.exchange(self.sums())
-            self.show()
+            self.spread()
 
     def sums(self) -> list[Array]:
-        """Return writable views of this rank's parts; `show` follows after they are written."""
+        """Return writable views of this rank's parts; `spread` follows after they are written."""
         pieces = [part.piece for part in self.exchange.parts]
         if isinstance(self._inner, ReplicatedGradients):
             return self._inner.local(pieces)
         return self._inner.owned(pieces)
-
-    def await_readers(self) -> None:
-        """Wait until all ranks have read the sums of the last step, so that they may change."""
-        if isinstance(self._inner, NodeGradients):
-            self._inner.await_readers()
-
-    def show(self) -> None:
-        """Give the ranks of the replica their parts of `sums`. Collective."""
-        if self._gathers:
-            assert isinstance(self._inner, ScatteredGradients)
-            self._inner.spread()
 
     def finish(self) -> None:
         self._inner.finish()
@@ -198,6 +158,3 @@ class ExchangedGradients(GradientStore):
     def abandon(self) -> None:
         self._inner.abandon()
         self.exchange.abandon()
-
-    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
-        return self._inner.owned(pieces)

@@ -127,6 +127,12 @@ class GradientStore(ABC):
     def finish(self) -> None:
         """Let the reduced gradients be overwritten: this rank has read them."""
 
+    def await_readers(self) -> None:
+        """Wait until all ranks have read this rank's gradients of the last step."""
+
+    def spread(self) -> None:
+        """Give every rank the sums that only their owners have, if it needs them. Collective."""
+
     @abstractmethod
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         """Return the reduced gradients of ``pieces``: sums over ranks and the round's passes.
@@ -252,11 +258,21 @@ class ScatteredGradients(ReplicatedGradients):
 
     The round's last pass reduce-scatters each unit into its own place in the full vector. So ZeRO-1
     sends half of an all-reduce for it, and needs no other memory.
+
+    Parameters
+    ----------
+    layout, slot
+        See `ReplicatedGradients`.
+    spreads : bool
+        Whether every rank needs all sums, which `spread` gives it.
     """
 
-    def __init__(self, layout: StoreLayout, slot: Arena | None = None) -> None:
+    def __init__(
+        self, layout: StoreLayout, slot: Arena | None = None, *, spreads: bool = False
+    ) -> None:
         super().__init__(layout, slot)
         self._pieces = layout.pieces()
+        self._spreads = spreads
 
     def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
         piece = self._pieces[unit.index]
@@ -278,8 +294,7 @@ class ScatteredGradients(ReplicatedGradients):
         return self.local([p for p in self._pieces if p.unit.index not in frozen])
 
     def spread(self) -> None:
-        """Give every rank the owners' pieces. Collective."""
-        for piece in self._pieces:
+        for piece in self._pieces if self._spreads else ():
             if piece.unit.index in self.layout.frozen:
                 continue
             full = self.vector[self._place(piece.unit, piece.unit.start, piece.unit.stop)]
@@ -311,7 +326,6 @@ class NodeGradients(ScatteredGradients):
         return super().target(unit)
 
     def await_readers(self) -> None:
-        """Wait for the fence of the last step: all ranks have read this rank's gradient."""
         if self._reading is not None:
             self._reading.wait()
             self._reading = None
@@ -539,6 +553,61 @@ class ShardedGradients(GradientStore):
         if wide:  # in host memory, where bfloat16 contributions are summed
             return self.layout.ledger.allocate(MemoryCategory.SCRATCH, length, dtype)
         return self.layout.allocate(MemoryCategory.SCRATCH, length)
+
+
+class WrappedGradients(GradientStore):
+    """A store that leaves gradients and reductions to another one, where a subclass does not.
+
+    Parameters
+    ----------
+    inner : GradientStore
+        The other store.
+    layout : StoreLayout, optional
+        Default: that of ``inner``.
+    """
+
+    def __init__(self, inner: GradientStore, layout: StoreLayout | None = None) -> None:
+        super().__init__(layout or inner.layout)
+        self._inner = inner
+        self.in_flight = inner.in_flight
+
+    def begin(self, this: BackwardPass) -> None:
+        self._inner.begin(this)
+
+    @property
+    def reduces_at_once(self) -> bool:
+        return self._inner.reduces_at_once
+
+    @property
+    def sends_now(self) -> bool:
+        return self._inner.sends_now
+
+    def _make_buffers(self) -> CompressionBuffers:
+        return self._inner._make_buffers()
+
+    def target(self, unit: Unit) -> tuple[Array, bool]:
+        return self._inner.target(unit)
+
+    def reduce(self, unit: Unit) -> None:
+        self._inner.reduce(unit)
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def await_readers(self) -> None:
+        self._inner.await_readers()
+
+    def spread(self) -> None:
+        self._inner.spread()
+
+    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
+        return self._inner.owned(pieces)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from mpishard.arrays import Array, copy_into, is_device_array, synchronize, to_host
 from mpishard.devices import Device
 from mpishard.models.stores.gradient_store import (
-    BackwardPass,
-    CompressionBuffers,
     GradientStore,
     ReplicatedGradients,
+    WrappedGradients,
 )
 from mpishard.models.stores.parameter_store import ParameterStore, UnitBuffers
 from mpishard.models.stores.store_layout import StoreLayout
@@ -96,7 +95,7 @@ class OffloadedParameters(ParameterStore):
         self._inner.publish(pieces)
 
 
-class OffloadedGradients(GradientStore):
+class OffloadedGradients(WrappedGradients):
     """Gradients in host memory, reduced there; a unit's is on the GPU while it is computed.
 
     Parameters
@@ -108,26 +107,10 @@ class OffloadedGradients(GradientStore):
     """
 
     def __init__(self, inner: GradientStore, layout: StoreLayout) -> None:
-        super().__init__(layout)
-        self._inner = inner
-        self.in_flight = inner.in_flight
+        super().__init__(inner, layout)
         self._slot_length = max(unit.length for unit in layout.trained_units)
         self._free: list[Array] = []
         self._open: dict[int, Array] = {}
-
-    def begin(self, this: BackwardPass) -> None:
-        self._inner.begin(this)
-
-    @property
-    def reduces_at_once(self) -> bool:
-        return self._inner.reduces_at_once
-
-    @property
-    def sends_now(self) -> bool:
-        return self._inner.sends_now
-
-    def _make_buffers(self) -> CompressionBuffers:
-        return self._inner._make_buffers()
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
         is_empty = unit.index not in self._open
@@ -146,19 +129,10 @@ class OffloadedGradients(GradientStore):
         self._free.append(self._open.pop(unit.index))
         self._inner.reduce(unit)
 
-    def settle(self) -> None:
-        self._inner.settle()
-
     def abandon(self) -> None:
         self._free += self._open.values()
         self._open.clear()
         self._inner.abandon()
-
-    def finish(self) -> None:
-        self._inner.finish()
-
-    def owned(self, pieces: Sequence[Piece]) -> list[Array]:
-        return self._inner.owned(pieces)
 
     def local(self, pieces: Sequence[Piece]) -> list[Array]:
         """Return the rank's own gradients of ``pieces``, reduced or not."""

@@ -38,6 +38,8 @@ class ParameterStore(ABC):
         Whether all parameters exist once on every node, where its ranks read them.
     owners_only : bool
         Whether only the owner can write a piece, although every rank may read all units.
+    is_whole : bool
+        Whether every unit can be read at any time, always in the same array.
     in_flight : mapping
         Gathers under way, by index of their unit.
     """
@@ -45,6 +47,7 @@ class ParameterStore(ABC):
     held: tuple[Piece, ...]
     once_per_node: bool = False
     owners_only: bool = False
+    is_whole: bool = False
 
     def __init__(self, layout: StoreLayout) -> None:
         self.layout = layout
@@ -115,6 +118,8 @@ class ParameterStore(ABC):
 class ReplicatedParameters(ParameterStore):
     """Every rank holds all parameters; a unit is a view of them."""
 
+    is_whole = True
+
     def __init__(self, layout: StoreLayout) -> None:
         super().__init__(layout)
         self.held = layout.pieces(sharded=False)
@@ -155,6 +160,7 @@ class NodeParameters(ParameterStore):
     """
 
     once_per_node = True
+    is_whole = True
 
     def __init__(self, layout: StoreLayout, vector: Array) -> None:
         super().__init__(layout)
@@ -385,6 +391,7 @@ class MixedParameters(ParameterStore):
         super().__init__(layout)
         self.held = masters.held
         self.in_flight = copies.in_flight
+        self.is_whole = copies.is_whole
         self.owners_only = not isinstance(masters, ReplicatedParameters)
         self._masters = masters
         self._copies = copies

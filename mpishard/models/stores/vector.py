@@ -76,6 +76,10 @@ class ModelVector:
         """Return the model's vector, if ``own`` is each rank's part of it. Collective."""
         return own
 
+    def held_alike(self) -> list[tuple[int, int]]:
+        """Return this rank's ranges of the vector that other ranks of one batch hold too."""
+        return []
+
 
 class RangeVector(ModelVector):
     """The vector of a black box on a mesh: each rank owns a range, as one unit.
@@ -235,6 +239,14 @@ class MeshVector(ModelVector):
         full = self._collect(lambda s: own[s.entry.start : s.entry.stop], layout, None)
         assert full is not None
         return full
+
+    def held_alike(self) -> list[tuple[int, int]]:
+        others = [p for rank, p in enumerate(self._placements) if rank != self._mesh.model.rank]
+        theirs = {(s.entry.name, box) for p in others for s in p.slices for box in s.boxes}
+        return [
+            (held.entry.start, held.entry.stop) for held in self.placement.slices
+            if any((held.entry.name, box) in theirs for box in held.boxes)
+        ]  # fmt: skip
 
     def _reader(self, parameters: ParameterStore) -> Callable[[Slice], Array]:
         layout = parameters.layout

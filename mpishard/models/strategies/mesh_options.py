@@ -12,7 +12,7 @@ from mpishard.arguments import as_count, as_flag, as_integer
 from mpishard.communication.mesh import mesh_order, mesh_sizes
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.update import Policy
-from mpishard.models.programs.mesh_program import MeshChoices
+from mpishard.models.programs.stage_layout import MeshChoices
 from mpishard.models.strategies.data_parallel import DDPModel, FSDPModel, ZeRO1Model, ZeRO2Model
 from mpishard.pipeline import (
     ActivationCheckpointConfig,

@@ -16,8 +16,9 @@ from mpishard.models.engine.replicas import ALONE_ON_A_MESH
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.divided_program import DividedProgram
 from mpishard.models.programs.leaves import check_leaves
-from mpishard.models.programs.mesh_program import MeshChoices, MeshProgram
+from mpishard.models.programs.mesh_program import MeshProgram
 from mpishard.models.programs.program import Program, WholeProgram
+from mpishard.models.programs.stage_layout import MeshChoices
 from mpishard.models.strategies.data_parallel import DDPModel
 from mpishard.models.strategies.mesh_options import (
     DATA_POLICIES,
@@ -189,8 +190,7 @@ class MeshModel(ShardedModelBase):
             tuple((int(first), int(stop)) for first, stop in dealt),
             self._options.sequence_parallel, self._options.checkpoint_config,
         )  # fmt: skip
-        size = self._config.minimum_parameter_group_size
-        return MeshProgram(model, size, choices, mixed=self._config.precision is not None)
+        return MeshProgram(model, self._config, choices)
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
         engine = super()._build_engine(program, arena=arena)

@@ -202,7 +202,6 @@ class ShardedModelBase(IShardedModel):
         return ProcessMesh(self.backend, replica=self.world_size // size)
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
-        program.default_loss = self.default_loss_function
         return build_engine(program, self.policy, self._config, arena=arena)
 
     def _say_what_stays_whole(self, reason: str) -> None:

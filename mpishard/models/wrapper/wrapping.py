@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import weakref
@@ -14,7 +13,7 @@ import numpy as np
 
 from mpishard.arrays import reuse_freed_memory
 from mpishard.bfloat16 import BFLOAT16
-from mpishard.checkpoint.format.consensus import all_texts, differences
+from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import CommunicationBackend
 from mpishard.compilation import numba_module
 from mpishard.contracts import ILayeredModel, IShardedModel
@@ -79,15 +78,13 @@ def program_of(model: Any, config: ShardingConfiguration) -> Program:
     """
     if isinstance(model, ILayeredModel | IPlaceableModel):
         model.fill_parameters(0, np.empty(0, model.dtype))  # raises if they are taken
-    world = config.communication_backend
     if config.precision is not None:
         require_bfloat16(model)
     if isinstance(model, ILayeredModel):
-        size = config.minimum_parameter_group_size
-        return LayeredProgram(model, size, world, mixed=config.precision is not None)
+        return LayeredProgram(model, config)
     if isinstance(model, IPlaceableModel):
-        return PlacedProgram(model, config.minimum_parameter_group_size, world)
-    return OpaqueProgram(model, world)
+        return PlacedProgram(model, config)
+    return OpaqueProgram(model, config.communication_backend)
 
 
 def require_bfloat16(model: Any) -> None:
@@ -314,7 +311,8 @@ def make_gradient_store(
         return NodeGradients(layout, slot)
     # With leaves a pass reduces to the owners: only the sum over all leaves goes to every rank.
     if policy.shards_state or in_leaves:
-        return ScatteredGradients(layout, slot)
+        spreads = not policy.shards_state and layout.backend.world_size > 1
+        return ScatteredGradients(layout, slot, spreads=spreads)
     return ReplicatedGradients(layout, slot)
 
 
@@ -331,45 +329,22 @@ def make_exchanged_store(
     replica = engine.replica
     if replica.across is None:
         whole = parts_of(_trained(layout, layout.pieces(sharded=False)))
-        return ExchangedGradients(
-            ReplicatedGradients(layout), make_exchange(engine.world, whole), is_alone=True,
-            gathers=False,
-        )  # fmt: skip
+        exchange = make_exchange(engine.world, whole)
+        return ExchangedGradients(ReplicatedGradients(layout), exchange, is_alone=True)
     inner = make_gradient_store(layout, engine.policy, in_leaves=True)
-    assert isinstance(inner, ReplicatedGradients | ShardedGradients)
     # A replica of one rank has the same keys with and without ``replica_size``.
     place = () if replica.together.world_size == 1 else (replica.together.rank,)
-    alike = _held_alike(engine) if replica.is_on_mesh else ()
+    alike = engine.program.vector.held_alike()
     parts = parts_of(_trained(layout, layout.pieces()), *place, alike=alike)
-    needs_all = layout.backend.world_size > 1 and not engine.policy.shards_state
-    return ExchangedGradients(
-        inner, make_exchange(replica.across, parts), is_alone=False,
-        gathers=needs_all and not isinstance(inner, NodeGradients),
-    )  # fmt: skip
+    return ExchangedGradients(inner, make_exchange(replica.across, parts), is_alone=False)
 
 
 def _trained(layout: StoreLayout, pieces: Sequence[Piece]) -> list[Piece]:
     return [piece for piece in pieces if piece.unit.index not in layout.frozen]
 
 
-def _held_alike(engine: Engine) -> list[tuple[int, int]]:
-    """Return ranges of the flat vector that other ranks of the replica hold too. Collective."""
-    model = engine.replica.owners(shards_state=False)
-    assert model is not None
-    boxes = {held.entry.name: held.boxes for held in engine.placement.slices}
-    others = [json.loads(text) for rank, text in enumerate(all_texts(model, json.dumps(boxes)))
-              if rank != model.rank]  # fmt: skip
-    theirs = {(name, json.dumps(box)) for found in others for name, held in found.items()
-              for box in held}  # fmt: skip
-    return [
-        (held.entry.start, held.entry.stop) for held in engine.placement.slices
-        if any((held.entry.name, json.dumps(box)) in theirs for box in held.boxes)
-    ]  # fmt: skip
-
-
 def make_leaf_store(layout: StoreLayout, policy: Policy) -> LeafGradients:
     """Make the store that sums gradients leaf by leaf, for ``policy``. Collective."""
     inner = make_gradient_store(layout, policy, in_leaves=True)
     assert isinstance(inner, ScatteredGradients | ShardedGradients)
-    shows_all = policy.shards_state or isinstance(inner, NodeGradients)
-    return LeafGradients(inner, gathers=not shows_all)
+    return LeafGradients(inner)

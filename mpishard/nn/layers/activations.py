@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.arrays import NAMESPACES, Array, chunks
 from mpishard.bfloat16 import BFLOAT16, is_bfloat16, scratch, store, wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn import passes
@@ -32,7 +32,7 @@ def sigmoid(x: Array, out: Array | None = None) -> Array:
     out : Array, optional
         Array for the result, which may be ``x``. If not given, a new array is made.
     """
-    xp = array_namespace(x)
+    xp = NAMESPACES[type(x)]
     small = xp.abs(x)
     xp.negative(small, out=small)
     xp.exp(small, out=small)
@@ -74,7 +74,7 @@ class ReLU(_Activation):
                 np.multiply(flat_words[part], keeps, out=flat_y[part])
             y = y.view(x.dtype)
         else:
-            y = array_namespace(x).maximum(x, 0)
+            y = NAMESPACES[type(x)].maximum(x, 0)
         return y, y if context.training else None
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -95,7 +95,7 @@ class _SavedOutput(_Activation):
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Return y, in chunks that fit the cache, and save it."""
         flat_x = x.reshape(-1)
-        flat_y = array_namespace(x).empty_like(flat_x)
+        flat_y = NAMESPACES[type(x)].empty_like(flat_x)
         for part in chunks(flat_x):
             y_part = scratch(flat_y[part])
             self._squash(wide(flat_x[part]), y_part)
@@ -125,11 +125,11 @@ class Tanh(_SavedOutput):
     """Hyperbolic tangent, y = tanh(x), whose slope is 1 - y^2."""
 
     def _squash(self, x: Array, y: Array) -> None:
-        array_namespace(x).tanh(x, out=y)
+        NAMESPACES[type(x)].tanh(x, out=y)
 
     def _slope(self, y: Array) -> Array:
         slope = y * y
-        return array_namespace(y).subtract(1.0, slope, out=slope)
+        return NAMESPACES[type(y)].subtract(1.0, slope, out=slope)
 
 
 class Sigmoid(_SavedOutput):
@@ -139,7 +139,7 @@ class Sigmoid(_SavedOutput):
         sigmoid(x, out=y)
 
     def _slope(self, y: Array) -> Array:
-        slope = array_namespace(y).subtract(1.0, y)
+        slope = NAMESPACES[type(y)].subtract(1.0, y)
         slope *= y
         return slope
 
@@ -152,7 +152,7 @@ class _SavedSlope(_Activation):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Return y and save the slope dy/dx."""
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         flat_x = x.reshape(-1)
         flat_y = xp.empty_like(flat_x)
         loop = None if self._loop is None else compiled(self._loop, flat_x)
@@ -201,7 +201,7 @@ class SiLU(_SavedSlope):
 
     def _activate(self, x: Array, y: Array, slope: Array | None) -> None:
         """Write y, and the slope dy/dx = s + y (1 - s)."""
-        xp, s = array_namespace(x), sigmoid(x)
+        xp, s = NAMESPACES[type(x)], sigmoid(x)
         xp.multiply(x, s, out=y)
         if slope is not None:
             xp.subtract(1.0, s, out=slope)
@@ -220,7 +220,7 @@ class GELU(_SavedSlope):
 
     def _activate(self, x: Array, y: Array, slope: Array | None) -> None:
         """Write y = x h with h = (1 + tanh(u)) / 2, and the slope h + 2 y (1 - h) du/dx."""
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         square = x * x
         h = square * (_GELU_SLOPE * _GELU_CUBIC)
         h += _GELU_SLOPE
@@ -258,7 +258,7 @@ class Softmax(Layer):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Return and save y. exp cannot overflow, as each row's maximum is subtracted first."""
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         x_NV = x.reshape(-1, x.shape[-1])
         y_NV = xp.empty_like(x_NV)
         for rows in chunks(x_NV):
@@ -272,7 +272,7 @@ class Softmax(Layer):
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """Overwrite ``dy`` with the input's gradient y_v (dy_v - sum_u y_u dy_u)."""
-        xp = array_namespace(dy)
+        xp = NAMESPACES[type(dy)]
         y_NV = saved.reshape(-1, saved.shape[-1])
         dy_NV = dy.reshape(y_NV.shape)
         for rows in chunks(dy_NV):
@@ -304,7 +304,7 @@ class SwiGLU(Layer):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Map x of shape (..., 2 F) to y of shape (..., F), and save x itself."""
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         y_NF = xp.empty((x.size // x.shape[-1], x.shape[-1] // 2), dtype=x.dtype)
         x_N2F = x.reshape(-1, x.shape[-1])
         for rows in chunks(y_NF):
@@ -317,7 +317,7 @@ class SwiGLU(Layer):
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """Return the gradient [dy b s (1 + a (1 - s)) | dy a s] of x = [a | b]."""
-        xp = array_namespace(dy)
+        xp = NAMESPACES[type(dy)]
         dx = xp.empty(saved.shape, dtype=dy.dtype)
         dx_N2F, x_N2F = (array.reshape(-1, saved.shape[-1]) for array in (dx, saved))
         dy_NF = dy.reshape(-1, dy.shape[-1])

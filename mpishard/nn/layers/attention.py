@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import as_flag, check_divides, check_sizes
-from mpishard.arrays import Array, array_namespace, chunk_length, is_device_array
+from mpishard.arrays import NAMESPACES, Array, chunk_length, is_device_array
 from mpishard.bfloat16 import is_bfloat16, rounded, scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
 from mpishard.nn import passes
@@ -100,7 +100,7 @@ class Attention(Layer):
             If there is a cache, and attention is not causal, training is True, or x has other
             numbers of rows and positions than the cache's pass reads.
         """
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         if not y.size:
             return y, (x, y, None) if context.training else None
@@ -129,7 +129,7 @@ class Attention(Layer):
         self, x: Array, q_BGQTK: Array, k_BGSK: Array, v_BGSK: Array, y_BGQTK: Array
     ) -> Array:
         """Write the output for x into y, and return the log of each softmax's denominator."""
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         cached = k_BGSK.shape[2] - x.shape[1]
         logsum_BGQT1 = xp.empty((*y_BGQTK.shape[:-1], 1), dtype=wide_dtype(x))
         mask_RR = self._causal_mask(x, cached)
@@ -157,7 +157,7 @@ class Attention(Layer):
         compiled loop divides while a row is in the cache, and its divisors are None. NumPy leaves
         the division to the caller, who divides the output, which is smaller than the scores.
         """
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         scale = 1.0 / math.sqrt(q.shape[-1])
         loop = compiled(passes.softmax_forward, x)
         scores_BGPS = _scores(q, k, scale if loop is None else 1.0)
@@ -189,7 +189,7 @@ class Attention(Layer):
         mask_RR: Array, start: int,
     ) -> tuple[Array, Array]:  # fmt: skip
         """Return a block's softmax weights and the gradient of its scores, in the dtype of x."""
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         scale = 1.0 / math.sqrt(q.shape[-1])
         loop = compiled(passes.softmax_backward, x)
         scores_BGPS = _scores(q, k, scale if loop is None else 1.0)
@@ -228,7 +228,7 @@ class Attention(Layer):
         shorter.
         """
         x, y, logsum_BGQT1 = saved
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         dx = xp.empty(x.shape, dtype=x.dtype)
         if not y.size:
             return dx, None
@@ -328,7 +328,7 @@ class Attention(Layer):
 
         Keys before the block need no mask, and there are no scores of keys after it.
         """
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         rows = self._block_sizes(x, cached)[2] if self.causal else 0
         return xp.triu(xp.full((rows, rows), -xp.inf, dtype=wide_dtype(x)), k=1)
 
@@ -364,7 +364,7 @@ def _product(a_BGPS: Array, b_BGSK: Array, out_BGQRK: Array) -> None:
         product(a_BGPS, b_BGSK, out_BGQRK[:, :, 0])
     else:
         shape = *a_BGPS.shape[:-1], b_BGSK.shape[-1]
-        y_BGPK = product(a_BGPS, b_BGSK, array_namespace(a_BGPS).empty(shape, out_BGQRK.dtype))
+        y_BGPK = product(a_BGPS, b_BGSK, NAMESPACES[type(a_BGPS)].empty(shape, out_BGQRK.dtype))
         out_BGQRK[...] = y_BGPK.reshape(out_BGQRK.shape)
 
 
@@ -377,7 +377,7 @@ def _scores(q_BGQRK: Array, k_BGSK: Array, scale: float) -> Array:
     k_BGKS = k_BGSK.swapaxes(-1, -2)
     if not is_bfloat16(q_BGQRK):
         scaled = q_BGQRK if scale == 1.0 else q_BGQRK * scale
-        return array_namespace(q_BGQRK).matmul(_joined(scaled), k_BGKS)
+        return NAMESPACES[type(q_BGQRK)].matmul(_joined(scaled), k_BGKS)
     q_BGPK = _joined(q_BGQRK)
     scores = product(q_BGPK, k_BGKS, np.empty((*q_BGPK.shape[:-1], k_BGKS.shape[-1]), np.float32))
     if scale != 1.0:
@@ -392,7 +392,7 @@ def _narrow(values: Array, like: Array) -> Array:
 
 def _apart(place: Array) -> Array:
     """Return a new array for a product that is then added to ``place``."""
-    return array_namespace(place).empty(place.shape, place.dtype)
+    return NAMESPACES[type(place)].empty(place.shape, place.dtype)
 
 
 def _are_small(scores: Array) -> bool:
@@ -403,5 +403,5 @@ def _are_small(scores: Array) -> bool:
     # On a GPU the answer would cost more than the subtraction: the host would wait for the GPU.
     if is_device_array(scores):
         return False
-    limit = 0.5 * math.log(array_namespace(scores).finfo(scores.dtype).max)
+    limit = 0.5 * math.log(NAMESPACES[type(scores)].finfo(scores.dtype).max)
     return bool(scores.max() <= limit) and bool(scores.min() >= -limit)

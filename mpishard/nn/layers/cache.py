@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from mpishard.arguments import check_sizes
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import NAMESPACES, Array
 
 _Slots = slice | np.ndarray
 
@@ -183,7 +183,7 @@ class KeyValueCache:
             are not those of earlier passes.
         """
         batch, heads, count, size = keys_BGTK.shape
-        xp = array_namespace(keys_BGTK)
+        xp = NAMESPACES[type(keys_BGTK)]
         # The arrays are made here, as only the layer knows its number of heads, size and dtype.
         if name not in self._arrays:
             shape = heads, self.block_count * self.block_size, size

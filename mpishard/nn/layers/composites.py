@@ -31,8 +31,10 @@ class Sequential(Layer):
 
     Raises
     ------
+    TypeError
+        If a layer is none, or a name is not a string.
     ValueError
-        If there are no layers, or a name is empty or contains a dot.
+        For layers beside a mapping, or none; if a name is empty or contains a dot.
 
     Examples
     --------
@@ -49,15 +51,11 @@ class Sequential(Layer):
     children: dict[str, Layer]
 
     def __init__(self, *layers: Layer | Mapping[str, Layer]) -> None:
-        named: dict[str, Layer] = {}
-        for position, layer in enumerate(layers):
-            if isinstance(layer, Layer):
-                named[str(position)] = layer
-            elif len(layers) == 1:
-                require_type("the layers of a Sequential", layer, Mapping)
-                named.update(layer)
-            else:
+        named: dict[Any, Any] = {str(position): layer for position, layer in enumerate(layers)}
+        if any(isinstance(layer, Mapping) for layer in layers):
+            if len(layers) > 1:
                 raise ValueError("Sequential takes either layers or one mapping, not both")
+            named = dict(named["0"])
         if not named:
             raise ValueError("Sequential needs at least one layer")
         for name, layer in named.items():

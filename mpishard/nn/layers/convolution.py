@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpishard.arguments import as_flag, check_sizes, is_size
-from mpishard.arrays import Array, array_namespace, chunk_length, chunks
+from mpishard.arrays import NAMESPACES, Array, chunk_length, chunks
 from mpishard.bfloat16 import scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.initializers import kaiming_uniform, zeros
@@ -128,7 +128,7 @@ class WindowColumns:
     def __init__(
         self, windows: Windows, images: Array, counts: Pair, dtype: DTypeLike | None = None
     ) -> None:
-        xp = array_namespace(images)
+        xp = NAMESPACES[type(images)]
         batch, channels, height, width = images.shape
         self._windows = windows
         self._counts = counts
@@ -299,7 +299,7 @@ class Conv2D(Layer):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Map x_BCHW to y_BOPQ, and save x itself."""
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         y_BOS = _with_flat_images(y)
         w_OK = p["weight"].reshape(self.outputs, -1)
@@ -316,7 +316,7 @@ class Conv2D(Layer):
 
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """Return the input's gradient: w^T dy, the columns' gradient, summed for each pixel."""
-        xp = array_namespace(dy)
+        xp = NAMESPACES[type(dy)]
         dx = xp.empty(saved.shape, dtype=dy.dtype)
         dy_BOS = _with_flat_images(dy)
         w_KO = p["weight"].reshape(self.outputs, -1).T
@@ -331,7 +331,7 @@ class Conv2D(Layer):
     def backward_weight(self, pending: Any, g: Gradients) -> None:
         """Add dy times the columns to the weight's gradient, and the sum of dy to the bias's."""
         x, dy = pending
-        xp = array_namespace(dy)
+        xp = NAMESPACES[type(dy)]
         if x.shape[0] == 0:
             return
         dy_BOS = _with_flat_images(dy)
@@ -398,7 +398,7 @@ class MaxPool2D(Layer):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Map x_BCHW to y_BCPQ, and save x's shape and each maximum's position in its window."""
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         y = xp.empty((x.shape[0], *self.output_shape(x.shape[1:])), dtype=x.dtype)
         counts = y.shape[2:]
         # Positions have the smallest dtype that holds them: one byte for up to 256 elements.
@@ -421,7 +421,7 @@ class MaxPool2D(Layer):
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """Return the elements of ``dy`` at the positions of the maxima, and 0 elsewhere."""
         shape, which = saved
-        dx = array_namespace(dy).empty(shape, dtype=dy.dtype)
+        dx = NAMESPACES[type(dy)].empty(shape, dtype=dy.dtype)
         for rows in chunks(dx):
             part, d, chosen = scratch(dx[rows]), wide(dy[rows]), which[rows]
             part.fill(0)

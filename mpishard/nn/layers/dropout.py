@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import as_number
-from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.arrays import NAMESPACES, Array, chunks
 from mpishard.bfloat16 import scratch, store, wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.layer import Context, Layer, Parameters
@@ -79,7 +79,7 @@ class Dropout(Layer):
             ``next_masks(samples)`` returns the masks of the next ``samples`` samples, a bool array
             of shape (samples, elements of a sample).
         """
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         x_BE = x.reshape(x.shape[0], math.prod(x.shape[1:]))
         y_BE = xp.empty_like(x_BE)
         mask_BE = xp.empty(x_BE.shape, dtype=bool)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpishard.arguments import check_sizes
-from mpishard.arrays import Array, array_namespace, is_device_array
+from mpishard.arrays import NAMESPACES, Array, array_namespace, is_device_array
 from mpishard.bfloat16 import wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.initializers import normal
@@ -110,7 +110,7 @@ def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
     """
     if not tokens_N.size:
         return
-    xp = array_namespace(dy_ND)
+    xp = NAMESPACES[type(dy_ND)]
     order_N = xp.argsort(tokens_N, kind="stable")
     tokens_N = tokens_N[order_N]
     first_N = xp.ones(tokens_N.shape, dtype=bool)
@@ -127,7 +127,7 @@ def _sums_of_runs(rows_ND: Array, first_N: Array, starts_U: Array) -> Array:
     the same in every run of the program. CuPy's own ``add.reduceat`` returns differences of running
     sums, which lose the digits of a run that is small compared with the rows before it.
     """
-    xp = array_namespace(rows_ND)
+    xp = NAMESPACES[type(rows_ND)]
     if not is_device_array(rows_ND):
         return xp.add.reduceat(rows_ND, starts_U, axis=0)
     run_N = xp.cumsum(first_N) - 1
@@ -210,7 +210,7 @@ class PositionalEmbedding(Layer):
             )
         if len(starts) < 2:
             return added(x, p["weight"][longest : longest + x.shape[1]]), None
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         positions_BT = xp.asarray(starts)[:, None] + xp.arange(x.shape[1])
         return added(x, p["weight"][positions_BT]), None
 

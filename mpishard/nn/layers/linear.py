@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mpishard.arguments import as_flag, check_sizes, is_size
-from mpishard.arrays import Array, array_namespace, chunk_length
+from mpishard.arrays import NAMESPACES, Array, chunk_length
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.initializers import kaiming_uniform, zeros
 from mpishard.nn.layers.layer import (
@@ -114,7 +114,7 @@ class Linear(Layer):
         else:
             # The product is made in blocks, so that each block is added while it is in the cache.
             dw_OI = g["weight"]
-            xp = array_namespace(dw_OI)
+            xp = NAMESPACES[type(dw_OI)]
             outputs, inputs = dw_OI.shape
             rows = min(outputs, max(_MINIMUM_BLOCK_ROWS, chunk_length(dw_OI) // inputs))
             scratch = xp.empty((rows, inputs), dtype=dw_OI.dtype)
@@ -182,4 +182,4 @@ class FeatureLinear(Linear):
     def _clear_inactive(self, x: Array) -> None:
         inactive = sorted(frozenset(range(self.inputs)) - self._active)
         if inactive:
-            x[..., array_namespace(x).asarray(inactive)] = 0
+            x[..., NAMESPACES[type(x)].asarray(inactive)] = 0

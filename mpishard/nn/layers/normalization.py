@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import as_positive, check_sizes
-from mpishard.arrays import Array, array_namespace, chunks
+from mpishard.arrays import NAMESPACES, Array, chunks
 from mpishard.bfloat16 import scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
 from mpishard.nn import passes
@@ -44,7 +44,7 @@ class _Norm(Layer):
 
     def _inverse_root(self, squares_N: Array, out_N1: Array) -> None:
         """Write 1 / sqrt(squares / width + epsilon) for each row's sum of squares."""
-        xp = array_namespace(out_N1)
+        xp = NAMESPACES[type(out_N1)]
         out_N1[:, 0] = squares_N
         out_N1 /= self.width
         out_N1 += self.epsilon
@@ -88,7 +88,7 @@ class LayerNorm(_Norm):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Normalise x of shape (..., D), and save the normalised input and 1 / deviations."""
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         x_ND = x.reshape(-1, self.width)
         y_ND = xp.empty_like(x_ND)
         # Prediction does not keep the normalised input, whose memory is that of the result.
@@ -122,7 +122,7 @@ class LayerNorm(_Norm):
         need, is overwritten. Sums and means are products with a vector: NumPy's sums are slower.
         """
         h_ND, inverse_N1 = saved
-        xp = array_namespace(dy)
+        xp = NAMESPACES[type(dy)]
         dy_ND = dy.reshape(-1, self.width)
         dw_D = xp.zeros(self.width, dtype=wide_dtype(dy))
         db_D = xp.zeros_like(dw_D)
@@ -187,7 +187,7 @@ class RMSNorm(_Norm):
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Normalise x of shape (..., D), and save x and 1 / root mean squares."""
-        xp = array_namespace(x)
+        xp = NAMESPACES[type(x)]
         x_ND = x.reshape(-1, self.width)
         y_ND = xp.empty_like(x_ND)
         inverse_N1 = xp.empty((x_ND.shape[0], 1), dtype=wide_dtype(x))
@@ -207,7 +207,7 @@ class RMSNorm(_Norm):
         weight's gradient is summed here, as in `LayerNorm`.
         """
         x_ND, inverse_N1 = saved
-        xp = array_namespace(dy)
+        xp = NAMESPACES[type(dy)]
         dy_ND = dy.reshape(-1, self.width)
         dw_D = xp.zeros(self.width, dtype=wide_dtype(dy))
         weight = wide(p["weight"])

@@ -13,7 +13,7 @@ import time
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpishard.arrays import Array, array_namespace
+from mpishard.arrays import NAMESPACES, Array
 from mpishard.bfloat16 import BFLOAT16, round_into, widened
 from mpishard.onednn import library
 
@@ -32,7 +32,7 @@ def product(a: Array, b: Array, out: Array | None = None, *, bias: Array | None 
         Vector of shape (M,) that is added to each row.
     """
     if a.dtype != BFLOAT16:
-        y = array_namespace(a).matmul(a, b, out=out)
+        y = NAMESPACES[type(a)].matmul(a, b, out=out)
         if bias is not None:
             y += bias
         return y
@@ -58,7 +58,7 @@ def add_column_sums(total_O: Array, values_NO: Array) -> None:
     The dtype of ``total_O`` may be wider than that of the values.
     """
     # The sums are a product with ones, because NumPy's sum over the first dim takes twice as long.
-    ones = array_namespace(values_NO).ones((1, values_NO.shape[0]), values_NO.dtype)
+    ones = NAMESPACES[type(values_NO)].ones((1, values_NO.shape[0]), values_NO.dtype)
     if values_NO.dtype != BFLOAT16:
         total_O += ones[0] @ values_NO
         return

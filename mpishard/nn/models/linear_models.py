@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import check_sizes, is_size
-from mpishard.arrays import Array, array_namespace, to_host
+from mpishard.arrays import NAMESPACES, Array, array_namespace, to_host
 from mpishard.contracts import ModelMetadata
 from mpishard.devices import Device
 from mpishard.nn.layers.activations import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh, sigmoid
@@ -277,7 +277,7 @@ class LogisticRegression(LinearModel):
         """
         if self.classes > 2:
             return Softmax().forward({}, logits, Context(training=False))[0]
-        return array_namespace(logits).concatenate([sigmoid(-logits), sigmoid(logits)], axis=1)
+        return NAMESPACES[type(logits)].concatenate([sigmoid(-logits), sigmoid(logits)], axis=1)
 
     def _effective_coefficients(self, weight_OF: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the coefficients minus their mean over the classes, which softmax cancels."""

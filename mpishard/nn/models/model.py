@@ -62,7 +62,8 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
     Raises
     ------
     TypeError
-        For a seed that is no integer, a loss that is none, or what is no dtype.
+        For a chain that is no `Sequential`, a loss that is none, a shape that is no tuple, a seed
+        that is no integer, or what is no dtype.
     ValueError
         If the dtype or device is another one, or the layers' shapes do not fit each other.
     DeviceUnavailableError
@@ -79,9 +80,11 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         dtype: Any = "float64",
         device: str | Device = "cpu",
     ) -> None:
-        seed = as_integer("seed", seed)
+        require_type("chain", chain, Sequential)
         if loss is not None:
             require_type("loss", loss, ILossFunction)
+        require_type("input_shape", input_shape, tuple, list)
+        seed = as_integer("seed", seed)
         try:
             self._dtype = np.dtype(dtype)
         except TypeError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import as_loss
-from mpishard.arrays import Array, array_namespace, copy_into
+from mpishard.arrays import NAMESPACES, Array, copy_into
 from mpishard.contracts import ILossFunction
 from mpishard.devices import HOST, Device
 from mpishard.nn.layers.composites import Sequential
@@ -172,7 +172,7 @@ class TrainingPass:
         """
         self._is_pending = True
         if not self._weight:
-            xp = array_namespace(self._vector)
+            xp = NAMESPACES[type(self._vector)]
             is_number = self.chain.takes_integers
             return None if is_number else xp.zeros(self._x_shape, self._vector.dtype)
         views = self._table.nested_views(self._vector)
@@ -189,7 +189,7 @@ class TrainingPass:
 
     def _mean_gradient(self, add: Callable[[GradientTargets], None]) -> Array:
         """Return the gradient of the mean loss; ``add(targets)`` adds that of the loss's sum."""
-        xp = array_namespace(self._vector)
+        xp = NAMESPACES[type(self._vector)]
         if not self._weight:
             return xp.zeros_like(self._vector)
         gradients = xp.empty_like(self._vector)  # `GradientTargets` clears it if need be.

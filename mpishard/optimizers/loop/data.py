@@ -264,21 +264,28 @@ class OptimizationInputData:
             raise ValueError(f"x_{part} has {samples[0]} samples and y_{part} has {samples[1]}")
 
     def sampler(
-        self, lengths: Sequence[int] = (), leaves: int | None = None
+        self, lengths: Sequence[int] = (), leaves: int | None = None, part: str = "train"
     ) -> GlobalBatchSampler | LocalBatchSampler:
-        """Return the order in which training goes through the samples.
+        """Return the order in which training, or an evaluation, goes through the samples.
 
         ``lengths`` are all ranks' numbers of samples, if each brings its own; ``leaves`` is the
         model's ``gradient_leaves``.
         """
+        choices = self._shuffling() if part == "train" else {"shuffle": False}
         if self.local_data:
-            return LocalBatchSampler(
-                lengths, self.batch_size,
-                seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last,
-                shuffle_block_size=self.shuffle_block_size,
-            )  # fmt: skip
-        return GlobalBatchSampler(
-            count_samples(self.x_train), self.batch_size,
-            seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last,
-            shuffle_block_size=self.shuffle_block_size, leaves=leaves,
-        )  # fmt: skip
+            return LocalBatchSampler(lengths, self.batch_size, **choices)
+        length = count_samples(getattr(self, f"x_{part}"))
+        return GlobalBatchSampler(length, self.batch_size, leaves=leaves, **choices)
+
+    def order_of_samples(self, lengths: Sequence[int]) -> dict[str, Any]:
+        """Return the choices that determine the order of the training samples, for JSON."""
+        return {
+            "local_data": self.local_data,
+            "samples": list(lengths) if self.local_data else count_samples(self.x_train),
+            "batch_size": self.batch_size,
+            **self._shuffling(),
+        }
+
+    def _shuffling(self) -> dict[str, Any]:
+        names = "seed", "shuffle", "drop_last", "shuffle_block_size"
+        return {name: getattr(self, name) for name in names}

@@ -18,7 +18,7 @@ from mpishard.callbacks.stopping import EarlyStopping
 from mpishard.callbacks.writers import JSONLines, ProgressLine
 from mpishard.checkpoint.format.consensus import together
 from mpishard.contracts import IFeatureAware
-from mpishard.data import Batch, Batches, GlobalBatchSampler, LocalBatchSampler, count_samples
+from mpishard.data import Batch, Batches
 from mpishard.models import ShardedModelBase
 from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.metrics import MetricsWriter
@@ -32,7 +32,6 @@ from mpishard.optimizers.loop.saving import (
     RunCheckpoints,
     check_position,
     checkpoint_to_resume,
-    order_of_samples,
 )
 
 _log = logging.getLogger("mpishard")
@@ -81,7 +80,7 @@ class TrainingRun:
             part: _by_data_rank(model, given, f"x_{part}") for part, given in lengths.items()
         }
         self.sampler = data.sampler(self.lengths["train"], model.gradient_leaves)
-        self.order = order_of_samples(data, self.lengths["train"])
+        self.order = data.order_of_samples(self.lengths["train"])
         per_epoch = self.sampler.batches_per_epoch
         if optimizer.wrapped_optimizer.searches and per_epoch > 1:
             raise ValueError(
@@ -157,11 +156,6 @@ class TrainingRun:
                 f"= {steps} steps, max_steps = {data.max_steps}; {ends} ends first"
             )
         return hooks
-
-    @property
-    def has_updated(self) -> bool:
-        """True if this run has made an update."""
-        return bool(self.result.loss_history)
 
     def run(self) -> OptimizationResult:
         """Train; every rank returns the same result. Collective."""
@@ -373,13 +367,7 @@ class TrainingRun:
         """Measure the model on one of the data sets. Collective."""
         data = self.data
         x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
-        sampler: GlobalBatchSampler | LocalBatchSampler
-        if data.local_data:
-            sampler = LocalBatchSampler(self.lengths[part], data.batch_size, shuffle=False)
-        else:
-            sampler = GlobalBatchSampler(
-                count_samples(x), data.batch_size, shuffle=False, leaves=self.model.gradient_leaves
-            )
+        sampler = data.sampler(self.lengths[part], self.model.gradient_leaves, part)
         self.batches.settle()  # one thread of a rank reads at a time
         return evaluate(
             self.model, x, y, sampler, keep_predictions=at_end and data.predictions, part=part

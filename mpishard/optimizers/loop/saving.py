@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +28,6 @@ from mpishard.checkpoint.format.manifest import MANIFEST
 from mpishard.checkpoint.loading.reader import find_single
 from mpishard.checkpoint.saving.save import PendingSave, begin_save, reserve
 from mpishard.communication import CommunicationBackend
-from mpishard.data import count_samples
 from mpishard.errors import CheckpointError, NonFiniteLossError, NoSampleError, Preempted
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.loop.data import OptimizationInputData
@@ -134,8 +133,16 @@ class RunCheckpoints:
             and CheckpointFolder(data.resume).path != self.folder.path
         ):
             self._begins_anew = f"resume={data.resume!r}"
-            if self._rank == 0:
-                self._warn_of_restarts(may_lose_ranks=backend._begins_again)
+            # Restarts that make no use of what this run saves.
+            causes = ["on_failure='shrink' begins main again"] * backend._begins_again
+            if restarts := settings.most_restarts():
+                causes.append(f"mpishard run --max-restarts {restarts} starts the job again")
+            if causes and self._rank == 0:
+                _log.warning(
+                    "%s, and %s if it fails: it would not go on from its checkpoints in %s, and "
+                    "write over them. Leave resume out; %s",
+                    self._begins_anew, " and ".join(causes), self.folder.path, _FIRST_ONLY,
+                )  # fmt: skip
             allowed_ranks = 0, 0  # a run of any number of ranks would begin anew
         elif data.local_data:
             allowed_ranks = backend.world_size, backend.world_size
@@ -145,18 +152,6 @@ class RunCheckpoints:
         self._staging = StagingBuffer() if data.checkpoint_async else None
         self._pending: PendingSave | None = None
         self._step = 0  # of the last save
-
-    def _warn_of_restarts(self, *, may_lose_ranks: bool) -> None:
-        """Warn, before training, of restarts that make no use of what this run saves."""
-        causes = ["on_failure='shrink' begins main again"] * may_lose_ranks
-        if restarts := settings.most_restarts():
-            causes.append(f"mpishard run --max-restarts {restarts} starts the job again")
-        if causes:
-            _log.warning(
-                "%s, and %s if it fails: it would not go on from its checkpoints in %s, and write "
-                "over them. Leave resume out; %s",
-                self._begins_anew, " and ".join(causes), self.folder.path, _FIRST_ONLY,
-            )  # fmt: skip
 
     def reserve(
         self, model: ShardedModelBase, optimizer: CheckpointableOptimizer, *, keeps_best: bool
@@ -302,19 +297,6 @@ class RunCheckpoints:
 
 
 # ----------------------------------------------------------------------------------- positions
-
-
-def order_of_samples(data: OptimizationInputData, lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the choices that determine the order of a run's samples, for JSON."""
-    return {
-        "local_data": data.local_data,
-        "samples": list(lengths) if data.local_data else count_samples(data.x_train),
-        "batch_size": data.batch_size,
-        "seed": data.seed,
-        "shuffle": data.shuffle,
-        "drop_last": data.drop_last,
-        "shuffle_block_size": data.shuffle_block_size,
-    }
 
 
 def check_position(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +18,12 @@ from mpishard.arrays import (
 from mpishard.optimizers.rules.compiled import in_chunks
 from mpishard.optimizers.rules.elementwise import Adam
 from mpishard.optimizers.rules.options import OptionRange
-from mpishard.optimizers.rules.ranges import Cell, OwnedRange, Segment, UpdateContext, places_of
+from mpishard.optimizers.rules.ranges import Cell, OwnedRange, UpdateContext, places_of
+from mpishard.optimizers.rules.rule import JointRule
 
 
 @dataclass(eq=False)
-class LAMB(Adam):
+class LAMB(Adam, JointRule):
     """Adam's direction, scaled for each parameter to the length of the parameter itself.
 
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR
@@ -43,16 +44,6 @@ class LAMB(Adam):
     epsilon: float = 1e-6
 
     _merges_segments = False
-
-    def update(
-        self,
-        parameters: Array,
-        gradients: Array,
-        state: Mapping[str, Array],
-        segments: Sequence[Segment],
-        context: UpdateContext,
-    ) -> None:
-        self.update_all([OwnedRange(parameters, gradients, state, segments)], context)
 
     def update_all(self, ranges: Sequence[OwnedRange], context: UpdateContext) -> None:
         """Update in two passes: moments and norms first; then, with summed norms, the steps.

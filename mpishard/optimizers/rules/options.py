@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -24,8 +24,11 @@ from mpishard.sharding import ParameterEntry
 ParameterOptions = Mapping[str, Mapping[str, Any]]
 """Glob pattern of parameter names -> the options that differ there, by the names of `KNOWN`."""
 
-KNOWN = ("weight_decay", "learning_rate_scale", "learning_rate", "frozen")
-"""The options: two numbers, a number or schedule, and True or False."""
+KNOWN: dict[str, Callable[[str, Any], Any]] = {
+    "weight_decay": as_amount, "learning_rate_scale": as_amount, "learning_rate": as_schedule,
+    "frozen": as_flag,
+}  # fmt: skip
+"""The options, and their checks: two numbers, a number or schedule, and True or False."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,11 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
                 raise TypeError(
                     f'{place} must be a mapping such as {{"weight_decay": 0}}, got {values!r}'
                 )
-            self._held[pattern] = {n: _checked(place, n, value) for n, value in values.items()}
+            self._held[pattern] = {}
+            for name, value in values.items():
+                if name not in KNOWN:
+                    raise ValueError(f"{place} has {name!r}; known are {', '.join(KNOWN)}")
+                self._held[pattern][name] = KNOWN[name](f"{place}[{name!r}]", value)
             if values.get("frozen") and len(values) > 1:
                 others = ", ".join(name for name in values if name != "frozen")
                 raise ValueError(
@@ -166,17 +173,6 @@ class CheckedOptions(Mapping[str, Mapping[str, Any]]):
         return found
 
 
-def _checked(place: str, name: str, value: Any) -> Any:
-    if name not in KNOWN:
-        raise ValueError(f"{place} has {name!r}; known are {', '.join(KNOWN)}")
-    place = f"{place}[{name!r}]"
-    if name == "frozen":
-        return as_flag(place, value)
-    if name == "learning_rate":
-        return as_schedule(value, place)
-    return as_amount(place, value)
-
-
 def named_parameters(model: Any) -> tuple[ParameterEntry, ...] | None:
     """Return each parameter's name, shape and place; None if the model does not name them."""
     if hasattr(model, "parameter_entries"):
@@ -277,8 +273,7 @@ class OptimizationAlgorithmOptions:
         take_plain_fields(self)
         for name in ("max_iterations", "early_stopping_patience"):
             as_count(name, getattr(self, name))
-        if not self.tolerance >= 0:
-            raise ValueError(f"tolerance must be 0 or more, got {self.tolerance}")
+        as_amount("tolerance", self.tolerance)
         if not self.max_gradient_norm > 0:
             raise ValueError(f"max_gradient_norm must be above 0, got {self.max_gradient_norm}")
         self.schedule()

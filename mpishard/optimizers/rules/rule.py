@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast, overload
 
-from mpishard.arguments import as_amount, as_number, check_path, nearest
+from mpishard.arguments import as_amount, as_number, check_path, nearest, require_type
 from mpishard.arrays import Array
 from mpishard.checkpoint.format.disk import replace_file
 from mpishard.contracts import ICheckpointableModel, IGradientBasedOptimizer, PathLike
@@ -99,7 +99,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     state_names: ClassVar[tuple[str, ...]] = ()
     # Setting -> its check, which returns the value that the rule keeps.
     checks: ClassVar[dict[str, Callable[[str, Any], Any]]] = {
-        "learning_rate": lambda name, rate: as_schedule(rate, name),
+        "learning_rate": as_schedule,
         "weight_decay": as_amount,
         "clip_global_norm": _above_zero_or_none,
         "clip_value": _above_zero_or_none,
@@ -174,10 +174,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         ValueError
             For options of another rule than this one.
         """
-        if not isinstance(options, OptimizationAlgorithmOptions):
-            raise TypeError(
-                f"options must be OptimizationAlgorithmOptions, got {type(options).__name__}"
-            )
+        require_type("options", options, OptimizationAlgorithmOptions)
         given = options.rule_settings()
         unknown = given.keys() - inspect.signature(cls).parameters.keys()
         if unknown:
@@ -527,3 +524,17 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         """
         check_path("path", path)
         self.deserialize(Path(path).read_bytes())
+
+
+class JointRule(Optimizer):
+    """A rule that updates all ranges of a rank together: it overrides `update_all`."""
+
+    def update(
+        self,
+        parameters: Array,
+        gradients: Array,
+        state: Mapping[str, Array],
+        segments: Sequence[Segment],
+        context: UpdateContext,
+    ) -> None:
+        self.update_all([OwnedRange(parameters, gradients, state, segments)], context)

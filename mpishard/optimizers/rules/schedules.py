@@ -205,12 +205,11 @@ def _line(left: float, right: float, done: float) -> float:
     return left + (right - left) * done
 
 
-def as_schedule(rate: float | Schedule, name: str = "learning_rate") -> Schedule:
+def as_schedule(name: str, rate: float | Schedule) -> Schedule:
     """Return a schedule as it is, and a number as a constant one. Errors call it ``name``."""
     if callable(rate):
         return rate
-    as_positive(name, rate)
-    return Constant(float(rate))
+    return Constant(as_positive(name, rate))
 
 
 def rate_at(schedule: Schedule, step: int, name: str = "the schedule") -> float:

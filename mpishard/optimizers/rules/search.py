@@ -18,7 +18,7 @@ import numpy as np
 from mpishard.arguments import as_count
 from mpishard.arrays import Array, array_namespace, is_device_array, to_host
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, places_of
-from mpishard.optimizers.rules.rule import Optimizer, fraction
+from mpishard.optimizers.rules.rule import JointRule, fraction
 from mpishard.optimizers.rules.schedules import Schedule
 from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
 
@@ -28,7 +28,7 @@ _EPSILON = float(np.finfo(np.float64).eps)
 
 
 @dataclass(eq=False)
-class SearchRule(Optimizer):
+class SearchRule(JointRule):
     """The common part of rules with a line search: `StrongWolfe` along a direction.
 
     Weight decay and clipping would make the gradient that of another function than the loss, so
@@ -45,7 +45,7 @@ class SearchRule(Optimizer):
 
     searches = True
     state_names: ClassVar[tuple[str, ...]] = ("base", "base_gradient", "direction")
-    checks = Optimizer.checks | {
+    checks = JointRule.checks | {
         "c1": fraction, "c2": fraction, "max_line_search": as_count,
     }  # fmt: skip
 

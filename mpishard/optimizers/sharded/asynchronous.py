@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -193,24 +192,6 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
                 "model is on a GPU: use delay"
             )
 
-    def _run_step(
-        self, state: ModelState, x: Array, y: Array, sample_start: int | None
-    ) -> StepReport:
-        if isinstance(state, _StaleState):
-            state.wait_for_slow_ranks()
-            start = self.rank * len(x) if sample_start is None else sample_start
-            return state.engine.step(x, y, state.update, sample_start=start, alone=True)
-        report = super()._run_step(state, x, y, sample_start)
-        if isinstance(state, DelayedState) and report.gradient_norm is not None:
-            return replace(report, gradient_norm=state.norm)
-        return report
-
-    def settle(self) -> None:
-        """Give all ranks the same parameters; with ``allow_staleness`` only. Collective."""
-        state = self._state
-        if isinstance(state, _StaleState):
-            state.settle()
-
     def apply_pending_gradients(self) -> int:
         """Update with the gradients that ``delay`` has left under way. Collective.
 
@@ -274,7 +255,7 @@ class _StaleState(ModelState):
             self._group = group
         self._figures = _FIGURE_BYTES // model.dtype.itemsize  # elements of weight and clock
         self._coming: dict[int, Transfer] = {}
-        self._closed: set[int] = set()
+        self._closed = {rank}  # the ranks that send nothing until `settle` has ended
         self._has_taken = False  # parameters were received, and the program is not yet notified
         self.clocks = [0] * size
 
@@ -282,6 +263,11 @@ class _StaleState(ModelState):
         return self.engine.pieces.owned
 
     # ------------------------------------------------------------------------------------- steps
+
+    def step(self, x: Array, y: Array, sample_start: int | None) -> StepReport:
+        self.wait_for_slow_ranks()
+        start = self.model.rank * len(x) if sample_start is None else sample_start
+        return self.engine.step(x, y, self.update, sample_start=start, alone=True)
 
     def wait_for_slow_ranks(self) -> None:
         """Take all messages that have arrived; wait until no rank is more than s steps behind."""
@@ -324,14 +310,11 @@ class _StaleState(ModelState):
         if not weight:  # without samples it is counted all the same, as by all other owners
             self.steps += 1
             return
-        engine = self.engine
-        starts, position = {}, 0
-        for piece in self._owned[self.model.rank]:
-            starts[piece.unit.index] = position - piece.start
-            position += piece.length
+        # The sum has the frozen parameters of a unit, too.
+        starts = {p.unit.index: p.offset - p.start for p in self._owned[self.model.rank]}
         updates = []
-        for piece, parameters in zip(self.pieces, engine.parameters.owned(self.pieces),
-                                     strict=True):  # fmt: skip
+        owned = self.engine.parameters.owned(self.pieces)
+        for piece, parameters in zip(self.pieces, owned, strict=True):
             start = starts[piece.unit.index] + piece.start
             updates.append(Update(piece, parameters, self._sum[start : start + piece.length]))
         super().update(updates, StepReport(math.nan, weight, 0.0))
@@ -353,8 +336,6 @@ class _StaleState(ModelState):
 
     def _take_what_has_come(self) -> None:
         for rank in range(self.model.world_size):
-            if rank == self.model.rank:
-                continue
             while rank not in self._closed:
                 receive = self._next_message(rank)
                 self._group.progress()
@@ -367,11 +348,9 @@ class _StaleState(ModelState):
         del self._coming[rank]
         self._has_taken = True
         own = self._lengths[self.model.rank]
-        position = own
         pieces = self._owned[rank]
         for piece, values in zip(pieces, self.engine.parameters.owned(pieces), strict=True):
-            values[...] = message[position : position + piece.length]
-            position += piece.length
+            values[...] = message[own:][piece.in_shard]
         weight, clock = message[-self._figures :].view(np.float64).tolist()
         if math.isinf(clock):
             self._closed.add(rank)
@@ -386,9 +365,9 @@ class _StaleState(ModelState):
             if other != backend.rank:
                 self._send(other, np.zeros(self._lengths[other], self.model.dtype), 0.0, math.inf)
         for other in range(backend.world_size):
-            while other != backend.rank and other not in self._closed:
+            while other not in self._closed:
                 self._take(other, self._next_message(other).wait())
-        self._closed.clear()
+        self._closed = {backend.rank}
         if self._arrived:
             self._apply()
         # The settings of the last update: a schedule may be a table that ends with it.

@@ -34,8 +34,7 @@ from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.loop import TrainingRun
 from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.rules.search import SearchRule
-from mpishard.optimizers.sharded.state import ModelState, require_searchable, search_step
+from mpishard.optimizers.sharded.state import ModelState, require_searchable
 from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ShardingConfiguration
 
@@ -211,26 +210,18 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         state = self.bind(model)
         # A step that fails has overwritten the gradient of the one before it.
         state.last_gradient = None
-        report = self._run_step(state, x, y, sample_start)
+        report = state.step(x, y, sample_start)
         if report.gradient_norm is not None:
             state.last_gradient = report.weight, model.engine.held_gradient
         return report
-
-    def _run_step(
-        self, state: ModelState, x: Array, y: Array, sample_start: int | None
-    ) -> StepReport:
-        """Make the step of a checked batch. Collective."""
-        if isinstance(state.rule, SearchRule):
-            return search_step(state, x, y, sample_start)
-        return state.engine.step(
-            x, y, state.update, sample_start=sample_start, settings=state.settings()
-        )
 
     def settle(self) -> None:
         """Make all replicas equal, before the model is evaluated or saved. Collective.
 
         Steps of most optimizers keep them equal, and then nothing is done.
         """
+        if self._state is not None:
+            self._state.settle()
 
     def should_sync(self, iteration: int) -> bool:
         """Return True: every step synchronises the ranks."""
@@ -660,7 +651,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         except CommunicationError:  # the parameters cannot be gathered any more
             raise
         except Exception as error:
-            if isinstance(error, common) and (run is None or not run.has_updated):
+            if isinstance(error, common) and (run is None or not run.result.loss_history):
                 self._forget_model()
                 self._awaiting = awaiting
                 model.release()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arguments import as_flag, as_integer, as_number
+from mpishard.arguments import as_count, as_flag, as_number
 from mpishard.arrays import Array
 from mpishard.checkpoint import Pieces
 from mpishard.communication import CommunicationBackend
@@ -138,11 +138,9 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         super().__init__(wrapped_optimizer, config)
         if not 0 < as_number("compression_ratio", compression_ratio) <= 1:
             raise ValueError(f"compression_ratio must be in (0, 1], got {compression_ratio}")
-        if as_integer("rank", rank) < 1:
-            raise ValueError(f"rank must be 1 or more, got {rank}")
-        for name, number in (("seed", seed), ("start_step", start_step)):
-            if as_integer(name, number) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {number}")
+        self.power_rank = as_count("rank", rank)
+        self.seed = as_count("seed", seed, least=0)
+        self.start_step = as_count("start_step", start_step, least=0)
         if method is not None and method not in _METHODS:
             raise ValueError(f"method must be one of {', '.join(_METHODS)}, got {method!r}")
         self.compression_ratio = float(compression_ratio)
@@ -157,9 +155,6 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         if self.method is not None:
             self._config = by_node(self._config)
         self.model_class = model_of_replicas(strategy, self._config)
-        self.seed = int(seed)
-        self.start_step = int(start_step)
-        self.power_rank = int(rank)
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
         if self.method is None:

@@ -83,6 +83,10 @@ class DelayedState(ModelState):
         # A rank whose round failed alone has dropped gradients that the others still have.
         return {**super().settings(update), "gradients under way": self.sums.pending}
 
+    def step(self, x: Array, y: Array, sample_start: int | None) -> StepReport:
+        report = super().step(x, y, sample_start)
+        return report if report.gradient_norm is None else replace(report, gradient_norm=self.norm)
+
     def update(self, updates: list[Update], report: StepReport) -> None:
         """Update with the gradient that is due, if one is."""
         if not self._delay:  # this step's gradient is due, also one given to `apply_gradients`
@@ -116,7 +120,7 @@ class DelayedState(ModelState):
             for weight in weights:
                 self._store.await_readers()
                 self.sums.take_oldest(self._store.sums())
-                self._store.show()
+                self._store.spread()
                 engine.update_again(super().update, weight)
         except BaseException:
             engine.abandon()

@@ -33,6 +33,8 @@ class Exchange(ABC):
     ----------
     own : slice
         The elements of the part that this rank owns among these ranks.
+    pieces : list of Piece
+        The trained elements among them; the owner of the exchange fills the list.
     in_place : bool
         Whether shares, and then the result, overwrite the values, so that no other memory is
         needed.
@@ -45,6 +47,7 @@ class Exchange(ABC):
         self.part = part
         self.owners = ShardLayout(part.length, across.world_size)
         self.own = self.owners.slice(across.rank)
+        self.pieces: list[Piece] = []
         self._work: Work
 
     def agree(self, values: Array) -> None:

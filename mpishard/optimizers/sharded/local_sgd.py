@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from mpishard.arguments import as_count, as_integer
-from mpishard.arrays import Array
+from mpishard.arguments import as_count, as_integer, require_type
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.update import StepReport
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.local_state import CODES, LocalSettings, LocalState
@@ -133,16 +131,13 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
             )
         if exchange is not None and exchange not in CODES:
             raise ValueError(f"exchange must be one of {', '.join(CODES)}, got {exchange!r}")
-        if outer is not None and not isinstance(outer, Optimizer):
-            raise TypeError(
-                f"outer must be a rule of mpishard.optimizers, or None, got {type(outer).__name__}"
-            )
-        if outer is not None and (
-            outer.clip_global_norm or outer.clip_value or outer.parameter_options
-        ):
-            raise ValueError(
-                "outer must have no clipping and no parameter_options: give them to the inner rule"
-            )
+        if outer is not None:
+            require_type("outer", outer, Optimizer)
+            if outer.clip_global_norm or outer.clip_value or outer.parameter_options:
+                raise ValueError(
+                    "outer must have no clipping and no parameter_options: give them to the inner "
+                    "rule"
+                )
         for rule in (self._rule, outer):
             if rule is not None and rule.searches:
                 raise ValueError(
@@ -163,26 +158,6 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     def _require_fit(self, model: ShardedModelBase) -> None:
         use = f"updates replicas apart for synchronization_period={self.synchronization_period}"
         self._refuse_other_gradients(model, f"{use} steps", ("gradient_leaves",))
-
-    def _run_step(
-        self, state: ModelState, x: Array, y: Array, sample_start: int | None
-    ) -> StepReport:
-        assert isinstance(state, LocalState)
-        before = state.steps
-        state.begin_step()
-        report = state.engine.step(
-            x, y, state.update, sample_start=sample_start, settings=state.settings(), apart=True
-        )
-        if report.gradient_norm is None:  # the step added to a round
-            return report
-        state.steps = before + 1  # also of a rank without samples
-        state.end_step()
-        return report
-
-    def settle(self) -> None:
-        """Make all replicas equal now, whatever the period. Collective."""
-        if isinstance(self._state, LocalState):
-            self._state.settle()
 
     def synchronize_optimizer_state(self) -> None:
         """Do nothing: each rank has the inner state of its own replica."""

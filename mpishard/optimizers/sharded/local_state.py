@@ -13,7 +13,7 @@ from mpishard.arrays import Array, array_namespace, beside, copy_into
 from mpishard.bfloat16 import BFLOAT16
 from mpishard.checkpoint import Pieces
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.update import written_here
+from mpishard.models.engine.update import StepReport, written_here
 from mpishard.models.stores.compression import Code, Int8, Rounded
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
@@ -50,13 +50,10 @@ class _Fragment:
         The step of the cycle after which the exchange begins.
     exchanges : list of Exchange
         One for each unit.
-    pieces : list of Piece
-        The trained elements of these units that this rank owns among the replicas.
     """
 
     due: int
     exchanges: list[Exchange] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
     count: int = 0  # steps of the outer rule so far
     used: float = 0.0  # weight of the replica's samples when its last exchange began
     began: int = 0  # number of steps since all replicas were equal, when it began
@@ -94,7 +91,7 @@ class LocalState(ModelState):
         # The ranks that have the same part of the other replicas, and that part.
         self._is_grouped = engine.replica.across is not None
         self._across = engine.replica.across or model.backend
-        self._pieces: list[Piece] = []  # the trained pieces that this rank owns
+        self._pieces: tuple[Piece, ...] = ()  # the trained pieces that this rank owns
         self._under_way: _Fragment | None = None
         self._fragments = self._make_fragments()
         names = () if self._outer is None else ("anchor", *self._outer.needed_state())
@@ -129,19 +126,29 @@ class LocalState(ModelState):
             fragments[int(middle * count / total)].exchanges.append(exchange)
         position = 0
         owned = []
-        for exchange in (exchange for each in fragments for exchange in each.exchanges):
+        exchanges = {e.part.unit.index: e for each in fragments for e in each.exchanges}
+        for exchange in exchanges.values():
             unit, start = exchange.part.unit, exchange.part.start
             piece = Piece(unit, start + exchange.own.start, start + exchange.own.stop, position)
             position += piece.length
             owned.append(piece)
-        for piece in engine.program.trained(owned):
-            self._pieces.append(piece)
-            for fragment in fragments:
-                if any(part.unit is piece.unit for part in fragment.parts):
-                    fragment.pieces.append(piece)
+        self._pieces = engine.program.trained(owned)
+        for piece in self._pieces:
+            exchanges[piece.unit.index].pieces.append(piece)
         return fragments
 
     # ---------------------------------------------------------------------------------- exchanges
+
+    def step(self, x: Array, y: Array, sample_start: int | None) -> StepReport:
+        before = self.steps
+        self.begin_step()
+        report = self.engine.step(
+            x, y, self.update, sample_start=sample_start, settings=self.settings(), apart=True
+        )
+        if report.gradient_norm is not None:  # otherwise the step added to a round
+            self.steps = before + 1  # also of a rank without samples
+            self.end_step()
+        return report
 
     def begin_step(self) -> None:
         """Record the parameters, if all replicas were made equal since the last step."""
@@ -160,12 +167,11 @@ class LocalState(ModelState):
         """Let the outer rule begin at ``values`` of the fragment's parts."""
         if self._outer is None:
             return
-        by_unit = {part.unit.index: (part.start, agreed)
-                   for part, agreed in zip(fragment.parts, values, strict=True)}  # fmt: skip
-        for piece in fragment.pieces:
-            start, agreed = by_unit[piece.unit.index]
-            own = agreed[piece.start - start : piece.stop - start]
-            copy_into(self._outer_state["anchor"][piece.in_shard], own)
+        for exchange, agreed in zip(fragment.exchanges, values, strict=True):
+            start = exchange.part.start
+            for piece in exchange.pieces:
+                own = agreed[piece.start - start : piece.stop - start]
+                copy_into(self._outer_state["anchor"][piece.in_shard], own)
 
     def end_step(self) -> None:
         """Count a step, and do the part of an exchange that is due after it. Collective."""
@@ -228,11 +234,11 @@ class LocalState(ModelState):
 
     def _answer(self, fragment: _Fragment) -> None:
         """Send the mean of this rank's pieces, or the outer rule's step towards it, to all."""
-        means = {exchange.part.unit.index: exchange.mean() for exchange in fragment.exchanges}
+        means = [exchange.mean() for exchange in fragment.exchanges]
         if self._outer is not None and self.steps > self._given.start_step:
             self._step_outer(self._outer, fragment, means)
-        for exchange in fragment.exchanges:
-            exchange.answer(means[exchange.part.unit.index])
+        for exchange, mean in zip(fragment.exchanges, means, strict=True):
+            exchange.answer(mean)
         fragment.is_answered = True
 
     def _finish(self, fragment: _Fragment) -> None:
@@ -254,22 +260,20 @@ class LocalState(ModelState):
         self._under_way = None
         engine.changed()
 
-    def _step_outer(
-        self, outer: Optimizer, fragment: _Fragment, means: Mapping[int, Array]
-    ) -> None:
+    def _step_outer(self, outer: Optimizer, fragment: _Fragment, means: Sequence[Array]) -> None:
         """Update the anchor by the change of the mean, and write it to ``means``. Collective."""
         engine = self.engine
         fragment.count += 1
-        starts = {e.part.unit.index: e.part.start + e.own.start for e in fragment.exchanges}
         ranges, targets = [], []
-        for piece in fragment.pieces:
-            start = piece.start - starts[piece.unit.index]
-            target = means[piece.unit.index][start : start + piece.length]
-            anchor = self._outer_state["anchor"][piece.in_shard]
-            state = {n: v[piece.in_shard] for n, v in self._outer_state.items() if n != "anchor"}
-            segments = segments_of(engine.program.entries, piece)
-            ranges.append(OwnedRange(anchor, anchor - beside(target, anchor), state, segments))
-            targets.append(target)
+        for exchange, mean in zip(fragment.exchanges, means, strict=True):
+            first = exchange.part.start + exchange.own.start
+            for piece in exchange.pieces:
+                target = mean[piece.start - first : piece.stop - first]
+                state = {name: v[piece.in_shard] for name, v in self._outer_state.items()}
+                anchor = state.pop("anchor")
+                segments = segments_of(engine.program.entries, piece)
+                ranges.append(OwnedRange(anchor, anchor - beside(target, anchor), state, segments))
+                targets.append(target)
         names = [entry.name for entry in self.model.parameter_entries]
         outer.update_all(ranges, UpdateContext(
             step=fragment.count, learning_rate=outer.checked_rate(fragment.count - 1),

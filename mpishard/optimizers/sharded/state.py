@@ -146,6 +146,17 @@ class ModelState(CheckpointState):
 
     # -------------------------------------------------------------------------------------- updates
 
+    def step(self, x: Array, y: Array, sample_start: int | None) -> StepReport:
+        """Make the step of a checked batch. Collective."""
+        if self.rule.searches:
+            return search_step(self, x, y, sample_start)
+        return self.engine.step(
+            x, y, self.update, sample_start=sample_start, settings=self.settings()
+        )
+
+    def settle(self) -> None:
+        """Make all replicas equal: they are, unless a subclass lets them differ. Collective."""
+
     def settings(self, update: int | None = None) -> dict[str, Any]:
         """Return the settings that may change between steps, which the ranks compare.
 
