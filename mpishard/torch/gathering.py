@@ -17,7 +17,7 @@ from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.models.stores.parameter_store import ShardedParameters
 from mpishard.observe.ledger import MemoryCategory
-from mpishard.torch.parameters import SharedParameter
+from mpishard.torch.parameters import RANDOM, SharedParameter
 from mpishard.torch.placed import tensor_of
 
 # Number of units in memory: the unit in use, and the one before, as modules often alternate.
@@ -150,6 +150,11 @@ class GatheredUnits:
         self._next[self._place] = None
         self._place = (None, None)
 
+    def broadcast(self, view: Any) -> None:
+        """Give every rank rank 0's values of a view, which each rank has drawn. Collective."""
+        backend = self._store.layout.backend
+        view.copy_(torch.from_numpy(backend.broadcast(view.clone().contiguous().numpy())))
+
     def forget(self) -> None:
         """Free all units and discard changes in them, because the rank's pieces are newer."""
         self._arrive()
@@ -215,6 +220,8 @@ def _compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         use(is_training=torch.is_grad_enabled())
     with torch._C.DisableTorchFunctionSubclass():
         result = function(*args, **kwargs)
+        if getattr(function, "__name__", "") in RANDOM and isinstance(args[0], _Gathered):
+            next(iter(needed)).broadcast(result)
         follow = functools.partial(_follow, list(needed), uses)
         return tree_map_only(torch.Tensor, follow, result)
 

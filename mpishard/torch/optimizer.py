@@ -423,6 +423,8 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
     for owner in owners:
         owner.require_reduced("step()")
         owner.placed.require_placed()
+        for parameter in owner.placed.parameters:
+            parameter._part.require_counted()
         owner.let_go()
     chosen = [
         sorted(

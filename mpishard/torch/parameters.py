@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._pytree import tree_map_only
 
 from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
@@ -83,6 +85,29 @@ class Part:
         """
         return values.as_subclass(GradientPiece if self.owner.shards_state else torch.Tensor)
 
+    def note_version(self) -> None:
+        """Remember the parameter's number of changes in place, all of which are counted."""
+        self._version = self.parameter._version
+
+    def require_counted(self) -> None:
+        """Refuse a parameter that was changed in place other than by `ChangedOnce`.
+
+        Raises
+        ------
+        ShardingError
+            If ranks share the parameter's memory, in which each may have made the change.
+        """
+        if self.parameter._version == self._version or not self.owner.parameters.once_per_node:
+            return
+        if self.owner.backend.world_size > self.owner.backend.node_count:
+            raise ShardingError(
+                f"parameter {self.entry.name!r} was changed in place by an operation on a view of "
+                "it, by a function such as torch._foreach_mul_, or with out=. Each rank of the "
+                "node made this change in the memory that they share, so that the values are "
+                "wrong. Use methods of the parameter or of its data, such as p.mul_(0.9), "
+                "p[0] = 0 or p.data[0].mul_(0.9), or change it before shard()"
+            )
+
     @property
     def in_parameter(self) -> slice:
         """Slice of the flattened parameter that the range covers."""
@@ -95,8 +120,7 @@ class ChangedOnce:
     Every rank calls the method, such as ``mul_``, and the tensor is changed once.
     """
 
-    _owner: Any
-    """The ShardedModule."""
+    _part: Part
 
 
 # Methods that change more than a tensor's values.
@@ -110,6 +134,14 @@ _OTHER_CHANGES = frozenset(
 REPEATABLE = frozenset(["clamp_", "clamp_max_", "clamp_min_", "clip_", "fill_", "zero_"])
 """Methods that give the same values however often they run, so that ranks need not wait."""
 
+RANDOM = frozenset(
+    [
+        "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
+        "uniform_",
+    ]
+)  # fmt: skip
+"""Methods that draw random numbers, which each rank's generator gives differently."""
+
 _OPERATORS = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
 
 
@@ -120,7 +152,7 @@ def _once(name: str) -> Callable[..., Any]:
     @called_as("a change of a parameter in place")
     @functools.wraps(method)
     def change(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._owner.change(self, method, args, kwargs)
+        return self._part.owner.change(self, method, args, kwargs)
 
     return change
 
@@ -133,9 +165,28 @@ for _name in [
 
 
 class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
-    """The ``.data`` of a parameter; copies are plain tensors."""
+    """The ``.data`` of a parameter, or a view of it; copies are plain tensors."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    @classmethod
+    def of(cls, part: Part, tensor: Any) -> Any:
+        """Return a plain tensor in the parameter's memory as one of this class, others as given."""
+        if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor:
+            return tensor
+        has_memory = tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+        if has_memory and _memory_of(tensor) == _memory_of(part.parameter):
+            tensor = tensor.as_subclass(cls)
+            tensor._part = part
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+            if not args or not isinstance(args[0], cls):
+                return result
+            return tree_map_only(torch.Tensor, functools.partial(cls.of, args[0]._part), result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self)] = self.detach().clone()
@@ -143,6 +194,11 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().clone().__reduce_ex__(protocol)
+
+
+def _memory_of(tensor: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()._cdata
 
 
 def _form(tensor: Any) -> Any:
@@ -156,16 +212,13 @@ class SharedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
     whole gradient. It may be set to None, replaced by a tensor of its shape, or changed in place.
     """
 
-    _part: Part
-
     @property
     def data(self) -> Any:
         values = torch.Tensor.data.__get__(self)
         # PyTorch's compiler looks at the type, which has to be one that it knows.
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if type(values) is torch.Tensor and not caller.startswith("torch."):
-            values = values.as_subclass(SharedValues)
-            values._owner = self._owner
+        if not caller.startswith("torch."):
+            return SharedValues.of(self._part, values)
         return values
 
     @data.setter
@@ -175,6 +228,14 @@ class SharedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
             torch.Tensor.data.__set__(self, values)
         elif (values.data_ptr(), values.stride()) != (self.data_ptr(), self.stride()):
             self.data.copy_(values.detach())
+
+    def detach(self) -> Any:  # `state_dict` calls it.
+        return SharedValues.of(self._part, super().detach())
+
+    def __getitem__(self, key: Any) -> Any:
+        values = super().__getitem__(key)
+        # With gradients PyTorch refuses a change of it.
+        return values if torch.is_grad_enabled() else SharedValues.of(self._part, values)
 
     # Copies and pickles are plain parameters of PyTorch. A view would be saved with all of its
     # memory, which is a whole unit.

@@ -38,6 +38,7 @@ from mpishard.sharding import ParameterEntry, Placement, Unit, owned_pieces
 from mpishard.torch.backward import BackwardPasses
 from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
 from mpishard.torch.parameters import (
+    RANDOM,
     REPEATABLE,
     Part,
     SharedParameter,
@@ -196,7 +197,6 @@ class ShardedModule(Uncopied):
             for entry, index in zip(self._inside(unit), numbered, strict=False):
                 placed.place(index, full[entry.start - unit.start : entry.stop - unit.start])
                 parameter = placed.parameters[index]
-                parameter._owner = self
                 if gathered is not None:
                     # The object stays the same and changes its class, because the module and the
                     # user refer to it.
@@ -205,6 +205,7 @@ class ShardedModule(Uncopied):
                 else:
                     parameter.__class__ = SharedParameter
                 parameter._part = self._make_part(index, unit)
+                parameter._part.note_version()
         if gathered is not None:
             gathered.forget()
 
@@ -225,32 +226,44 @@ class ShardedModule(Uncopied):
     def change(self, tensor: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Change a parameter, or its values, by a method that every rank calls.
 
-        Collective if the ranks of a node share the memory: it is changed once there.
+        Collective if the ranks of a node share the memory: it is changed once there. Also if the
+        method draws random numbers: every rank gets rank 0's.
 
         Raises
         ------
         ShardingError
-            If the module has rounded copies of its parameters.
+            If the module has rounded copies of its parameters, or the parameter was changed in a
+            way that is not counted.
         """
-        store = self.parameters
+        store, part = self.parameters, tensor._part
         if store.computed is not store:
             raise ShardingError(
                 f"{method.__name__}() of a parameter of {type(self.module).__name__} with "
                 'precision="bfloat16" would change the rounded copies, and not the float32 '
                 "parameters of their owners: change parameters before shard()"
             )
-        is_refused = tensor.requires_grad and torch.is_grad_enabled()  # by PyTorch
-        if not store.once_per_node or is_refused or method.__name__ in REPEATABLE:
-            return method(tensor, *args, **kwargs)
-        changed = tensor.detach().clone()
-        is_operator = method(changed, *args, **kwargs) is None
-        self.backend.barrier()  # all ranks have read the old values
-        if self.backend.local_rank == 0:
-            tensor.detach().copy_(changed)
-        else:  # for autograd, which refuses a backward pass through changed values
-            torch.autograd.graph.increment_version(tensor)
-        self.backend.barrier()
-        return None if is_operator else tensor
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return method(tensor, *args, **kwargs)  # PyTorch refuses it.
+        part.require_counted()
+        if method.__name__ in RANDOM:
+            drawn = torch.Tensor.clone(tensor.detach(), memory_format=torch.contiguous_format)
+            method(drawn, *args, **kwargs)
+            values = torch.from_numpy(self.backend.broadcast(drawn.numpy()))
+            method, args, kwargs = torch.Tensor.copy_, (values,), {}
+        if not store.once_per_node or method.__name__ in REPEATABLE:
+            result = method(tensor, *args, **kwargs)
+        else:
+            changed = tensor.detach().clone()
+            is_operator = method(changed, *args, **kwargs) is None
+            self.backend.barrier()  # all ranks have read the old values
+            if self.backend.local_rank == 0:
+                torch.Tensor.copy_(tensor.detach(), changed)
+            else:  # for autograd, which refuses a backward pass through changed values
+                torch.autograd.graph.increment_version(tensor)
+            self.backend.barrier()
+            result = None if is_operator else tensor
+        part.note_version()
+        return result
 
     def require_reduced(self, purpose: str) -> None:
         """See `BackwardPasses.require_reduced`."""

@@ -18,6 +18,7 @@ torch = pytest.importorskip(
 import torch_nets as nets  # noqa: E402
 
 import mpishard.torch as mst  # noqa: E402
+from mpishard.torch.sharded import module_of  # noqa: E402
 
 by_path = pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
@@ -63,6 +64,15 @@ def assign_values(model: Any) -> None:
     own.data = (0.5 * own.data + 0.5 * followed.data).T.contiguous().T
 
 
+def change_views(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter[0].mul_(0.9)
+            parameter.detach().add_(0.01)
+            parameter.data.view(-1)[:1].mul_(0.5)
+            parameter.data.unbind()[0].add_(0.1)
+
+
 class Momentum(torch.nn.Module):
     """A network, and a frozen layer that follows one of its layers."""
 
@@ -77,7 +87,15 @@ class Momentum(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "change",
-    [decay, decay_data, normalise_rows, change_elements, follow, assign_values],
+    [
+        decay,
+        decay_data,
+        normalise_rows,
+        change_elements,
+        follow,
+        assign_values,
+        change_views,
+    ],
     ids=lambda c: c.__name__,
 )
 @by_path
@@ -100,6 +118,66 @@ def test_a_change_that_every_rank_makes_is_made_once(
                 optimizer.step()
                 change(one)
         assert nets.difference(model, alone.state_dict()) < 1e-13
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: torch._foreach_mul_([weight], 2),
+        lambda weight: torch.mul(weight, 2, out=weight),
+        lambda weight: weight.view(-1).mul_(2),
+        torch.nn.init.orthogonal_,  # It copies each rank's own matrix to a view.
+    ],
+    ids=["foreach", "out", "view", "orthogonal"],
+)
+@by_path
+@in_worlds(1, 2, 3)
+def test_a_change_that_is_not_counted_is_refused_if_ranks_share_the_memory(
+    backend: Any, change: Any, path: str, shared_path: Any
+) -> None:
+    mst.init()
+    for strategy in STRATEGIES:
+        model = mst.shard(nets.make(nets.perceptron), strategy)
+        optimizer = mst.optimizer(torch.optim.SGD, model, lr=0.1)
+        with torch.no_grad():
+            change(model[2].weight)
+        nets.squared(model, *nets.mine(backend, nets.batch("mlp"))).backward()
+        shares = module_of(model).parameters.once_per_node
+        if backend.world_size == 1 or not shares:
+            optimizer.step()
+            continue
+        with pytest.raises(ShardingError, match=r"parameter '2.weight' was changed in place by"):
+            optimizer.step()
+        with torch.no_grad(), pytest.raises(ShardingError, match=r"'2.weight' was changed"):
+            model[2].weight.mul_(2)
+
+
+@by_path
+@in_worlds(1, 2, 3)
+def test_every_rank_gets_the_random_numbers_of_rank_0(
+    backend: Any, path: str, shared_path: Any
+) -> None:
+    mst.init()
+    expected = torch.empty(3, 5, dtype=torch.float64)
+    torch.nn.init.kaiming_uniform_(expected, generator=torch.Generator().manual_seed(0))
+    for strategy in STRATEGIES:
+        model = mst.shard(torch.nn.Linear(5, 3).double(), strategy, minimum_unit_size=1)
+        own = torch.Generator().manual_seed(backend.rank)
+        torch.nn.init.kaiming_uniform_(model.weight, generator=own)
+        model.bias.data.normal_(generator=own)
+        assert torch.equal(model.weight.detach().clone(), expected)
+        (biases,) = backend.all_gather(model.bias.detach().numpy().copy()[None]).T[:1]
+        assert (biases == biases[0]).all()
+
+
+@in_worlds(2)
+def test_values_of_a_state_dict_are_changed_once(backend: Any) -> None:
+    mst.init()
+    model, alone = mst.shard(nets.make(nets.perceptron)), nets.make(nets.perceptron)
+    for one in (model, alone):
+        for values in one.state_dict().values():
+            values.mul_(0.5)
+    assert nets.difference(model, alone.state_dict()) == 0
 
 
 @in_worlds(1, 2)

@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -275,11 +276,17 @@ def test_a_compiled_model_trains(backend, strategy):
     assert close(model, expected)
 
 
+# Two threads that script the same class at once may define its methods twice.
+_scripting = threading.Lock()
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @in_worlds(2)
 def test_a_module_of_torch_jit_trains(backend):
     mst.init()
-    model = mst.shard(torch.jit.script(nets.make(nets.perceptron)), "fsdp")
+    with _scripting:
+        scripted = torch.jit.script(nets.make(nets.perceptron))
+    model = mst.shard(scripted, "fsdp")
     optimizer = mst.optimizer(torch.optim.SGD, model, lr=0.1)
     alone = nets.make(nets.perceptron)
     nets.squared(alone, *nets.batch("mlp")).backward()
