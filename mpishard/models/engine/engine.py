@@ -510,7 +510,9 @@ class Engine:
         batch = Batch(x, y, loss or self.loss, context)
         total, weight = self.program.train(self.parameters, gradients, batch)
         gradients.settle()
-        if is_last and self.program.settle(self.backend) and self.leaves is not None:
+        # Only models that are computed whole have state that a pass changes.
+        settles = is_last and self.program.needs_whole_parameters
+        if settles and self.program.settle(self.backend) and self.leaves is not None:
             self.leaves.refuse_changes()
         return total, weight
 
