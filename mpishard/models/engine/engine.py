@@ -528,12 +528,16 @@ class Engine:
     @contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:
         """Let `step` add to the round, and not end it, in the block: see `ShardedModelBase`."""
+        if self.round.accumulates:
+            raise RuntimeError("accumulate() cannot be nested")
+        self.round.accumulates, self.round.defers = True, defer
         try:
-            with self.round.accumulating(defer=defer):
-                yield
+            yield
         except BaseException:
             self.abandon()
             raise
+        finally:
+            self.round.accumulates = False
 
     def abandon(self) -> None:
         """Drop an unfinished round, and the units in use. Communicates nothing."""
