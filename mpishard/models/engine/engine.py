@@ -510,7 +510,9 @@ class Engine:
         batch = Batch(x, y, loss or self.loss, context)
         total, weight = self.program.train(self.parameters, gradients, batch)
         gradients.settle()
-        if is_last and self.program.settle(self.backend) and self.leaves is not None:
+        # Only models that are computed whole have state that a pass changes.
+        settles = is_last and self.program.needs_whole_parameters
+        if settles and self.program.settle(self.backend) and self.leaves is not None:
             self.leaves.refuse_changes()
         return total, weight
 
@@ -526,12 +528,16 @@ class Engine:
     @contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:
         """Let `step` add to the round, and not end it, in the block: see `ShardedModelBase`."""
+        if self.round.accumulates:
+            raise RuntimeError("accumulate() cannot be nested")
+        self.round.accumulates, self.round.defers = True, defer
         try:
-            with self.round.accumulating(defer=defer):
-                yield
+            yield
         except BaseException:
             self.abandon()
             raise
+        finally:
+            self.round.accumulates = False
 
     def abandon(self) -> None:
         """Drop an unfinished round, and the units in use. Communicates nothing."""

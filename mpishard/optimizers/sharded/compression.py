@@ -15,7 +15,7 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import written_here
-from mpishard.models.stores.compressed_sums import CompressedSums
+from mpishard.models.stores.compressed_sums import CompressedSums, ErrorFeedback
 from mpishard.models.stores.compression import (
     Code,
     Int8,
@@ -24,7 +24,6 @@ from mpishard.models.stores.compression import (
     RandomK,
     TopK,
 )
-from mpishard.models.stores.error_feedback import ErrorFeedback
 from mpishard.models.stores.exchanged_gradients import ExchangedGradients, Part
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.models.wrapper.wrapping import make_exchanged_store
