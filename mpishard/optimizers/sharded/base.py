@@ -30,7 +30,7 @@ from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import StepReport
 from mpishard.models.wrapper.wrapped import agreed_vector
-from mpishard.optimizers.loop.agreement import refuse_early, require_same_rule
+from mpishard.optimizers.loop.agreement import refuse_early
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.loop import TrainingRun
 from mpishard.optimizers.loop.result import OptimizationResult
@@ -334,7 +334,9 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         frozen = self._frozen_of(model)
         # Without it each rank trains a replica of its own, and its rule may differ.
         if model.sharding_configuration.auto_sync_gradients:
-            require_same_rule(self.backend, self._fingerprint(), frozen)
+            mine = {**self._fingerprint(), "frozen": sorted(frozen)}
+            if found := differences(self.backend, mine):
+                raise ValueError(f"every rank must train with the same optimizer; by rank, {found}")
         self._state = state = self._make_state(model, frozen)
         if self._awaiting is not None:
             saved, self._awaiting = self._awaiting, None
