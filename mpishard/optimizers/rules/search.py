@@ -227,8 +227,8 @@ class SearchRule(JointRule):
                     rows[place] += to_host(array_namespace(owned.parameters).asarray(
                         products(views)))  # fmt: skip
         rows = context.sum_over_owners(rows)
-        seen = {name: place for (name, cell), place in places.items() if cell == 0}
-        total: list[float] = rows[list(seen.values())].sum(axis=0).tolist()
+        first_cells = [place for (_, cell), place in places.items() if cell == 0]
+        total: list[float] = rows[first_cells].sum(axis=0).tolist()
         return total
 
 
