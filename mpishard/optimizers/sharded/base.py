@@ -500,8 +500,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                  if saved.settings.get(name, value) != value]  # fmt: skip
         if wrong:
             raise ShardingError(
-                f"these bytes are of an {type(self).__name__} with {', '.join(wrong)}; give both "
-                "the same"
+                f"{type(self).__name__}: these bytes are of an optimizer with {', '.join(wrong)}; "
+                "give both the same"
             )
         if self._state is not None:
             saved.require_fit(self._state.model, self._state.frozen, self._rule.needed_state())
