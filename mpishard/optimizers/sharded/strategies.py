@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +27,6 @@ from mpishard.models.strategies.mesh_parallel import MeshModel
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
-from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.pipeline import IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
 
@@ -406,29 +404,3 @@ class ElasticOptimizer(ShardedOptimizerBase):
                 "from the beginning", type(self).__name__,
             )  # fmt: skip
         return super().optimize(input_data)
-
-    def serialize(self) -> bytes:
-        """Return state and bounds as bytes that any number of ranks can read. Collective."""
-        saved = StateBytes.from_bytes(super().serialize())
-        return replace(saved, settings={**saved.settings, **self._settings()}).to_bytes()
-
-    def deserialize(self, data: bytes) -> None:
-        """Take state and step count from bytes of `serialize`, of any number of ranks. Collective.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As `ShardedOptimizerBase.deserialize`.
-        ShardingError
-            For other bounds than this optimizer's, before anything is communicated.
-        """
-        settings = StateBytes.from_bytes(data).settings
-        bounds = self._settings().items()
-        wrong = [f"{name} {settings[name]}, here {value}" for name, value in bounds
-                 if settings.get(name, value) != value]  # fmt: skip
-        if wrong:
-            raise ShardingError(
-                f"these bytes are of an {type(self).__name__} with {', '.join(wrong)}; give both "
-                "the same bounds"
-            )
-        super().deserialize(data)
