@@ -179,13 +179,13 @@ def _verify_factory(job: VerifyJob) -> bool:
     """Train alone and on the ranks, print each comparison, and tell whether all agree."""
     job.write(job)
     reference, program = (f"{__package__}.{name}" for name in ("reference", "ranks"))
-    words, ranks, is_mpi = [program, str(job.folder)], job.world_size, job.backend == "mpi"
-    # Before training alone, because it refuses more ranks than can be started.
-    started = Job("verify", words, ranks, is_module=True) if is_mpi else None
-    if _run(reference, words[1]):
+    folder, ranks, is_mpi = str(job.folder), job.world_size, job.backend == "mpi"
+    # Made before training alone, because it refuses more ranks than can be started.
+    started = Job("verify", [program, folder], ranks, is_module=True) if is_mpi else None
+    if _run(reference, folder):
         raise typer.Exit(2)
     job = VerifyJob.read(job.folder)  # which the reference has settled
-    code = _run(*words) if started is None else started.run()
+    code = _run(program, folder) if started is None else started.run()
     whom = counted(ranks, "MPI rank" if is_mpi else "thread-rank")
     how = f"{counted(job.steps, 'step')} of {job.optimizer}"
     if job.wrapper:
