@@ -67,11 +67,12 @@ def require_plain(array: Any) -> None:
     TypeError
         Naming the class and the conversion to a plain array.
     """
-    _require_plain_type(type(array))
+    if type(array) is not np.ndarray:
+        _require_plain_type(type(array))
 
 
 def _require_plain_type(kind: type) -> None:
-    if kind is np.ndarray or not issubclass(kind, np.ndarray) or issubclass(kind, np.memmap):
+    if not issubclass(kind, np.ndarray) or issubclass(kind, np.memmap):
         return
     mend = "; pass numpy.asarray(array)"
     if issubclass(kind, np.ma.MaskedArray):

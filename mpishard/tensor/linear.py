@@ -42,6 +42,7 @@ from mpishard.tensor.regions import (
     local_length,
     reduce_scatter_time,
     reduce_scatter_time_async,
+    time_of,
 )
 
 
@@ -266,7 +267,8 @@ class ColumnParallelLinear(SplitLinear):
         """Return (..., R) for (..., I), or (..., O) if gathered; (T, ...) for slices of T / t."""
         *leading, _ = self._local.output_shape(input_shape)
         if self.sequence_parallel:
-            leading = [_needs_time(self, input_shape) * self.backend.world_size, *leading[1:]]
+            time = time_of(f"{type(self).__name__} with sequence_parallel", input_shape, 2)
+            leading = [time * self.backend.world_size, *leading[1:]]
         return (*leading, self.output_size if self.gather_output else self.local_output_size)
 
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
@@ -407,7 +409,8 @@ class RowParallelLinear(SplitLinear):
         """Return (..., O) for (..., C); with ``sequence_parallel`` (T / t, O) for (T, C)."""
         leading = self._local.output_shape(input_shape)[:-1]
         if self.sequence_parallel:
-            time = local_length(self.backend, _needs_time(self, input_shape))
+            time = time_of(f"{type(self).__name__} with sequence_parallel", input_shape, 2)
+            time = local_length(self.backend, time)
             leading = (time, *leading[1:])
         return (*leading, self.output_size)
 
@@ -456,15 +459,6 @@ def _product(x: Array, matrix: Array) -> Array:
     """Return x times ``matrix`` along the last dim, as a C-contiguous array."""
     y_NO = product(x.reshape(-1, matrix.shape[0]), matrix)
     return y_NO.reshape(*x.shape[:-1], matrix.shape[1])
-
-
-def _needs_time(layer: SplitLinear, sample_shape: tuple[int, ...]) -> int:
-    if len(sample_shape) < 2:
-        raise ValueError(
-            f"{type(layer).__name__} with sequence_parallel needs samples of shape (time, ..., "
-            f"width), got {sample_shape}"
-        )
-    return sample_shape[0]
 
 
 class Stage3ShardedLinear(SplitLinear):

@@ -39,6 +39,22 @@ def local_length(backend: CommunicationBackend, length: int) -> int:
     return length // backend.world_size
 
 
+def time_of(owner: str, sample_shape: tuple[int, ...], dims: int = 1) -> int:
+    """Return the size of a sample's first dim, time.
+
+    ``dims`` is 2 if the sample must have a last dim besides it, width.
+
+    Raises
+    ------
+    ValueError
+        If there are too few dims.
+    """
+    if len(sample_shape) < dims:
+        form = "(time, ..., width)" if dims == 2 else "(time, ...)"
+        raise ValueError(f"{owner} needs samples of shape {form}, got {sample_shape}")
+    return sample_shape[0]
+
+
 def take_time(backend: CommunicationBackend, x: Array) -> Array:
     """Return this rank's slice (B, T / t, ...) of x, shape (B, T, ...), as a C-contiguous array."""
     length = local_length(backend, x.shape[1])
@@ -184,7 +200,10 @@ class ScatterSequence(TensorParallelLayer):
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (T / t, ...) for the shape (T, ...), if t divides T."""
-        return (local_length(self.backend, _time_of(self, input_shape)), *input_shape[1:])
+        return (
+            local_length(self.backend, time_of(type(self).__name__, input_shape)),
+            *input_shape[1:],
+        )
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Return the slice, and save nothing."""
@@ -205,7 +224,10 @@ class GatherSequence(TensorParallelLayer):
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (T, ...) for the shape (T / t, ...)."""
-        return (_time_of(self, input_shape) * self.backend.world_size, *input_shape[1:])
+        return (
+            time_of(type(self).__name__, input_shape) * self.backend.world_size,
+            *input_shape[1:],
+        )
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Return all ranks' slices, joined in order, and save nothing. Collective."""
@@ -214,14 +236,6 @@ class GatherSequence(TensorParallelLayer):
     def backward_input(self, p: Parameters, saved: Any, dy: Array) -> tuple[Array, Any]:
         """Return this rank's slice of ``dy``."""
         return take_time(self.backend, dy), None
-
-
-def _time_of(layer: TensorParallelLayer, sample_shape: tuple[int, ...]) -> int:
-    if not sample_shape:
-        raise ValueError(
-            f"{type(layer).__name__} needs samples of shape (time, ...), got {sample_shape}"
-        )
-    return sample_shape[0]
 
 
 _Operator = GatherSequence | ScatterSequence

@@ -18,7 +18,7 @@ from mpishard.nn.layers.layer import Context, Gradients, Initializer, Parameters
 from mpishard.nn.losses import CrossEntropy
 from mpishard.sharding import Box
 from mpishard.tensor.layer import DimSplit, SplitLayer
-from mpishard.tensor.regions import gather_time, local_length, reduce_scatter_time
+from mpishard.tensor.regions import gather_time, local_length, reduce_scatter_time, time_of
 
 
 class VocabularyParallelEmbedding(SplitLayer):
@@ -83,12 +83,8 @@ class VocabularyParallelEmbedding(SplitLayer):
         With ``sequence_parallel`` it is (T / t, ..., width) for (T, ...), if t divides T.
         """
         if self.sequence_parallel:
-            if not input_shape:
-                raise ValueError(
-                    "VocabularyParallelEmbedding with sequence_parallel needs samples of shape "
-                    "(time, ...), got ()"
-                )
-            input_shape = (local_length(self.backend, input_shape[0]), *input_shape[1:])
+            time = time_of("VocabularyParallelEmbedding with sequence_parallel", input_shape)
+            input_shape = (local_length(self.backend, time), *input_shape[1:])
         return super().output_shape(input_shape)
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:

@@ -220,20 +220,16 @@ class _OptimizerView:
     def restored(self, metadata: Mapping[str, Any]) -> None:
         """Do nothing, because `finish` restores the optimizer."""
 
-    def _keys(self) -> list[str]:
-        """Return the names of states that have a value for each element of a parameter."""
-        return list(
-            dict.fromkeys(
-                key
-                for part in self._parts
-                for key, value in self._optimizer.state.get(part.tensor, {}).items()
-                if is_elementwise(key, value, part.tensor.shape, self._of_numbers)
-            )
-        )
-
     def arrays_to_write(self) -> checkpoint.Pieces:
-        arrays = {key: list(self._written(key)) for key in self._keys()}
-        return {self._prefix + key: self._owner.placement.cut(a) for key, a in arrays.items()}
+        # States that have a value for each element of a parameter.
+        keys = dict.fromkeys(
+            key
+            for part in self._parts
+            for key, value in self._optimizer.state.get(part.tensor, {}).items()
+            if is_elementwise(key, value, part.tensor.shape, self._of_numbers)
+        )
+        cut = self._owner.placement.cut
+        return {self._prefix + key: cut(list(self._written(key))) for key in keys}
 
     def _written(self, key: str) -> Iterator[tuple[int, Array]]:
         """Yield start and values of this rank's parts of a state; zeros if a parameter has none."""

@@ -34,7 +34,7 @@ from mpishard.models.wrapper.wrapping import (
 )
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.observe.trace import span, step_span
-from mpishard.sharding import ParameterEntry, Placement, Unit, owned_pieces
+from mpishard.sharding import Placement, owned_pieces
 from mpishard.torch.backward import BackwardPasses
 from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
 from mpishard.torch.parameters import (
@@ -113,7 +113,11 @@ class ShardedModule(Uncopied):
         reuse_freed_memory()
         self.ledger = MemoryLedger()
         # No gradient is allocated for a unit that trains nothing, and none is reduced.
-        frozen = [u.index for u in self.units if not any(e.trainable for e in self._inside(u))]
+        frozen = [
+            unit.index
+            for unit in self.units
+            if not any(entry.trainable for entry in unit.entries_of(self.entries))
+        ]
         self.layout = StoreLayout(
             self.units, frozenset(), self.placed.dtype, backend, self.ledger,
             frozen=frozenset(frozen),
@@ -131,9 +135,6 @@ class ShardedModule(Uncopied):
         )
         # The stack has the open span of the present step, which a trace shows.
         self._step, self._updates = ExitStack(), 0
-
-    def _inside(self, unit: Unit) -> list[ParameterEntry]:
-        return unit.entries_of(self.entries)
 
     def _require_same_on_all_ranks(self, precision: str | None) -> None:
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
@@ -168,7 +169,7 @@ class ShardedModule(Uncopied):
                     'torch.jit needs parameters that stay in memory, and strategy="fsdp" gathers '
                     'them here, because not all ranks share memory; use strategy="zero2"'
                 )
-            names = [self._inside(unit)[0].name for unit in self.units]
+            names = [unit.entries_of(self.entries)[0].name for unit in self.units]
             self.gathered = GatheredUnits(self.parameters.computed, names)
             for inner in module.modules():
                 inner.register_state_dict_post_hook(give_whole_tensors)
@@ -187,14 +188,17 @@ class ShardedModule(Uncopied):
         return ReplicatedGradients(self.layout, slots[0] if slots else None)
 
     def _place(self) -> None:
-        """Make the parameters views of the store, or of the units that are gathered from it."""
+        """Make the parameters views of the store, or of the units that are gathered from it.
+
+        Each also gets this rank's part of it and, if it is trained, a hook for its gradient.
+        """
         gathered, placed = self.gathered, self.placed
         whole = owned_pieces(self.units, 1, 0)
         vectors = [] if gathered is not None else self.parameters.computed.owned(whole)
         numbered = iter(range(len(self.entries)))
         for unit in self.units:
             full = gathered.tensor(unit.index) if gathered else tensor_of(vectors[unit.index])
-            for entry, index in zip(self._inside(unit), numbered, strict=False):
+            for entry, index in zip(unit.entries_of(self.entries), numbered, strict=False):
                 placed.place(index, full[entry.start - unit.start : entry.stop - unit.start])
                 parameter = placed.parameters[index]
                 if gathered is not None:
@@ -204,24 +208,18 @@ class ShardedModule(Uncopied):
                     parameter._units = gathered, unit.index
                 else:
                     parameter.__class__ = SharedParameter
-                parameter._part = self._make_part(index, unit)
-                parameter._part.note_version()
+                part = parameter._part = Part(self, index, entry, unit, parameter)
+                part.note_version()
+                (own,) = self.parameters.owned([part.piece])
+                shape = own.shape if self.shards_state else entry.shape
+                part.tensor = torch.nn.Parameter(torch.from_numpy(own).view(shape), entry.trainable)
+                if entry.trainable:
+                    native_gradient.__set__(parameter, None)
+                    hook = functools.partial(_receive, weakref.ref(self), len(self.parts))
+                    parameter.register_post_accumulate_grad_hook(hook)
+                    self.parts.append(part)
         if gathered is not None:
             gathered.forget()
-
-    def _make_part(self, index: int, unit: Unit) -> Part:
-        """Return this rank's part of a parameter, and add a hook to the parameter if trained."""
-        entry, parameter = self.entries[index], self.placed.parameters[index]
-        part = Part(self, index, entry, unit, parameter)
-        (own,) = self.parameters.owned([part.piece])
-        shape = entry.shape if not self.shards_state else own.shape
-        part.tensor = torch.nn.Parameter(torch.from_numpy(own).view(shape), entry.trainable)
-        if entry.trainable:
-            native_gradient.__set__(parameter, None)
-            hook = functools.partial(_receive, weakref.ref(self), len(self.parts))
-            parameter.register_post_accumulate_grad_hook(hook)
-            self.parts.append(part)
-        return part
 
     def change(self, tensor: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Change a parameter, or its values, by a method that every rank calls.

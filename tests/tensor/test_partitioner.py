@@ -8,7 +8,7 @@ import pytest
 from mpishard import nn
 from mpishard.nn.layers.initializers import parameter_generator
 from mpishard.nn.layers.layer import Context, Layer, ParameterSpec
-from mpishard.nn.models.gpt import gpt_chain
+from mpishard.nn.models.gpt import GPT
 from mpishard.sharding import ParameterTable
 from mpishard.tensor import (
     ColumnParallelLinear,
@@ -69,7 +69,7 @@ class Doubling(nn.Sequential):
 
 def gpt(heads=3, **options):
     sizes = {"vocabulary_size": 13, "context_length": TIME + 2, "width": 6, "layers": 2}
-    return gpt_chain(heads=heads, **sizes, **options)
+    return GPT(heads=heads, **sizes, **options).chain
 
 
 def convolutions():
@@ -389,9 +389,9 @@ def test_a_pipeline_stage_is_split_as_in_the_whole_model(backend):
 
 @in_worlds(2)
 def test_the_log_says_what_was_done_with_each_layer_and_why(backend):
-    chain = gpt_chain(
+    chain = GPT(
         vocabulary_size=13, context_length=TIME, width=6, heads=3, layers=1, dropout=0.1
-    )
+    ).chain
     partition = partition_chain(chain.children, backend, split_output=True)
     here = {0: (7, 4, 2, 12), 1: (6, 2, 1, 12)}[backend.rank]
     rows, width, heads, hidden = here
@@ -489,7 +489,7 @@ def test_a_wide_last_layer_is_left_split_and_a_narrow_one_pairs(backend):
 @in_worlds(2, 3)
 def test_the_partitioner_counts_and_estimates(backend):
     partitioner = TensorParallelLayerPartitioner(backend)
-    chain = gpt_chain(vocabulary_size=48, context_length=8, width=24, heads=6, layers=2)
+    chain = GPT(vocabulary_size=48, context_length=8, width=24, heads=6, layers=2).chain
     partition = partitioner.partition(chain.children, split_output=True)
     assert partitioner.log == partition.log
     counts = {kind: count for kind, count in partitioner.counts.items() if count}

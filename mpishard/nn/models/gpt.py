@@ -47,6 +47,10 @@ class GPT(Model):
     of shape (B, T, vocabulary_size). Targets are integers of shape (B, T); -1 is ignored. The loss
     is `CrossEntropy`.
 
+    The layers are ``embedding``, ``position``, for each block ``block<i>_attention`` and
+    ``block<i>_mlp``, then ``norm`` and ``head``. With dropout, a layer ``dropout`` follows
+    ``position``, and ends each residual branch.
+
     Parameters
     ----------
     vocabulary_size : int
@@ -102,15 +106,45 @@ class GPT(Model):
         kv_heads: int | None = None,
         initial_std: float = 0.02,
     ) -> None:
-        chain = gpt_chain(
-            vocabulary_size, context_length, width, heads, layers, tied_embeddings, dropout,
-            kv_heads, initial_std,
-        )  # fmt: skip
+        sizes = {
+            "vocabulary_size": vocabulary_size,
+            "context_length": context_length,
+            "width": width,
+            "heads": heads,
+            "kv_heads": heads if kv_heads is None else kv_heads,
+        }
+        if not all(is_size(size) for size in sizes.values()) or not is_size(layers, least=0):
+            raise ValueError(
+                f"a GPT needs integer sizes >= 1 and an integer layers >= 0, got {sizes}, {layers=}"
+            )
+        groups = sizes["kv_heads"]
+        check_divides("heads", heads, "width", width)
+        check_divides("kv_heads", groups, "heads", heads)
+        initial_std = as_positive("initial_std", initial_std)
+        usual = normal(initial_std)
+        # 2 L branches add to one sum. Their weights are smaller by the root of their number, so
+        # that the variance of the sum does not grow with L (GPT-2, section 2.3).
+        ends_branch = normal(initial_std / math.sqrt(2 * layers)) if layers else usual
+        chain: dict[str, Layer] = {
+            "embedding": Embedding(vocabulary_size, width, usual),
+            "position": PositionalEmbedding(context_length, width, usual),
+        }
+        drop: dict[str, Layer] = {}
+        if as_number("dropout", dropout):
+            drop["dropout"] = Dropout(dropout)
+        chain |= drop
+        for i in range(layers):
+            attention, mlp = _block(width, heads, groups, usual, ends_branch)
+            chain[f"block{i}_attention"] = Residual(attention | drop)
+            chain[f"block{i}_mlp"] = Residual(mlp | drop)
+        chain["norm"] = LayerNorm(width)
+        tied_to = "embedding.weight" if as_flag("tied_embeddings", tied_embeddings) else None
+        chain["head"] = Linear(width, vocabulary_size, False, usual, tied_to)
         self.vocabulary_size = vocabulary_size
         self.context_length = context_length
         super().__init__(
-            chain, CrossEntropy(), input_shape=(context_length,), seed=seed, dtype=dtype,
-            device=device,
+            Sequential(chain), CrossEntropy(), input_shape=(context_length,), seed=seed,
+            dtype=dtype, device=device,
         )  # fmt: skip
 
     def generate(
@@ -171,58 +205,6 @@ class GPT(Model):
         views = self._table.nested_views(self._parameters())
         context = Context(training=False, cache=cache)
         return self.chain.forward(views, self._device.put(tokens), context)[0][:, -1]
-
-
-def gpt_chain(
-    vocabulary_size: int,
-    context_length: int,
-    width: int,
-    heads: int,
-    layers: int,
-    tied_embeddings: bool = False,
-    dropout: float = 0.0,
-    kv_heads: int | None = None,
-    initial_std: float = 0.02,
-) -> Sequential:
-    """Return the layers of a `GPT`.
-
-    They are ``embedding``, ``position``, for each block ``block<i>_attention`` and
-    ``block<i>_mlp``, then ``norm`` and ``head``. With dropout, a layer ``dropout`` follows
-    ``position``, and ends each residual branch. Parameters and errors are those of `GPT`.
-    """
-    sizes = {
-        "vocabulary_size": vocabulary_size,
-        "context_length": context_length,
-        "width": width,
-        "heads": heads,
-        "kv_heads": heads if kv_heads is None else kv_heads,
-    }
-    if not all(is_size(size) for size in sizes.values()) or not is_size(layers, least=0):
-        raise ValueError(
-            f"a GPT needs integer sizes >= 1 and an integer layers >= 0, got {sizes}, {layers=}"
-        )
-    groups = sizes["kv_heads"]
-    check_divides("heads", heads, "width", width)
-    check_divides("kv_heads", groups, "heads", heads)
-    initial_std = as_positive("initial_std", initial_std)
-    usual = normal(initial_std)
-    # 2 L branches add to one sum. Their weights are smaller by the root of their number, so that
-    # the variance of the sum does not grow with L (GPT-2, section 2.3).
-    ends_branch = normal(initial_std / math.sqrt(2 * layers)) if layers else usual
-    chain: dict[str, Layer] = {
-        "embedding": Embedding(vocabulary_size, width, usual),
-        "position": PositionalEmbedding(context_length, width, usual),
-    }
-    drop: dict[str, Layer] = {"dropout": Dropout(dropout)} if as_number("dropout", dropout) else {}
-    chain |= drop
-    for i in range(layers):
-        attention, mlp = _block(width, heads, groups, usual, ends_branch)
-        chain[f"block{i}_attention"] = Residual(attention | drop)
-        chain[f"block{i}_mlp"] = Residual(mlp | drop)
-    chain["norm"] = LayerNorm(width)
-    tied_to = "embedding.weight" if as_flag("tied_embeddings", tied_embeddings) else None
-    chain["head"] = Linear(width, vocabulary_size, False, usual, tied_to)
-    return Sequential(chain)
 
 
 def _block(

@@ -95,6 +95,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         # A model on the host also takes inputs on a GPU.
         self._put = self._device.put if self._device.is_gpu else to_host
         self.chain = chain
+        self._takes_integers = chain.takes_integers
         self._features = dict(_feature_layers(chain))
         self.seed = seed
         self._loss = loss
@@ -345,7 +346,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
     def as_input(self, x: Array) -> Array:
         self.check_input(x)
         x = self._put(x)
-        return x if self.chain.takes_integers else x.astype(self._dtype, copy=False)
+        return x if self._takes_integers else x.astype(self._dtype, copy=False)
 
     def _prediction_shape(self, x: Array) -> tuple[int, ...]:
         return (*x.shape[:1], *self.chain.output_shape(x.shape[1:]))
