@@ -15,7 +15,7 @@ from rich.text import Text
 _BAR = 28
 
 
-class LiveLine:
+class LiveLine(Live):
     """A progress bar with the step and a text; see `Progress`.
 
     Parameters
@@ -30,14 +30,13 @@ class LiveLine:
 
     def __init__(self, stream: TextIO, total_steps: float, columns: int | None) -> None:
         self._total = total_steps
-        self._console = _PatientConsole(
-            file=stream, force_terminal=True, force_jupyter=False, width=columns
-        )
         # Other output must be printed above the line. rich can redirect only sys.stdout and
         # sys.stderr, which is right only if the line is drawn on sys.stdout.
         is_standard = stream is sys.stdout
-        self._live = Live(
-            console=self._console,
+        super().__init__(
+            console=_PatientConsole(
+                file=stream, force_terminal=True, force_jupyter=False, width=columns
+            ),
             auto_refresh=False,
             redirect_stdout=is_standard,
             redirect_stderr=is_standard and sys.stderr.isatty(),
@@ -46,33 +45,25 @@ class LiveLine:
     @property
     def can_draw(self) -> bool:
         """Whether the terminal can draw over a line."""
-        return not self._console.is_dumb_terminal
-
-    def start(self) -> None:
-        """Begin to draw on the terminal."""
-        self._live.start()
+        return not self.console.is_dumb_terminal
 
     def show(self, position: str, step: int, words: str) -> None:
         """Draw the line anew: ``position``, the bar at ``step``, and ``words``."""
         left, right = Text(position), Text(words)
-        width = self._console.width
+        width = self.console.width
         space = width - left.cell_len - right.cell_len - 5
         if space < _BAR // 3 or self._total == math.inf:  # no room for a bar, or no known end
             line = Text("  ").join([left, right])
             line.truncate(max(1, width - 1), overflow="crop")
             line.no_wrap = True
-            self._live.update(line, refresh=True)
+            self.update(line, refresh=True)
             return
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)
         grid.add_column(width=min(_BAR, space))
         grid.add_column(no_wrap=True)
         grid.add_row(left, ProgressBar(total=self._total, completed=step), right)
-        self._live.update(grid, refresh=True)
-
-    def stop(self) -> None:
-        """Stop drawing; the line stays as it is."""
-        self._live.stop()
+        self.update(grid, refresh=True)
 
 
 class _PatientConsole(Console):

@@ -108,11 +108,9 @@ class _Run:
 
     def _take(self, step: Step) -> None:
         backend = self._groups[step.group]
-        is_spoiled = self._spoiled is not None and step.number == self._spoiled.step.number
-        if is_spoiled:
-            assert self._spoiled is not None
-            own = self._spoiled.step if backend.rank == self._spoiled.rank else step
-            self._refused(backend, own)
+        spoiled = self._spoiled
+        if spoiled is not None and step.number == spoiled.step.number:
+            self._refused(backend, spoiled.step if backend.rank == spoiled.rank else step)
         elif step.method == "split":
             child = backend.split(step.colors[backend.rank], step.keys[backend.rank])
             self._good += 1

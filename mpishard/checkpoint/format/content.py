@@ -160,7 +160,8 @@ Form = Kind | list[Any] | tuple[Any, ...] | dict[str, Any]
 """Form of a JSON value.
 
 It is a `Kind`; ``[form]``, a list of values of this form; ``(form, form)``, a list of two values;
-or ``{"a": form, "b?": form}``, an object that must have the key a, and may have the key b.
+``{"a": form, "b?": form}``, an object that must have the key a, and may have the key b; or
+``{"*": form}``, an object with any keys and values of this form.
 """
 
 
@@ -180,7 +181,7 @@ def require_form(value: Any, form: Form, key: str) -> None:
             raise ValueError(f"{key} must be {form.name}, got {_shortened(value)}")
     elif isinstance(form, dict):
         require_form(value, OBJECT, key)
-        for name, inner in form.items():
+        for name, inner in (dict.fromkeys(value, form["*"]) if "*" in form else form).items():
             plain = name.removesuffix("?")
             if plain in value:
                 require_form(value[plain], inner, f"{key}.{plain}")

@@ -301,7 +301,13 @@ class Manifest:
             TypeError,
             ValueError,
         ) as error:
-            raise CheckpointError(f"it is malformed: {_reason(document, error)}") from None
+            reason = f"{type(error).__name__}: {error}"
+            try:
+                # If there is a key whose value has another form, the reason names it.
+                require_form(document, {"crc32": COUNT, "content": _CONTENT}, "manifest")
+            except ValueError as malformed:
+                reason = str(malformed)
+            raise CheckpointError(f"it is malformed: {reason}") from None
         if manifest.length != length:
             raise CheckpointError(
                 f"its parameters have {manifest.length} elements, and it says {length}"
@@ -347,29 +353,10 @@ _CONTENT = {
     "dtype": TEXT,
     "length": COUNT,
     PARAMETERS: [{"name": TEXT, "shape": [COUNT], "start": COUNT}],
-    "arrays": OBJECT,
-    "files": OBJECT,
+    "arrays": {"*": {"dtype": TEXT, "pieces": [_PIECE]}},
+    "files": {"*": {"bytes": COUNT, "crc32": [COUNT]}},
     "metadata": OBJECT,
 }
-
-
-def _reason(document: Any, error: Exception) -> str:
-    """Return the reason why a document is not a manifest.
-
-    If there is a key whose value has another form, the reason names it.
-    """
-    try:
-        require_form(document, {"crc32": COUNT, "content": _CONTENT}, "manifest")
-        content = document["content"]
-        for kind, record in content["arrays"].items():
-            form = {"dtype": TEXT, "pieces": [_PIECE]}
-            require_form(record, form, f"manifest.content.arrays.{kind}")
-        for name, file in content["files"].items():
-            form = {"bytes": COUNT, "crc32": [COUNT]}
-            require_form(file, form, f"manifest.content.files.{name}")
-    except ValueError as malformed:
-        return str(malformed)
-    return f"{type(error).__name__}: {error}"
 
 
 def _check_shape(entry: ParameterEntry) -> None:

@@ -270,20 +270,17 @@ class RankFile:
 
     def __init__(self, rank: int, pieces: Mapping[str, Sequence[tuple[Region, Tensor]]]) -> None:
         self.name = file_name(rank)
-        self._kinds = {
-            kind: [(tensor_key(kind, region), region) for region, _ in given]
-            for kind, given in pieces.items()
-        }
+        self._kinds: dict[str, list[tuple[str, Region]]] = {}
         tensors: dict[str, Tensor] = {}
         for kind, given in pieces.items():
-            for (key, region), (_, array) in zip(self._kinds[kind], given, strict=True):
+            own = self._kinds[kind] = []
+            for region, tensor in given:
+                key = tensor_key(kind, region)
                 if key in tensors:
                     raise ValueError(f"{kind}: {region} is given twice")
-                tensors[key] = array
-        self._dtypes = {
-            kind: sorted({array.dtype for _, array in given}, key=str)
-            for kind, given in pieces.items()
-        }
+                tensors[key] = tensor
+                own.append((key, region))
+        self._tensors = tensors
         self.is_empty = not tensors
         """True if the rank has nothing to write."""
         # Small pieces come first, side by side. Several ranks read small pieces from each other's
@@ -305,14 +302,11 @@ class RankFile:
             self._file.write(directory / self.name, check)
 
     def record(self) -> dict[str, Any]:
-        """Return the record of the written file for `mpishard.checkpoint.format.manifest.assemble`.
-
-        It can be encoded as JSON.
-        """
+        """Return the record of the written file for the manifest, which JSON can represent."""
         offsets = self._file.offsets
         kinds = {
             kind: {
-                "dtypes": [dtype.name for dtype in self._dtypes[kind]],
+                "dtypes": [dtype.name for dtype in {self._tensors[key].dtype for key, _ in given}],
                 "pieces": [
                     [offsets[key], region.name, region.box, region.start, region.stop]
                     for key, region in given
