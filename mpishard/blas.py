@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mpishard import settings
 
-_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}  # of OpenBLAS's AVX-512 kernels
 _AVX2_KERNELS = ("Haswell", "Zen")
 _ZEN_3_AND_4 = 25
 
@@ -45,13 +45,8 @@ class Processor:
         )
 
     @property
-    def has_avx512(self) -> bool:
-        """Whether it has the instructions of OpenBLAS's AVX-512 kernels."""
-        return self.flags >= _AVX512
-
-    @property
     def splits_avx512(self) -> bool:
-        """Whether it runs these in two halves, as Zen 4 does, so that they gain nothing."""
+        """Whether it runs AVX-512 in two halves, as Zen 4 does, so that it gains nothing."""
         return self.vendor == "AuthenticAMD" and self.family == _ZEN_3_AND_4
 
 
@@ -70,7 +65,7 @@ def better_kernel(loaded: str | None, processor: Processor | None = None) -> str
         The processor. Default: that of this machine.
     """
     processor = processor or Processor.of_this_machine()
-    if settings.openblas_kernel_is_set() or loaded is None or not processor.has_avx512:
+    if settings.openblas_kernel_is_set() or loaded is None or not processor.flags >= _AVX512:
         return None
     if processor.splits_avx512:
         return None if loaded in _AVX2_KERNELS else "Haswell"

@@ -9,8 +9,7 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -62,30 +61,25 @@ def compile_loop(
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     if sums_in_lanes:
         options["fastmath"] = {"reassoc"}
-    run: Callable[..., None]
-    with _says_that_it_compiles():
-        try:
-            run = numba.njit(signature, cache=True, **options)(function)
-        except (OSError, RuntimeError) as error:  # no folder to write to, or it is full
-            _log.info("%s is compiled anew in each process: %s", loop.__name__, error)
-            run = numba.njit(signature, **options)(function)
-    return run
-
-
-@contextmanager
-def _says_that_it_compiles() -> Iterator[None]:
-    """Log why the first step is slow, if numba finds no code in its cache; once in a process."""
     events = importlib.import_module("numba.core.event")
 
     class Compiles(events.Listener):  # type: ignore[name-defined, misc]
+        """Logs why the first step is slow, if numba finds no code in its cache."""
+
         def on_start(self, event: Any) -> None:
             _say_that_it_compiles()
 
         def on_end(self, event: Any) -> None:
             pass
 
+    run: Callable[..., None]
     with events.install_listener("numba:compile", Compiles()):
-        yield
+        try:
+            run = numba.njit(signature, cache=True, **options)(function)
+        except (OSError, RuntimeError) as error:  # no folder to write to, or it is full
+            _log.info("%s is compiled anew in each process: %s", loop.__name__, error)
+            run = numba.njit(signature, **options)(function)
+    return run
 
 
 @functools.cache

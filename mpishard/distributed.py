@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, Self, TypeVar, overload
 
-from mpishard import models, optimizers
+from mpishard import models, optimizers, settings
 from mpishard.arguments import adapter_hint, as_count, nearest
 from mpishard.communication import CommunicationBackend, init, run_in_threads
 from mpishard.communication.failure.report import OnFailure, check_on_failure
@@ -422,7 +422,8 @@ def launch(
     backend : {"auto", "mpi", "memory"}
         "auto" is MPI if a launcher started the process, and threads otherwise.
     world_size : int, optional
-        Number of thread-ranks, default 1. A launcher's number of ranks overrides it.
+        Number of thread-ranks, default 1. A launcher's number of ranks overrides it. They wait
+        for each other for 30 seconds, or as long as MPISHARD_TIMEOUT says.
     on_failure : {"abort", "shrink"}
         The fate of the other ranks if one is killed, or raises an error that nobody catches. With
         "abort" the job ends. With "shrink" they raise `PeerError`, and ``main`` begins again, in
@@ -463,10 +464,11 @@ def launch(
         own = init("mpi", on_failure=on_failure)
         return main(own, *args) if on_failure == "abort" else _go_on(own, main, args)[1]
     refuse_worlds_of_one()
+    timeout = settings.thread_timeout()
     if on_failure == "abort":
-        return run_in_threads(world_size or 1, main, *args)[0]
+        return run_in_threads(world_size or 1, main, *args, timeout=timeout)[0]
     ends: Sequence[tuple[int, T] | None] = run_in_threads(
-        world_size or 1, _go_on, main, args, on_failure="shrink"
+        world_size or 1, _go_on, main, args, timeout=timeout, on_failure="shrink"
     )
     return dict(end for end in ends if end is not None)[0]
 

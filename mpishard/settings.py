@@ -142,11 +142,6 @@ def rank_process() -> str:
     return os.environ.get("MPISHARD_RANK_PROCESS", "")
 
 
-def write_rank_process(text: str) -> None:
-    """Set MPISHARD_RANK_PROCESS, for the processes that this one starts."""
-    write("MPISHARD_RANK_PROCESS", text)
-
-
 def is_slurm_step() -> bool:
     """Return whether srun started this process."""
     return "SLURM_STEP_NUM_TASKS" in os.environ
@@ -254,6 +249,11 @@ def alike() -> dict[str, str]:
 def mpi_timeout() -> float:
     """MPISHARD_TIMEOUT: seconds that an MPI rank waits for the others; 0 means no limit."""
     return _seconds("MPISHARD_TIMEOUT", 300.0)
+
+
+def thread_timeout() -> float:
+    """MPISHARD_TIMEOUT: the same for the thread-ranks of `launch`; default `MEMORY_TIMEOUT`."""
+    return _seconds("MPISHARD_TIMEOUT", MEMORY_TIMEOUT)
 
 
 def mpi_warning() -> float:

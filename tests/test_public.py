@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -258,6 +259,18 @@ def test_launch_on_threads(monkeypatch):
         ms.launch(print, world_size=0)
     with pytest.raises(ValueError, match="got 'nccl'"):
         ms.launch(print, backend="nccl")
+
+
+def test_thread_ranks_of_launch_wait_as_long_as_the_variable_says(monkeypatch):
+    monkeypatch.setenv("MPISHARD_TIMEOUT", "0.2")
+
+    def main(backend):
+        time.sleep(0.8 * backend.rank)
+        backend.barrier()
+
+    for on_failure in ("abort", "shrink"):
+        with pytest.raises(ms.errors.CollectiveTimeoutError, match=r"waited 0\.2 s"):
+            ms.launch(main, world_size=2, on_failure=on_failure)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,10 @@ class JaxModel(TreeModel):
     ) -> None:
         super().place_parameters(arrays, holder, ranks)
         allowed = settings.xla_threads()
-        names = [_text(task / "comm") for task in Path("/proc/self/task").glob("*")]
+        names = []
+        for task in Path("/proc/self/task").glob("*"):
+            with suppress(OSError):  # The thread has just ended.
+                names.append((task / "comm").read_text().strip())
         # XLA gives this name to the threads of its pool.
         threads = names.count("tf_XLAEigen")
         if allowed is not None and threads > allowed:
@@ -217,10 +221,3 @@ class JaxModel(TreeModel):
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with its result copied to a NumPy array, which is writable."""
     return lambda *arguments: np.array(function(*arguments))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # The thread has just ended.
-        return ""

@@ -365,14 +365,11 @@ def _tensor(array: Array, dtype: np.dtype[Any]) -> Any:
 
 
 def _check_array(name: str, array: Any) -> None:
-    if isinstance(array, Samples):
-        for leaf in array.leaves():
-            _check_array(name, leaf)
-        return
-    require_plain(array)
-    if not isinstance(array, np.ndarray) or array.ndim == 0 or array.dtype.kind not in "fiub":
-        shown = getattr(array, "dtype", type(array).__name__)
-        raise TypeError(
-            f"{name} must be a NumPy array of samples: floats, integers or bools; got {shown}; "
-            "mpishard.data.Samples holds several"
-        )
+    for leaf in array.leaves() if isinstance(array, Samples) else [array]:
+        require_plain(leaf)
+        if not isinstance(leaf, np.ndarray) or leaf.ndim == 0 or leaf.dtype.kind not in "fiub":
+            shown = getattr(leaf, "dtype", type(leaf).__name__)
+            raise TypeError(
+                f"{name} must be a NumPy array of samples: floats, integers or bools; got {shown}; "
+                "mpishard.data.Samples holds several"
+            )

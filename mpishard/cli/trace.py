@@ -15,7 +15,7 @@ from mpishard.cli.run.command import (
     RanksOption,
     ScriptArgument,
 )
-from mpishard.cli.run.job import prepare_job
+from mpishard.cli.run.job import Job
 from mpishard.cli.tables import figures_table, show
 from mpishard.cli.wording import bytes_text, counted, given_path, milliseconds, refusing
 from mpishard.observe import JobTrace, TraceSummary, merge_traces, open_trace, summarize_trace
@@ -46,7 +46,7 @@ def run(
     """
     made = given_path("trace run", "--output", output)
     folder = made.absolute()
-    job = prepare_job(
+    job = Job(
         "trace run",
         [script, *context.args],
         ranks,

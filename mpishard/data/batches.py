@@ -114,13 +114,12 @@ class Batches:
             for step in self._steps:
                 yield from self._read(range(step, step + 1))
             return
-        windows = self._windows()
-        first = next(windows, None)
-        self._ahead = None if first is None else self._thread.submit(self._read, first)
+        thread = self._thread
+        reads = (thread.submit(self._read, window) for window in self._windows())  # begun by next()
+        self._ahead = next(reads, None)
         while self._ahead is not None:
             batches = self._ahead.result()
-            following = next(windows, None)
-            self._ahead = None if following is None else self._thread.submit(self._read, following)
+            self._ahead = next(reads, None)
             # A batch is dropped from the list, so that the caller's reference is the only one.
             while batches:
                 yield batches.pop(0)

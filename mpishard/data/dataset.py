@@ -234,11 +234,8 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
         return np.asarray(dataset[indices])
     if isinstance(dataset, Samples):
         return dataset[indices]
-    xp = namespace_of(dataset)
-    return _take_sorted(dataset, indices) if xp is None else dataset[xp.asarray(indices)]
-
-
-def _take_sorted(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> Array:
+    if (xp := namespace_of(dataset)) is not None:
+        return dataset[xp.asarray(indices)]
     if indices.size == 0:  # h5py has no empty selection by integers
         empty = dataset[np.zeros(1, np.int64)][:0] if count_samples(dataset) else dataset[:0]
         return _as_array(empty)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -64,21 +63,16 @@ def _compile(loop: Callable[..., None], dtype: np.dtype[Any]) -> Callable[..., N
     read, write = (_load_bits, _store_bits) if is_narrow else (_load, _store)
     inner = {"exp": numba.njit(_exp), "load": numba.njit(read), "store": numba.njit(write)}
     kinds = {"narrow": numba.uint16 if is_narrow else numba.float32, "wide": numba.float32}
-    arguments = [_type(numba, kind, kinds) for kind in _SIGNATURES[loop.__name__].split()]
+    arguments = []
+    for kind in _SIGNATURES[loop.__name__].split():
+        if kind in ("float", "int"):
+            arguments.append(numba.float32 if kind == "float" else numba.int64)
+        else:
+            name, dims = kind.rstrip("=")[:-1], int(kind.rstrip("=")[-1])
+            is_read = not kind.endswith("=")
+            arguments.append(numba.types.Array(kinds[name], dims, "C", readonly=is_read))
     variant = "bfloat16" if is_narrow else "float32"
     return compile_loop(loop, numba.void(*arguments), variant, sums_in_lanes=True, **inner)
-
-
-def _type(numba: ModuleType, kind: str, kinds: dict[str, Any]) -> Any:
-    """Return the numba type of an argument of `_SIGNATURES`.
-
-    ``narrow2=`` is a 2-D array of the layer's dtype (``wide2=``: of float32), which is written.
-    Without ``=`` it is read only.
-    """
-    if kind in ("float", "int"):
-        return numba.float32 if kind == "float" else numba.int64
-    name, dims = kind.rstrip("=")[:-1], int(kind.rstrip("=")[-1])
-    return numba.types.Array(kinds[name], dims, "C", readonly=not kind.endswith("="))
 
 
 # ---------------------------------------------------------------- one element, inside the loops
@@ -119,6 +113,8 @@ def _exp(x: Any) -> Any:
 
 load, store, exp = _load, _store, _exp  # `compile_loop` replaces these by compiled functions.
 
+# Types of the arguments. ``narrow2=`` is a 2-D array of the layer's dtype (``wide2=``: of float32),
+# which is written. Without ``=`` it is only read.
 _SIGNATURES = {
     "add": "narrow1= narrow1",
     "gelu": "narrow1 narrow1= narrow1=",

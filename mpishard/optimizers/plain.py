@@ -217,6 +217,7 @@ class PlainTraining:
         state, document = tensors_and_document(data, _KEY, "an optimizer's ")
         if document["rule"] != type(rule).__name__:
             raise ValueError(f"these bytes are of {document['rule']}, not of {type(rule).__name__}")
+        steps, segments = document["steps"], tuple(Segment(*s) for s in document["segments"])
         settings = {name: _decoded(value) for name, value in document["settings"].items()}
         if settings.keys() != rule.get_options().keys():
             raise ValueError(
@@ -231,8 +232,7 @@ class PlainTraining:
             vars(rule).update(held)
             raise
         self.reset()
-        self._state, self.steps = state, document["steps"]
-        self._segments = tuple(Segment(*values) for values in document["segments"])
+        self._state, self._segments, self.steps = state, segments, steps
 
     def _refuse_sharded(self, model: Any) -> None:
         # The rule would update with each rank's own gradient instead of all ranks' gradient.

@@ -232,15 +232,7 @@ def run_clock(
     """
     times = StageTimes() if times is None else times
     require_type("times", times, StageTimes)
-    stages = stages_of_ranks(schedule, num_stages)
-    orders = [schedule.get_schedule(r, num_stages, num_micro_batches) for r in range(num_stages)]
-    name = f"{schedule.name} with {num_stages} ranks and {num_micro_batches} micro-batches"
-    for rank, order in enumerate(orders):
-        try:
-            check_completeness(order, stages[rank], num_micro_batches)
-        except ValueError as error:
-            raise ValueError(f"{name}: rank {rank} {error}") from None
-    return _Clock(name, orders, stages, num_micro_batches, times).run()
+    return _Clock(schedule, num_stages, num_micro_batches, times).run()
 
 
 def bubble_fraction(ranks: Sequence[Sequence[TimedOperation]]) -> float:
@@ -258,17 +250,22 @@ class _Clock:
     """The operations of all ranks, the times at which they ended, and the ranks that wait."""
 
     def __init__(
-        self,
-        name: str,
-        orders: Sequence[Order],
-        stages: Sequence[Sequence[int]],
-        num_micro_batches: int,
+        self, schedule: IPipelineSchedule, num_stages: int, num_micro_batches: int,
         times: StageTimes,
-    ) -> None:
-        self._name = name
-        self._orders = orders
-        self._stages = stages
+    ) -> None:  # fmt: skip
+        self._stages = stages = stages_of_ranks(schedule, num_stages)
+        self._orders = orders = [
+            schedule.get_schedule(rank, num_stages, num_micro_batches) for rank in range(num_stages)
+        ]
         self._num_micro_batches = num_micro_batches
+        self._name = (
+            f"{schedule.name} with {num_stages} ranks and {num_micro_batches} micro-batches"
+        )
+        for rank, order in enumerate(orders):
+            try:
+                check_completeness(order, stages[rank], num_micro_batches)
+            except ValueError as error:
+                raise ValueError(f"{self._name}: rank {rank} {error}") from None
         count = sum(map(len, stages))
         self._last_stage = count - 1
         self._seconds = {kind: times.of_stages(kind, count) for kind in PipelineOperationType}

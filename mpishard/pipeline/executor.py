@@ -20,8 +20,8 @@ from mpishard.communication.contract.work import Transfer
 from mpishard.observe import span
 from mpishard.pipeline.clock import check_schedule
 from mpishard.pipeline.operations import (
-    BACKWARD,
     BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     FORWARD,
     Flow,
     IPipelineSchedule,
@@ -268,7 +268,12 @@ class _Run:
             operation = step.operation
             stage = self._global_stage[operation.virtual_stage_index]
             with span(operation.type, micro_batch=operation.micro_batch_index, stage=stage):
-                result = self._compute(step, given)
+                # Each method of a stage has the name of an operation.
+                compute = getattr(self._stage, operation.type)
+                inputs = () if operation.type is BACKWARD_WEIGHT else (given,)
+                place = operation.virtual_stage_index, operation.micro_batch_index
+                result: Array | None = compute(*place, *inputs)
+                del inputs
             ended = time.perf_counter()
             record.operations.append(OperationTimes(step.operation, begun, ready, ended))
             # Freed before the result travels, so that a rank holds one activation less at its peak.
@@ -294,18 +299,6 @@ class _Run:
         # A receive that stays posted could take a message of the next run.
         for transfer in self._coming.values():
             transfer.cancel()
-
-    def _compute(self, step: Step, given: Array | None) -> Array | None:
-        operation = step.operation
-        place = operation.virtual_stage_index, operation.micro_batch_index
-        if operation.type is FORWARD:
-            return self._stage.forward(*place, given)
-        if operation.type is BACKWARD:
-            return self._stage.backward(*place, given)
-        if operation.type is BACKWARD_INPUT:
-            return self._stage.backward_input(*place, given)
-        self._stage.backward_weight(*place)
-        return None
 
     # ---------------------------------------------------------------------------------- messages
 

@@ -181,20 +181,15 @@ class PipelinePlan:
 
 
 def _step(operation: PipelineOperation, stage: int, last: int) -> Step:
-    micro_batch = operation.micro_batch_index
-    if operation.type is FORWARD:
-        return Step(
-            operation,
-            Flow(False, stage, micro_batch) if stage > 0 else None,
-            Flow(False, stage + 1, micro_batch) if stage < last else None,
-        )
-    if operation.type in (BACKWARD, BACKWARD_INPUT):
-        return Step(
-            operation,
-            Flow(True, stage, micro_batch) if stage < last else None,
-            Flow(True, stage - 1, micro_batch) if stage > 0 else None,
-        )
-    return Step(operation, None, None)
+    if operation.type is BACKWARD_WEIGHT:
+        return Step(operation, None, None)
+    is_gradient, micro_batch = operation.type is not FORWARD, operation.micro_batch_index
+    first, then = (last, stage - 1) if is_gradient else (0, stage + 1)
+    return Step(
+        operation,
+        Flow(is_gradient, stage, micro_batch) if stage != first else None,
+        Flow(is_gradient, then, micro_batch) if 0 <= then <= last else None,
+    )
 
 
 def forward_orders(schedule: IPipelineSchedule, num_stages: int, micro_batches: int) -> list[Order]:
@@ -203,21 +198,16 @@ def forward_orders(schedule: IPipelineSchedule, num_stages: int, micro_batches: 
     Micro-batch m reaches global stage g at time m + g. So in each rank's order no operation waits
     for a later one, whatever the places of the stages.
     """
-    virtual = range(schedule.virtual_stages_per_rank)
-
-    def when(rank: int, operation: PipelineOperation) -> tuple[int, int]:
-        stage = schedule.global_stage(rank, operation.virtual_stage_index, num_stages)
+    orders: list[Order] = []
+    for rank in range(num_stages):
+        virtual = range(schedule.virtual_stages_per_rank)
+        stages = [schedule.global_stage(rank, v, num_stages) for v in virtual]
         # If two could run at the same time, the later stage is first: its micro-batch is older.
-        return operation.micro_batch_index + stage, -stage
-
-    return [
-        sorted(
-            (PipelineOperation(FORWARD, m, virtual_stage_index=v)
-             for m in range(micro_batches) for v in virtual),
-            key=lambda operation, rank=rank: when(rank, operation),  # type: ignore[misc]
+        rows = sorted(
+            (m + stages[v], -stages[v], m, v) for m in range(micro_batches) for v in virtual
         )
-        for rank in range(num_stages)
-    ]  # fmt: skip
+        orders.append([PipelineOperation(FORWARD, m, virtual_stage_index=v) for *_, m, v in rows])
+    return orders
 
 
 def most_saved(order: Order, virtual_stage: int) -> int:

@@ -11,16 +11,14 @@ from typing import Any, Self
 from mpishard.arguments import as_count, as_flag, as_integer, as_positive, require_attribute
 from mpishard.communication import CommunicationBackend
 
-_SHARED = (
-    "auto_sync_gradients", "minimum_parameter_group_size", "enable_gradient_compression",
-    "cpu_offload_optimizer", "cpu_offload_gradients", "cpu_offload_parameters", "gradient_leaves",
-    "check_collectives", "allow_nonfinite", "precision", "replica_size",
-)  # fmt: skip
-
 
 def shared_choices(config: ShardingConfiguration) -> dict[str, bool | int | str | None]:
-    """Return the choices that decide which collectives a rank calls: equal on all ranks."""
-    return {name: getattr(config, name) for name in _SHARED}
+    """Return the choices that decide which collectives a rank calls: equal on all ranks.
+
+    They are the keyword arguments: all choices but the backend and the learning rate.
+    """
+    names = inspect.getfullargspec(ShardingConfiguration.__init__).kwonlyargs
+    return {name: getattr(config, name) for name in names}
 
 
 def by_node(config: ShardingConfiguration) -> ShardingConfiguration:

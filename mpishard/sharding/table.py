@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 from mpishard.arguments import check_name
 from mpishard.arrays import Array
@@ -19,17 +19,6 @@ from mpishard.layout import ShardLayout
 
 _DENSE_WORLDS = 8  # up to it, every number of ranks reproduces
 _start, _stop = attrgetter("start"), attrgetter("stop")
-
-
-class _Spec(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def tied_to(self) -> str | None: ...
-
-    @property
-    def trainable(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +80,7 @@ class ParameterTable:
         Length of the flat vector.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, _Spec]]) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, Any]]) -> None:
         entries: dict[str, ParameterEntry] = {}
         ties: dict[str, tuple[str, tuple[int, ...]]] = {}
         start = 0

@@ -27,14 +27,9 @@ class Ask(NamedTuple):
     arguments: tuple[Any, ...] = ()
     options: dict[str, Any] = {}  # noqa: RUF012 - it is never changed
 
-    @property
-    def has_twin(self) -> bool:
-        """Whether the method has an ``_async`` twin."""
-        return self.method not in _WITHOUT_TWIN
-
     def make(self, backend: CommunicationBackend, *, twin: bool = False) -> Any:
         """Call the method, or issue its twin and wait; return the result."""
-        if twin and self.has_twin:
+        if twin and self.method not in _WITHOUT_TWIN:
             work = getattr(backend, f"{self.method}_async")(*self.arguments, **self.options)
             return work.wait()
         return getattr(backend, self.method)(*self.arguments, **self.options)

@@ -304,18 +304,6 @@ def _receive(owner: weakref.ref[ShardedModule], place: int, parameter: Any) -> N
     sharded.passes.receive(place, parameter)
 
 
-def check_precision(module: Any, precision: str | None) -> None:
-    """Refuse parameters that cannot be rounded, before anything is changed."""
-    if precision not in (None, "bfloat16"):
-        raise ValueError(f'precision must be None or "bfloat16", got {precision!r}')
-    odd = [name for name, p in module.named_parameters() if p.dtype != torch.float32]
-    if precision is not None and odd:
-        raise ValueError(
-            f'precision="bfloat16" rounds float32 parameters, and {odd[0]!r} of this '
-            f"{type(module).__name__} is {module.get_parameter(odd[0]).dtype}: use module.float()"
-        )
-
-
 def _round_inputs(_module: Any, arguments: Any, options: Any) -> Any:
     """Round floating-point inputs before a forward pass, as PyTorch does not mix dtypes."""
 
@@ -400,7 +388,14 @@ def shard(
         raise ValueError(f"strategy must be one of {', '.join(POLICIES)}, got {strategy!r}")
     if hasattr(module, "_orig_mod"):
         raise TypeError("shard() takes the module itself; call torch.compile() afterwards")
-    check_precision(module, precision)
+    if precision not in (None, "bfloat16"):
+        raise ValueError(f'precision must be None or "bfloat16", got {precision!r}')
+    odd = [name for name, p in module.named_parameters() if p.dtype != torch.float32]
+    if precision is not None and odd:
+        raise ValueError(
+            f'precision="bfloat16" rounds float32 parameters, and {odd[0]!r} of this '
+            f"{type(module).__name__} is {module.get_parameter(odd[0]).dtype}: use module.float()"
+        )
     minimum_unit_size = as_count("minimum_unit_size", minimum_unit_size)
     sharded = ShardedModule(module, strategy, backend, minimum_unit_size, precision)
     module.__dict__[_ATTRIBUTE] = sharded

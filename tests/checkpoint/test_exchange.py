@@ -147,6 +147,13 @@ def test_a_foreign_file_loads_into_a_model(strategy: str, tmp_path: Path) -> Non
         ms.nn.MLP([4, 7, 2]).load_model(path)
 
 
+def test_load_model_of_a_file_names_the_command_that_converts_it(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="a directory, which `mpishard checkpoint convert`"):
+        ms.nn.MLP([2, 1]).load_model(file)
+
+
 def test_bytes_of_a_model_are_a_file_and_a_file_is_its_bytes(tmp_path: Path) -> None:
     """Also what is saved beside the parameters: of a linear model its active features."""
     rng = np.random.default_rng(0)

@@ -28,7 +28,7 @@ from mpishard.cli.verify.job import (
     load_factory,
 )
 from mpishard.cli.verify.ranks import compare
-from mpishard.cli.verify.reference import RULES, require_fit, settle_schedules, train_alone
+from mpishard.cli.verify.reference import RULES, fitted, train_alone
 from mpishard.distributed import DistributedStrategy
 from mpishard.models.stores.parameter_store import MixedParameters
 from mpishard.testing.worlds import in_worlds
@@ -348,20 +348,20 @@ def test_what_a_mesh_is_called() -> None:
 def test_a_black_box_has_no_activations_to_compute_again() -> None:
     asked = job(2, {"--recompute": "full"}, strategy="tensor")
     with pytest.raises(TargetError, match="FunctionModel is a black box\nleave it out"):
-        require_fit(asked, RIGHT["function"](ALONE))
-    require_fit(asked, RIGHT["mlp"](ALONE))
-    require_fit(job(2), RIGHT["function"](ALONE))
+        fitted(asked, RIGHT["function"](ALONE))
+    fitted(asked, RIGHT["mlp"](ALONE))
+    fitted(job(2), RIGHT["function"](ALONE))
 
 
 def test_a_line_search_needs_one_function_that_tells_a_loss() -> None:
     asked = job(2, optimizer="lbfgs", learning_rate=1.0)
     with pytest.raises(TargetError, match=r"another function at each point\nleave dropout"):
-        require_fit(asked, RIGHT["dropout"](ALONE))
+        fitted(asked, RIGHT["dropout"](ALONE))
     silent = WithLoss()
     silent.compute_gradients = lambda x, y: np.ones(5)
     with pytest.raises(TargetError, match="the model returns none\ngive it"):
         train_alone(asked, Problem(silent, *data()))
-    require_fit(asked, RIGHT["loss"](ALONE))
+    fitted(asked, RIGHT["loss"](ALONE))
     model = ms.FunctionModel(lambda theta, x, y: (1.0, 0 * theta), np.zeros(5))
     with pytest.raises(TargetError, match="no lower loss than 1 in 20 trials\ngive fewer --steps"):
         train_alone(asked, Problem(model, *data()))
@@ -374,28 +374,29 @@ def test_sequence_parallelism_needs_sequences_that_can_be_cut() -> None:
         return job(ranks, {"--sequence-parallel": True}, strategy="tensor")
 
     with pytest.raises(TargetError, match=r"of sequences: leave it out\n.*linear0 .* shape \(5,\)"):
-        require_fit(asked(2), RIGHT["mlp"](ALONE))
+        fitted(asked(2), RIGHT["mlp"](ALONE))
     with pytest.raises(TargetError, match=r"5 equal parts, .* 6 positions are .* of 5\nleave it"):
-        require_fit(asked(5), ON_MESHES["gpt"](ALONE))
+        fitted(asked(5), ON_MESHES["gpt"](ALONE))
     with pytest.raises(TargetError, match="--sequence-parallel is for models of layers"):
-        require_fit(asked(2), RIGHT["function"](ALONE))
-    require_fit(asked(3), ON_MESHES["gpt"](ALONE))
-    require_fit(asked(1), RIGHT["mlp"](ALONE))  # nothing is cut
+        fitted(asked(2), RIGHT["function"](ALONE))
+    fitted(asked(3), ON_MESHES["gpt"](ALONE))
+    fitted(asked(1), RIGHT["mlp"](ALONE))  # nothing is cut
 
 
 def test_a_black_box_has_no_schedules() -> None:
     asked = job(2, {"--schedule": "all"}, strategy="pipeline")
-    settled = settle_schedules(asked, RIGHT["function"](ALONE))
+    settled = fitted(asked, RIGHT["function"](ALONE))
     assert settled.mesh.schedules == ("",)
     assert settled.mesh.describe("") == " (2 pipeline x 1 tensor x 1 data)"
-    assert settle_schedules(asked, RIGHT["mlp"](ALONE)) is asked
+    assert fitted(asked, RIGHT["mlp"](ALONE)) is asked
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
     flags = {"--pipeline-parallel-size": 2, "--schedule": "all"}
     mine = replace(job(4, flags, strategy="hybrid"), folder=tmp_path)
-    mine.write()
+    mine.write(mine)
     assert VerifyJob.read(tmp_path) == mine
+    assert VerifyJob.read(tmp_path, "comparison-gpipe") is None
     assert mine.data_size == 2
 
 

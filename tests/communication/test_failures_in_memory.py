@@ -1,5 +1,6 @@
 """Thread-ranks that fail, leave or disagree: every rank raises, and soon."""
 
+import sys
 import threading
 import time
 
@@ -8,6 +9,7 @@ import pytest
 
 from mpishard import InMemoryCommunicationBackend, run_in_threads
 from mpishard.communication.threads import backend as memory
+from mpishard.communication.threads import run
 from mpishard.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -84,6 +86,36 @@ def test_a_rank_that_leaves_is_named(world_size):
         if rank != 1:
             assert isinstance(error, PeerError)
             assert "rank 1 left after collective 1" in str(error)
+
+
+def test_a_rank_that_exits_with_0_before_the_others_ends_the_job_as_an_error():
+    def body(backend):
+        backend.barrier()
+        if backend.rank == 1:
+            sys.exit(0)
+        backend.barrier()
+
+    with pytest.raises(PeerError, match="rank 1 left after collective 1"):
+        run_in_threads(3, body)
+
+
+def test_ranks_that_exit_with_0_after_their_last_collective_end_no_other_rank(monkeypatch):
+    monkeypatch.setattr(run, "_GRACE_SECONDS", 0.1)
+
+    def body(backend):
+        backend.barrier()
+        if backend.rank > 0:
+            sys.exit()
+        time.sleep(0.8)  # rank 0 draws its figures
+        return "drawn"
+
+    assert run_in_threads(3, body) == ["drawn", None, None]
+
+
+def test_the_job_exits_if_every_rank_does():
+    with pytest.raises(SystemExit) as ended:
+        run_in_threads(2, lambda backend: sys.exit(0))
+    assert ended.value.code == 0
 
 
 def test_a_message_of_a_rank_that_left_can_be_received():

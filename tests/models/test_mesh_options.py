@@ -121,7 +121,7 @@ def test_an_optimizer_with_other_options_than_the_models_is_refused(backend: Any
     }  # fmt: skip
     model = HybridShardedModel(mlp(), config, 2, **options)
     for changed, message in [
-        ({"micro_batch_count": 1}, "made for 1 micro-batches, and the model .* into 2"),
+        ({"micro_batch_count": 1}, "made with micro_batch_count 1, and the model with 2"),
         ({"schedule": "gpipe"}, "schedule GPipe of 1 stage per rank, and the model with 1F1B of 1"),
         ({"data_parallel_strategy": "zero2"}, "data_parallel_strategy zero2, .* with fsdp"),
         ({"sequence_parallel": True}, "sequence_parallel True, and the model with False"),

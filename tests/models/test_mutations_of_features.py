@@ -156,10 +156,10 @@ def sum_rounded_again(patch: Patch) -> None:
     original = gradient_store.ShardedGradients._finish_oldest
 
     def mutant(self: Any) -> None:
-        scatter = self.in_flight[0]
-        scatter.work.wait()
-        if scatter.extra is not None:
-            scatter.extra[...] = scatter.extra.astype(ml_dtypes.bfloat16)
+        reduction = self.in_flight[0]
+        reduction.work.wait()
+        if reduction.result is not reduction.target:
+            reduction.result[...] = reduction.result.astype(ml_dtypes.bfloat16)
         original(self)
 
     patch.setattr(gradient_store.ShardedGradients, "_finish_oldest", mutant)

@@ -137,7 +137,7 @@ def test_ranks_that_are_given_other_features_all_refuse(backend: Any) -> None:
     source.set_active_feature_indices([backend.rank])
     model = sharded(LinearRegression(4, seed=2), backend, "fsdp")
     before = model.gather_full_parameters()
-    with pytest.raises(ValueError, match="the model's settings differ between the ranks' bytes"):
+    with pytest.raises(ValueError, match="the model's settings in the bytes differ between ranks"):
         model.deserialize(source.serialize())
     assert list(model.get_active_feature_indices()) == [0, 1, 2, 3]
     np.testing.assert_array_equal(model.gather_full_parameters(), before)

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import mpishard as ms
-from mpishard.cli.verify.comparison import Comparison
-from mpishard.cli.verify.script import Recording, compare_steps
+from mpishard.cli.verify.comparison import Comparison, Recording, compare_steps
 
 torch = pytest.importorskip(
     "torch", reason="PyTorch is not installed here; pip install 'mpishard[torch]'"

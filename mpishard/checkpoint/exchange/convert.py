@@ -18,7 +18,7 @@ from mpishard.checkpoint.exchange.sources import CHECKPOINT_HEADER, INDEX, Tenso
 from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import spelled
 from mpishard.checkpoint.format.folder import Target
-from mpishard.checkpoint.format.manifest import MANIFEST, PARAMETERS, assemble
+from mpishard.checkpoint.format.manifest import PARAMETERS, write_manifest
 from mpishard.checkpoint.format.tensor_file import LazyTensor, RankFile, TensorFile
 from mpishard.checkpoint.saving.save import require_room
 from mpishard.errors import CheckpointError
@@ -321,7 +321,4 @@ def _write_checkpoint(source: TensorSource, directory: Path) -> None:
     file = RankFile(0, pieces)
     file.write(directory)
     dtype = source.tensors[PARAMETERS][entries[0].name].dtype
-    # The identity is the random part of the temporary name, as in a save.
-    identity = directory.name.rsplit(".", 2)[1]
-    manifest = assemble(identity, 1, entries, dtype, source.metadata, [file.record()])
-    disk.write_file(directory / MANIFEST, [manifest.to_bytes()])
+    write_manifest(directory, 1, entries, dtype, source.metadata, [file.record()])

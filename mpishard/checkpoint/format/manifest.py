@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpishard.checkpoint.format import disk
 from mpishard.checkpoint.format.content import (
     COUNT,
     OBJECT,
@@ -324,7 +325,8 @@ class Manifest:
             ),
             arrays={
                 str(kind): KindRecord.of(
-                    _DTYPES[record["dtype"]], [_piece_of(piece) for piece in record["pieces"]]
+                    _DTYPES[record["dtype"]],
+                    [_piece_of(*(piece[key] for key in _PIECE)) for piece in record["pieces"]],
                 )
                 for kind, record in document["arrays"].items()
             },
@@ -383,25 +385,27 @@ def _check_shape(entry: ParameterEntry) -> None:
         raise CheckpointError(f"parameter {entry.name!r} of shape {entry.shape} is too large")
 
 
-def _piece_of(document: Mapping[str, Any]) -> PieceRecord:
-    box = tuple((int(low), int(high)) for low, high in document["box"])
-    region = Region(str(document["tensor"]), box, int(document["start"]), int(document["stop"]))
-    return PieceRecord(str(document["file"]), int(document["offset"]), region)
+def _piece_of(file: str, offset: int, tensor: str, box: Any, start: int, stop: int) -> PieceRecord:
+    """Return the record of a piece from JSON, whose types need not be right."""
+    ranges = tuple((int(low), int(high)) for low, high in box)
+    return PieceRecord(str(file), int(offset), Region(str(tensor), ranges, int(start), int(stop)))
 
 
-def assemble(
-    identity: str,
+def write_manifest(
+    directory: Path,
     sequence: int,
     parameters: Sequence[ParameterEntry],
     dtype: np.dtype[Any],
     metadata: Mapping[str, Any],
     records: Iterable[Mapping[str, Any]],
-) -> Manifest:
-    """Return the manifest of the files that the ranks wrote.
+) -> None:
+    """Write the manifest of the files that the ranks wrote, and sync it to the disk.
 
     Parameters
     ----------
-    identity, sequence, parameters, dtype, metadata
+    directory : Path
+        Temporary directory of the files, from `mpishard.checkpoint.format.folder.temporary_of`.
+    sequence, parameters, dtype, metadata
         As for `Manifest`.
     records : iterable of mapping
         Result of `RankFile.record` on each rank, as JSON.
@@ -409,7 +413,9 @@ def assemble(
     Raises
     ------
     CheckpointError
-        If the pieces of a kind differ in dtype, or as for `Manifest`.
+        If the pieces of a kind differ in dtype, or as for `Manifest`. Nothing is written then.
+    OSError
+        If the file cannot be written.
     """
     files: dict[str, FileRecord] = {}
     dtypes: dict[str, set[str]] = {}
@@ -420,10 +426,8 @@ def assemble(
             files[name] = FileRecord(record["bytes"], tuple(record["crc32"]))
         for kind, given in record["kinds"].items():
             dtypes.setdefault(kind, set()).update(given["dtypes"])
-            of_kind = pieces.setdefault(kind, [])
-            for offset, parameter, box, start, stop in given["pieces"]:
-                region = Region(parameter, tuple((low, high) for low, high in box), start, stop)
-                of_kind.append(PieceRecord(name, offset, region))
+            of_kind = [_piece_of(name, *piece) for piece in given["pieces"]]
+            pieces.setdefault(kind, []).extend(of_kind)
     for kind, names in dtypes.items():
         if len(names) > 1:
             raise CheckpointError(f"{kind}: pieces have the dtypes {sorted(names)}; one is allowed")
@@ -433,4 +437,8 @@ def assemble(
         kind: KindRecord.of(np.dtype(next(iter(dtypes[kind] or {own.name}))), given)
         for kind, given in pieces.items()
     }
-    return Manifest(identity, sequence, own, tuple(parameters), arrays, files, metadata)
+    # The identity is the random part of the directory's name. It differs from save to save, so that
+    # a reader can detect a replaced checkpoint.
+    identity = directory.name.rsplit(".", 2)[1]
+    manifest = Manifest(identity, sequence, own, tuple(parameters), arrays, files, metadata)
+    disk.write_file(directory / MANIFEST, [manifest.to_bytes()])

@@ -52,8 +52,8 @@ class MappedFile:
         self._tensors = tensors
         self._was_replaced = was_replaced
         self._descriptor = os.open(file, os.O_RDONLY)
-        # The descriptor is closed once, by `close` or when the object is freed.
-        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+        """Closes the file, when it is called or the object is freed. Further calls do nothing."""
         with open(self._descriptor, "rb", closefd=False) as stream:
             # As a plain array: slices of a memory map take five times as long.
             self._content: Bytes = np.asarray(np.memmap(stream, np.uint8, "r"))
@@ -79,10 +79,19 @@ class MappedFile:
         Raises
         ------
         OSError
-            If the block cannot be read.
+            If the bytes cannot be read, or are beyond the end of the file.
         """
         low, high = self.bounds(block)
-        if _checksum_at(self._descriptor, low, high - low) == self._record.checksums[block]:
+        # The bytes are read and not mapped. With a map, a failing disk or a truncated file would
+        # end the process with SIGBUS.
+        buffer = memoryview(bytearray(min(high - low, _READ_BYTES)))
+        crc, position = 0, low
+        while position < high:
+            count = os.preadv(self._descriptor, [buffer[: high - position]], position)
+            if not count:
+                raise OSError(f"it ends at byte {position}")
+            crc, position = zlib.crc32(buffer[:count], crc), position + count
+        if crc == self._record.checksums[block]:
             return ""
         of = f", of {what}," if what else ""
         return f"bytes {low} to {high}{of} do not have the checksum that they were written with"
@@ -110,10 +119,6 @@ class MappedFile:
                 )
                 raise CheckpointError(f"{self._file}: {fault}; {why}")
             self._verified.add(block)
-
-    def close(self) -> None:
-        """Close the file. Further calls do nothing."""
-        self._close()
 
     def check_header(self) -> None:
         """Refuse a file whose header differs from the manifest. Only the first call compares."""
@@ -158,24 +163,3 @@ class MappedFile:
         self.verify(first // BLOCK_BYTES, -(-last // BLOCK_BYTES), what)
         self.check_header()
         return self._content[start : start + piece.region.length * size].view(dtype)
-
-
-def _checksum_at(descriptor: int, start: int, length: int) -> int:
-    """Return the CRC-32 of ``length`` bytes of an open file, from byte ``start`` on.
-
-    The bytes are read and not mapped. With a map, a failing disk or a truncated file would end the
-    process with SIGBUS.
-
-    Raises
-    ------
-    OSError
-        If the bytes cannot be read, or are beyond the end of the file.
-    """
-    buffer = memoryview(bytearray(min(length, _READ_BYTES)))
-    crc, done = 0, 0
-    while done < length:
-        count = os.preadv(descriptor, [buffer[: length - done]], start + done)
-        if not count:
-            raise OSError(f"it ends at byte {start + done}")
-        crc, done = zlib.crc32(buffer[:count], crc), done + count
-    return crc

@@ -386,7 +386,10 @@ def find_single(path: str | os.PathLike[str]) -> Path | None:
         if (directory / MANIFEST).is_file():
             return directory
         if directory.is_file():
-            raise CheckpointError(f"{directory} is a file; a checkpoint is a directory")
+            raise CheckpointError(
+                f"{directory} is a file; a checkpoint is a directory, which `mpishard checkpoint "
+                "convert` makes of a safetensors file"
+            )
     return None
 
 

@@ -41,7 +41,7 @@ from mpishard.checkpoint.format.content import (
     states_of,
 )
 from mpishard.checkpoint.format.folder import Target
-from mpishard.checkpoint.format.manifest import MANIFEST, assemble
+from mpishard.checkpoint.format.manifest import write_manifest
 from mpishard.checkpoint.format.tensor_file import RankFile
 from mpishard.checkpoint.saving.staging import StagingBuffer, aligned
 from mpishard.communication.contract.backend import CommunicationBackend
@@ -341,7 +341,8 @@ class PendingSave:
         self._record = ""
         self._records: GatheredTexts | None = None
         self._is_awaited = False
-        self._is_done = False
+        self.done = False
+        """True if the checkpoint is complete and in its place."""
         self._is_abandoned = threading.Event()
         self._staging = staging
         room: dict[str, Any] | None = None
@@ -373,11 +374,6 @@ class PendingSave:
         self._steps = self._advance()
 
     @property
-    def done(self) -> bool:
-        """True if the checkpoint is complete and in its place. Communicates nothing."""
-        return self._is_done
-
-    @property
     def has_failed(self) -> bool:
         """True if this rank could not write. `wait` then raises on all. Communicates nothing."""
         return self._state is _State.FAILED
@@ -404,7 +400,7 @@ class PendingSave:
                 # The surviving ranks may save again, and this thread must not interfere.
                 self.abandon()
             raise
-        return self._is_done
+        return self.done
 
     def wait(self) -> None:
         """Wait until the save is done. Collective.
@@ -456,20 +452,29 @@ class PendingSave:
                     "checkpoint must be on a file system that all ranks share, and another save to "
                     "the same place must wait for this one"
                 )
-            with _telling_room(self._directory, self._file.nbytes):
+            with self._explaining(self._file.nbytes):
                 self._file.write(self._directory, self._check_wanted)
             self._record = json.dumps(self._file.record())
-        except FileNotFoundError as error:
-            raise self._gone() from error
         finally:
             if self._staging is not None:
                 self._staging.give_back()
 
-    def _gone(self) -> CheckpointError:
-        return CheckpointError(
-            f"{self._directory} was removed while this was written: does another job, or another "
-            "save, write to the same place? One at a time may"
-        )
+    @contextmanager
+    def _explaining(self, needed: int) -> Iterator[None]:
+        """Convert errors of a full disk, and of a directory that is gone, to ones that say so."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            # Another save to the same place removes this directory, because it looks left over.
+            raise CheckpointError(
+                f"{self._directory} was removed while this was written: does another job, or "
+                "another save, write to the same place? One at a time may"
+            ) from error
+        except OSError as error:
+            if error.errno in _IS_FULL:
+                free = disk.free_bytes(self._directory)
+                raise _no_room(str(error), needed, free, self._directory.parent) from error
+            raise
 
     def _check_wanted(self) -> None:
         if self._is_abandoned.is_set():
@@ -477,19 +482,12 @@ class PendingSave:
 
     def _commit(self, records: Sequence[str]) -> None:
         assert self._target is not None
-        # The identity is the random part of the directory's name. It differs from save to save, so
-        # that a reader can detect a replaced checkpoint.
-        identity = self._directory.name.rsplit(".", 2)[1]
         content = self._content
-        manifest = assemble(
-            identity, self._target.sequence, content.parameters, content.dtype, content.metadata,
-            map(json.loads, records),
-        )  # fmt: skip
-        # Another save to the same place removes this directory, because it looks left over.
-        if not self._directory.is_dir():
-            raise self._gone()
-        with _telling_room(self._directory, self._nbytes):
-            disk.write_file(self._directory / MANIFEST, [manifest.to_bytes()])
+        with self._explaining(self._nbytes):
+            write_manifest(
+                self._directory, self._target.sequence, content.parameters, content.dtype,
+                content.metadata, map(json.loads, records),
+            )  # fmt: skip
             self._check_wanted()
             self._target.put(self._directory)
 
@@ -505,7 +503,7 @@ class PendingSave:
             self._state = _State.WORKING
         yield from self._meet()
         records.wait()
-        self._is_done = True
+        self.done = True
 
     def _meet(self) -> Iterator[None]:
         """Exchange states until no rank is working, and raise if one has failed. Collective."""
@@ -621,18 +619,6 @@ def require_room(directory: Path, needed: int) -> None:
     free = disk.free_bytes(directory)
     if needed > free:
         raise _no_room(_NO_ROOM, needed, free, directory.parent)
-
-
-@contextmanager
-def _telling_room(directory: Path, needed: int) -> Iterator[None]:
-    """Convert errors of a full disk to one that gives the bytes needed and free."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in _IS_FULL:
-            free = disk.free_bytes(directory)
-            raise _no_room(str(error), needed, free, directory.parent) from error
-        raise
 
 
 def _no_room(why: str, needed: int, free: int, parent: Path) -> CheckpointError:

@@ -96,11 +96,11 @@ def run(
     `mpishard resize` changes the number of ranks of a job with --log-dir.
     """
     # Here, because they import NumPy and the communication room, and --help needs neither.
-    from mpishard.cli.run.job import prepare_job
+    from mpishard.cli.run.job import Job
     from mpishard.cli.run.restarts import RestartLimits
     from mpishard.cli.wording import given_path
 
-    job = prepare_job(
+    job = Job(
         "run",
         [script, *context.args],
         ranks,

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -123,50 +122,108 @@ def _thread_variables(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> 
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_per_host))}
 
 
-@dataclass(frozen=True, slots=True)
 class Job:
-    """A program with its environment, the machines that it asks for, and its restarts.
+    """A program on ranks, its environment, its machines and its restarts.
+
+    All that a command asks of it is checked when it is made, and nothing is started.
 
     Parameters
     ----------
     name : str
         The command of mpishard that starts it, such as ``run``.
-    launcher : Launcher
-        The program that starts the ranks.
-    program : sequence of str
-        The command line of each rank.
-    environment : mapping of str to str
-        The variables of the launcher.
-    user_variables : dict of str to str
-        The variables of ``--env``, which take precedence over all others.
-    passed_on : sequence of str
-        Names of the variables that ranks on other machines need as well.
-    ranks : int
-        Number of ranks of the first start.
-    hosts : sequence of Host
-        The machines that the user named; empty for this one, or those that SLURM has allocated.
+    words : sequence of str
+        A script and its arguments; see `python_arguments`.
+    ranks : int or None
+        Number of ranks of the first start; None is refused.
+    hosts : str
+        Machines, as `parse_hosts` reads them; empty for this one, or those that SLURM has
+        allocated.
+    variables : mapping of str to str, optional
+        Variables of the ranks' environment.
+    is_module : bool
+        Whether the first word names a module.
+    may_oversubscribe : bool
+        Whether there may be many more ranks than cores.
+    user_variables : sequence of str
+        Further variables, each a name or ``NAME=VALUE``. They take precedence over all others.
     log_folder : Path, optional
         Folder of the ranks' output and call logs.
     limits : RestartLimits
         How often it may start again, and with how many ranks.
-    survives : bool
-        Whether ranks may outlive each other.
-    announcement : str
-        The message to the user before the first start.
+    on_failure : {"abort", "shrink"}
+        ``"shrink"``: ranks may outlive each other.
+
+    Raises
+    ------
+    typer.Exit
+        With code 2 if it cannot start, after printing the reason.
     """
 
-    name: str
-    launcher: Launcher
-    program: Sequence[str]
-    environment: Mapping[str, str]
-    user_variables: dict[str, str]
-    passed_on: Sequence[str]
-    ranks: int
-    hosts: Sequence[Host]
-    log_folder: Path | None
-    limits: RestartLimits
-    survives: bool
-    announcement: str
+    def __init__(
+        self,
+        name: str,
+        words: Sequence[str],
+        ranks: int | None,
+        hosts: str = "",
+        variables: Mapping[str, str] | None = None,
+        *,
+        is_module: bool = False,
+        may_oversubscribe: bool = False,
+        user_variables: Sequence[str] = (),
+        log_folder: Path | None = None,
+        limits: RestartLimits | None = None,
+        on_failure: str = "abort",
+    ) -> None:
+        try:
+            Path.cwd()
+        except FileNotFoundError:
+            fix = 'run `cd "$PWD"` if it exists again, or change to another'
+            refuse(name, f"the working directory was removed: {fix}")
+        if ranks is None:
+            misplaced = {"-n", "-np"}.intersection(words)
+            where = (
+                f"{min(misplaced)} stands after the script, which receives it: "
+                if misplaced
+                else ""
+            )
+            refuse(name, f"{where}give the number of ranks before the script: -n 4 SCRIPT")
+        if ranks < 1:
+            refuse(name, f"a job has at least one rank, got -n {ranks}")
+        self.name, self.ranks, self.survives = name, ranks, on_failure == "shrink"
+        self.log_folder = None if log_folder is None else log_folder.absolute()
+        self.limits = limits or RestartLimits()
+        with refusing(name, errors=(MPIUnavailableError, ValueError)):
+            self.program = [sys.executable, "-u", *python_arguments(words, is_module)]
+            settings.check()
+            self.hosts = parse_hosts(hosts, ranks)
+            self.limits.check(ranks, self.hosts, may_be_resized=self.log_folder is not None)
+            chosen = _user_variables(user_variables)
+            if self.log_folder is not None:
+                check_log_folder(self.log_folder)
+            self.launcher = find_launcher(loaded_library())
+            if not (may_oversubscribe or self.hosts or self.launcher.is_slurm):
+                _check_cores(ranks, self.limits.max_ranks)
+            added = _thread_variables(self.launcher, ranks, self.hosts)
+            if (kernel := better_kernel(loaded_kernel())) is not None:  # the user has set none
+                added["OPENBLAS_CORETYPE"] = kernel
+            if sys.stdout.isatty():
+                added["MPISHARD_COLUMNS"] = str(shutil.get_terminal_size().columns)
+            self.user_variables = {**(variables or {}), **chosen}
+            added |= variables or {}
+            self.environment = {**settings.environment(), **added}
+            elsewhere = settings.forwarded_variables() if self.hosts else ()
+            # Names of the variables that ranks on other machines need as well.
+            self.passed_on = tuple(dict.fromkeys([*added, *chosen, *_OF_ONE_START, *elsewhere]))
+            # The first line names the variables that differ from the user's own environment,
+            # except the width of the terminal, which changes no result.
+            told = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
+            slots = sum(host.slots for host in self.hosts)
+            if self.hosts and (self.limits.max_ranks or 0) > slots:
+                most = self.limits.max_ranks
+                told.append(f"--max-ranks {most} is above the {slots} slots of --hosts")
+            whom = f"{counted(ranks, 'rank')} of {self.launcher.library}"
+            self.announcement = ", ".join([whom, f"started by {self.launcher.program}", *told])
+            self.command(ranks, self.hosts)  # some launchers have none for these machines
 
     def run(self) -> int:
         """Run it to its end, with all its restarts; return the exit code.
@@ -222,90 +279,6 @@ class Job:
         return self.launcher.command(
             ranks, program, hosts=hosts, variables=self.passed_on, survives=self.survives
         )
-
-
-def prepare_job(
-    name: str,
-    words: Sequence[str],
-    ranks: int | None,
-    hosts: str,
-    variables: Mapping[str, str] | None = None,
-    *,
-    is_module: bool = False,
-    may_oversubscribe: bool = False,
-    user_variables: Sequence[str] = (),
-    log_folder: Path | None = None,
-    limits: RestartLimits | None = None,
-    on_failure: str = "abort",
-) -> Job:
-    """Check all that a command asks of a job, and start nothing.
-
-    ``words`` are a script and its arguments; see `python_arguments`. The ranks find ``variables``
-    in their environment, and ``user_variables``, each a name or ``NAME=VALUE``. Each rank's output
-    and call log are kept in ``log_folder``. If the job fails it is started again within ``limits``.
-    With ``on_failure="shrink"`` ranks may outlive each other.
-
-    Raises
-    ------
-    typer.Exit
-        With code 2 if it cannot start, after printing the reason.
-    """
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        fix = 'run `cd "$PWD"` if it exists again, or change to another'
-        refuse(name, f"the working directory was removed: {fix}")
-    folder = None if log_folder is None else log_folder.absolute()
-    limits, variables = limits or RestartLimits(), dict(variables or {})
-    if ranks is None:
-        misplaced = {"-n", "-np"}.intersection(words)
-        where = (
-            f"{min(misplaced)} stands after the script, which receives it: " if misplaced else ""
-        )
-        refuse(name, f"{where}give the number of ranks before the script: -n 4 SCRIPT")
-    if ranks < 1:
-        refuse(name, f"a job has at least one rank, got -n {ranks}")
-    with refusing(name, errors=(MPIUnavailableError, ValueError)):
-        program = python_arguments(words, is_module)
-        settings.check()
-        machines = parse_hosts(hosts, ranks)
-        limits.check(ranks, machines, may_be_resized=folder is not None)
-        chosen = _user_variables(user_variables)
-        if folder is not None:
-            check_log_folder(folder)
-        launcher = find_launcher(loaded_library())
-        if not (may_oversubscribe or machines or launcher.is_slurm):
-            _check_cores(ranks, limits.max_ranks)
-        added = _thread_variables(launcher, ranks, machines)
-        if (kernel := better_kernel(loaded_kernel())) is not None:  # the user has set none
-            added["OPENBLAS_CORETYPE"] = kernel
-        if sys.stdout.isatty():
-            added["MPISHARD_COLUMNS"] = str(shutil.get_terminal_size().columns)
-        added |= variables
-        elsewhere = settings.forwarded_variables() if machines else ()
-        # The first line names the variables that differ from the user's own environment, except
-        # the width of the terminal, which changes no result.
-        told = [f"{k}={v}" for k, v in added.items() if k != "MPISHARD_COLUMNS"]
-        slots = sum(host.slots for host in machines)
-        if machines and (limits.max_ranks or 0) > slots:
-            told.append(f"--max-ranks {limits.max_ranks} is above the {slots} slots of --hosts")
-        whom = f"{counted(ranks, 'rank')} of {launcher.library}"
-        job = Job(
-            name,
-            launcher,
-            [sys.executable, "-u", *program],
-            {**settings.environment(), **added},
-            variables | chosen,
-            tuple(dict.fromkeys([*added, *chosen, *_OF_ONE_START, *elsewhere])),
-            ranks,
-            machines,
-            folder,
-            limits,
-            on_failure == "shrink",
-            ", ".join([whom, f"started by {launcher.program}", *told]),
-        )
-        job.command(ranks, machines)  # some launchers have none for these machines
-    return job
 
 
 def _check_cores(ranks: int, max_ranks: int | None) -> None:

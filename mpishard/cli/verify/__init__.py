@@ -5,7 +5,7 @@ Begin with ``command.py``: it checks the flags, trains alone and on ranks, and s
 and by ``ranks.py`` on all ranks, which compare themselves with it. Both read ``job.py``: the user's
 model and data, the mesh, the samples of each step. The reference uses no engine, store or update
 rule of mpishard, except the trial steps of a line search. A script with a loop of PyTorch is run on
-one rank and on several; ``script.py`` compares the steps that ``mpishard.torch`` records there.
+one rank and on several, and the steps that ``mpishard.torch`` records there are compared.
 
 It may import ``mpishard.cli.run`` and the shared modules of ``mpishard.cli``, no other command.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -14,10 +13,10 @@ import typer
 
 from mpishard import settings
 from mpishard.arguments import as_positive
-from mpishard.cli.run.job import prepare_job
+from mpishard.cli.run.job import Job
 from mpishard.cli.run.launcher import MPIInstallation
 from mpishard.cli.tables import show
-from mpishard.cli.verify.comparison import Comparison
+from mpishard.cli.verify.comparison import Comparison, Recording, compare_steps
 from mpishard.cli.verify.job import (
     DATA_STRATEGIES,
     MESH_FLAGS,
@@ -27,7 +26,6 @@ from mpishard.cli.verify.job import (
     VerifyJob,
 )
 from mpishard.cli.verify.reference import RULES
-from mpishard.cli.verify.script import Recording, compare_steps
 from mpishard.cli.wording import check_start, choice, counted, refuse, refusing, say
 from mpishard.pipeline import SCHEDULE_NAMES
 
@@ -179,15 +177,15 @@ def _chosen_wrapper(
 
 def _verify_factory(job: VerifyJob) -> bool:
     """Train alone and on the ranks, print each comparison, and tell whether all agree."""
-    job.write()
+    job.write(job)
     reference, program = (f"{__package__}.{name}" for name in ("reference", "ranks"))
-    words, ranks, is_mpi = [program, str(job.folder)], job.world_size, job.backend == "mpi"
-    # Before training alone, because it refuses more ranks than can be started.
-    started = prepare_job("verify", words, ranks, "", is_module=True) if is_mpi else None
-    if _run(reference, words[1]):
+    folder, ranks, is_mpi = str(job.folder), job.world_size, job.backend == "mpi"
+    # Made before training alone, because it refuses more ranks than can be started.
+    started = Job("verify", [program, folder], ranks, is_module=True) if is_mpi else None
+    if _run(reference, folder):
         raise typer.Exit(2)
     job = VerifyJob.read(job.folder)  # which the reference has settled
-    code = _run(*words) if started is None else started.run()
+    code = _run(program, folder) if started is None else started.run()
     whom = counted(ranks, "MPI rank" if is_mpi else "thread-rank")
     how = f"{counted(job.steps, 'step')} of {job.optimizer}"
     if job.wrapper:
@@ -197,11 +195,10 @@ def _verify_factory(job: VerifyJob) -> bool:
     are_equal = True
     for schedule in job.mesh.schedules:
         where = f"{job.strategy}{job.mesh.describe(schedule)} on {whom}"
-        path = job.comparison_file(schedule)
-        if not path.is_file():
+        found: Comparison | None = VerifyJob.read(job.folder, f"comparison-{schedule}")
+        if found is None:
             # Ranks without a result have failed, even if the job ended with code 0.
             _fail(where, code or 1)
-        found: Comparison = pickle.loads(path.read_bytes())  # noqa: S301 - temporary, this user's
         typer.echo(f"{job.target}: {where} against training alone, {how}, {found.dtype}")
         are_equal &= _show(found)
     if code:
@@ -216,7 +213,7 @@ def _verify_script(words: Sequence[str], ranks: int, steps: int, tolerance: floa
         for recording in (alone, together):
             recording.folder.mkdir()
             variables = {"MPISHARD_VERIFY": f"{steps}:{recording.folder}"}
-            code = prepare_job("verify", words, recording.ranks, "", variables).run()
+            code = Job("verify", words, recording.ranks, variables=variables).run()
             where = f"{words[0]} on {counted(recording.ranks, 'rank')}"
             if code and recording is together:
                 _fail(where, code)

@@ -32,7 +32,6 @@ from mpishard.optimizers import (
 from mpishard.pipeline import SCHEDULE_NAMES, ActivationCheckpointConfig, RecomputeStrategy
 from mpishard.sharding import ParameterEntry
 
-_SETTINGS = "job.pickle"
 # Limit of the files with all ranks' gradients of their own samples: of a large model not all steps.
 _GRADIENT_BYTES = 256 * 2**20
 _MICRO_BATCHES = 4
@@ -220,19 +219,15 @@ class VerifyJob:
         is_sharded = self.replica_count and self.strategy != "ddp"
         return self.world_size // self.replica_count if is_sharded else None
 
-    def write(self) -> None:
-        """Write the settings to the folder, for `read`."""
-        (self.folder / _SETTINGS).write_bytes(pickle.dumps(self))
+    def write(self, value: object, name: str = "job") -> None:
+        """Write the job, or a result of it, to the folder, for `read`."""
+        (self.folder / name).write_bytes(pickle.dumps(value))
 
     @staticmethod
-    def read(folder: Path) -> VerifyJob:
-        """Return the job that was written to ``folder``, which is temporary and this user's."""
-        job: VerifyJob = pickle.loads((folder / _SETTINGS).read_bytes())  # noqa: S301
-        return job
-
-    def comparison_file(self, schedule: str) -> Path:
-        """Return the path to which rank 0 writes the comparison under a schedule."""
-        return self.folder / f"comparison-{schedule}.pickle"
+    def read(folder: Path, name: str = "job") -> Any:
+        """Return a value that was written to ``folder``; None if there is none."""
+        path = folder / name  # temporary, and this user's
+        return pickle.loads(path.read_bytes()) if path.exists() else None  # noqa: S301
 
     def batch(self, step: int, samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the samples of a step's global batch."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,8 +58,10 @@ def compare(
     start = problem.model.get_parameters()
     entries = problem.entries(start.size)
     model, optimizer = _wrapped(backend, job, problem, schedule)
-    sizes = {"parameters": len(entries), "own gradients": len(entries)}
-    mine = {kind: np.zeros((job.steps + 1, sizes.get(kind, 1))) for kind in [*_CAUSES][1:]}
+    # Norms under mixed precision, because `rounding_bounds` knows a bound for norms alone.
+    size: Any = np.linalg.norm if job.precision else _largest
+    columns = {"parameters": len(entries), "own gradients": len(entries)}
+    mine = {kind: np.zeros((job.steps + 1, columns.get(kind, 1))) for kind in [*_CAUSES][1:]}
     mine["parameters"][0] = _errors(entries, start, reference.parameters[0])
     for step in range(job.steps):
         x, y, begin = job.read_share(problem, step, model.data_rank)
@@ -69,15 +70,9 @@ def compare(
         if step < len(reference.gradients):
             expected = reference.gradients[step, model.data_rank]
             own = model.compute_gradients(x, y, problem.loss)
-            if job.precision is None:  # relative to the largest element of the whole gradient
-                largest = float(np.max(np.abs(expected)))
-                errors = _errors(entries, own, expected, largest)
-            else:  # relative norms, because `rounding_bounds` knows a bound for norms alone
-                error = np.subtract(own, expected, dtype=np.float64)
-                whole = float(np.linalg.norm(expected))
-                norms = [np.linalg.norm(error[e.start : e.stop]) for e in entries]
-                errors = [relative_error(norm, 0.0, whole) for norm in norms]
-            mine["own gradients"][step + 1] = errors
+            error, whole = np.subtract(own, expected, dtype=np.float64), size(expected)
+            sizes = [size(error[entry.start : entry.stop]) for entry in entries]
+            mine["own gradients"][step + 1] = [relative_error(s, 0.0, whole) for s in sizes]
         loss = optimizer.step_report(model, x, y, sample_start=begin).loss
         if not np.isnan(reference.losses[step]):
             mine["losses"][step + 1] = relative_error(loss, reference.losses[step])
@@ -177,18 +172,20 @@ def _leaves(layer: Layer) -> list[Layer]:
     return inner or [layer]
 
 
-def _errors(
-    entries: Sequence[ParameterEntry], actual: Array, expected: Array, floor: float = 1.0
-) -> list[float]:
+def _largest(values: Array) -> float:
+    return float(np.abs(values).max(initial=0))
+
+
+def _errors(entries: Sequence[ParameterEntry], actual: Array, expected: Array) -> list[float]:
     if actual.shape != expected.shape:
         return [np.inf] * len(entries)
     ranges = [slice(e.start, e.stop) for e in entries]
-    return [relative_error(actual[each], expected[each], floor) for each in ranges]
+    return [relative_error(actual[each], expected[each]) for each in ranges]
 
 
 def main() -> None:
     """Run as one rank of the job in FOLDER, or as all of them on threads."""
-    job = VerifyJob.read(Path(sys.argv[1]))
+    job: VerifyJob = VerifyJob.read(Path(sys.argv[1]))
     factory = load_factory(job.target)
 
     def train(backend: CommunicationBackend) -> None:
@@ -198,7 +195,7 @@ def main() -> None:
             problem = build_problem(factory, job.seed, dtype)
             found = compare(backend, job, problem, Reference.read(job.folder), schedule)
             if backend.rank == 0:
-                job.comparison_file(schedule).write_bytes(pickle.dumps(found))
+                job.write(found, f"comparison-{schedule}")
 
     launch(train, backend=job.backend, world_size=job.world_size)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -240,52 +240,47 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
     return Reference(*map(np.array, (parameters, losses, gradients, inputs, _predict(model, last))))
 
 
-def require_fit(job: VerifyJob, problem: Problem) -> None:
-    """Refuse options that do not fit the model or its data.
+def fitted(job: VerifyJob, problem: Problem) -> VerifyJob:
+    """Return the job; for a black box, which has no stages, with one comparison, not several.
 
     Raises
     ------
     TargetError
-        For ``--optimizer lbfgs`` with dropout, ``--recompute`` and ``--sequence-parallel`` with a
-        black box, and sequences that cannot be cut into equal parts.
+        For options that do not fit the model or its data: ``--optimizer lbfgs`` with dropout,
+        ``--recompute`` and ``--sequence-parallel`` with a black box, and sequences that cannot be
+        cut into equal parts.
     """
     model, options, name = problem.model, job.mesh.options, type(problem.model).__name__
-    layers: Mapping[str, Any] = {}
-    if isinstance(model, ILayeredModel):
-        infos = model.get_all_layer_info()
-        layers = {i.name: layer for i, layer in zip(infos, model.layers, strict=True)}
+    infos = model.get_all_layer_info() if isinstance(model, ILayeredModel) else []
+    layers = {info.name: info.layer for info in infos}
     if job.optimizer == "lbfgs" and any(layer.is_random for layer in layers.values()):
         text = "with dropout --optimizer lbfgs would evaluate another function at each point"
         raise TargetError(f"{text}\nleave dropout out of the model")
-    for flag in ("--recompute", "--sequence-parallel"):
-        if MESH_FLAGS[flag] in options and not layers:
-            text = "leave it out, or return a model that implements ILayeredModel (mpishard.nn)"
-            raise TargetError(f"{flag} is for models of layers, and {name} is a black box\n{text}")
+    if not layers:
+        for flag in ("--recompute", "--sequence-parallel"):
+            if MESH_FLAGS[flag] in options:
+                text = f"{flag} is for models of layers, and {name} is a black box"
+                fix = "leave it out, or return a model that implements ILayeredModel (mpishard.nn)"
+                raise TargetError(f"{text}\n{fix}")
+        if (count := len(job.mesh.schedules)) > 1:
+            text = f"{name} is a black box, which has no stages to schedule"
+            say("verify", f"once for all {count} schedules: {text}")
+        return replace(job, mesh=replace(job.mesh, schedules=("",)))
     ranks = job.mesh.sizes[1]
-    if "sequence_parallel" not in options or ranks == 1:
-        return
-    try:
-        check_sequence(layers, infos[0].input_shape)
-    except ValueError as error:
-        text = f"--sequence-parallel is for models of sequences: leave it out\n{error}"
-        raise TargetError(text) from None
-    for length in problem.x.shape[1:2]:  # an x of one dim is refused by training alone
-        if length % ranks:
+    if "sequence_parallel" in options and ranks > 1:
+        try:
+            check_sequence(layers, infos[0].input_shape)
+        except ValueError as error:
+            text = f"--sequence-parallel is for models of sequences: leave it out\n{error}"
+            raise TargetError(text) from None
+        lengths = problem.x.shape[1:2]  # an x of one dim is refused by training alone
+        if lengths and lengths[0] % ranks:
             raise TargetError(
                 f"--sequence-parallel cuts sequences into {ranks} equal parts, one for each tensor "
-                f"rank, and {length} positions are no multiple of {ranks}\n"
+                f"rank, and {lengths[0]} positions are no multiple of {ranks}\n"
                 "leave it out, take another number of tensor ranks, or pad x and y of factory(seed)"
             )
-
-
-def settle_schedules(job: VerifyJob, problem: Problem) -> VerifyJob:
-    """Return the job; for a black box, which has no stages, with one comparison, not several."""
-    if isinstance(problem.model, ILayeredModel):
-        return job
-    if (count := len(job.mesh.schedules)) > 1:
-        text = f"{type(problem.model).__name__} is a black box, which has no stages to schedule"
-        say("verify", f"once for all {count} schedules: {text}")
-    return replace(job, mesh=replace(job.mesh, schedules=("",)))
+    return job
 
 
 def _gradient(problem: Problem, step: int, x: Array, y: Array) -> tuple[float, Array]:
@@ -319,12 +314,11 @@ def _predict(model: object, x: Array) -> Array:
 
 def main() -> None:
     """Train the job in FOLDER alone, and write the reference. Exit code 2 if it cannot train."""
-    job = VerifyJob.read(Path(sys.argv[1]))
+    job: VerifyJob = VerifyJob.read(Path(sys.argv[1]))
     try:
         problem = build_problem(load_factory(job.target), job.seed, job.dtype_alone)
-        require_fit(job, problem)
-        job = settle_schedules(job, problem)
-        job.write()
+        job = fitted(job, problem)
+        job.write(job)
         train_alone(job, problem).write(job.folder)
     except TargetError as error:
         say("verify", error)

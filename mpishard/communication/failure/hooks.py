@@ -155,7 +155,7 @@ def claim_rank() -> None:
     """Make this process the rank, if a launcher started several and no rank started this one."""
     if (settings.launched_world_size() or 1) > 1 and not is_helper():
         words = (os.getpid(), launcher_socket(), *settings.launch_identity())
-        settings.write_rank_process(" ".join(map(str, words)))
+        settings.write("MPISHARD_RANK_PROCESS", " ".join(map(str, words)))
 
 
 def is_helper() -> bool:

@@ -105,34 +105,28 @@ class InMemoryCommunicationBackend(CommunicationBackend):
     def _on_initialize(self) -> None:
         with _environments_lock:
             if self._is_root:
-                self._world = self._next_world()
+                worlds = _environments.setdefault(self._environment_id, [])
+                if worlds and worlds[0].world_size != self._world_size:
+                    raise ValueError(
+                        f"environment {self._environment_id!r} has {worlds[0].world_size} ranks, "
+                        f"this backend was made for {self._world_size}"
+                    )
+                if any(self._rank in world.members for world in worlds):
+                    raise CommunicationError(
+                        f"rank {self._rank} of environment {self._environment_id!r} is taken; use "
+                        "another environment_id, or clear_environment() after a finished run"
+                    )
+                # The oldest world that this rank has not left, or a new one.
+                unused = (world for world in worlds if self._rank not in world.left)
+                self._world = next(unused, None)
+                if self._world is None:
+                    self._world = World.root(self._environment_id, self._world_size)
+                    worlds.append(self._world)
             assert self._world is not None
             with self._world.lock:
                 self._world.members[self._rank] = self
                 self._world.left.pop(self._rank, None)
                 self._world.pages[self._me] = self.status
-
-    def _next_world(self) -> World:
-        """Return the oldest world of the environment that this rank has not left, or a new one.
-
-        Needs the lock of the environments.
-        """
-        worlds = _environments.setdefault(self._environment_id, [])
-        if worlds and worlds[0].world_size != self._world_size:
-            raise ValueError(
-                f"environment {self._environment_id!r} has {worlds[0].world_size} ranks, "
-                f"this backend was made for {self._world_size}"
-            )
-        if any(self._rank in world.members for world in worlds):
-            raise CommunicationError(
-                f"rank {self._rank} of environment {self._environment_id!r} is taken; use "
-                "another environment_id, or clear_environment() after a finished run"
-            )
-        for world in worlds:
-            if self._rank not in world.left:
-                return world
-        worlds.append(World.root(self._environment_id, self._world_size))
-        return worlds[-1]
 
     def _on_shutdown(self) -> None:
         world = self._joined()

@@ -69,8 +69,8 @@ def run_in_threads(
     Returns
     -------
     list
-        The results of the ranks, in rank order; with "shrink", None for ranks that failed, and a
-        warning is logged for each.
+        The results of the ranks, in rank order. None for a rank that left by ``sys.exit(0)``; with
+        "shrink" also for ranks that failed, and a warning is logged for each.
 
     Raises
     ------
@@ -85,6 +85,8 @@ def run_in_threads(
         ended after 5 seconds, because it sleeps or computes, is left running. A second note then
         says where it is, and its next collective raises `PeerError`. An uncaught exception in any
         other thread of the process is also such a failure, as under MPI.
+    SystemExit
+        If every rank left by ``sys.exit(0)``.
     KeyboardInterrupt
         After Ctrl-C. The ranks are notified, and have 2 seconds to end.
 
@@ -123,10 +125,12 @@ class _ThreadRanks:
         self.results: list[Any] = [None] * world_size
         self.failures: list[tuple[str, BaseException]] = []
         """Each exception, after the place where it was raised."""
+        self.exits: list[SystemExit] = []
+        """Those of ranks that left by ``sys.exit()``, which is no failure."""
         self.threads: list[threading.Thread] = []
 
     def run(self, body: Callable[[InMemoryCommunicationBackend], Any]) -> BaseException | None:
-        """Call ``body`` on every rank; when all have ended, return the first failure."""
+        """Call ``body`` on every rank; when all have ended, return the first failure or exit."""
         self.threads = [
             threading.Thread(
                 target=self._run_rank, args=(backend, body), name=f"rank-{rank}", daemon=True
@@ -155,7 +159,7 @@ class _ThreadRanks:
                 for member in (backend, backend._newest):
                     member.clear_environment(member._environment_id)
         if len(self.failures) < (len(self.backends) if self.survives else 1):
-            return None
+            return self.exits[0] if len(self.exits) == len(self.backends) else None
         # A PeerError reports another rank's failure, which is preferred to it.
         origins = [f for f in self.failures if not isinstance(f[1], PeerError)]
         where, first = (origins or self.failures)[0]
@@ -191,6 +195,10 @@ class _ThreadRanks:
             record_if_asked(backend)
             self.results[backend.rank] = body(backend)
         except BaseException as error:  # noqa: BLE001 - raised by `run_in_threads`
+            if isinstance(error, SystemExit) and not error.code:  # it leaves, as an MPI rank does
+                self.exits.append(error)
+                backend._newest.shutdown()
+                return
             self.failures.append((f"on rank {backend.rank} of {len(self.backends)}", error))
             newest = backend._newest
             if self.survives and not isinstance(error, PeerError):

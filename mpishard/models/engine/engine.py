@@ -61,18 +61,15 @@ class Engine:
         parameters are frozen.
     state_layout : StoreLayout
         Layout of the optimizer's state.
-    stage : UpdateStage, optional
-        Copies parameters and gradients to the device of the state, and parameters back; None if
-        all vectors are in host memory.
     policy : Policy
         Vectors that the strategy shards.
-    loss : ILossFunction or None
-        Loss to minimise; None if a black box has its own.
     config : ShardingConfiguration
         Choices that may change between steps.
 
     Attributes
     ----------
+    loss : ILossFunction or None
+        Loss to minimise; None if a black box has its own.
     layout : StoreLayout
         Units, ranks, and the ledger in which memory is booked.
     own_pieces : tuple of Piece
@@ -98,13 +95,12 @@ class Engine:
     def __init__(
         self, program: Program, parameters: ParameterStore,
         make_gradients: Callable[[StoreLayout], GradientStore], state_layout: StoreLayout,
-        stage: UpdateStage | None, policy: Policy, loss: ILossFunction | None,
-        config: ShardingConfiguration,
+        policy: Policy, config: ShardingConfiguration,
     ) -> None:  # fmt: skip
         self.program = program
         self.parameters = parameters
         self.policy = policy
-        self.loss = loss
+        self.loss = program.default_loss
         self.step_number = 0
         self.version = 0
         self._gradient = 0  # number of the gradient in the store: see `held_gradient`
@@ -123,7 +119,8 @@ class Engine:
         self._make_gradients = self._first_gradients = make_gradients
         self.gradients_user: str | None = None  # the class of an optimizer with a store of its own
         self.state_layout = state_layout
-        self._stage = stage
+        # Copies parameters and gradients to the device of the state, and parameters back.
+        self._stage = UpdateStage(state_layout) if self._is_on_gpu else None
         self.replica = program.replica
         self.placement = program.vector.placement
         self.replicas = Replicas(parameters, policy, program.replica)
@@ -513,7 +510,9 @@ class Engine:
         batch = Batch(x, y, loss or self.loss, context)
         total, weight = self.program.train(self.parameters, gradients, batch)
         gradients.settle()
-        if is_last and self.program.settle(self.backend) and self.leaves is not None:
+        # Only models that are computed whole have state that a pass changes.
+        settles = is_last and self.program.needs_whole_parameters
+        if settles and self.program.settle(self.backend) and self.leaves is not None:
             self.leaves.refuse_changes()
         return total, weight
 
@@ -529,12 +528,16 @@ class Engine:
     @contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:
         """Let `step` add to the round, and not end it, in the block: see `ShardedModelBase`."""
+        if self.round.accumulates:
+            raise RuntimeError("accumulate() cannot be nested")
+        self.round.accumulates, self.round.defers = True, defer
         try:
-            with self.round.accumulating(defer=defer):
-                yield
+            yield
         except BaseException:
             self.abandon()
             raise
+        finally:
+            self.round.accumulates = False
 
     def abandon(self) -> None:
         """Drop an unfinished round, and the units in use. Communicates nothing."""

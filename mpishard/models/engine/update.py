@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -188,17 +187,6 @@ class Round:
                 "batches of this rank are not yet applied. Call step() after the "
                 "accumulate() block first"
             )
-
-    @contextmanager
-    def accumulating(self, *, defer: bool) -> Iterator[None]:
-        """Let passes add to the round, and not end it, in the block."""
-        if self.accumulates:
-            raise RuntimeError("accumulate() cannot be nested")
-        self.accumulates, self.defers = True, defer
-        try:
-            yield
-        finally:
-            self.accumulates = False
 
     def sample_start(self, samples: int, *, is_local: bool) -> int:
         """Return the index of this rank's first sample among those of all ranks. Collective.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -161,7 +161,7 @@ class LayerChain:
         # too.
         own = {unit for uses in self._uses.values() for unit in uses}
         self.units = tuple(unit for unit in held.units if unit in own)
-        self._forward_plan = self._plan()
+        self._forward_plan = self._plan(self._groups)
         self._without_gradient: frozenset[int] = frozenset()
         self._frozen_layers: frozenset[int] = frozenset()
         self._first_trained = first
@@ -195,15 +195,26 @@ class LayerChain:
             groups.append(_Group(range(layers[0], layers[-1] + 1), units, places, segment, begun))
         return groups
 
-    def _plan(self) -> list[_Visit]:
+    def _plan(
+        self, groups: Sequence[_Group], then: Sequence[int] = (),
+        held: Collection[Unit] = (), stay: Collection[Unit] = (),
+    ) -> list[_Visit]:  # fmt: skip
+        """Plan a forward pass over ``groups``; the layers ``then`` are computed after it.
+
+        Units in ``held`` are unsharded before it, and those in ``stay`` after it.
+        """
         plan, later = list[_Visit](), set[Unit]()
         # From the last group to the first: a unit is released after the last group that uses it.
-        for group in reversed(self._groups):
-            upcoming = range(group.layers.stop, self._range.stop)
+        for group in reversed(groups):
+            upcoming = [*range(group.layers.stop, groups[-1].layers.stop), *then]
+            # Nothing is prefetched if a unit of backward holds a buffer already: a third one would
+            # be needed.
+            waits = any(u.index not in self._kept for u in held if u not in group.units)
+            following = None if waits else self._following(group, upcoming)
             # Kept units stay unsharded until backward, which needs them first.
-            done = [u for u in group.units if u not in later and u.index not in self._kept]
+            done = (u for u in group.units if u not in later and u.index not in self._kept)
+            plan.append(_Visit(group, following, tuple(u for u in done if u not in stay)))
             later.update(group.units)
-            plan.append(_Visit(group, self._following(group, upcoming), tuple(done)))
         return plan[::-1]
 
     def freeze(self, names: frozenset[str], frozen_units: frozenset[int]) -> None:
@@ -348,18 +359,7 @@ class LayerChain:
         stay = held | next((set(g.units) for g in reversed(groups) if g.units), set())
         then = [*range(layers[-1] - 1, max(layers.start, first) - 1, -1)]
         then += self._back_from(layers.start, activations, first)
-        plan = []
-        for group in groups:
-            # Nothing is prefetched if a unit of backward holds a buffer already: a third one would
-            # be needed.
-            waits = any(unit.index not in self._kept for unit in held - {*group.units})
-            upcoming = [] if waits else [*range(group.layers.stop, layers.stop), *then]
-            later = {u for i in range(group.layers.stop, layers.stop) for u in self._uses[i]}
-            done = [
-                unit for unit in group.units
-                if unit not in stay | later and unit.index not in self._kept
-            ]  # fmt: skip
-            plan.append(_Visit(group, self._following(group, upcoming), tuple(done)))
+        plan = self._plan(groups, then, held, stay)
         self._forward(plan, parameters, forgotten.x, forgotten.context, activations, again=True)
 
     def _back_from(self, index: int, activations: Sequence[Any], first: int) -> Iterator[int]:

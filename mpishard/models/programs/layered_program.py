@@ -161,17 +161,17 @@ class LayeredProgram(Program):
         return super()._copied_model()
 
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
-        (chain,) = self._chains
-        y, _ = chain.forward(parameters, self.entering(x), Context(training=False))
-        chain.let_go(parameters)
-        return self.leaving(y)
+        return self.leaving(self._outputs(parameters, x, None))
 
     def predict_next(self, parameters: ParameterStore, x: Array, cache: KeyValueCache) -> Array:
+        return self.leaving(self._outputs(parameters, x, cache)[:, -1])
+
+    def _outputs(self, parameters: ParameterStore, x: Array, cache: KeyValueCache | None) -> Array:
         (chain,) = self._chains
         context = Context(training=False, cache=cache)
         y, _ = chain.forward(parameters, self.entering(x), context)
         chain.let_go(parameters)
-        return self.leaving(y[:, -1])
+        return y
 
     def entering(self, values: Array) -> Array:
         """Return inputs, or gradients of outputs, as layers take them; token numbers as is."""

@@ -66,7 +66,17 @@ class MeshProgram(LayeredProgram):
             self.mesh, speaks=self._has_output and self.mesh.tensor_rank == 0
         )
         self.vector = MeshVector(self.vector.placement, self.mesh)
-        self._tie_groups = self._meet_in_ties()
+        # The group of ranks that hold each shared parameter.
+        self._tie_groups: dict[str, CommunicationBackend] = {}
+        pipeline = self.mesh.pipeline
+        for name, ranks in self._shared.items():
+            # The pipeline's communicator is the group if all its ranks hold the parameter: a split
+            # would make another one.
+            is_here, is_all = pipeline.rank in ranks, len(ranks) == pipeline.world_size
+            if len(ranks) > 1:
+                group = pipeline if is_all else pipeline.split(0 if is_here else None)
+                if group is not None and is_here:
+                    self._tie_groups[name] = group
         self._executors: dict[int, PipelineExecutor] = {}
         self.last_record = PipelineRecord()
         """Times at which each operation of the last training pass waited and computed."""
@@ -230,23 +240,6 @@ class MeshProgram(LayeredProgram):
         # In a V-shaped schedule the last stage is on the first rank.
         last = next(r for r in ranks if self.stage_count - 1 in self.choices.stages_of(r))
         return self.leaving(self.mesh.pipeline.broadcast(y, root=last))
-
-    # ------------------------------------------------------------------------ shared parameters
-
-    def _meet_in_ties(self) -> dict[str, CommunicationBackend]:
-        """Return the group of ranks that hold each shared parameter, by name. Collective."""
-        groups = {}
-        pipeline = self.mesh.pipeline
-        for name, ranks in self._shared.items():
-            if len(ranks) == 1:
-                continue
-            # The pipeline's communicator is the group if all its ranks hold the parameter: a split
-            # would make another one.
-            is_all = len(ranks) == pipeline.world_size
-            group = pipeline if is_all else pipeline.split(0 if pipeline.rank in ranks else None)
-            if group is not None and pipeline.rank in ranks:
-                groups[name] = group
-        return groups
 
     def finish_local(self, gradients: GradientStore) -> None:
         """Add up the copies of shared parameters in a gradient that is not reduced."""

@@ -69,12 +69,19 @@ class GradientStore(ABC):
     def __init__(self, layout: StoreLayout) -> None:
         self.layout = layout
         self.backend = layout.backend
-        self.in_flight: deque[Any] = deque()
+        self.in_flight: deque[_Reduction] = deque()
+        # Reductions that an error has left under way; they still use their buffers.
+        self._stale: list[_Reduction] = []
         self._compression: CompressionBuffers | None = None
         self._is_last = True
 
     def begin(self, this: BackwardPass) -> None:
         """Open a backward pass."""
+        # Each is removed only after its wait: if the wait raises, the next pass waits again.
+        while self._stale:
+            self._stale[0].work.wait()
+            self._stale[0].give_back()
+            del self._stale[0]
         self._is_last = this.is_last
         if not this.compresses:
             self._compression = None
@@ -113,16 +120,24 @@ class GradientStore(ABC):
     def reduce(self, unit: Unit) -> None:
         """Reduce ``unit``: this rank adds nothing more to it in this pass."""
 
-    @abstractmethod
     def settle(self) -> None:
         """Wait for the reductions of this pass."""
+        while self.in_flight:
+            self._finish_oldest()
 
-    @abstractmethod
+    def _finish_oldest(self) -> None:
+        # Removed only after its wait: if the wait raises, `abandon` must still find it.
+        reduction = self.in_flight[0]
+        reduction.finish()
+        self.in_flight.popleft()
+
     def abandon(self) -> None:
         """Drop the round's gradients, after an error; communicates nothing.
 
         Reductions under way may still use their buffers: the next pass waits for them.
         """
+        self._stale += self.in_flight
+        self.in_flight.clear()
 
     def finish(self) -> None:
         """Let the reduced gradients be overwritten: this rank has read them."""
@@ -160,8 +175,6 @@ class ReplicatedGradients(GradientStore):
         self._slot = slot
         self._is_booked = slot is None
         self._touched: set[int] = set()
-        # Reductions that an error has left under way; they still use the buffers.
-        self._stale: list[Work] = []
         self._compressed: Arena | None = None
         self._shifts: dict[int, int] = {}
         position = 0
@@ -194,16 +207,12 @@ class ReplicatedGradients(GradientStore):
         if not self._is_booked:
             self._is_booked = True
             self.layout.book(MemoryCategory.GRADIENTS, self.vector, int(self.vector.size))
-        # Each is removed only after its wait: if the wait raises, the next pass waits again.
-        while self._stale:
-            self._stale[0].wait()
-            del self._stale[0]
         if this.is_first:
             self._touched.clear()
 
     def _make_buffers(self) -> CompressionBuffers:
         compression = CompressionBuffers(self.layout, self.length_for(self.layout), 1)
-        self._compressed = compression.take()
+        self._compressed = compression.free.pop()
         return compression
 
     def target(self, unit: Unit) -> tuple[Array, bool]:
@@ -230,15 +239,6 @@ class ReplicatedGradients(GradientStore):
         """Begin to reduce ``part`` of ``carrier``, in which the unit's gradient travels."""
         travels = carrier.mine[part]
         return _Reduction(self.backend.all_reduce_async(travels), full, travels)
-
-    def settle(self) -> None:
-        for reduction in self.in_flight:
-            reduction.finish()
-        self.in_flight.clear()
-
-    def abandon(self) -> None:
-        self._stale += [reduction.work for reduction in self.in_flight]
-        self.in_flight.clear()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return self.local(pieces)
@@ -398,7 +398,6 @@ class ShardedGradients(GradientStore):
         self._open: dict[int, Arena] = {}
         self._deferred: dict[int, Arena] = {}
         self._is_deferring = self._defers = False
-        self._stale: list[_Scatter] = []
         self._scratch: list[Array] = []
         self._reduced: set[int] = set()
 
@@ -430,10 +429,6 @@ class ShardedGradients(GradientStore):
         while self._unbooked:
             slot = self._unbooked.pop()
             self.layout.book(MemoryCategory.FULL_GRADIENTS, slot.mine, self._slot_length)
-        while self._stale:
-            self._stale[0].work.wait()
-            self._let_go(self._stale[0])
-            del self._stale[0]
         self._defers = this.defer
         # The round's last pass reduces all that earlier ones have added.
         self._is_deferring = this.defer and not this.is_last
@@ -459,35 +454,32 @@ class ShardedGradients(GradientStore):
             return
         slot = self._open.pop(unit.index, None)
         carrier = self._deferred.pop(unit.index, slot)
-        compression, compressed = self._compression, None
+        loans: list[tuple[list[Any], Any]] = [] if slot is None else [(self._free, slot)]
+        compression, whole = self._compression, self._whole[unit.index]
         if compression is not None:
-            compressed = compression.take()
-            while compressed is None:
+            while not compression.free:
                 self._finish_oldest()
-                compressed = compression.take()
-            encode(full, compressed.mine[self._whole[unit.index]])
-            carrier = compressed
+            carrier = compression.free.pop()
+            encode(full, carrier.mine[whole])
             # The rounded copy travels, so that the next unit can use the full buffer at once.
             if slot is not None:
                 self._free.append(slot)
-                slot = None
+            loans = [(compression.free, carrier)]
         # Later micro-batches add to the sum; the first one of a round replaces the last round's.
         adds = unit.index in self._reduced
         self._reduced.add(unit.index)
-        target = self._view(self._pieces[unit.index])
+        target = result = self._view(self._pieces[unit.index])
         # A sum that is added to another needs a buffer of its own first.
         is_direct = not adds
-        if compressed is not None:
+        if compression is not None:
             is_direct &= isinstance(target, np.ndarray) and target.dtype == ACCUMULATION
-        extra = None if is_direct else self._take_scratch(wide=compressed is not None)
-        out = target if extra is None else extra[: target.size]
+        if not is_direct:
+            scratch = self._take_scratch(wide=compression is not None)
+            loans.append((self._scratch, scratch))
+            result = scratch[: target.size]
         assert carrier is not None
-        work = carrier.reduce_into(out, self._whole[unit.index])
-        self.in_flight.append(_Scatter(unit, work, slot, compression, compressed, extra, adds))
-
-    def settle(self) -> None:
-        while self.in_flight:
-            self._finish_oldest()
+        work = carrier.reduce_into(result, whole)
+        self.in_flight.append(_Reduction(work, target, result, adds, loans))
 
     def abandon(self) -> None:
         self._free += self._open.values()
@@ -497,8 +489,7 @@ class ShardedGradients(GradientStore):
         if self.in_flight:
             # Reductions under way go on writing to the old shard, so that a new one is needed.
             self._shard = None
-        self._stale += self.in_flight
-        self.in_flight.clear()
+        super().abandon()
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return [self._view(p) for p in pieces]
@@ -510,27 +501,6 @@ class ShardedGradients(GradientStore):
     def _view(self, piece: Piece) -> Array:
         shift = self._shifts[piece.unit.index]
         return self.shard[piece.start + shift : piece.stop + shift]
-
-    def _finish_oldest(self) -> None:
-        # Removed only after its wait: if the wait raises, `abandon` must still find it.
-        scatter = self.in_flight[0]
-        scatter.work.wait()
-        self.in_flight.popleft()
-        if scatter.extra is not None:
-            target = self._view(self._pieces[scatter.unit.index])
-            values = array_namespace(target).asarray(scatter.extra[: target.size])
-            if scatter.adds:
-                target += values
-            else:
-                target[...] = values
-            self._scratch.append(scatter.extra)
-        self._let_go(scatter)
-
-    def _let_go(self, scatter: _Scatter) -> None:
-        if scatter.slot is not None:
-            self._free.append(scatter.slot)
-        if scatter.compression is not None and scatter.compressed is not None:
-            scatter.compression.give(scatter.compressed)
 
     def _take_slot(self) -> Arena:
         # Two buffers suffice unless tied weights hold one open: then wait for the reduction
@@ -612,29 +582,40 @@ class WrappedGradients(GradientStore):
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """A reduction under way, the array that it writes, and the gradient that takes the result."""
+    """A reduction under way.
+
+    Parameters
+    ----------
+    work : Work
+        The reduction.
+    target, result : Array
+        The gradient that takes the result, and the array to which the reduction writes it.
+    adds : bool
+        Whether the gradient is a sum, to which the result is added.
+    loans : sequence of (list, object)
+        Buffers that the reduction uses until its end, each with the list of free ones.
+    """
 
     work: Work
     target: Array
     result: Array
+    adds: bool = False
+    loans: Sequence[tuple[list[Any], Any]] = ()
 
     def finish(self) -> None:
+        target = self.target
         self.work.wait()
-        if address(self.result) != address(self.target):
-            self.target[...] = array_namespace(self.target).asarray(self.result)
+        if address(self.result) != address(target):
+            values = array_namespace(target).asarray(self.result)
+            if self.adds:
+                target += values
+            else:
+                target[...] = values
+        self.give_back()
 
-
-@dataclass(frozen=True, slots=True)
-class _Scatter:
-    """A reduction under way, and the buffers that it reads and writes until its end."""
-
-    unit: Unit
-    work: Work
-    slot: Arena | None
-    compression: CompressionBuffers | None
-    compressed: Arena | None
-    extra: Array | None
-    adds: bool
+    def give_back(self) -> None:
+        for free, buffer in self.loans:
+            free.append(buffer)
 
 
 def squared_norm(arrays: Sequence[Array]) -> float:
@@ -665,6 +646,11 @@ class CompressionBuffers:
         Elements of each buffer.
     count : int
         Number of buffers.
+
+    Attributes
+    ----------
+    free : list of Arena
+        The buffers that no gradient uses now.
     """
 
     def __init__(self, layout: StoreLayout, length: int, count: int) -> None:
@@ -672,19 +658,11 @@ class CompressionBuffers:
         if slots is None:
             book = layout.ledger.allocate
             arrays = [book(MemoryCategory.SCRATCH, length, _COMPRESSED) for _ in range(count)]
-            self._free = [layout.private_slot(array) for array in arrays]
+            self.free = [layout.private_slot(array) for array in arrays]
             return
-        self._free = slots
+        self.free = slots
         for compressed in slots:
             layout.book(MemoryCategory.SCRATCH, compressed.mine, length)
-
-    def take(self) -> Arena | None:
-        """Return a buffer, to be used until `give`; None if all are in use."""
-        return self._free.pop() if self._free else None
-
-    def give(self, compressed: Arena) -> None:
-        """Make a buffer available again."""
-        self._free.append(compressed)
 
 
 def encode(gradient: Array, compressed: Array) -> None:

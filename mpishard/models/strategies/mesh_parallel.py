@@ -83,41 +83,44 @@ class MeshModel(ShardedModelBase):
         super().__init__(wrapped_model, config)
 
     def _check_leaves(self) -> None:
-        pipeline, tensor, _ = axis_sizes(self._config, *self._sizes)
+        self._sizes = pipeline, tensor, _ = axis_sizes(self._config, *self._sizes)
         check_leaves(self._config, self.world_size, model_size=pipeline * tensor)
 
     def _on_before_initialize_sharding(self) -> None:
-        is_layered = isinstance(self._wrapped_model, ILayeredModel)
-        pipeline, tensor, _ = axis_sizes(self._config, *self._sizes)
-        if self._config.precision is not None:
-            require_bfloat16(self._wrapped_model)  # before the ranks exchange anything
-            if pipeline * tensor > 1 and not is_layered:
-                raise NotImplementedError(
-                    f'precision="bfloat16": {type(self._wrapped_model).__name__} is computed whole '
-                    "by each rank of a pipeline or tensor axis, with float32 parameters: use ddp, "
-                    "zero1, zero2 or fsdp, or precision=None"
-                )
-        given = self._options.partition_strategy
-        if not (is_layered or given is None or isinstance(given, IPipelinePartitionStrategy)):
-            raise ValueError(
-                "partition_strategy gives costs of layers, but "
-                f"{type(self._wrapped_model).__name__} is a black box without layers: give an "
-                "IPipelinePartitionStrategy, which divides its flat vector over the stages, or None"
-            )
-        if not (is_layered or isinstance(self._options.schedule, GPipeSchedule)):
-            raise ValueError(
-                f"schedule {self._options.schedule.name} orders the work of pipeline stages, and "
-                f"{type(self._wrapped_model).__name__} is a black box, which each rank computes "
-                "whole: give schedule=None, or a model that implements ILayeredModel (mpishard.nn)"
-            )
-        if self._recomputes and not is_layered:
-            raise NotImplementedError(
-                f"{type(self._wrapped_model).__name__} is a black box, of whose activations "
-                "nothing is known: give checkpoint_config=None, or a model that implements "
-                "ILayeredModel (mpishard.nn)"
-            )
-        if not self._config.auto_sync_gradients:
+        model, config, options = self._wrapped_model, self._config, self._options
+        if not config.auto_sync_gradients:
             raise ValueError(ALONE_ON_A_MESH)
+        if config.precision is not None:
+            require_bfloat16(model)  # before the ranks exchange anything
+        if isinstance(model, ILayeredModel):
+            return
+        name = type(model).__name__
+        pipeline, tensor, _ = self._sizes
+        if config.precision is not None and pipeline * tensor > 1:
+            raise NotImplementedError(
+                f'precision="bfloat16": {name} is computed whole by each rank of a pipeline or '
+                "tensor axis, with float32 parameters: use ddp, zero1, zero2 or fsdp, or "
+                "precision=None"
+            )
+        gives_costs = not isinstance(options.partition_strategy, IPipelinePartitionStrategy | None)
+        if gives_costs:
+            raise ValueError(
+                f"partition_strategy gives costs of layers, but {name} is a black box without "
+                "layers: give an IPipelinePartitionStrategy, which divides its flat vector over "
+                "the stages, or None"
+            )
+        is_ordered = not isinstance(options.schedule, GPipeSchedule)
+        if is_ordered:
+            raise ValueError(
+                f"schedule {options.schedule.name} orders the work of pipeline stages, and "
+                f"{name} is a black box, which each rank computes whole: give schedule=None, or a "
+                "model that implements ILayeredModel (mpishard.nn)"
+            )
+        if self._recomputes:
+            raise NotImplementedError(
+                f"{name} is a black box, of whose activations nothing is known: give "
+                "checkpoint_config=None, or a model that implements ILayeredModel (mpishard.nn)"
+            )
 
     def _initialize_sharding(self) -> None:
         super()._initialize_sharding()
@@ -130,7 +133,7 @@ class MeshModel(ShardedModelBase):
     def _shared_choices(self) -> dict[str, Any]:
         options = self._options
         return {
-            "mesh": " x ".join(map(str, axis_sizes(self._config, *self._sizes))),
+            "mesh": " x ".join(map(str, self._sizes)),
             "order": options.order,
             "schedule": options.schedule.name,
             "virtual_stages_per_rank": options.schedule.virtual_stages_per_rank,
@@ -156,16 +159,11 @@ class MeshModel(ShardedModelBase):
         # One data rank has no other to shard with.
         if self.mesh.data_size > 1:
             self.policy = DATA_POLICIES[self._options.data_parallel_strategy]
-        if not isinstance(program, WholeProgram):
-            return self._mesh_program(self._wrapped_model)
-        if self.mesh.model_size > 1:  # otherwise it is data parallelism
+        if isinstance(program, WholeProgram):
+            if self.mesh.model_size == 1:  # it is data parallelism
+                return program
             return DividedProgram(program, self.mesh, self._options.partition_strategy)
-        return program
-
-    def _replicas(self, size: int) -> ProcessMesh:
-        return self.mesh
-
-    def _mesh_program(self, model: ILayeredModel) -> MeshProgram:
+        model: ILayeredModel = self._wrapped_model
         if self._options.sequence_parallel and self.mesh.tensor_size > 1:
             infos = model.get_all_layer_info()
             layers = {info.name: layer for info, layer in zip(infos, model.layers, strict=True)}
@@ -191,6 +189,9 @@ class MeshModel(ShardedModelBase):
             self._options.sequence_parallel, self._options.checkpoint_config,
         )  # fmt: skip
         return MeshProgram(model, self._config, choices)
+
+    def _replicas(self, size: int) -> ProcessMesh:
+        return self.mesh
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
         engine = super()._build_engine(program, arena=arena)

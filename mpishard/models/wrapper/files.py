@@ -5,12 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
-
-import numpy as np
 
 from mpishard import checkpoint
 from mpishard.arrays import Array, to_host
@@ -29,6 +26,7 @@ from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import TrainingRecord
 from mpishard.models.programs.leaves import NUMERICS
 from mpishard.models.programs.placed_program import IPlaceableModel
+from mpishard.models.wrapper.wrapped import require_alike
 from mpishard.sharding import ParameterEntry, Piece, numerics_differences
 
 _log = logging.getLogger("mpishard")
@@ -66,14 +64,9 @@ class ModelFiles:
         arrays, choices = tensors_of(data), choices_of(data)
         vector = packed_vector(arrays, self.parameters(), self.engine.layout.dtype)
         self._check_choices(choices)
-        text = json.dumps(choices, sort_keys=True).encode()
         # Different choices would make different models from equal vectors, unnoticed by any rank.
-        marks = self.engine.world.all_gather(np.array([zlib.crc32(text)]))
-        if (marks != marks[0]).any():
-            raise ValueError(
-                "deserialize: the model's settings differ between the ranks' bytes "
-                f"(checksums {marks.tolist()}); every rank must pass the same bytes"
-            )
+        text = json.dumps(choices, sort_keys=True)
+        require_alike(self.engine.world, "deserialize: the model's settings in the bytes", text)
         return vector, choices
 
     def parameters(self) -> list[ParameterEntry]:

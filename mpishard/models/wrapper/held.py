@@ -155,9 +155,16 @@ def compare_replicas(
     is_shared_by_all = parameters.once_per_node and parameters.backend.node_count == 1
     if is_shared_by_all and not is_on_mesh:
         return 0
-    checksums = _checksums(parameters, placement)
+    pieces = parameters.held
+    if parameters.once_per_node:  # the first rank of a node speaks for it
+        is_leader = parameters.backend.local_rank == 0
+        pieces = parameters.layout.pieces(sharded=False) if is_leader else ()
+    held = zip(pieces, parameters.owned(pieces), strict=True)
     # Ranks hold different regions. A hash of 8 bytes names each, so that all rows have one length.
-    own = {_key(region): (region, crc) for region, crc in checksums}
+    own: dict[int, tuple[Region, int]] = {}
+    for region, array in placement.cut((piece.start, array) for piece, array in held):
+        bits = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
+        own[_key(region)] = region, zlib.crc32(bits.data)
     rows = np.array([(world.rank, key, crc) for key, (_, crc) in own.items()], np.int64)
     everyone = world.all_gather(rows.reshape(-1, 3))
     copies: dict[int, dict[int, int]] = {}
@@ -170,21 +177,6 @@ def compare_replicas(
         names = {key: region.name for key, (region, _) in own.items()}
         _refuse(differing, names, world, f"after step {step} replicas differ", parameters)
     return len(several)
-
-
-def _checksums(parameters: ParameterStore, placement: Placement) -> list[tuple[Region, int]]:
-    """Return the ranges of parameters, with checksums, that this rank or its node holds."""
-    pieces = parameters.held
-    if parameters.once_per_node:
-        is_leader = parameters.backend.local_rank == 0
-        pieces = parameters.layout.pieces(sharded=False) if is_leader else ()
-    held = zip(pieces, parameters.owned(pieces), strict=True)
-    regions = placement.cut((piece.start, array) for piece, array in held)
-    found = []
-    for region, array in regions:
-        bits = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
-        found.append((region, zlib.crc32(bits.data)))
-    return found
 
 
 def _key(region: Region) -> int:

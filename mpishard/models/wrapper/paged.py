@@ -200,4 +200,4 @@ class PagedModel:
 
     def _require_alike(self, name: str, arguments: Any) -> None:
         if self._engine is not None:
-            require_alike(self._engine.world, name, arguments)
+            require_alike(self._engine.world, f"{name}: the arguments", arguments)

@@ -71,7 +71,7 @@ def generate_tokens(
     if not isinstance(model, GPT):
         raise MissingMemberError(f"{type(model).__name__} has no generate")
     require_alike(
-        engine.world, "generate",
+        engine.world, "generate: the arguments",
         (np.asarray(prompt).ravel().tolist(), length, temperature, seed, top_k, slide),
     )  # fmt: skip
     return generate(
@@ -82,13 +82,13 @@ def generate_tokens(
     )  # fmt: skip
 
 
-def require_alike(world: CommunicationBackend, name: str, arguments: Any) -> None:
-    """Refuse a call whose arguments differ between ranks. Collective."""
-    marks = world.all_gather(np.array([zlib.crc32(repr(arguments).encode())]))
+def require_alike(world: CommunicationBackend, what: str, given: Any) -> None:
+    """Refuse a call if ``what``, in words, differs between the ranks. Collective."""
+    marks = world.all_gather(np.array([zlib.crc32(repr(given).encode())]))
     if (marks != marks[0]).any():
         raise ValueError(
-            f"{name}: the arguments differ between ranks (checksums {marks.tolist()}); every "
-            "rank must pass the same"
+            f"{what} differ between ranks (checksums {marks.tolist()}); every rank must pass the "
+            "same"
         )
 
 

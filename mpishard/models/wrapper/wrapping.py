@@ -39,11 +39,7 @@ from mpishard.models.stores.gradient_store import (
     ScatteredGradients,
     ShardedGradients,
 )
-from mpishard.models.stores.offload import (
-    OffloadedGradients,
-    OffloadedParameters,
-    UpdateStage,
-)
+from mpishard.models.stores.offload import OffloadedGradients, OffloadedParameters
 from mpishard.models.stores.parameter_store import (
     MixedParameters,
     NodeParameters,
@@ -251,10 +247,15 @@ def build_engine(
     on_gpu = device.is_gpu  # otherwise everything is in host memory already
 
     def make_gradients(layout: StoreLayout) -> GradientStore:
-        make = make_gradient_store if config.gradient_leaves is None else make_leaf_store
-        if on_gpu and config.cpu_offload_gradients:
-            return OffloadedGradients(make(layout.on_host, policy), layout)
-        return make(layout, policy)
+        is_offloaded = on_gpu and config.cpu_offload_gradients
+        in_leaves = config.gradient_leaves is not None
+        store = make_gradient_store(
+            layout.on_host if is_offloaded else layout, policy, in_leaves=in_leaves
+        )
+        if in_leaves:
+            assert isinstance(store, ScatteredGradients | ShardedGradients)
+            store = LeafGradients(store)
+        return OffloadedGradients(store, layout) if is_offloaded else store
 
     parameters: ParameterStore
     if config.precision is not None:
@@ -264,11 +265,7 @@ def build_engine(
     else:
         parameters = make_parameter_store(layout, policy)
     state_layout = layout.on_host if on_gpu and config.cpu_offload_optimizer else layout
-    stage = UpdateStage(state_layout) if on_gpu else None
-    return Engine(
-        program, parameters, make_gradients, state_layout, stage, policy, program.default_loss,
-        config,
-    )  # fmt: skip
+    return Engine(program, parameters, make_gradients, state_layout, policy, config)
 
 
 def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
@@ -341,10 +338,3 @@ def make_exchanged_store(
 
 def _trained(layout: StoreLayout, pieces: Sequence[Piece]) -> list[Piece]:
     return [piece for piece in pieces if piece.unit.index not in layout.frozen]
-
-
-def make_leaf_store(layout: StoreLayout, policy: Policy) -> LeafGradients:
-    """Make the store that sums gradients leaf by leaf, for ``policy``. Collective."""
-    inner = make_gradient_store(layout, policy, in_leaves=True)
-    assert isinstance(inner, ScatteredGradients | ShardedGradients)
-    return LeafGradients(inner)

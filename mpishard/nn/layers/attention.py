@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.arguments import as_flag, check_divides, check_sizes
-from mpishard.arrays import NAMESPACES, Array, chunk_length, is_device_array
+from mpishard.arrays import NAMESPACES, Array, chunk_length
 from mpishard.bfloat16 import is_bfloat16, rounded, scratch, store, wide, wide_dtype
 from mpishard.contracts import LayerCategory
 from mpishard.nn import passes
@@ -133,12 +133,10 @@ class Attention(Layer):
         cached = k_BGSK.shape[2] - x.shape[1]
         logsum_BGQT1 = xp.empty((*y_BGQTK.shape[:-1], 1), dtype=wide_dtype(x))
         mask_RR = self._causal_mask(x, cached)
-        for which, queries in self._blocks(x, cached):
-            keys = self._keys(queries, cached)
-            q, k = q_BGQTK[which][..., queries, :], k_BGSK[which][..., keys, :]
-            v, place = v_BGSK[which][..., keys, :], y_BGQTK[which][..., queries, :]
-            weights, total, logsum = self._softmax(x, q, k, mask_RR, cached + queries.start)
-            logsum_BGQT1[which][..., queries, :] = logsum.reshape(*place.shape[:-1], 1)
+        for rows, columns, start in self._blocks(x, cached):
+            q, k, v, place = q_BGQTK[rows], k_BGSK[columns], v_BGSK[columns], y_BGQTK[rows]
+            weights, total, logsum = self._softmax(x, q, k, mask_RR, cached + start)
+            logsum_BGQT1[rows] = logsum.reshape(*place.shape[:-1], 1)
             if total is None:  # The weights are divided already.
                 _product(weights, v, place)
                 continue
@@ -161,8 +159,11 @@ class Attention(Layer):
         scale = 1.0 / math.sqrt(q.shape[-1])
         loop = compiled(passes.softmax_forward, x)
         scores_BGPS = _scores(q, k, scale if loop is None else 1.0)
-        # Small scores need no maximum per row: this saves a pass and a subtraction over them.
-        are_small = _are_small(scores_BGPS)
+        # Small scores need no maximum per row: exponentials, and sums of them, are then well inside
+        # the range of the dtype. This saves a pass and a subtraction over them. On a GPU the answer
+        # would cost more: the host would wait for it.
+        limit = 0.5 * math.log(np.finfo(scores_BGPS.dtype).max)
+        are_small = xp is np and -limit <= scores_BGPS.min() and scores_BGPS.max() <= limit
         # The loop skips keys that a row does not see. It needs the mask only for the maximum.
         if self.causal and not (loop is not None and are_small):
             self._mask(scores_BGPS, mask_RR, start)
@@ -236,20 +237,16 @@ class Attention(Layer):
         dq_BGQTK, dk_BGSK, dv_BGSK = self._split(dx)
         y_BGQTK, dy_BGQTK = self._by_head(y), self._by_head(dy)
         mask_RR = self._causal_mask(x)
-        for which, queries in self._blocks(x):
-            keys = self._keys(queries)
-            k, v = k_BGSK[which][..., keys, :], v_BGSK[which][..., keys, :]
-            is_first = queries.stop == x.shape[1]
+        for rows, columns, start in self._blocks(x):
+            q, d, k, v = q_BGQTK[rows], dy_BGQTK[rows], k_BGSK[columns], v_BGSK[columns]
+            is_first = start + d.shape[3] == x.shape[1]
             if is_first:
-                dk_all, dv_all = scratch(dk_BGSK[which]), scratch(dv_BGSK[which])
-            dk, dv = dk_all[..., keys, :], dv_all[..., keys, :]
-            d = dy_BGQTK[which][..., queries, :]
-            q = q_BGQTK[which][..., queries, :]
+                dk_all, dv_all = scratch(dk_BGSK[columns[:2]]), scratch(dv_BGSK[columns[:2]])
+            dk, dv = dk_all[:, :, columns[2]], dv_all[:, :, columns[2]]
             scores_BGPS, dscores_BGPS = self._softmax_backward(
-                x, q, k, v, d, y_BGQTK[which][..., queries, :],
-                logsum_BGQT1[which][..., queries, :], mask_RR, queries.start,
-            )  # fmt: skip
-            _product(dscores_BGPS, k, dq_BGQTK[which][..., queries, :])
+                x, q, k, v, d, y_BGQTK[rows], logsum_BGQT1[rows], mask_RR, start
+            )
+            _product(dscores_BGPS, k, dq_BGQTK[rows])
             # A product over P also sums over the heads of queries that share the keys and values.
             scores_BGSP, dscores_BGSP = scores_BGPS.swapaxes(-1, -2), dscores_BGPS.swapaxes(-1, -2)
             # The block of the last queries comes first and reaches every key: it writes to dk and
@@ -260,9 +257,9 @@ class Attention(Layer):
             else:
                 dv += product(scores_BGSP, _joined(d), _apart(dv))
                 dk += product(dscores_BGSP, _joined(q), _apart(dk))
-            if queries.start == 0:
-                store(dk_BGSK[which], dk_all)
-                store(dv_BGSK[which], dv_all)
+            if start == 0:
+                store(dk_BGSK[columns[:2]], dk_all)
+                store(dv_BGSK[columns[:2]], dv_all)
         return dx, None
 
     def _split(self, x: Array) -> tuple[Array, Array, Array]:
@@ -290,14 +287,13 @@ class Attention(Layer):
         by_head = scores_BGPS.reshape(*scores_BGPS.shape[:2], shared, size, -1)
         by_head[..., start : start + size] += mask_RR[:size, :size]
 
-    def _keys(self, queries: slice, cached: int = 0) -> slice:
-        """Return the keys that a block of queries sees; its own follow ``cached`` earlier keys."""
-        return slice(0, cached + queries.stop if self.causal else None)
+    def _blocks(self, x: Array, cached: int = 0) -> Iterator[tuple[Any, Any, int]]:
+        """Yield blocks whose scores are about as large as a chunk.
 
-    def _blocks(self, x: Array, cached: int = 0) -> Iterator[tuple[tuple[slice, slice], slice]]:
-        """Yield ((samples, groups), queries) of blocks whose scores are about as large as a chunk.
-
-        Of the same samples and groups, the block of the last queries comes first.
+        A block has the index of its queries in arrays such as q_BGQTK, the index in arrays such as
+        k_BGSK of the keys that they see, and the position of its first query in x. The queries' own
+        keys follow ``cached`` earlier keys. Of the same samples and groups, the block of the last
+        queries comes first.
         """
         batch, length = x.shape[:2]
         samples, groups, rows = self._block_sizes(x, cached)
@@ -306,8 +302,12 @@ class Attention(Layer):
                 # The last queries see every key. In backward they can therefore write to the keys'
                 # and values' gradients, to which the other blocks add.
                 for t in reversed(range(0, length, rows)):
-                    which = (slice(b, b + samples), slice(g, g + groups))
-                    yield which, slice(t, min(t + rows, length))
+                    which, stop = (
+                        (slice(b, b + samples), slice(g, g + groups)),
+                        min(t + rows, length),
+                    )
+                    keys = slice(0, cached + stop if self.causal else None)
+                    yield (*which, slice(None), slice(t, stop)), (*which, keys), t
 
     def _block_sizes(self, x: Array, cached: int) -> tuple[int, int, int]:
         """Return the maximum numbers of samples, groups of heads, and queries of a block."""
@@ -393,15 +393,3 @@ def _narrow(values: Array, like: Array) -> Array:
 def _apart(place: Array) -> Array:
     """Return a new array for a product that is then added to ``place``."""
     return NAMESPACES[type(place)].empty(place.shape, place.dtype)
-
-
-def _are_small(scores: Array) -> bool:
-    """True if no row's maximum has to be subtracted before the scores are exponentiated.
-
-    The exponentials, and sums of them, are then well inside the range of the dtype.
-    """
-    # On a GPU the answer would cost more than the subtraction: the host would wait for the GPU.
-    if is_device_array(scores):
-        return False
-    limit = 0.5 * math.log(NAMESPACES[type(scores)].finfo(scores.dtype).max)
-    return bool(scores.max() <= limit) and bool(scores.min() >= -limit)

@@ -131,10 +131,10 @@ class WindowColumns:
         xp = NAMESPACES[type(images)]
         batch, channels, height, width = images.shape
         self._windows = windows
-        self._counts = counts
-        self._channels = channels
         self._batch = batch
-        self._size = channels * math.prod(windows.kernel) * math.prod(counts)
+        # Dims of a sample's columns: channels, positions in a window, P and Q.
+        self._dims = (channels, math.prod(windows.kernel), *counts)
+        self._size = math.prod(self._dims)
         limit = _CHUNKS_AT_A_TIME * chunk_length(images)
         self._samples = max(1, min(batch, limit // self._size))
         dtype = images.dtype if dtype is None else dtype
@@ -154,21 +154,22 @@ class WindowColumns:
 
     def empty(self, samples: int) -> Array:
         """Return columns of shape (B, K, S) without contents."""
-        return self._scratch[: samples * self._size].reshape(samples, -1, math.prod(self._counts))
+        columns = self._scratch[: samples * self._size]
+        return columns.reshape(samples, -1, math.prod(self._dims[2:]))
 
     def by_sample(self, images_BCHW: Array) -> Array:
         """Return the columns of each sample, shape (B, K, S)."""
         columns = self.empty(images_BCHW.shape[0])
-        self._gather(images_BCHW, columns.reshape(-1, self._channels, *self._rest()))
+        self._gather(images_BCHW, columns.reshape(-1, *self._dims))
         return columns
 
     def by_row(self, images_BCHW: Array) -> Array:
         """Return the columns of all samples side by side, shape (K, B S)."""
         samples = images_BCHW.shape[0]
-        (positions, *counts), flat = self._rest(), self._scratch[: samples * self._size]
-        columns = flat.reshape(self._channels, positions, samples, *counts)
+        (channels, positions, *counts), flat = self._dims, self._scratch[: samples * self._size]
+        columns = flat.reshape(channels, positions, samples, *counts)
         self._gather(images_BCHW, columns.transpose(2, 0, 1, 3, 4))
-        return flat.reshape(self._channels * positions, -1)
+        return flat.reshape(channels * positions, -1)
 
     def scatter(self, columns_BKS: Array, images_BCHW: Array) -> None:
         """Write to each pixel the sum of its elements in the columns, the transpose of gathering.
@@ -176,11 +177,11 @@ class WindowColumns:
         Elements of the padding are dropped.
         """
         samples = images_BCHW.shape[0]
-        columns = columns_BKS.reshape(samples, self._channels, *self._rest())
+        columns = columns_BKS.reshape(samples, *self._dims)
         framed = images_BCHW if self._frame is None else self._frame[:samples]
         # Parts are added, because windows may overlap.
         framed.fill(0)
-        for position, view in enumerate(self._windows.views(framed, self._counts)):
+        for position, view in enumerate(self._windows.views(framed, self._dims[2:])):
             view[...] += columns[:, :, position]
         if self._frame is not None:
             images_BCHW[...] = framed[self._inner]
@@ -191,12 +192,8 @@ class WindowColumns:
         if self._frame is not None:
             framed = self._frame[: images_BCHW.shape[0]]
             framed[self._inner] = images_BCHW
-        for position, view in enumerate(self._windows.views(framed, self._counts)):
+        for position, view in enumerate(self._windows.views(framed, self._dims[2:])):
             columns[:, :, position] = view
-
-    def _rest(self) -> tuple[int, int, int]:
-        """Return the number of positions in a window, P, and Q."""
-        return (math.prod(self._windows.kernel), *self._counts)
 
 
 class Conv2D(Layer):
@@ -272,8 +269,10 @@ class Conv2D(Layer):
             size_pair("Conv2D", "padding", padding, least=0),
         )
         shape = (outputs, inputs, *self.windows.kernel)
+        window = math.prod(shape[1:])
+        self.flops_per_output = 2 * window  # of the product, without the bias
         if initializer is None:
-            initializer = kaiming_uniform(inputs * shape[2] * shape[3])
+            initializer = kaiming_uniform(window)
         self._parameters = {"weight": ParameterSpec(shape, initializer)}
         if self.bias:
             self._parameters["bias"] = ParameterSpec((outputs,), zeros())
@@ -291,11 +290,6 @@ class Conv2D(Layer):
                 f"({self.inputs}, H, W), got {input_shape}"
             )
         return (self.outputs, *self.windows.counts(*input_shape[1:]))
-
-    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Return 2 K for each element of the output: the operations of the product."""
-        window = math.prod(self._parameters["weight"].shape[1:])
-        return 2 * window * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Map x_BCHW to y_BOPQ, and save x itself."""
@@ -385,16 +379,13 @@ class MaxPool2D(Layer):
         size = size_pair("MaxPool2D", "kernel", kernel)
         step = size if stride is None else size_pair("MaxPool2D", "stride", stride)
         self.windows = Windows(size, step)
+        self.flops_per_output = math.prod(size)  # comparisons
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (C, P, Q) for the shape (C, H, W): see `Windows.counts`."""
         if len(input_shape) != 3 or input_shape[0] == 0:
             raise ValueError(f"MaxPool2D needs samples of shape (C, H, W), got {input_shape}")
         return (input_shape[0], *self.windows.counts(*input_shape[1:]))
-
-    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Return one comparison for each element of each window."""
-        return math.prod(self.windows.kernel) * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Map x_BCHW to y_BCPQ, and save x's shape and each maximum's position in its window."""
@@ -437,14 +428,11 @@ class Flatten(Layer):
 
     category = LayerCategory.RESHAPE
     computes_bfloat16 = True
+    flops_per_output = 0
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the product of the dims, (1,) for samples without dims."""
         return (math.prod(input_shape),)
-
-    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Return 0: nothing is computed."""
-        return 0
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Return a view of x if its memory layout allows, otherwise a copy, and save x's shape."""

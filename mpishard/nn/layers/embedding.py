@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from mpishard.arguments import check_sizes
-from mpishard.arrays import NAMESPACES, Array, array_namespace, is_device_array
+from mpishard.arrays import NAMESPACES, Array, array_namespace
 from mpishard.bfloat16 import wide
 from mpishard.contracts import LayerCategory
 from mpishard.nn.layers.initializers import normal
@@ -43,6 +45,7 @@ class Embedding(Layer):
 
     category = LayerCategory.EMBEDDING
     computes_bfloat16 = True
+    flops_per_output = 0  # Rows are only copied.
 
     def __init__(
         self, vocabulary_size: int, width: int, initializer: Initializer | None = None
@@ -80,10 +83,6 @@ class Embedding(Layer):
         """Return (..., width) for the shape (...): each token becomes a vector."""
         return (*input_shape, self.width)
 
-    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Return 0: rows are only copied."""
-        return 0
-
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Look up integer tokens of any shape, and save them."""
         # The check is repeated for layers that are not the first. It takes microseconds, and NumPy
@@ -116,33 +115,28 @@ def add_rows(table_VD: Array, tokens_N: Array, dy_ND: Array) -> None:
     first_N = xp.ones(tokens_N.shape, dtype=bool)
     first_N[1:] = tokens_N[1:] != tokens_N[:-1]
     starts_U = xp.flatnonzero(first_N)
+    rows_ND = dy_ND[order_N]
+    if xp is np:
+        sums_UD = np.add.reduceat(rows_ND, starts_U, axis=0)
+    else:
+        # CuPy's ``add.reduceat`` returns differences of running sums, which lose the digits of a
+        # run that is small compared with the rows before it. Neighbours are therefore added in
+        # rounds, in an order that is the same in every run of the program.
+        run_N = xp.cumsum(first_N) - 1
+        stops_U = xp.full_like(starts_U, rows_ND.shape[0])
+        stops_U[:-1] = starts_U[1:]
+        row_N = xp.arange(rows_ND.shape[0])
+        place_N, stop_N = row_N - starts_U[run_N], stops_U[run_N]
+        longest, step = int((stops_U - starts_U).max()), 1
+        # In each round a row absorbs the row that is `step` rows later, if both are in one run. The
+        # number of rounds is the logarithm, to base 2, of the longest run.
+        while step < longest:
+            left = xp.flatnonzero((place_N % (2 * step) == 0) & (row_N + step < stop_N))
+            rows_ND[left] += rows_ND[left + step]
+            step *= 2
+        sums_UD = rows_ND[starts_U]
     # These tokens are distinct: with equal indices, += would keep only one of the additions.
-    table_VD[tokens_N[starts_U]] += _sums_of_runs(dy_ND[order_N], first_N, starts_U)
-
-
-def _sums_of_runs(rows_ND: Array, first_N: Array, starts_U: Array) -> Array:
-    """Return the sum of each run of rows, shape (U, D); ``first_N`` is True for a run's first row.
-
-    On a GPU it overwrites ``rows_ND``. There neighbours are added in rounds, in an order that is
-    the same in every run of the program. CuPy's own ``add.reduceat`` returns differences of running
-    sums, which lose the digits of a run that is small compared with the rows before it.
-    """
-    xp = NAMESPACES[type(rows_ND)]
-    if not is_device_array(rows_ND):
-        return xp.add.reduceat(rows_ND, starts_U, axis=0)
-    run_N = xp.cumsum(first_N) - 1
-    stops_U = xp.full_like(starts_U, rows_ND.shape[0])
-    stops_U[:-1] = starts_U[1:]
-    row_N = xp.arange(rows_ND.shape[0])
-    place_N, stop_N = row_N - starts_U[run_N], stops_U[run_N]
-    longest, step = int((stops_U - starts_U).max()), 1
-    # In each round a row absorbs the row that is `step` rows later, if both are in one run. The
-    # number of rounds is the logarithm, to base 2, of the longest run.
-    while step < longest:
-        left = xp.flatnonzero((place_N % (2 * step) == 0) & (row_N + step < stop_N))
-        rows_ND[left] += rows_ND[left + step]
-        step *= 2
-    return rows_ND[starts_U]
+    table_VD[tokens_N[starts_U]] += sums_UD
 
 
 class PositionalEmbedding(Layer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -63,6 +62,7 @@ class Linear(Layer):
         check_sizes("Linear", inputs=inputs, outputs=outputs)
         self.inputs = inputs
         self.outputs = outputs
+        self.flops_per_output = 2 * inputs  # of the product, without the bias
         self.bias = as_flag("bias", bias)
         if initializer is None:
             initializer = kaiming_uniform(inputs)
@@ -83,10 +83,6 @@ class Linear(Layer):
                 f"{self.inputs}, got sample shape {input_shape}"
             )
         return (*input_shape[:-1], self.outputs)
-
-    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Return 2 I O for each row: the operations of the product without the bias."""
-        return 2 * self.inputs * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Map x of shape (..., I) to y of shape (..., O), and save x itself."""

@@ -5,7 +5,6 @@ Shape suffixes: N all leading dims taken together, D width; ``...`` leading dims
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,6 +70,8 @@ class LayerNorm(_Norm):
         If the width is not an integer >= 1, or epsilon is not positive.
     """
 
+    flops_per_output = 7  # 2 for each moment, 1 each to normalise, scale and shift
+
     def __init__(self, width: int, epsilon: float = 1e-5) -> None:
         super().__init__(width, epsilon)
 
@@ -81,10 +82,6 @@ class LayerNorm(_Norm):
             "weight": ParameterSpec((self.width,), ones()),
             "bias": ParameterSpec((self.width,), zeros()),
         }
-
-    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Return 7 for each element: 2 for each moment, 1 each to normalise, scale and shift."""
-        return 7 * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Normalise x of shape (..., D), and save the normalised input and 1 / deviations."""
@@ -173,6 +170,8 @@ class RMSNorm(_Norm):
         If the width is not an integer >= 1, or epsilon is not positive.
     """
 
+    flops_per_output = 4  # 2 for the mean square, 1 to normalise and 1 to scale
+
     def __init__(self, width: int, epsilon: float = 1e-6) -> None:
         super().__init__(width, epsilon)
 
@@ -180,10 +179,6 @@ class RMSNorm(_Norm):
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """``weight``, initially 1, of shape (width,)."""
         return {"weight": ParameterSpec((self.width,), ones())}
-
-    def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
-        """Return 4 for each element: 2 for the mean square, 1 to normalise and 1 to scale."""
-        return 4 * math.prod(self.output_shape(input_shape))
 
     def forward(self, p: Parameters, x: Array, context: Context) -> tuple[Array, Any]:
         """Normalise x of shape (..., D), and save x and 1 / root mean squares."""

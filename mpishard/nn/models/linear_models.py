@@ -94,7 +94,7 @@ class LinearModel(Model):
 
     def get_active_feature_indices(self) -> list[int]:
         """Return the indices of the active features, ascending; all of them at first."""
-        return list(self._feature_layer.active)
+        return list(self._features["linear"].active)
 
     def set_active_feature_indices(self, indices: Iterable[int]) -> None:
         """Use the features ``indices`` and no others.
@@ -108,13 +108,7 @@ class LinearModel(Model):
         ValueError
             If an index is not an integer in [0, F).
         """
-        self._feature_layer.active = tuple(indices)
-
-    @property
-    def _feature_layer(self) -> FeatureLinear:
-        layer = self.chain.children["linear"]
-        assert isinstance(layer, FeatureLinear)
-        return layer
+        self._features["linear"].active = tuple(indices)
 
     @property
     def feature_spread(self) -> np.ndarray[Any, Any]:
@@ -330,39 +324,28 @@ class MLP(Model):
         loss: Loss | None = None,
         device: str | Device = "cpu",
     ) -> None:
-        chain = mlp_chain(sizes, activation)
+        try:
+            sizes = list(sizes)
+        except TypeError:
+            raise TypeError(
+                f"sizes must be a sequence of integers such as [64, 128, 1], got {sizes!r}"
+            ) from None
+        if len(sizes) < 2 or not all(is_size(size) for size in sizes):
+            raise ValueError(f"an MLP needs at least two sizes, all integers >= 1, got {sizes}")
+        known = sorted(_ACTIVATIONS)
+        if activation not in known:
+            raise ValueError(f"activation must be one of {known}, got {activation!r}")
+        layers: dict[str, Layer] = {}
+        for i, (inputs, outputs) in enumerate(pairwise(int(size) for size in sizes)):
+            if i > 0:
+                layers[f"{activation}{i - 1}"] = _ACTIVATIONS[activation]()
+            # Each initializer keeps the variance of activations constant from layer to layer.
+            is_symmetric = activation in {"sigmoid", "tanh"}
+            initializer = (
+                glorot_uniform(inputs, outputs) if is_symmetric else kaiming_uniform(inputs)
+            )
+            layers[f"linear{i}"] = Linear(inputs, outputs, initializer=initializer)
         super().__init__(
-            chain,
-            MSE() if loss is None else loss,
-            input_shape=(sizes[0],),
-            seed=seed,
-            dtype=dtype,
-            device=device,
-        )
-
-
-def mlp_chain(sizes: Sequence[int], activation: str = "relu") -> Sequential:
-    """Return the layers of an `MLP`: ``linear0``, ``relu0``, ``linear1``, ...
-
-    Parameters and errors are those of `MLP`.
-    """
-    try:
-        sizes = list(sizes)
-    except TypeError:
-        raise TypeError(
-            f"sizes must be a sequence of integers such as [64, 128, 1], got {sizes!r}"
-        ) from None
-    if len(sizes) < 2 or not all(is_size(size) for size in sizes):
-        raise ValueError(f"an MLP needs at least two sizes, all integers >= 1, got {sizes}")
-    known = sorted(_ACTIVATIONS)
-    if activation not in known:
-        raise ValueError(f"activation must be one of {known}, got {activation!r}")
-    layers: dict[str, Layer] = {}
-    for i, (inputs, outputs) in enumerate(pairwise(int(size) for size in sizes)):
-        if i > 0:
-            layers[f"{activation}{i - 1}"] = _ACTIVATIONS[activation]()
-        # Each initializer keeps the variance of activations constant from layer to layer.
-        is_symmetric = activation in {"sigmoid", "tanh"}
-        initializer = glorot_uniform(inputs, outputs) if is_symmetric else kaiming_uniform(inputs)
-        layers[f"linear{i}"] = Linear(inputs, outputs, initializer=initializer)
-    return Sequential(layers)
+            Sequential(layers), MSE() if loss is None else loss, input_shape=(sizes[0],),
+            seed=seed, dtype=dtype, device=device,
+        )  # fmt: skip

@@ -107,6 +107,10 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         )
         self._holder: str | None = None
 
+    def __repr__(self) -> str:
+        size = f"parameters={self.parameter_count}, layers={self.layer_count}"
+        return f"{type(self).__name__}({size}, dtype={self._dtype.name})"
+
     # ---------------------------------------------------------------------------------- structure
 
     @property

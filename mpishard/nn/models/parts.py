@@ -6,6 +6,7 @@ A model's shallow copies and sub-models share its vector.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from mpishard.nn.layers.layer import Context, GradientTargets
 from mpishard.sharding import ParameterTable
 
 
+@dataclass(eq=False)
 class ParameterVector:
     """Flat vector that is made on first use.
 
@@ -37,50 +39,42 @@ class ParameterVector:
         Device on which the vector is made.
     """
 
-    def __init__(
-        self,
-        length: int,
-        dtype: np.dtype[Any],
-        initialize: Callable[[int, Array], None],
-        values: Array | None = None,
-        device: Device = HOST,
-    ) -> None:
-        self.length = length
-        self.dtype = dtype
-        self._initialize = initialize
-        self._values = values
-        self._device = device
+    length: int
+    dtype: np.dtype[Any]
+    initialize: Callable[[int, Array], None]
+    values: Array | None = None
+    device: Device = HOST
 
     def get(self) -> Array:
         """Return the vector itself, shape (length,), and make it if necessary."""
-        if self._values is None:
+        if self.values is None:
             # The host makes the values for a GPU, too, so that both start with the same bits.
             values = np.empty(self.length, self.dtype)
-            self._initialize(0, values)
-            self._values = self._device.put(values)
-        return self._values
+            self.initialize(0, values)
+            self.values = self.device.put(values)
+        return self.values
 
     def replace(self, values: Array) -> None:
         """Replace the vector by ``values``, shape (length,), which are not copied."""
-        self._values = values
+        self.values = values
 
     def fill(self, start: int, out: Array) -> None:
         """Copy the range that begins at ``start`` to the host array ``out``.
 
         This does not make the vector if it has not been used.
         """
-        if self._values is None:
-            self._initialize(start, out)
+        if self.values is None:
+            self.initialize(start, out)
         else:
-            copy_into(out, self._values[start : start + int(out.size)])
+            copy_into(out, self.values[start : start + int(out.size)])
 
     def holding(self, values: Array | None) -> ParameterVector:
         """Return a vector of this length and dtype, with ``values``, or initial values if None."""
-        return ParameterVector(self.length, self.dtype, self._initialize, values, self._device)
+        return ParameterVector(self.length, self.dtype, self.initialize, values, self.device)
 
     def copy(self) -> ParameterVector:
         """Return a copy with memory of its own."""
-        return self.holding(None if self._values is None else self._values.copy())
+        return self.holding(None if self.values is None else self.values.copy())
 
 
 class VectorPart(ParameterVector):
@@ -90,7 +84,7 @@ class VectorPart(ParameterVector):
         def initialize(first: int, out: Array) -> None:
             whole.fill(start + first, out)
 
-        super().__init__(length, whole.dtype, initialize, device=whole._device)
+        super().__init__(length, whole.dtype, initialize, device=whole.device)
         self._whole = whole
         self._start = start
 
@@ -140,18 +134,13 @@ class TrainingPass:
         self._table = table
         self._vector = vector
         self._x_shape = x.shape
-        self._is_pending = False
+        self.is_pending = False  # True after `input_gradient`, until `weight_gradients`.
         prediction, self._saved = chain.forward(table.nested_views(vector), x, context)
         total, self._weight, loss_saved = loss.forward(prediction, y)
         # The weight is 0 if there are no samples, or if all targets are ignored.
         self.mean_loss = as_loss(total, loss, "sum") / self._weight if self._weight else 0.0
         # Backward pops the gradient from this list, so that no name keeps the large array alive.
         self._output_gradient = [loss.backward(loss_saved)] if self._weight else []
-
-    @property
-    def is_pending(self) -> bool:
-        """True after `input_gradient` and before `weight_gradients`."""
-        return self._is_pending
 
     def gradients(self) -> Array:
         """Return the gradient of the mean loss, shape (table.length,)."""
@@ -170,7 +159,7 @@ class TrainingPass:
 
         It is None if x holds integers, which have no gradient.
         """
-        self._is_pending = True
+        self.is_pending = True
         if not self._weight:
             xp = NAMESPACES[type(self._vector)]
             is_number = self.chain.takes_integers
@@ -183,7 +172,7 @@ class TrainingPass:
 
     def weight_gradients(self) -> Array:
         """Run the parameters' half after `input_gradient`: return the values of `gradients`."""
-        self._is_pending = False
+        self.is_pending = False
         pending, self._saved = self._saved, None
         return self._mean_gradient(lambda targets: self.chain.backward_weight(pending, targets))
 

@@ -11,7 +11,6 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.callbacks.run import names_of
 from mpishard.checkpoint.format.consensus import differences, together
-from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import count_samples, take
 from mpishard.data.batches import place_of
@@ -162,21 +161,6 @@ def require_agreement(
         if "samples is " in differing:
             hint = ". If every rank brings samples of its own, pass local_data=True"
         raise ValueError(f"every rank must ask for the same training; by rank, {differing}{hint}")
-
-
-def require_same_rule(
-    backend: CommunicationBackend, fingerprint: Mapping[str, Any], frozen: frozenset[str]
-) -> None:
-    """Refuse ranks that would update differently, or train other parameters. Collective.
-
-    Raises
-    ------
-    ValueError
-        On every rank, naming the differences.
-    """
-    differing = differences(backend, {**fingerprint, "frozen": sorted(frozen)})
-    if differing:
-        raise ValueError(f"every rank must train with the same optimizer; by rank, {differing}")
 
 
 def _plain(value: Any) -> Any:

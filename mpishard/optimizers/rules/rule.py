@@ -223,16 +223,13 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         # A body has an argument for each state; numba compiles it for those that are not None.
         whole = [parameters, gradients]
         whole += [state[name] if name in needed else None for name in self.state_names]
+        clip = None
         if self.clip_value is not None:  # then `run` scales the gradient before it clips it
-            scale, context = context.gradient_scale, replace(context, gradient_scale=1.0)
+            clip = context.gradient_scale, self.clip_value
+            context = replace(context, gradient_scale=1.0)
         for span in self._option_ranges(segments):
-            rate = self._rate_in(span, context)
-            body = self.body(rate, span.weight_decay, context)
-            arrays = [None if a is None else a[span.start : span.stop] for a in whole]
-            if self.clip_value is None:
-                run(body, arrays)
-            else:
-                run(body, arrays, clip=(scale, self.clip_value))
+            body = self.body(self._rate_in(span, context), span.weight_decay, context)
+            run(body, [None if a is None else a[span.start : span.stop] for a in whole], clip)
 
     def body(self, learning_rate: float, weight_decay: float, context: UpdateContext) -> Body:
         """Return the update of elements with these numbers; see `Body`.

@@ -54,9 +54,7 @@ class SearchRule(JointRule):
         self.is_bounded = False  # `minimize` fills the state "lower" and "upper" if it is
         if not 0 < self.c1 < self.c2:
             raise ValueError(f"a line search needs 0 < c1 < c2 < 1, got {self.c1} and {self.c2}")
-        other = {name: getattr(self, name) for name in ("clip_global_norm", "clip_value")}
-        given = [n for n, value in (other | {"weight_decay": self.weight_decay or None}).items()
-                 if value is not None]  # fmt: skip
+        given = [n for n in ("clip_global_norm", "clip_value", "weight_decay") if getattr(self, n)]
         options = [p for p, values in self.checked_options.items() if values.keys() - {"frozen"}]
         if given or options:
             raise ValueError(
@@ -229,8 +227,8 @@ class SearchRule(JointRule):
                     rows[place] += to_host(array_namespace(owned.parameters).asarray(
                         products(views)))  # fmt: skip
         rows = context.sum_over_owners(rows)
-        seen = {name: place for (name, cell), place in places.items() if cell == 0}
-        total: list[float] = rows[list(seen.values())].sum(axis=0).tolist()
+        first_cells = [place for (_, cell), place in places.items() if cell == 0]
+        total: list[float] = rows[first_cells].sum(axis=0).tolist()
         return total
 
 

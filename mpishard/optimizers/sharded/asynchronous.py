@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,14 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
                 "another: use delay, or ddp without replica_size"
             )
         self._replicas_differ = self.allow_staleness > 0
+        if self.max_staleness:
+            self._refused = {
+                "last_computed_gradients": "the last gradient is still on its way",
+                "apply_gradients": "a given gradient would overtake those on their way: use step, "
+                "or DDPOptimizer",
+                "serialize": "gradients are on their way, which these bytes do not hold: use "
+                "mpishard.checkpoint.save, or save_model",
+            }
         if self.delay:
             self._config = by_node(self._config)
         self.model_class = model_of_replicas(strategy, self._config)
@@ -160,17 +168,6 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
         """
         state = self._state
         return tuple(state.clocks) if isinstance(state, _StaleState) else (0,) * self.world_size
-
-    def _refusals(self) -> Mapping[str, str]:
-        if not self.max_staleness:
-            return {}
-        return {
-            "last_computed_gradients": "the last gradient is still on its way",
-            "apply_gradients": "a given gradient would overtake those on their way: use step, or "
-            "DDPOptimizer",
-            "serialize": "gradients are on their way, which these bytes do not hold: use "
-            "mpishard.checkpoint.save, or save_model",
-        }
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
         if self.delay or model.engine.replica.across is not None:

@@ -6,6 +6,7 @@ import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import StepReport
 from mpishard.models.wrapper.wrapped import agreed_vector
-from mpishard.optimizers.loop.agreement import refuse_early, require_same_rule
+from mpishard.optimizers.loop.agreement import refuse_early
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.loop import TrainingRun
 from mpishard.optimizers.loop.result import OptimizationResult
@@ -66,6 +67,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
 
     model_class: type[ShardedModelBase]
     _replicas_differ = False  # between two steps, until `settle`
+    _refused: Mapping[str, str] = MappingProxyType({})  # members not offered, and the reasons
     _setting_names: tuple[str, ...] = ()  # those besides the rule's, which all ranks must share
     allowed_ranks = 1, sys.maxsize
     """The fewest and the most ranks that may continue a run of `optimize`."""
@@ -332,19 +334,17 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         frozen = self._frozen_of(model)
         # Without it each rank trains a replica of its own, and its rule may differ.
         if model.sharding_configuration.auto_sync_gradients:
-            require_same_rule(self.backend, self._fingerprint(), frozen)
+            mine = {**self._fingerprint(), "frozen": sorted(frozen)}
+            if found := differences(self.backend, mine):
+                raise ValueError(f"every rank must train with the same optimizer; by rank, {found}")
         self._state = state = self._make_state(model, frozen)
         if self._awaiting is not None:
             saved, self._awaiting = self._awaiting, None
             state.take(saved)
         return state
 
-    def _refusals(self) -> Mapping[str, str]:
-        """Return the members that this optimizer does not offer, with the reasons."""
-        return {}
-
     def _require_offered(self, member: str) -> None:
-        if reason := self._refusals().get(member):
+        if reason := self._refused.get(member):
             raise NotImplementedError(f"{type(self).__name__}.{member}: {reason}")
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -473,24 +473,36 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             writes.
         """
         self._require_offered("serialize")
+        saved = self._awaiting or StateBytes.fresh(self._rule)
         if self._state is not None:
-            return self.bind(self._state.model).gathered().to_bytes()
-        return (self._awaiting or StateBytes.fresh(self._rule)).to_bytes()
+            saved = self.bind(self._state.model).gathered()
+        return replace(saved, settings={**saved.settings, **self._settings()}).to_bytes()
 
     def deserialize(self, data: bytes) -> None:
         """Take state and step count from bytes of `serialize`, of any layout. Collective.
 
-        Settings stay this optimizer's; if they were others, rank 0 logs it. Before the first
-        step the state waits for its model.
+        The rule's settings stay; if they were others, rank 0 logs it. Before the first step the
+        state waits for its model.
 
         Raises
         ------
         TypeError, ValueError
             For bytes that are not a state, or that of another rule or model, before anything is
             communicated; on every rank if the ranks were given different bytes.
+        ShardingError
+            For the bytes of an optimizer with other settings of its own, such as the bounds of
+            `ElasticOptimizer`.
         """
         saved = StateBytes.from_bytes(data)
         saved.require_rule(type(self._rule).__name__, self._rule.needed_state())
+        wrong = [f"{name} {saved.settings[name]}, here {value}"
+                 for name, value in self._settings().items()
+                 if saved.settings.get(name, value) != value]  # fmt: skip
+        if wrong:
+            raise ShardingError(
+                f"{type(self).__name__}: these bytes are of an optimizer with {', '.join(wrong)}; "
+                "give both the same"
+            )
         if self._state is not None:
             saved.require_fit(self._state.model, self._state.frozen, self._rule.needed_state())
         # Ranks with different bytes would train different models unnoticed.

@@ -15,7 +15,7 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import written_here
-from mpishard.models.stores.compressed_sums import CompressedSums
+from mpishard.models.stores.compressed_sums import CompressedSums, ErrorFeedback
 from mpishard.models.stores.compression import (
     Code,
     Int8,
@@ -24,7 +24,6 @@ from mpishard.models.stores.compression import (
     RandomK,
     TopK,
 )
-from mpishard.models.stores.error_feedback import ErrorFeedback
 from mpishard.models.stores.exchanged_gradients import ExchangedGradients, Part
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.models.wrapper.wrapping import make_exchanged_store
@@ -154,6 +153,10 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
             self.method = "quantization"
         if self.method is not None:
             self._config = by_node(self._config)
+            self._refused = {
+                "serialize": "the errors of compression are each rank's own, which bytes that are "
+                "the same on all ranks cannot hold: use mpishard.checkpoint.save, or save_model"
+            }
         self.model_class = model_of_replicas(strategy, self._config)
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
@@ -175,14 +178,6 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
             raise ValueError(
                 f"{type(self._rule).__name__} needs exact gradients: compress with another rule"
             )
-
-    def _refusals(self) -> Mapping[str, str]:
-        if self.method is None:
-            return {}
-        return {
-            "serialize": "the errors of compression are each rank's own, which bytes that are the "
-            "same on all ranks cannot hold: use mpishard.checkpoint.save, or save_model"
-        }
 
 
 class _CompressedState(ModelState):
@@ -226,12 +221,9 @@ class _CompressedState(ModelState):
 
     def arrays_to_write(self) -> Pieces:
         size, rank = self._across.world_size, self._across.rank
-        errors = self.errors
-        mine = self._regions_of(errors.own, errors.own_pieces, writes=True)
+        mine = self._regions_of(self.errors.own, self.errors.own_pieces, writes=True)
         own = {f"{self.kind}/error{r}": mine if r == rank else [] for r in range(size)}
-        sums = self._regions_of(errors.reduced, errors.reduced_pieces, writes=True)
-        return {**super().arrays_to_write(), **own, f"{self.kind}/reduced_error": sums,
-                **self._factor_regions(writes=True)}  # fmt: skip
+        return {**super().arrays_to_write(), **own, **self._other_regions(writes=True)}
 
     def expect(self, kinds: Collection[str]) -> None:
         """Read the number of replicas that wrote a checkpoint from its kinds."""
@@ -245,9 +237,7 @@ class _CompressedState(ModelState):
         for kind in list(found)[rank::size]:
             self._read.append(np.zeros_like(errors.own))
             found[kind] = self._regions_of(self._read[-1], errors.own_pieces, writes=False)
-        sums = self._regions_of(errors.reduced, errors.reduced_pieces, writes=False)
-        return {**super().arrays_to_read(), **found, f"{self.kind}/reduced_error": sums,
-                **self._factor_regions(writes=False)}  # fmt: skip
+        return {**super().arrays_to_read(), **found, **self._other_regions(writes=False)}
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         super().restored(metadata)
@@ -284,15 +274,19 @@ class _CompressedState(ModelState):
                 found.append((block.name, place, factor))
         return found
 
-    def _factor_regions(self, *, writes: bool) -> Pieces:
-        """Return the factors as a vector of the parameters' length, which one replica writes.
+    def _other_regions(self, *, writes: bool) -> Pieces:
+        """Return the errors of the sums; and factors as a vector as long as the parameters.
+
+        One replica writes the factors.
 
         A block that was not written reads other values in its place. They serve as its first
         columns, equal in all replicas, which the next step improves.
         """
-        if not isinstance(self._code, PowerSGD):
-            return {}
         engine, errors = self.engine, self.errors
+        sums = self._regions_of(errors.reduced, errors.reduced_pieces, writes=writes)
+        found: dict[str, Any] = {f"{self.kind}/reduced_error": sums}
+        if not isinstance(self._code, PowerSGD):
+            return found
         self._factors = vector = np.zeros(engine.layout.length, engine.layout.dtype)
         if writes:
             for name, place, _ in self._factor_places():
@@ -300,4 +294,5 @@ class _CompressedState(ModelState):
                     vector[place] = errors.factors[name].ravel()
         pieces = errors.own_pieces if not writes or self._across.rank == 0 else ()
         whole = [replace(piece, offset=piece.start) for piece in pieces]
-        return {f"{self.kind}/factors": self._regions_of(vector, whole, writes=writes)}
+        found[f"{self.kind}/factors"] = self._regions_of(vector, whole, writes=writes)
+        return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 from mpishard.arguments import as_count, as_integer, require_type
@@ -93,6 +93,12 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     """
 
     _replicas_differ = True
+    _refused = MappingProxyType({
+        "last_computed_gradients": "no gradient of all ranks; each replica has its own",
+        "apply_gradients": "each replica trains with its own: use step, or DDPOptimizer",
+        "serialize": "the inner state is each replica's own, which bytes that are the same on "
+        "all ranks cannot hold: use mpishard.checkpoint.save, or save_model",
+    })  # fmt: skip
     _setting_names = tuple(field.name for field in fields(LocalSettings))
 
     def __init__(
@@ -161,14 +167,6 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
 
     def synchronize_optimizer_state(self) -> None:
         """Do nothing: each rank has the inner state of its own replica."""
-
-    def _refusals(self) -> Mapping[str, str]:
-        return {
-            "last_computed_gradients": "no gradient of all ranks; each replica has its own",
-            "apply_gradients": "each replica trains with its own: use step, or DDPOptimizer",
-            "serialize": "the inner state is each replica's own, which bytes that are the same on "
-            "all ranks cannot hold: use mpishard.checkpoint.save, or save_model",
-        }
 
 
 def _up_to_the_period(name: str, value: int, period: int) -> int:

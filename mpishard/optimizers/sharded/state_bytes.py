@@ -209,7 +209,17 @@ def gather_state(
     """
     mine = [region for p in pieces for region, _ in placement.regions(p.start, p.stop)]
     # On a mesh a rank holds boxes of tensors: all ranks need the order of the gathered elements.
-    regions = _gather_regions(backend, mine, placement.entries)
+    # All numbers in one array: the parameter's number of dims is the length of a region's box.
+    known = placement.entries
+    numbers = {entry.name: number for number, entry in enumerate(known)}
+    rows = [[numbers[region.name], region.start, region.stop, *itertools.chain(*region.box)]
+            for region in mine]  # fmt: skip
+    rest = iter(backend.all_gather(np.array([*itertools.chain(*rows)], np.int64)).tolist())
+    regions = []
+    for number in rest:
+        start, stop = next(rest), next(rest)
+        box = tuple((next(rest), next(rest)) for _ in known[number].shape)
+        regions.append(Region(known[number].name, box, start, stop))
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for name, vector in state.items():
         host = to_host(vector)
@@ -223,23 +233,3 @@ def gather_state(
             position += region.length
         tensors |= {f"{name}/{parameter}": tensor for parameter, tensor in full.items()}
     return tensors
-
-
-def _gather_regions(
-    backend: CommunicationBackend, mine: Sequence[Region], entries: Sequence[ParameterEntry]
-) -> list[Region]:
-    """Return every rank's regions, by rank, on every rank. Collective."""
-    # All numbers in one array: the parameter's number of dims is the length of a region's box.
-    numbers = {entry.name: number for number, entry in enumerate(entries)}
-    rows = [
-        [numbers[region.name], region.start, region.stop, *itertools.chain(*region.box)]
-        for region in mine
-    ]
-    message = np.array([*itertools.chain(*rows)], np.int64)
-    rest = iter(backend.all_gather(message).tolist())
-    regions = []
-    for number in rest:
-        start, stop = next(rest), next(rest)
-        box = tuple((next(rest), next(rest)) for _ in entries[number].shape)
-        regions.append(Region(entries[number].name, box, start, stop))
-    return regions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 from mpishard.arguments import as_count, as_integer, nearest
@@ -27,7 +27,6 @@ from mpishard.models.strategies.mesh_parallel import MeshModel
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
-from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.pipeline import IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
 
@@ -160,14 +159,7 @@ class _MeshOptimizer(ShardedOptimizerBase):
     def _require_fit(self, model: ShardedModelBase) -> None:
         super()._require_fit(model)
         assert isinstance(model, MeshModel)
-        options = self._model_options
-        count = options.get("micro_batch_count", model.micro_batch_count)
-        if count != model.micro_batch_count:
-            raise ShardingError(
-                f"the optimizer was made for {count} micro-batches, and the model cuts a batch "
-                f"into {model.micro_batch_count}; give both the same"
-            )
-        for name, mine in options.items():
+        for name, mine in self._model_options.items():
             value = _COMPARED.get(name)
             if value is not None and value(mine) != value(getattr(model, name)):
                 raise ShardingError(
@@ -202,6 +194,7 @@ _COMPARED: dict[str, Callable[[Any], Any]] = {
     "schedule": lambda schedule: (schedule.name, schedule.virtual_stages_per_rank),
     "data_parallel_strategy": DATA_POLICIES.__getitem__,  # two of them have two names
     "sequence_parallel": bool,
+    "micro_batch_count": int,
 }
 
 
@@ -296,6 +289,10 @@ class HybridShardedOptimizer(_MeshOptimizer):
     """
 
     model_class = HybridShardedModel
+    _refused = MappingProxyType({
+        "synchronize_optimizer_state": "it partitions the optimizer state over the mesh: each "
+        "rank holds a part that no other rank need have, so there is nothing to synchronise"
+    })  # fmt: skip
 
     def __init__(
         self,
@@ -312,12 +309,6 @@ class HybridShardedOptimizer(_MeshOptimizer):
         )
         names = "pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"
         self._model_options |= zip(names, self.sizes, strict=True)
-
-    def _refusals(self) -> Mapping[str, str]:
-        return {
-            "synchronize_optimizer_state": "it partitions the optimizer state over the mesh: each "
-            "rank holds a part that no other rank need have, so there is nothing to synchronise"
-        }
 
 
 class ElasticOptimizer(ShardedOptimizerBase):
@@ -353,6 +344,10 @@ class ElasticOptimizer(ShardedOptimizerBase):
     """
 
     _setting_names = "min_workers", "max_workers"
+    _refused = MappingProxyType({
+        "synchronize_optimizer_state": "the state is divided anew when the number of ranks "
+        "changes, and steps keep it: there is nothing to synchronise"
+    })  # fmt: skip
 
     def __init__(
         self,
@@ -409,35 +404,3 @@ class ElasticOptimizer(ShardedOptimizerBase):
                 "from the beginning", type(self).__name__,
             )  # fmt: skip
         return super().optimize(input_data)
-
-    def _refusals(self) -> Mapping[str, str]:
-        return {
-            "synchronize_optimizer_state": "the state is divided anew when the number of ranks "
-            "changes, and steps keep it: there is nothing to synchronise"
-        }
-
-    def serialize(self) -> bytes:
-        """Return state and bounds as bytes that any number of ranks can read. Collective."""
-        saved = StateBytes.from_bytes(super().serialize())
-        return replace(saved, settings={**saved.settings, **self._settings()}).to_bytes()
-
-    def deserialize(self, data: bytes) -> None:
-        """Take state and step count from bytes of `serialize`, of any number of ranks. Collective.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As `ShardedOptimizerBase.deserialize`.
-        ShardingError
-            For other bounds than this optimizer's, before anything is communicated.
-        """
-        settings = StateBytes.from_bytes(data).settings
-        bounds = self._settings().items()
-        wrong = [f"{name} {settings[name]}, here {value}" for name, value in bounds
-                 if settings.get(name, value) != value]  # fmt: skip
-        if wrong:
-            raise ShardingError(
-                f"these bytes are of an {type(self).__name__} with {', '.join(wrong)}; give both "
-                "the same bounds"
-            )
-        super().deserialize(data)
