@@ -42,6 +42,8 @@ class DataLoader(PlainLoader):  # type: ignore[misc]
 
     Raises
     ------
+    TypeError
+        If the data set has no length.
     ValueError
         If the ranks cannot divide the batch evenly, or a sampler is given. With a sampler use
         PyTorch's loader and ``DistributedSampler(dataset, mst.world_size(), mst.rank())``.
@@ -63,6 +65,13 @@ class DataLoader(PlainLoader):  # type: ignore[misc]
             raise ValueError(
                 "batch_size is that of all ranks together, and must be a multiple of their number: "
                 f"got {batch_size} for {world.world_size} ranks"
+            )
+        if not hasattr(dataset, "__len__"):
+            raise TypeError(
+                f"mpishard.torch.DataLoader divides the samples by their numbers, and "
+                f"{type(dataset).__name__} has no length; with an IterableDataset use "
+                "torch.utils.data.DataLoader, and let each rank read its own samples, such as "
+                "itertools.islice(samples, mst.rank(), None, mst.world_size())"
             )
         if "sampler" in options or "batch_sampler" in options:
             raise ValueError(

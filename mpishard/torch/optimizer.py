@@ -377,8 +377,9 @@ def _require_elementwise(
     whole = torch.nn.Parameter(values.clone())
     # The cut is inside a row, as the parts of ranks may be.
     halves = [torch.nn.Parameter(half.clone()) for half in values.view(-1).tensor_split([5])]
-    tried = [kind([parameter], **options) for parameter in (whole, *halves)]
+    tried = [kind([whole], **options)]
     try:
+        tried += [kind([half], **options) for half in halves]
         for step in range(3):
             # Gradients grow a hundredfold per step, so that any usual limit of a norm clips some.
             gradient = 100**step * torch.cos(7 * values + step)
@@ -443,7 +444,7 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
         raise ShardingError(
             "the settings of the update, such as the learning rate, differ between ranks "
             f"(checksums by rank: {everyone.tolist()}; here {chosen}). Nothing was updated; give "
-            "every rank the same settings"
+            "every rank the same settings, and ReduceLROnPlateau the same value"
         )
     with torch._C.DisableTorchFunctionSubclass():
         for part in made._mpishard_parts.values():

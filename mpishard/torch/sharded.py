@@ -54,6 +54,7 @@ POLICIES = {
     "zero2": Policy(shards_parameters=False, shards_gradients=True, shards_state=True),
     "fsdp": Policy(shards_parameters=True, shards_gradients=True, shards_state=True),
 }
+POLICIES["zero3"] = POLICIES["fsdp"]
 
 
 class ShardedModule(Uncopied):
@@ -323,7 +324,7 @@ _ATTRIBUTE = "_mpishard"
 
 def shard(
     module: Any,
-    strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp",
+    strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = "fsdp",
     *,
     minimum_unit_size: int = 1 << 16,
     precision: Literal["bfloat16"] | None = None,
@@ -340,9 +341,10 @@ def shard(
     ----------
     module : torch.nn.Module
         Module on the CPU, whose trained parameters are all float32, or all float64.
-    strategy : {"ddp", "zero1", "zero2", "fsdp"}
+    strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
         The arrays that are divided over the ranks: none; the optimizer's state; also gradients;
-        also parameters. On one node fsdp has one copy of the parameters, as zero1 and zero2 have.
+        also parameters (zero3 is fsdp). On one node fsdp has one copy of the parameters, as zero1
+        and zero2 have.
     minimum_unit_size : int
         Minimum number of elements of a unit. The gradients of a unit are reduced together.
     precision : {"bfloat16"}, optional

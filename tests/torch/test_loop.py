@@ -386,7 +386,26 @@ def test_each_rank_holds_its_part(backend, strategy):
         backend.barrier()
 
 
+@by_strategy
+@in_worlds(1)
+def test_a_trained_model_is_exported(backend, strategy):
+    """torch.export, which torch.onnx.export calls, copies the gradients of parameters, too."""
+    mst.init()
+    x, y = nets.batch("mlp")
+    model = mst.shard(nets.make(nets.perceptron), strategy)
+    optimizer = mst.optimizer(torch.optim.SGD, model, lr=0.1)
+    nets.squared(model, x, y).backward()
+    optimizer.step()
+    exported = torch.export.export(model, (x,)).module()
+    assert torch.equal(exported(x), model(x))
+
+
 # ------------------------------------------------------------------------------------- refusals
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
 
 
 @in_worlds(1, 2)
@@ -396,6 +415,10 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_or_has_them(backend):
     model = mst.shard(nets.make(nets.perceptron), "fsdp")
     with pytest.raises(ValueError, match="Adafactor looks at parameters as a whole"):
         mst.optimizer(torch.optim.Adafactor, model, lr=1e-2)
+    with pytest.raises(ValueError, match="Muon looks at parameters as a whole"):
+        mst.optimizer(torch.optim.Muon, [p for p in model.parameters() if p.ndim == 2])
+    with pytest.raises(ValueError, match=r"^Invalid learning rate: -1"):
+        mst.optimizer(torch.optim.Adam, model, lr=-1)
     with pytest.raises(TypeError, match="LBFGS need a closure"):
         mst.optimizer(torch.optim.LBFGS, model)
     with pytest.raises(TypeError, match=r"kind must be a class .* got the class AdamW"):
@@ -503,6 +526,8 @@ def test_misuse_is_refused_with_the_way_out(backend):
         mst.DataLoader([1, 2, 3], 3)
     with pytest.raises(TypeError, match="batch_size must be an integer"):
         mst.DataLoader([1, 2, 3], 4.0)
+    with pytest.raises(TypeError, match=r"Stream has no length; .* IterableDataset use torch"):
+        mst.DataLoader(Stream(), 4)
     model.append(nn.Linear(2, 2))
     model[5].bias.requires_grad_(False)
     with pytest.raises(ShardingError, match=r"'5.weight' was .* not in the module, when mpishard"):
