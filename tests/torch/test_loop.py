@@ -7,7 +7,6 @@ import copy
 import functools
 import io
 import re
-import threading
 from typing import Any
 
 import pytest
@@ -276,15 +275,11 @@ def test_a_compiled_model_trains(backend, strategy):
     assert close(model, expected)
 
 
-# Two threads that script the same class at once may define its methods twice.
-_scripting = threading.Lock()
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @in_worlds(2)
 def test_a_module_of_torch_jit_trains(backend):
     mst.init()
-    with _scripting:
+    with nets.making:  # two threads that script one class at once may define its methods twice
         scripted = torch.jit.script(nets.make(nets.perceptron))
     model = mst.shard(scripted, "fsdp")
     optimizer = mst.optimizer(torch.optim.SGD, model, lr=0.1)
