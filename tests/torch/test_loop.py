@@ -279,9 +279,7 @@ def test_a_compiled_model_trains(backend, strategy):
 @in_worlds(2)
 def test_a_module_of_torch_jit_trains(backend):
     mst.init()
-    with nets.making:  # PyTorch compiles one module at a time.
-        scripted = torch.jit.script(nets.make(nets.perceptron))
-    model = mst.shard(scripted, "fsdp")
+    model = mst.shard(torch.jit.script(nets.make(nets.perceptron)), "fsdp")
     optimizer = mst.optimizer(torch.optim.SGD, model, lr=0.1)
     alone = nets.make(nets.perceptron)
     nets.squared(alone, *nets.batch("mlp")).backward()
