@@ -12,7 +12,7 @@ from torch import nn
 SAMPLES = 12  # which 1, 2, 3 and 4 ranks share evenly
 
 making = threading.RLock()
-"""Thread-ranks share PyTorch's generator, and its compiler of modules."""
+"""Thread-ranks share PyTorch's generator."""
 
 
 class Encoder(nn.Module):
