@@ -159,7 +159,8 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # Modules that need an optional package are left out: help() imports all names.
+    return sorted({*globals(), *__all__, *_ROOMS, "errors", "observe", "planning", "testing"})
 
 
 if settings.launcher_variable() is not None:

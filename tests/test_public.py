@@ -58,6 +58,12 @@ def test_names_for_type_checkers_are_those_that_are_there():
         ms.nonsense  # noqa: B018
 
 
+def test_completion_shows_the_modules_that_the_pages_name():
+    modules = {"adapters", "communication", "errors", "exports", "observe", "planning", "testing"}
+    assert modules <= set(dir(ms))
+    inspect.getmembers(ms)  # as help() does, also without optional packages
+
+
 def test_a_process_that_communicates_loads_no_models_and_no_terminal():
     """Ranks that only communicate start in a third of the time."""
     program = """
