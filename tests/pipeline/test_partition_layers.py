@@ -112,7 +112,7 @@ def test_bad_arguments():
         partition_layers(infos, 2, costs=[1, 1, 1])
     for bad in (-1, float("nan"), float("inf")):
         with pytest.raises(
-            ValueError, match="cost of layer 1, 'layer1', that .* must be 0 or more"
+            ValueError, match=r"cost of layer 1, 'layer1', that .* must be 0 or more"
         ):
             partition_layers(infos, 2, costs=[1, bad])
 
