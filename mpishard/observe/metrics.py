@@ -37,13 +37,21 @@ class MetricsWriter:
     def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        before = 0.0
+        times: list[float] = [0.0]
         if self.path.is_file():  # not a device such as /dev/null, which has no lines to keep
-            before = _keep(self.path, math.inf if resume_step is None else resume_step)
+            # Imported here, because it imports safetensors, without which `mpishard doctor` must
+            # work.
+            from mpishard.checkpoint.format.disk import replace_file
+
+            # A resumed run repeats the steps after its checkpoint, and writes their lines again.
+            last = math.inf if resume_step is None else resume_step
+            kept = [record for record in read_metrics(self.path) if record["step"] <= last]
+            replace_file(self.path, ["".join(json.dumps(r) + "\n" for r in kept).encode()])
+            times += [t for r in kept if isinstance(t := r.get("time"), int | float)]
         self._stream = self.path.open("a", encoding="utf-8")
         # The time of a resumed run goes on from the last line that was kept. So times rise with
         # steps, and a curve over time does not go back.
-        self._began = time.monotonic() - before
+        self._began = time.monotonic() - max(times)
 
     def write(self, step: int, **values: Any) -> None:
         """Append a line.
@@ -114,18 +122,6 @@ def parse_metrics(text: str, path: str | os.PathLike[str]) -> list[dict[str, Any
             )
         records.append(record)
     return records
-
-
-def _keep(path: Path, step: float) -> float:
-    """Drop lines after ``step``, by writing a new file and renaming it; return the last time."""
-    # Imported here, because it imports safetensors, without which `mpishard doctor` must work.
-    from mpishard.checkpoint.format.disk import replace_file
-
-    # A resumed run repeats the steps after its checkpoint, and writes their lines again.
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
-    replace_file(path, ["".join(json.dumps(record) + "\n" for record in kept).encode()])
-    times = [time for record in kept if isinstance(time := record.get("time"), int | float)]
-    return float(max(times, default=0.0))
 
 
 def _plain(value: Any) -> Any:

@@ -337,7 +337,14 @@ class Watchdog:
         if number == signal.SIGTERM:
             self._ending().terminate(self._doing())
         elif number == signal.SIGQUIT:
-            self._describe(now)
+            # The activity of this rank in one piece.
+            lines = [f"mpishard: {self._ending().name} was sent SIGQUIT, and goes on"]
+            waits = [f"  waits {w.where()}, for {now - w.since:.1f} s" for w in self.waits]
+            lines += waits or ["  waits for no other rank"]
+            lines += [text for job in self._jobs if (text := job.describe())]
+            names = ", ".join(f"{t.name} {t.ident:#018x}" for t in threading.enumerate())
+            lines.append(f"  its threads, whose stacks stand above: {names}")
+            say("\n".join(lines))
         elif number == signal.SIGINT and self._interrupted is None:
             self._interrupted = now, _main_thread_step()
 
@@ -349,16 +356,6 @@ class Watchdog:
         if self.waits:
             return f"while it waited {self.waits[-1].where()}"
         return "while it computed, or was in a call that is not mpishard's"
-
-    def _describe(self, now: float) -> None:
-        """Print the activity of this rank in one piece."""
-        lines = [f"mpishard: {self._ending().name} was sent SIGQUIT, and goes on"]
-        waits = [f"  waits {w.where()}, for {now - w.since:.1f} s" for w in self.waits]
-        lines += waits or ["  waits for no other rank"]
-        lines += [text for job in self._jobs if (text := job.describe())]
-        names = ", ".join(f"{thread.name} {thread.ident:#018x}" for thread in threading.enumerate())
-        lines.append(f"  its threads, whose stacks stand above: {names}")
-        say("\n".join(lines))
 
 
 watchdog = Watchdog()
