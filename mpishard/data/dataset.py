@@ -316,8 +316,8 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
         )
     if isinstance(dataset, list | tuple | bytes | set | frozenset):
         raise TypeError(
-            f"{name} must be {_WANTED}, got a {kind}; pass numpy.asarray({name}), or several inputs "
-            f"of each sample as mpishard.data.Samples({name})"
+            f"{name} must be {_WANTED}, got a {kind}; pass numpy.asarray({name}), or several "
+            f"inputs of each sample as mpishard.data.Samples({name})"
         )
     # Indexing a data frame would select columns, without an error.
     if hasattr(dataset, "iloc"):
