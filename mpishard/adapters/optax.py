@@ -16,6 +16,11 @@ _EXAMPLE = np.zeros(2, np.float32)
 _SIDE = 128  # Rows and columns of the trial matrix; optax's Adafactor does not factor smaller ones.
 # Factors of the trial's gradients: any usual limit clips some. The last gradient has a NaN.
 _SCALES = (1.0, 1e-6, 1e6, 1e12, 1.0)
+_MASKS = (
+    "In place of masks and labels use parameter_options: frozen and learning_rate_scale here, "
+    'weight_decay with a rule such as mpishard.optimizers.AdamW(1e-3, parameter_options={"*.bias": '
+    '{"weight_decay": 0.0}})'
+)
 _TOLERANCE = 1e-4  # Allowed difference, relative to the step's largest update, in float32.
 
 
@@ -74,7 +79,7 @@ class OptaxRule(JointRule):
             if unfit := {"learning_rate", "weight_decay"} & values.keys():
                 raise ValueError(
                     f"parameter_options[{pattern!r}]: {unfit.pop()} is the transformation's own; "
-                    "learning_rate_scale and frozen can differ between parameters"
+                    f"learning_rate_scale and frozen can differ between parameters. {_MASKS}"
                 )
         self.transformation = transformation
         try:
@@ -90,8 +95,7 @@ class OptaxRule(JointRule):
             trial = None if keys else _trial(transformation)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             raise TypeError(
-                f"the transformation cannot be applied to one vector: {error}. For masks and "
-                "labels use parameter_options"
+                f"the transformation cannot be applied to one vector: {error}. {_MASKS}"
             ) from error
         if trial is None:
             raise ValueError(
@@ -105,7 +109,7 @@ class OptaxRule(JointRule):
                 "the transformation looks at more than one element at a time (norms, matrices): "
                 "each rank has a part of the elements, and would compute another update. Clip with "
                 "OptaxRule(..., clip_global_norm=1.0); mpishard.optimizers.LAMB has norms over "
-                "all ranks; parameter_options replace masks"
+                f"all ranks. {_MASKS}"
             )
         for name, leaf in self._leaves.items():
             # A fixed dtype is accepted here, because the parameters, which are not known yet, may

@@ -32,6 +32,8 @@ _FREE_METHODS = frozenset(
     ]
 )  # fmt: skip
 _VALUES = frozenset(["data", "T", "H", "mT", "mH", "real", "imag"])
+# Functions of torch.nn.init have these names, too.
+_RANDOM = RANDOM | {"kaiming_uniform_"}
 
 
 class GatheredUnits:
@@ -220,8 +222,9 @@ def _compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         use(is_training=torch.is_grad_enabled())
     with torch._C.DisableTorchFunctionSubclass():
         result = function(*args, **kwargs)
-        if getattr(function, "__name__", "") in RANDOM and isinstance(args[0], _Gathered):
-            next(iter(needed)).broadcast(result)
+        # A parameter's own methods do this. torch.nn.init calls those of a view here.
+        if getattr(function, "__name__", "") in _RANDOM and isinstance(result, _GatheredView):
+            result._units[0].broadcast(result)
         follow = functools.partial(_follow, list(needed), uses)
         return tree_map_only(torch.Tensor, follow, result)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,23 +31,23 @@ from mpishard.torch.sharded import ShardedModule, module_of, part_of
 def norm_of(parts: Sequence[Part], order: float = 2.0) -> float:
     """Return the p-norm of the gradients over all parts and ranks. Collective."""
     is_largest = math.isinf(order)
-    shared, alone = 0.0, 0.0  # Sums over gradients that are split, and over whole gradients.
+    add = max if is_largest else operator.add
+    sums = {True: 0.0, False: 0.0}  # Of gradients that are split, and of whole gradients.
     for part in parts:
         if part.tensor.grad is None:
             continue
         gradient = part.tensor.grad.as_subclass(torch.Tensor)
         norm = float(torch.linalg.vector_norm(gradient, order)) if gradient.numel() else 0.0
-        value = norm if is_largest else norm**order
-        if not part.owner.shards_state:
-            alone = max(alone, value) if is_largest else alone + value
-        else:
-            shared = max(shared, value) if is_largest else shared + value
+        is_split = part.owner.shards_state
+        sums[is_split] = add(sums[is_split], norm if is_largest else norm**order)
     # Only split gradients are summed over ranks. Whole gradients are equal on every rank, and would
     # count several times.
     if any(part.owner.shards_state for part in parts):
         operation = ReductionOperation.MAX if is_largest else ReductionOperation.SUM
-        shared = float(parts[0].owner.backend.all_reduce(np.array([shared]), operation)[0])
-    return max(shared, alone) if is_largest else (shared + alone) ** (1 / order)
+        row = np.array([sums[True]])
+        sums[True] = float(parts[0].owner.backend.all_reduce(row, operation)[0])
+    total: float = add(sums[True], sums[False])
+    return total if is_largest else total ** (1 / order)
 
 
 def clip_grad_norm_(

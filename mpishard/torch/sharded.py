@@ -22,7 +22,7 @@ from mpishard.communication.tracing.recorder import current_recorder
 from mpishard.errors import ShardingError
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.placed_program import units_of_modules
-from mpishard.models.stores.gradient_store import GradientStore, ReplicatedGradients
+from mpishard.models.stores.gradient_store import ReplicatedGradients
 from mpishard.models.stores.parameter_store import ShardedParameters
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.models.stores.vector import ModelVector
@@ -124,7 +124,12 @@ class ShardedModule(Uncopied):
             frozen=frozenset(frozen),
         )  # fmt: skip
         self._make_parameters(policy, precision)
-        self.gradients = self._make_gradients(policy)
+        if policy.shards_state:
+            self.gradients = make_gradient_store(self.layout, policy)
+        else:
+            # The user may read and change a parameter's whole gradient: it must be one array.
+            slots = self.layout.allocate_slots(ReplicatedGradients.length_for(self.layout), 1)
+            self.gradients = ReplicatedGradients(self.layout, slots[0] if slots else None)
         # The values are copied before `_place` makes the parameters views of the stores.
         ModelVector(self.placement).deal(self.parameters, backend, self.placed.fill)
         self.parts: list[Part] = []
@@ -180,13 +185,6 @@ class ShardedModule(Uncopied):
             module.register_forward_pre_hook(_round_inputs, with_kwargs=True)
             for inner in module.modules():
                 inner.register_load_state_dict_pre_hook(_refuse_load)
-
-    def _make_gradients(self, policy: Policy) -> GradientStore:
-        if policy.shards_state:
-            return make_gradient_store(self.layout, policy)
-        # With DDP the user may read and change a parameter's whole gradient: it must be one array.
-        slots = self.layout.allocate_slots(ReplicatedGradients.length_for(self.layout), 1)
-        return ReplicatedGradients(self.layout, slots[0] if slots else None)
 
     def _place(self) -> None:
         """Make the parameters views of the store, or of the units that are gathered from it.

@@ -142,6 +142,10 @@ def test_rules_of_more_than_one_element_are_refused(make: Any) -> None:
     [
         (lambda: optax.adam(1e-3, mu_dtype="bfloat16"), ValueError, r"state '0\.mu' is bfloat16"),
         (lambda: optax.masked(optax.adam(1e-3), {"a": True}), TypeError, "use parameter_options"),
+        (
+            lambda: optax.adamw(1e-3, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
+            ValueError, r"weight_decay with a rule such as mpishard\.optimizers\.AdamW",
+        ),
         (lambda: optax.lbfgs(), TypeError, "cannot be applied to one vector"),  # noqa: PLW0108
         (
             lambda: optax.add_noise(0.1, 0.5, 0), ValueError,
@@ -149,7 +153,7 @@ def test_rules_of_more_than_one_element_are_refused(make: Any) -> None:
         ),
         (lambda: optax.adam, TypeError, r"must be an optax\.GradientTransformation, .*function"),
     ],
-    ids=["dtype", "masked", "search", "noise", "class"],
+    ids=["dtype", "masked", "decay mask", "search", "noise", "class"],
 )  # fmt: skip
 def test_others_are_refused(make: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):

@@ -412,6 +412,24 @@ def test_what_depends_on_the_rank_is_found(backend: Any, kind: str, strategy: st
     assert last.startswith("DIFFERENT: 0 of 1 " if kind == "prediction" else "DIFFERENT: ")
 
 
+def test_losses_explain_nothing_if_parameters_differ_later() -> None:
+    """As those of a sum do: one step of Adam hides its scale from the parameters."""
+    losses, parameters = np.zeros((2, 4, 1)), np.zeros((2, 4, 2))
+    losses[:, 1:] = 0.5
+    c = Comparison(
+        [("a", "(1,)"), ("b", "(1,)")], {"parameters": parameters, "losses": losses},
+        {"parameters": 1e-10, "losses": 1e-10}, {"error": "parameters"},
+        {"parameters": "step {step}: the update of {name}", "losses": "losses of {ranks}"},
+        "float64",
+    )  # fmt: skip
+    assert c.lines()[1:] == [
+        "losses of ranks 0, 1",
+        "DIFFERENT: 0 of 2 parameters exceed 1e-10 in 3 steps (worst 0.0e+00), float64",
+    ]
+    parameters[0, 2, 1] = 1e-3
+    assert c.lines()[1] == "step 2: the update of b"
+
+
 def test_float32_has_a_tolerance_of_its_own() -> None:
     def make(rank: int | None) -> Problem:
         return Problem(ms.nn.MLP([5, 7, 2], seed=0, dtype="float32"), *data())

@@ -276,7 +276,7 @@ class Recorder:
         for name in ("prefetch", "reshard"):
             self._record(self.store, name)
         self.kept = program.kept
-        (chain,) = program._chains
+        (chain,) = program.chains
         held = chain._held
         for index, layer in enumerate(held.layers):
             for unit in held.units_of(index):

@@ -100,6 +100,17 @@ def test_models_that_differ_between_ranks_are_refused_on_all(backend: Any, varia
         FSDPModel(variants(backend.rank), config)
 
 
+@pytest.mark.parametrize("make", [FSDPModel, TensorParallelModel])
+@in_worlds(2)
+def test_a_refused_model_can_be_wrapped_again(backend: Any, make: Any) -> None:
+    model = nn.MLP([5, 7, 2])
+    different = ShardingConfiguration(backend, minimum_parameter_group_size=1 + backend.rank)
+    with pytest.raises(ValueError, match="minimum_parameter_group_size is 1, 2") as caught:
+        make(model, different)
+    assert make(model, ShardingConfiguration(backend)).parameter_count == 58
+    assert caught.value.__traceback__ is not None  # which refers to the wrapper that failed
+
+
 _this_thread = threading.local()
 
 

@@ -150,7 +150,7 @@ def ranks_of_a_mesh_that_disagree(problems: Any) -> None:
         rank = backend.rank
         schedule = ("gpipe", "zb-v")[rank % 2]
         refused(
-            ValueError, "same model on the same mesh",
+            ValueError, "same model in the same strategy",
             lambda: build(backend, problems, name, schedule=schedule),
         )  # fmt: skip
         model, optimizer = build(backend, problems, name)

@@ -134,7 +134,7 @@ def disagreement_is_every_rank_s_error(problems: Any) -> None:
         linear.set_active_feature_indices([1, 2, 3])
         more = linear.serialize()
         chosen = fewer if rank == 1 else more
-        differs = "the model's settings differ"
+        differs = "the model's settings in the bytes differ"
         refused(ValueError, differs, lambda: linear.deserialize(chosen))
 
     run(body)

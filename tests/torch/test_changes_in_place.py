@@ -164,10 +164,14 @@ def test_every_rank_gets_the_random_numbers_of_rank_0(
         model = mst.shard(torch.nn.Linear(5, 3).double(), strategy, minimum_unit_size=1)
         own = torch.Generator().manual_seed(backend.rank)
         torch.nn.init.kaiming_uniform_(model.weight, generator=own)
-        model.bias.data.normal_(generator=own)
         assert torch.equal(model.weight.detach().clone(), expected)
-        (biases,) = backend.all_gather(model.bias.detach().numpy().copy()[None]).T[:1]
-        assert (biases == biases[0]).all()
+        torch.nn.init.normal_(model.weight, generator=own)
+        torch.nn.init.kaiming_uniform_(model.weight.data, generator=own)
+        model.bias.data.normal_(generator=own)
+        for parameter in model.parameters():
+            mine = parameter.detach().clone().numpy().reshape(1, -1)
+            everyone = backend.all_gather(mine)
+            assert (everyone == everyone[0]).all()
 
 
 @in_worlds(2)

@@ -7,7 +7,6 @@ import copy
 import functools
 import io
 import re
-import threading
 from typing import Any
 
 import pytest
@@ -231,6 +230,51 @@ def test_autocast_computes_in_bfloat16_and_updates_float32(backend, strategy):
     assert close(*made, 1e-6)
 
 
+@by_strategy
+@in_worlds(1, 2)
+def test_autocast_gives_the_bits_of_averaged_gradients(backend, strategy):
+    mst.init()
+    data = [values.float() for values in nets.batch("mlp")]
+    parts = list(zip(*(values.chunk(backend.world_size) for values in data), strict=True))
+    model, alone = (nets.make(nets.perceptron).float() for _ in range(2))
+    optimizer = mst.optimizer(torch.optim.SGD, mst.shard(model, strategy), lr=0.1)
+
+    def backward(one, x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.mse_loss(one(x), y)
+        (loss / (1 if one is model else backend.world_size)).backward()
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        alone.zero_grad()
+        backward(model, *parts[backend.rank])
+        for part in parts:
+            backward(alone, *part)
+        optimizer.step()
+        torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    assert nets.difference(model, alone.state_dict()) == 0
+
+
+@by_strategy
+@in_worlds(1, 2)
+def test_a_penalty_on_gradients_of_parameters_trains(backend, strategy):
+    mst.init()
+    model, alone = nets.make(nets.perceptron), nets.make(nets.perceptron)
+    sgd = {"lr": 0.1, "momentum": 0.9}
+    sharded = mst.shard(model, strategy, minimum_unit_size=1)
+    optimizer = mst.optimizer(torch.optim.SGD, sharded, **sgd)
+    theirs = torch.optim.SGD(alone.parameters(), **sgd)
+    x, y = nets.batch("mlp")
+    for one, made in ((model, optimizer), (alone, theirs)):
+        for _ in range(3):
+            loss = nets.squared(one, x, y)
+            slopes = torch.autograd.grad(loss, list(one.parameters()), create_graph=True)
+            made.zero_grad()
+            (loss + 0.1 * sum((slope**2).sum() for slope in slopes)).backward()
+            made.step()
+    assert close(model, alone)
+
+
 @in_worlds(2)
 def test_two_models_train_each_other(backend):
     """A GAN: the generator's loss leaves gradients in the discriminator, which are dropped."""
@@ -276,15 +320,11 @@ def test_a_compiled_model_trains(backend, strategy):
     assert close(model, expected)
 
 
-# Two threads that script the same class at once may define its methods twice.
-_scripting = threading.Lock()
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @in_worlds(2)
 def test_a_module_of_torch_jit_trains(backend):
     mst.init()
-    with _scripting:
+    with nets.making:  # two threads that script one class at once may define its methods twice
         scripted = torch.jit.script(nets.make(nets.perceptron))
     model = mst.shard(scripted, "fsdp")
     optimizer = mst.optimizer(torch.optim.SGD, model, lr=0.1)

@@ -113,13 +113,17 @@ class Comparison:
         return np.stack([self.errors[kind] for kind in self.columns.values()])
 
     def first_difference(self) -> tuple[int, str]:
-        """Return the step and the kind of the first error above its limit, which causes others."""
+        """Return the step and the kind of the first error above its limit, which causes others.
+
+        Losses and predictions cause nothing: theirs is returned if there is no other.
+        """
         steps = self._shown().shape[2]
-        return next(
+        found = (
             (step, kind)
             for step, kind in product(range(steps), self.errors)
             if (self.errors[kind][:, step] > self.limits[kind]).any()
         )
+        return min(found, key=lambda each: (each[1] in ("losses", "predictions"), each[0]))
 
 
 def relative_error(actual: Array, expected: Array, floor: float = 1.0) -> float:

@@ -84,11 +84,11 @@ class LayeredProgram(Program):
         # Backward begins with the last unit, and a unit that is reused would be gathered again:
         # neither is released after forward.
         self.kept = held.reused | {held.units[-1].index}
-        self._chains = [LayerChain(held, 0, len(held.layers), self.kept)]
+        self.chains = [LayerChain(held, 0, len(held.layers), self.kept)]
 
     def freeze(self, names: frozenset[str]) -> None:
         super().freeze(names)
-        for chain in self._chains:
+        for chain in self.chains:
             chain.freeze(names, self.frozen_units)
 
     def structure(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class LayeredProgram(Program):
         return self.leaving(self._outputs(parameters, x, cache)[:, -1])
 
     def _outputs(self, parameters: ParameterStore, x: Array, cache: KeyValueCache | None) -> Array:
-        (chain,) = self._chains
+        (chain,) = self.chains
         context = Context(training=False, cache=cache)
         y, _ = chain.forward(parameters, self.entering(x), context)
         chain.let_go(parameters)
@@ -183,7 +183,7 @@ class LayeredProgram(Program):
 
     def forward(self, parameters: ParameterStore, batch: Batch) -> tuple[float, float, Any]:
         assert batch.loss is not None
-        (chain,) = self._chains
+        (chain,) = self.chains
         x = self.entering(batch.x)
         prediction, activations = chain.forward(parameters, x, batch.context)
         if self._mixed:
@@ -199,7 +199,7 @@ class LayeredProgram(Program):
         saved.clear()
         dy = self.entering(loss.backward(of_loss))
         del of_loss
-        (chain,) = self._chains
+        (chain,) = self.chains
         chain.backward(
             parameters, gradients, activations, dy, gradients.reduce, needs_input_gradient=False
         )

@@ -69,7 +69,7 @@ class MeshProgram(LayeredProgram):
         # The group of ranks that hold each shared parameter.
         self._tie_groups: dict[str, CommunicationBackend] = {}
         pipeline = self.mesh.pipeline
-        for name, ranks in self._shared.items():
+        for name, ranks in self.layout.shared.items():
             # The pipeline's communicator is the group if all its ranks hold the parameter: a split
             # would make another one.
             is_here, is_all = pipeline.rank in ranks, len(ranks) == pipeline.world_size
@@ -91,14 +91,10 @@ class MeshProgram(LayeredProgram):
         return self._executors[micro_batches]
 
     def _hold(self) -> None:
-        layout = StageLayout(self._model, self.choices, self._minimum_unit_size)
+        self.layout = layout = StageLayout(self._model, self.choices, self._minimum_unit_size)
         held = layout.held
         self.units, self.entries = held.units, tuple(held.entries)
         self.vector = ModelVector(layout.placement)
-        self.shared_units = layout.shared_units()
-        self._shared = layout.shared
-        self._splits_output = layout.splits_output
-        self.partition_log = layout.log
         self.kept = held.reused
         if len(layout.ranges) == 1 and self.micro_batch_count == 1 and self.units:
             # Backward begins with the last unit, which would otherwise be gathered twice.
@@ -107,7 +103,6 @@ class MeshProgram(LayeredProgram):
             LayerChain(held, *bounds, self.kept, self._recomputed(virtual, bounds[0]))
             for virtual, bounds in enumerate(layout.ranges)
         ]
-        self._chains = self.chains
         self._chains_by_token: list[LayerChain] | None = None
         # A layer is asked for its shape once, and not for each micro-batch.
         self._boundaries: dict[tuple[int, tuple[int, ...], bool], tuple[int, ...]] = {}
@@ -156,7 +151,7 @@ class MeshProgram(LayeredProgram):
                 # Between layers each tensor rank has its slice of the sequence; the chain's input
                 # and output are whole.
                 shape = (ShardLayout(shape[0], ranks).size(rank), *shape[1:])
-            if self._splits_output and first == len(layers):
+            if self.layout.splits_output and first == len(layers):
                 shape = (*shape[:-1], ShardLayout(shape[-1], ranks).size(rank))
             self._boundaries[key] = shape
         return self._boundaries[key]
@@ -183,15 +178,15 @@ class MeshProgram(LayeredProgram):
         loss = batch.loss
         assert loss is not None
         # The ranks' logits are parts of the classes, and the loss adds up their sums.
-        if self._splits_output:
+        if self.layout.splits_output:
             loss = parallel_loss(loss, self.mesh.tensor, self._classes)
         run = StageRun(self, parameters, replace(batch, loss=loss), gradients)
         self.last_record = self._executor(self.micro_batch_count).run(run)
         # Each stage that uses a shared parameter has a copy of it, and a part of its gradient.
         for unit in self.units:
-            if unit.index not in self.shared_units or unit.index in self.frozen_units:
+            if unit.index not in self.layout.shared_units or unit.index in self.frozen_units:
                 continue
-            name = self.shared_units[unit.index]
+            name = self.layout.shared_units[unit.index]
             # Accumulated gradients are added up in the round's last pass, as those of replicas are.
             if gradients.sends_now and name in self._tie_groups:
                 self._tie_groups[name].all_reduce(gradients.gradient(unit))
@@ -229,7 +224,7 @@ class MeshProgram(LayeredProgram):
         if self._has_output:
             xp = self.device.namespace
             y = run.outputs[0] if len(run.outputs) == 1 else xp.concatenate(run.outputs)
-            if self._splits_output:
+            if self.layout.splits_output:
                 y = DimSplit(self._classes, self.mesh.tensor_size).gather(
                     self.mesh.tensor, np.ascontiguousarray(y) if isinstance(y, np.ndarray) else y
                 )
@@ -243,7 +238,7 @@ class MeshProgram(LayeredProgram):
 
     def finish_local(self, gradients: GradientStore) -> None:
         """Add up the copies of shared parameters in a gradient that is not reduced."""
-        for index, name in self.shared_units.items():
+        for index, name in self.layout.shared_units.items():
             if name in self._tie_groups and index not in self.frozen_units:
                 self._tie_groups[name].all_reduce(gradients.gradient(self.units[index]))
 
@@ -386,7 +381,7 @@ class StageRun(IPipelineStage):
         gradients = self._gradients
         assert gradients is not None
         is_last = self._left[virtual_stage] == 1
-        shared = self._program.shared_units
+        shared = self._program.layout.shared_units
 
         def reduce(unit: Unit) -> None:
             if unit.index not in shared and (is_last or gradients.reduces_at_once):

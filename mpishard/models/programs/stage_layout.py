@@ -80,6 +80,8 @@ class StageLayout:
         Places of the rank's own flat vector in the model's.
     shared : mapping of str to tuple of int
         Name of each parameter that several stages use -> the pipeline ranks that hold it.
+    shared_units : mapping of int to str
+        Index of the unit of each such parameter -> the parameter's name.
     splits_output : bool
         Whether the output of the model's last layer is a slice of its last dim.
     log : tuple of str
@@ -128,13 +130,10 @@ class StageLayout:
         self.placement = Placement(self._table.entries, self._slices)
         entries = tuple(self._entries.values())
         self.held = HeldLayers(self._layers, entries, tuple(self._units), model.dtype)
-
-    def shared_units(self) -> dict[int, str]:
-        """Return the units of parameters that several stages use: index -> parameter's name."""
-        return {
+        self.shared_units = {
             unit.index: entry.name
-            for unit in self.held.units
-            for entry in unit.entries_of(self.held.entries)
+            for unit in self._units
+            for entry in unit.entries_of(entries)
             if entry.name in self.shared
         }
 

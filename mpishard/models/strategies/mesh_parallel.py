@@ -270,7 +270,7 @@ class MeshModel(ShardedModelBase):
     def partition_log(self) -> tuple[str, ...]:
         """The decision of the tensor axis on each layer of this rank's stages, and the reason."""
         program = self.engine.program
-        return program.partition_log if isinstance(program, MeshProgram) else ()
+        return program.layout.log if isinstance(program, MeshProgram) else ()
 
     @property
     def is_compute_partitioned(self) -> bool:

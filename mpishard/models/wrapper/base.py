@@ -148,7 +148,13 @@ class ShardedModelBase(IShardedModel):
         self._check_leaves()
         self._on_before_initialize_sharding()
         self._require("policy")
-        self._initialize_sharding()
+        try:
+            self._initialize_sharding()
+        except BaseException:
+            # The exception refers to this wrapper, and must not keep the model from others.
+            if is_owned_by(wrapped_model, self):
+                give_up_ownership(wrapped_model, self)
+            raise
 
     def _require(self, name: str) -> None:
         """Refuse a class that lacks a declaration, before parameters are distributed."""

@@ -107,27 +107,25 @@ class ModelFiles:
         if leaves is not None:
             origin[NUMERICS] = leaves.numerics()
         choices = self._choices()
-        return origin | ({"choices": choices} if choices else {}) | self._own_bytes()
+        if choices:
+            origin["choices"] = choices
+        # The object is the same on every rank: one copy in the file is enough.
+        if self._is_black_box and self.engine.world.rank == 0:
+            if hasattr(self.plain, "serialize") and hasattr(self.plain, "deserialize"):
+                # It may hold more than a vector.
+                origin["own"] = base64.b64encode(self.plain.serialize()).decode()
+            elif not self.engine.has_said_what_is_not_saved:
+                self.engine.has_said_what_is_not_saved = True
+                _log.warning(
+                    "checkpoints contain the parameters of %s, but none of its other attributes. "
+                    "To save them too, give it serialize() -> bytes and deserialize(data)",
+                    type(self.plain).__name__,
+                )
+        return origin
 
     @property
     def _is_black_box(self) -> bool:
         return not isinstance(self.plain, PlainModelFiles | ILayeredModel | IPlaceableModel)
-
-    def _own_bytes(self) -> dict[str, str]:
-        """Return the bytes of a black box's own ``serialize``: it may hold more than a vector."""
-        # The object is the same on every rank: one copy in the file is enough.
-        if not self._is_black_box or self.engine.world.rank != 0:
-            return {}
-        if hasattr(self.plain, "serialize") and hasattr(self.plain, "deserialize"):
-            return {"own": base64.b64encode(self.plain.serialize()).decode()}
-        if not self.engine.has_said_what_is_not_saved:
-            self.engine.has_said_what_is_not_saved = True
-            _log.warning(
-                "checkpoints contain the parameters of %s, but none of its other attributes. To "
-                "save them too, give it serialize() -> bytes and deserialize(data)",
-                type(self.plain).__name__,
-            )
-        return {}
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Refuse choices that the plain model could not take."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from mpishard.observe.ledger import MemoryCategory, MemoryLedger
 from mpishard.sharding import Piece
 
 
-class Exchange(ABC):
-    """Averages this rank's part of a unit with those of the other replicas.
+class Exchange:
+    """Averages this rank's part of a unit with those of the other replicas, in its own dtype.
 
     `begin` sends shares to their owners, and `mean` waits for them. `answer` sends the owners'
     values to all, and `result` waits for them. Each call is collective.
@@ -28,6 +27,9 @@ class Exchange(ABC):
         The ranks that hold the same part in the other replicas.
     part : Piece
         The part.
+    in_place : bool
+        Whether shares, and then the result, overwrite the values, so that no other memory is
+        needed.
 
     Attributes
     ----------
@@ -35,16 +37,14 @@ class Exchange(ABC):
         The elements of the part that this rank owns among these ranks.
     pieces : list of Piece
         The trained elements among them; the owner of the exchange fills the list.
-    in_place : bool
-        Whether shares, and then the result, overwrite the values, so that no other memory is
-        needed.
     """
 
-    in_place = False
-
-    def __init__(self, across: CommunicationBackend, part: Piece) -> None:
+    def __init__(
+        self, across: CommunicationBackend, part: Piece, *, in_place: bool = False
+    ) -> None:
         self.across = across
         self.part = part
+        self.in_place = in_place
         self.owners = ShardLayout(part.length, across.world_size)
         self.own = self.owners.slice(across.rank)
         self.pieces: list[Piece] = []
@@ -53,52 +53,30 @@ class Exchange(ABC):
     def agree(self, values: Array) -> None:
         """Record ``values``, shape (part.length,), which all replicas have now."""
 
-    @abstractmethod
     def begin(self, values: Array, share: float, number: int) -> None:
         """Send ``share`` of ``values``, shape (part.length,), after step ``number``."""
-
-    @abstractmethod
-    def mean(self) -> Array:
-        """Return the sum of all shares of this rank's piece, as a writable array."""
-
-    @abstractmethod
-    def answer(self, values: Array) -> None:
-        """Send ``values`` of this rank's piece to all."""
-
-    @abstractmethod
-    def result(self) -> Array:
-        """Return the pieces of all owners, shape (part.length,), the same bits in all replicas."""
-
-
-class ExactExchange(Exchange):
-    """The values travel in their own dtype."""
-
-    def __init__(
-        self, across: CommunicationBackend, part: Piece, *, in_place: bool = False
-    ) -> None:
-        super().__init__(across, part)
-        self.in_place = in_place
-
-    def begin(self, values: Array, share: float, number: int) -> None:
         self._sent = values if self.in_place else values.copy()
         self._sent *= share
         self._work = self.across.reduce_scatter_async(self._sent)
 
     def mean(self) -> Array:
+        """Return the sum of all shares of this rank's piece, as a writable array."""
         mean: Array = self._work.wait()
         return mean
 
     def answer(self, values: Array) -> None:
+        """Send ``values`` of this rank's piece to all."""
         self._work = self.across.all_gather_async(values, out=self._sent)
 
     def result(self) -> Array:
+        """Return the pieces of all owners, shape (part.length,), the same bits in all replicas."""
         result: Array = self._work.wait()
         del self._sent
         return result
 
 
 class CodedExchange(Exchange):
-    """Changes since the last exchange travel as codes, in both directions.
+    """An exchange in which changes since the last one travel as codes, in both directions.
 
     Each rank keeps the values that all replicas had then. An owner adds the decoded changes of all
     ranks, in the order of the one tree, and sends the sum as a code, which it decodes as all others

@@ -17,7 +17,7 @@ from mpishard.models.engine.update import StepReport, written_here
 from mpishard.models.stores.compression import Code, Int8, Rounded
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.sharded.exchange import CodedExchange, ExactExchange, Exchange
+from mpishard.optimizers.sharded.exchange import CodedExchange, Exchange
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import Piece
 
@@ -118,9 +118,8 @@ class LocalState(ModelState):
             # The middle of a unit decides, so that fragments are about equally long.
             middle = before + part.unit.length / 2
             before += part.unit.length
-            exchange: Exchange
             if given.exchange in (None, dtype.name):
-                exchange = ExactExchange(self._across, part, in_place=not given.overlap)
+                exchange = Exchange(self._across, part, in_place=not given.overlap)
             else:
                 exchange = CodedExchange(self._across, part, CODES[given.exchange], dtype, ledger)
             fragments[int(middle * count / total)].exchanges.append(exchange)
