@@ -315,7 +315,10 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
             'by h5py.File(path)["x"] or numpy.load(path, mmap_mode="r")'
         )
     if isinstance(dataset, list | tuple | bytes | set | frozenset):
-        raise TypeError(f"{name} must be {_WANTED}, got a {kind}; pass numpy.asarray({name})")
+        raise TypeError(
+            f"{name} must be {_WANTED}, got a {kind}; pass numpy.asarray({name}), or several "
+            f"inputs of each sample as mpishard.data.Samples({name})"
+        )
     # Indexing a data frame would select columns, without an error.
     if hasattr(dataset, "iloc"):
         raise TypeError(f"{name} must be {_WANTED}, got a {kind}; pass {name}.to_numpy()")

@@ -70,6 +70,7 @@ def test_take_from_h5py(tmp_path: Path) -> None:
         ("a.h5", r"got the str 'a.h5'; open the file first, as by h5py"),
         (Path("a.npy"), r"got the PosixPath 'a.npy'; open the file first"),
         ([1, 2], r"got a list; pass numpy.asarray\(x_train\)"),
+        ((np.ones(2), np.ones(2)), r"several inputs .* as mpishard.data.Samples\(x_train\)"),
         ({"a": 1}, "got a dict"),
         (np.array(3.0), "len.. of this ndarray says"),
         (7, "got a int"),

@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
+from mpishard.nn import MSE, Linear, Model, Sequential
 from mpishard.nn.layers.initializers import (
     glorot_uniform,
     kaiming_uniform,
@@ -16,6 +17,20 @@ from mpishard.nn.layers.initializers import (
     uniform,
     zeros,
 )
+
+
+@pytest.mark.parametrize("value", [np.ones(5), np.ones(3), 1.0, np.ones((4, 1))])
+def test_values_of_another_shape_are_refused(value):
+    layer = Linear(4, 4, initializer=lambda generator, shape: value)
+    model = Model(Sequential(layer), MSE(), input_shape=(4,))
+    with pytest.raises(ValueError, match=r"0.weight must return .* of shape \(4, 4\), got"):
+        model.get_parameters()
+
+
+def test_values_may_be_a_list():
+    layer = Linear(2, 1, initializer=lambda generator, shape: [[3, 4]])
+    model = Model(Sequential(layer), MSE(), input_shape=(2,))
+    np.testing.assert_array_equal(model.get_parameters(), [3, 4, 0])
 
 
 def test_streams_depend_on_seed_and_name_alone():

@@ -36,6 +36,17 @@ def gradients(step: int) -> np.ndarray:
     return np.random.default_rng(step).standard_normal(LENGTH)
 
 
+class Returning(SGD):
+    def update(self, parameters, gradients, state, segments, context):
+        return parameters - context.learning_rate * gradients
+
+
+def test_a_rule_that_returns_parameters_instead_of_changing_them_is_refused():
+    owned = OwnedRange(np.ones(3), np.ones(3), {}, (Segment("w", 0, 3),))
+    with pytest.raises(TypeError, match=r"Returning\.update must change the parameters in place"):
+        Returning(0.1).update_all([owned], UpdateContext(1, 0.1, 1.0))
+
+
 def run(rule, cuts=(), dtype=np.float64, options_at=((0, LENGTH, "w"),), first=-1.0):
     """Parameters after 20 updates, the ranges between cuts updated as those of one rank."""
     p = np.linspace(first, 1, LENGTH).astype(dtype)

@@ -202,7 +202,13 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         stop = start + int(out.size)
         for entry in self._table.overlapping(start, stop):
             spec: ParameterSpec = self._specs[entry.name]
-            value = spec.initializer(parameter_generator(self.seed, entry.name), entry.shape)
+            generator = parameter_generator(self.seed, entry.name)
+            value = np.asarray(spec.initializer(generator, entry.shape))
+            if value.shape != entry.shape:
+                raise ValueError(
+                    f"the initializer of {entry.name} must return an array of shape {entry.shape}, "
+                    f"got shape {value.shape}"
+                )
             first, last = max(start, entry.start), min(stop, entry.stop)
             part = value.reshape(-1)[first - entry.start : last - entry.start]
             out[first - start : last - start] = part

@@ -196,7 +196,14 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
         A rule that needs norms of whole parameters overrides this.
         """
         for owned in ranges:
-            self.update(owned.parameters, owned.gradients, owned.state, owned.segments, context)
+            returned: Any = self.update(  # type: ignore[func-returns-value]
+                owned.parameters, owned.gradients, owned.state, owned.segments, context
+            )
+            if returned is not None:
+                raise TypeError(
+                    f"{type(self).__name__}.update must change the parameters in place, as in "
+                    f"parameters -= ..., and return None; it returned a {type(returned).__name__}"
+                )
 
     def update(
         self,
