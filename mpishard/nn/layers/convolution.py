@@ -270,7 +270,7 @@ class Conv2D(Layer):
         )
         shape = (outputs, inputs, *self.windows.kernel)
         window = math.prod(shape[1:])
-        self.flops_per_output = 2 * window  # of the product, without the bias
+        self._flops_per_output = 2 * window  # of the product, without the bias
         if initializer is None:
             initializer = kaiming_uniform(window)
         self._parameters = {"weight": ParameterSpec(shape, initializer)}
@@ -379,7 +379,7 @@ class MaxPool2D(Layer):
         size = size_pair("MaxPool2D", "kernel", kernel)
         step = size if stride is None else size_pair("MaxPool2D", "stride", stride)
         self.windows = Windows(size, step)
-        self.flops_per_output = math.prod(size)  # comparisons
+        self._flops_per_output = math.prod(size)  # comparisons
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return (C, P, Q) for the shape (C, H, W): see `Windows.counts`."""
@@ -428,7 +428,7 @@ class Flatten(Layer):
 
     category = LayerCategory.RESHAPE
     computes_bfloat16 = True
-    flops_per_output = 0
+    _flops_per_output = 0
 
     def output_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the product of the dims, (1,) for samples without dims."""

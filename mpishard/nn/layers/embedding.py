@@ -45,7 +45,7 @@ class Embedding(Layer):
 
     category = LayerCategory.EMBEDDING
     computes_bfloat16 = True
-    flops_per_output = 0  # Rows are only copied.
+    _flops_per_output = 0  # Rows are only copied.
 
     def __init__(
         self, vocabulary_size: int, width: int, initializer: Initializer | None = None

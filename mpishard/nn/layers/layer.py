@@ -134,7 +134,7 @@ class Layer(ABC):
     children: Mapping[str, Layer] = MappingProxyType({})
     """Inner layers of a composite, name -> layer, in order. It is empty for a leaf."""
 
-    flops_per_output: int = 1
+    _flops_per_output: int = 1
     """Floating-point operations for each element of the output; 1 for element-wise layers."""
 
     computes_bfloat16: bool = False
@@ -217,10 +217,10 @@ class Layer(ABC):
     def estimated_flops(self, input_shape: tuple[int, ...]) -> int:
         """Estimate the number of floating-point operations of one sample's forward pass.
 
-        A multiplication and an addition are two operations. The default is `flops_per_output` for
+        A multiplication and an addition are two operations. The default is `_flops_per_output` for
         each element of the output.
         """
-        return self.flops_per_output * math.prod(self.output_shape(input_shape))
+        return self._flops_per_output * math.prod(self.output_shape(input_shape))
 
     def estimated_activation_size(self, input_shape: tuple[int, ...]) -> int:
         """Return the number of elements of one sample's output and of inner layers' outputs."""

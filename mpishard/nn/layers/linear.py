@@ -62,7 +62,7 @@ class Linear(Layer):
         check_sizes("Linear", inputs=inputs, outputs=outputs)
         self.inputs = inputs
         self.outputs = outputs
-        self.flops_per_output = 2 * inputs  # of the product, without the bias
+        self._flops_per_output = 2 * inputs  # of the product, without the bias
         self.bias = as_flag("bias", bias)
         if initializer is None:
             initializer = kaiming_uniform(inputs)

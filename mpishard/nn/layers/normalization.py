@@ -70,7 +70,7 @@ class LayerNorm(_Norm):
         If the width is not an integer >= 1, or epsilon is not positive.
     """
 
-    flops_per_output = 7  # 2 for each moment, 1 each to normalise, scale and shift
+    _flops_per_output = 7  # 2 for each moment, 1 each to normalise, scale and shift
 
     def __init__(self, width: int, epsilon: float = 1e-5) -> None:
         super().__init__(width, epsilon)
@@ -170,7 +170,7 @@ class RMSNorm(_Norm):
         If the width is not an integer >= 1, or epsilon is not positive.
     """
 
-    flops_per_output = 4  # 2 for the mean square, 1 to normalise and 1 to scale
+    _flops_per_output = 4  # 2 for the mean square, 1 to normalise and 1 to scale
 
     def __init__(self, width: int, epsilon: float = 1e-6) -> None:
         super().__init__(width, epsilon)
