@@ -96,7 +96,9 @@ def test_different_meshes_and_micro_batches_are_refused():
             optimizer.step(model, X, Y)
         model = ms.as_distributed(ms.nn.MLP([5, 4, 2]), backend, "pipeline", micro_batch_count=2)
         optimizer = ms.as_distributed(ms.optimizers.SGD(), backend, "pipeline", num_micro_batches=3)
-        with pytest.raises(ms.errors.ShardingError, match=r"made for 3 micro-batches.* into 2"):
+        with pytest.raises(
+            ms.errors.ShardingError, match="micro_batch_count 3, and the model with 2"
+        ):
             optimizer.step(model, X, Y)
 
     ms.run_in_threads(2, body)
