@@ -93,6 +93,8 @@ TESTED = {
         f"{_RESUME}::test_state_that_differs_between_ranks_is_each_rank_s",
     ("minimize", "differences(backend, choices)"):
         "optimizers/test_minimize.py::test_unequal_arguments_are_an_error_on_every_rank",
+    ("_Run.go", "together(backend)"): "optimizers/test_minimize.py"
+        "::test_a_folder_that_cannot_be_written_is_refused_before_the_first_step",
 }  # fmt: skip
 
 
