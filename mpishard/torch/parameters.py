@@ -170,7 +170,9 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
     @classmethod
     def of(cls, part: Part, tensor: Any) -> Any:
         """Return a plain tensor in the parameter's memory as one of this class, others as given."""
-        if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor:
+        # A graph has plain tensors, whether it is made with gradients or without.
+        makes_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if makes_graph or type(tensor) is not torch.Tensor:
             return tensor
         has_memory = tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
         if has_memory and _memory_of(tensor) == _memory_of(part.parameter):
