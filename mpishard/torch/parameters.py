@@ -103,7 +103,7 @@ class Part:
             raise ShardingError(
                 f"parameter {self.entry.name!r} was changed in place by an operation on a view of "
                 "it, by a function such as torch._foreach_mul_, or with out=. Each rank of the "
-                "node made this change in the memory that they share, so that the values are "
+                "node made this change in the memory that they share, so that the values may be "
                 "wrong. Use methods of the parameter or of its data, such as p.mul_(0.9), "
                 "p[0] = 0 or p.data[0].mul_(0.9), or change it before shard()"
             )
