@@ -195,7 +195,14 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().clone().__reduce_ex__(protocol)
+        values = self.detach().as_subclass(torch.Tensor).contiguous()
+        # Memory of its own length, because all memory of a tensor is saved, and without a copy of
+        # the values, because `torch.save` would keep all copies to its end.
+        start = values.storage_offset() * values.itemsize
+        memory = values.untyped_storage()[start : start + values.nbytes]
+        plain = torch.empty(0, dtype=values.dtype)
+        plain.set_(memory, 0, values.shape, values.stride())
+        return plain.__reduce_ex__(protocol)
 
 
 def _memory_of(tensor: Any) -> Any:

@@ -213,6 +213,21 @@ def test_values_of_a_parameter_are_saved_as_plain_tensors(backend: Any) -> None:
         assert copied.untyped_storage().nbytes() == values.numel() * values.itemsize
 
 
+@in_worlds(1)
+def test_values_of_a_state_dict_are_saved_without_a_copy(backend: Any, monkeypatch: Any) -> None:
+    mst.init()
+    for precision in (None, "bfloat16"):
+        model = mst.shard(nets.make(nets.perceptron).float(), precision=precision)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        file = io.BytesIO()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "clone", None)
+            torch.save(model.state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        assert all(torch.equal(saved[name], value) for name, value in expected.items())
+
+
 @in_worlds(2)
 def test_a_change_on_one_rank_is_named(backend: Any) -> None:
     mst.init()
