@@ -165,7 +165,7 @@ class TreeModel(PlacedVectorModel):
 
     Parameters
     ----------
-    tree : ITree
+    tree : ParameterTree
         Structure and initial values.
     loss : callable
         ``loss(parameters, x, y)`` returns a scalar, the *mean* over the samples of x.

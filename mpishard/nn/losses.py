@@ -112,7 +112,8 @@ class MAE(_RealLoss):
         xp = NAMESPACES[type(z)]
         error = xp.subtract(z, t, out=slope)
         losses = xp.abs(error)
-        xp.sign(error, out=error)
+        if slope is not None:
+            xp.sign(error, out=slope)
         return losses
 
 
@@ -145,7 +146,8 @@ class Huber(_RealLoss):
         clipped = xp.minimum(losses, self.delta)
         losses -= 0.5 * clipped
         losses *= clipped
-        xp.clip(error, -self.delta, self.delta, out=error)
+        if slope is not None:
+            xp.clip(error, -self.delta, self.delta, out=slope)
         return losses
 
 

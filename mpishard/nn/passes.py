@@ -113,8 +113,6 @@ def _exp(x: Any) -> Any:
 
 load, store, exp = _load, _store, _exp  # `compile_loop` replaces these by compiled functions.
 
-# Types of the arguments. ``narrow2=`` is a 2-D array of the layer's dtype (``wide2=``: of float32),
-# which is written. Without ``=`` it is only read.
 _SIGNATURES = {
     "add": "narrow1= narrow1",
     "gelu": "narrow1 narrow1= narrow1=",
@@ -124,7 +122,11 @@ _SIGNATURES = {
     "softmax_forward": "wide2= narrow2= wide1= float int int",
     "softmax_backward": "wide2= wide2= narrow2= narrow2= wide1 float int int",
 }
-"""Types of the arguments of each loop: see `_type`."""
+"""Types of the arguments of each loop.
+
+``narrow2=`` is a 2-D array of the layer's dtype (``wide2=``: of float32), which is written. Without
+``=`` it is only read.
+"""
 
 
 # ------------------------------------------------------------------------------------ the loops

@@ -12,12 +12,13 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from mpishard.arrays import Array
+from mpishard.bfloat16 import BFLOAT16
 from mpishard.communication import Work
 from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.models.stores.parameter_store import ShardedParameters
 from mpishard.observe.ledger import MemoryCategory
-from mpishard.torch.parameters import RANDOM, SharedParameter
+from mpishard.torch.parameters import RANDOM, ChangedOnce, SharedParameter
 from mpishard.torch.placed import tensor_of
 
 # Number of units in memory: the unit in use, and the one before, as modules often alternate.
@@ -152,6 +153,15 @@ class GatheredUnits:
         self._next[self._place] = None
         self._place = (None, None)
 
+    def require_exact(self, change: str) -> None:
+        """Refuse a change of rounded copies, as `ShardedModule.change` does."""
+        if self._store.layout.dtype == BFLOAT16:
+            raise ShardingError(
+                f'{change}() of a view of a parameter with precision="bfloat16" would change the '
+                "rounded copies, and not the float32 parameters of their owners: change "
+                "parameters before shard()"
+            )
+
     def broadcast(self, view: Any) -> None:
         """Give every rank rank 0's values of a view, which each rank has drawn. Collective."""
         backend = self._store.layout.backend
@@ -212,6 +222,9 @@ def _compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             'torch.compile needs parameters that stay in memory, and strategy="fsdp" gathers them '
             'here, because not all ranks share memory; use strategy="zero2"'
         )
+    name = getattr(function, "__name__", "")
+    if name in vars(ChangedOnce) and args and isinstance(args[0], _GatheredView):
+        args[0]._units[0].require_exact(name)
     needed: dict[GatheredUnits, set[int]] = {}
     for tensor in tree_iter((args, kwargs)):
         if isinstance(tensor, _Gathered):
@@ -223,7 +236,7 @@ def _compute(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         result = function(*args, **kwargs)
         # A parameter's own methods do this. torch.nn.init calls those of a view here.
-        if getattr(function, "__name__", "") in _RANDOM and isinstance(result, _GatheredView):
+        if name in _RANDOM and isinstance(result, _GatheredView):
             result._units[0].broadcast(result)
         follow = functools.partial(_follow, list(needed), uses)
         return tree_map_only(torch.Tensor, follow, result)

@@ -103,7 +103,7 @@ class Part:
             raise ShardingError(
                 f"parameter {self.entry.name!r} was changed in place by an operation on a view of "
                 "it, by a function such as torch._foreach_mul_, or with out=. Each rank of the "
-                "node made this change in the memory that they share, so that the values are "
+                "node made this change in the memory that they share, so that the values may be "
                 "wrong. Use methods of the parameter or of its data, such as p.mul_(0.9), "
                 "p[0] = 0 or p.data[0].mul_(0.9), or change it before shard()"
             )
@@ -170,7 +170,9 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
     @classmethod
     def of(cls, part: Part, tensor: Any) -> Any:
         """Return a plain tensor in the parameter's memory as one of this class, others as given."""
-        if torch.compiler.is_compiling() or type(tensor) is not torch.Tensor:
+        # A graph has plain tensors, whether it is made with gradients or without.
+        makes_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if makes_graph or type(tensor) is not torch.Tensor:
             return tensor
         has_memory = tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
         if has_memory and _memory_of(tensor) == _memory_of(part.parameter):
@@ -193,7 +195,14 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().clone().__reduce_ex__(protocol)
+        values = self.detach().as_subclass(torch.Tensor).contiguous()
+        # Memory of its own length, because all memory of a tensor is saved, and without a copy of
+        # the values, because `torch.save` would keep all copies to its end.
+        start = values.storage_offset() * values.itemsize
+        memory = values.untyped_storage()[start : start + values.nbytes]
+        plain = torch.empty(0, dtype=values.dtype)
+        plain.set_(memory, 0, values.shape, values.stride())
+        return plain.__reduce_ex__(protocol)
 
 
 def _memory_of(tensor: Any) -> Any:

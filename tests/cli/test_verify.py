@@ -165,6 +165,16 @@ def verdict_of(backend: Any, make: Any, **options: Any) -> Comparison:
     return verdict
 
 
+@in_worlds(2)
+def test_a_factory_that_builds_a_model_of_another_size_on_ranks_is_named(backend: Any) -> None:
+    mine = job(backend.world_size)
+    reference = train_alone(mine, Problem(ms.nn.MLP([5, 7, 2], seed=0), *data()))
+    found = compare(backend, mine, Problem(ms.nn.MLP([5, 8, 2], seed=0), *data()), reference)
+    assert not found.is_equal
+    expected = "ranks 0, 1 got other first parameters than a process alone: factory(seed) must"
+    assert any(line.startswith(expected) for line in found.lines()), found.lines()
+
+
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
 @in_worlds(1, 2)
 def test_late_gradients_are_equal_and_those_of_another_step_are_found(

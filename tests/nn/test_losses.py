@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from autograd import grad
 
-from mpishard.nn import MSE, CrossEntropy
+from mpishard.nn import MAE, MSE, CrossEntropy, Huber
 
 
 def cross_entropy(logits, target):
@@ -195,3 +195,11 @@ def test_uneven_parts_average_to_the_whole(logits, target):
     parts = [loss.forward(logits[part], target[part]) for part in (slice(0, 2), slice(2, 7))]
     mean = sum(part[0] for part in parts) / sum(part[1] for part in parts)
     np.testing.assert_allclose(mean, loss(logits, target), rtol=1e-14)
+
+
+@pytest.mark.parametrize(("loss", "of_slopes"), [(MAE(), "sign"), (Huber(), "clip")])
+def test_evaluation_computes_no_slopes(loss, of_slopes, monkeypatch):
+    prediction, target = np.linspace(-2.0, 2.0, 6), np.zeros(6)
+    expected = loss.forward(prediction, target)[:2]
+    monkeypatch.delattr(np, of_slopes)
+    assert loss.forward(prediction, target, training=False) == (*expected, None)

@@ -184,14 +184,18 @@ def test_values_of_a_state_dict_are_changed_once(backend: Any) -> None:
     assert nets.difference(model, alone.state_dict()) == 0
 
 
+@by_path
 @in_worlds(1, 2)
-def test_a_change_of_rounded_copies_is_refused(backend: Any) -> None:
+def test_a_change_of_rounded_copies_is_refused(backend: Any, path: str, shared_path: Any) -> None:
     """The next update would round the owners' float32 parameters again."""
     mst.init()
     for strategy in STRATEGIES:
         model = mst.shard(nets.make(nets.perceptron).float(), strategy, precision="bfloat16")
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        for change in (decay, decay_data, lambda m: m[0].weight.data.clamp_(-0.1, 0.1)):
+        for change in (
+            decay, decay_data, lambda m: m[0].weight.data.clamp_(-0.1, 0.1),
+            lambda m: m[0].weight.data.normal_(), lambda m: m[0].weight.data[0].zero_(),
+        ):  # fmt: skip
             with pytest.raises(ShardingError, match="change the rounded copies"):
                 change(model)
         assert nets.difference(model, before) == 0
@@ -211,6 +215,21 @@ def test_values_of_a_parameter_are_saved_as_plain_tensors(backend: Any) -> None:
         assert type(copied) is torch.Tensor
         assert torch.equal(copied, model[0].weight)
         assert copied.untyped_storage().nbytes() == values.numel() * values.itemsize
+
+
+@in_worlds(1)
+def test_values_of_a_state_dict_are_saved_without_a_copy(backend: Any, monkeypatch: Any) -> None:
+    mst.init()
+    for precision in (None, "bfloat16"):
+        model = mst.shard(nets.make(nets.perceptron).float(), precision=precision)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+        file = io.BytesIO()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "clone", None)
+            torch.save(model.state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        assert all(torch.equal(saved[name], value) for name, value in expected.items())
 
 
 @in_worlds(2)

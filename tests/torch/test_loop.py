@@ -336,6 +336,25 @@ def test_a_module_of_torch_jit_trains(backend):
     assert nets.difference(model, alone.state_dict()) < 1e-12
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@by_strategy
+@in_worlds(1)
+def test_a_model_that_slices_a_parameter_is_traced(backend, strategy):
+    """PyTorch traces once with gradients and once without, and compares the graphs."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 4))
+
+        def forward(self, x):
+            return x + self.weight[: x.shape[0]]
+
+    mst.init()
+    model, x = mst.shard(Positions(), strategy), torch.ones(5, 4)
+    assert torch.equal(torch.jit.trace(model, (x,))(x), x + 1)
+
+
 @by_strategy
 @in_worlds(3)
 def test_state_dicts_are_pytorchs_own_both_ways(backend, strategy):

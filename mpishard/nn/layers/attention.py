@@ -302,10 +302,8 @@ class Attention(Layer):
                 # The last queries see every key. In backward they can therefore write to the keys'
                 # and values' gradients, to which the other blocks add.
                 for t in reversed(range(0, length, rows)):
-                    which, stop = (
-                        (slice(b, b + samples), slice(g, g + groups)),
-                        min(t + rows, length),
-                    )
+                    which = slice(b, b + samples), slice(g, g + groups)
+                    stop = min(t + rows, length)
                     keys = slice(0, cached + stop if self.causal else None)
                     yield (*which, slice(None), slice(t, stop)), (*which, keys), t
 
