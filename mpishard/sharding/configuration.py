@@ -319,14 +319,14 @@ class ShardingConfiguration:
 
     learning_rate: float = _choice(as_positive, "Step size of ``model.train``.")
     auto_sync_gradients: bool = _choice(as_flag, "True if every update uses all ranks' gradient.")
-    minimum_parameter_group_size: int = _choice(as_count, "Elements of a unit that is complete.")
+    minimum_parameter_group_size: int = _choice(as_count, "Elements below which a unit grows.")
     enable_gradient_compression: bool = _choice(as_flag, "True if gradients travel as bfloat16.")
     cpu_offload_optimizer: bool = _choice(as_flag, "True if a GPU model's state is on the host.")
     cpu_offload_gradients: bool = _choice(as_flag, "True if its reduced gradients are there.")
     cpu_offload_parameters: bool = _choice(as_flag, "True if its owned pieces are there.")
     gradient_leaves: int | None = _choice(_power_of_two, "V, the largest world with equal bits.")
     precision: str | None = _choice(_precision, "bfloat16, or None for the model's own dtype.")
-    allow_nonfinite: bool = _choice(as_flag, "True if training goes on after a loss of NaN.")
+    allow_nonfinite: bool = _choice(as_flag, "Whether training survives an infinite or NaN loss.")
 
     # The backend compares calls, so that it holds this choice.
 

@@ -21,6 +21,7 @@ from places import Place
 from mpishard import run_in_threads
 from mpishard.checkpoint import CheckpointFolder, newest_valid
 from mpishard.checkpoint.format import disk
+from mpishard.checkpoint.format.folder import Target
 from mpishard.checkpoint.saving.save import begin_save
 from mpishard.errors import CheckpointError
 
@@ -235,3 +236,28 @@ def test_a_disk_that_is_full(
     ballast.unlink()
     save(None, 3, second)
     assert newest_valid(folder.path) == folder.path / "step-00000003"
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        ("run", r"FileNotFoundError.*No such file or directory: '\S*run'"),
+        (".run.*.tmp", r"\.run\.\w+\.tmp was removed while this was written"),
+    ],
+)
+def test_what_another_program_removed_is_named(
+    removed: str, message: str, tmp_path: Path, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes the earlier checkpoint or the new one, before both are renamed."""
+    model = fakes.Model(None, fakes.values(1, length=12), {"w": (12,)})
+    rename = disk.rename
+
+    def late(source: Path, target: Path) -> None:
+        for directory in tmp_path.glob(removed):
+            shutil.rmtree(directory)
+        rename(source, target)
+
+    begin_save(lambda: Target(tmp_path / "run"), model).wait()
+    monkeypatch.setattr(disk, "rename", late)
+    with pytest.raises(CheckpointError, match=message):
+        begin_save(lambda: Target(tmp_path / "run"), model).wait()

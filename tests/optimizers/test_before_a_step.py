@@ -10,6 +10,7 @@ import pytest
 import mpishard as ms
 from mpishard import nn
 from mpishard.errors import CheckpointError, ShardingError
+from mpishard.optimizers import Adam, AsyncSGDOptimizer, GradientCompressionOptimizer
 from mpishard.testing.worlds import in_worlds
 
 X, Y = np.random.default_rng(0).standard_normal((2, 6, 4))
@@ -77,3 +78,14 @@ def test_an_optimizer_is_saved_and_loaded_before_a_step(
     assert again.steps == 1
     with pytest.raises(CheckpointError, match="Adam"):
         pair(backend, strategy, ms.optimizers.Lion)[1].load_model(shared_path / "two")
+
+
+def test_a_state_goes_on_with_compression_or_delay() -> None:
+    def main(backend: Any) -> None:
+        config = ms.ShardingConfiguration(backend)
+        whole = GradientCompressionOptimizer(Adam(), config, 0.1, use_quantization=False)
+        GradientCompressionOptimizer(Adam(), config, 0.2, seed=1).deserialize(whole.serialize())
+        prompt = AsyncSGDOptimizer(Adam(), config)
+        AsyncSGDOptimizer(Adam(), config, delay=2).deserialize(prompt.serialize())
+
+    ms.run_in_threads(2, main)

@@ -78,7 +78,7 @@ class Overlap:
         source = stored[box_within(self.shared, self.source)]
         wanted = out[self.target_part].reshape(box_shape(self.target))
         target, xp = wanted[box_within(self.shared, self.target)], array_namespace(out)
-        # A copy to a GPU needs as much memory again, which is that of a block.
+        # A copy to a GPU needs as much memory again: that of a block, or of a longer row.
         rows = max(1, _BLOCK // math.prod(source.shape[1:]))
         for first in range(0, len(source), rows):
             target[first : first + rows] = xp.asarray(source[first : first + rows])

@@ -465,6 +465,9 @@ class PendingSave:
         try:
             yield
         except FileNotFoundError as error:
+            # Another file may be missing, such as an earlier checkpoint that somebody moved.
+            if self._directory.is_dir() or (self._target is not None and self._target.is_put):
+                raise
             # Another save to the same place removes this directory, because it looks left over.
             raise CheckpointError(
                 f"{self._directory} was removed while this was written: does another job, or "

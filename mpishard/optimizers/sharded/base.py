@@ -69,6 +69,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     _replicas_differ = False  # between two steps, until `settle`
     _refused: Mapping[str, str] = MappingProxyType({})  # members not offered, and the reasons
     _setting_names: tuple[str, ...] = ()  # those besides the rule's, which all ranks must share
+    _lasting_settings: tuple[str, ...] = ()  # those in the bytes of `serialize`, which must fit
     allowed_ranks = 1, sys.maxsize
     """The fewest and the most ranks that may continue a run of `optimize`."""
 
@@ -476,13 +477,14 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         saved = self._awaiting or StateBytes.fresh(self._rule)
         if self._state is not None:
             saved = self.bind(self._state.model).gathered()
-        return replace(saved, settings={**saved.settings, **self._settings()}).to_bytes()
+        lasting = {name: getattr(self, name) for name in self._lasting_settings}
+        return replace(saved, settings={**saved.settings, **lasting}).to_bytes()
 
     def deserialize(self, data: bytes) -> None:
         """Take state and step count from bytes of `serialize`, of any layout. Collective.
 
-        The rule's settings stay; if they were others, rank 0 logs it. Before the first step the
-        state waits for its model.
+        Settings stay this optimizer's; if the rule's were others, rank 0 logs it. Before the first
+        step the state waits for its model.
 
         Raises
         ------
@@ -490,13 +492,13 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             For bytes that are not a state, or that of another rule or model, before anything is
             communicated; on every rank if the ranks were given different bytes.
         ShardingError
-            For the bytes of an optimizer with other settings of its own, such as the bounds of
-            `ElasticOptimizer`.
+            For the bytes of an `ElasticOptimizer` with other bounds, if this is one.
         """
         saved = StateBytes.from_bytes(data)
         saved.require_rule(type(self._rule).__name__, self._rule.needed_state())
+        lasting = {name: getattr(self, name) for name in self._lasting_settings}
         wrong = [f"{name} {saved.settings[name]}, here {value}"
-                 for name, value in self._settings().items()
+                 for name, value in lasting.items()
                  if saved.settings.get(name, value) != value]  # fmt: skip
         if wrong:
             raise ShardingError(

@@ -343,7 +343,7 @@ class ElasticOptimizer(ShardedOptimizerBase):
         first step, and when `optimize` begins.
     """
 
-    _setting_names = "min_workers", "max_workers"
+    _setting_names = _lasting_settings = "min_workers", "max_workers"
     _refused = MappingProxyType({
         "synchronize_optimizer_state": "the state is divided anew when the number of ranks "
         "changes, and steps keep it: there is nothing to synchronise"
