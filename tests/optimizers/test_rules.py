@@ -47,6 +47,17 @@ def test_a_rule_that_returns_parameters_instead_of_changing_them_is_refused():
         Returning(0.1).update_all([owned], UpdateContext(1, 0.1, 1.0))
 
 
+def test_a_rule_that_changes_its_parameters_may_return_them():
+    class Changing(SGD):
+        def update(self, parameters, gradients, state, segments, context):
+            parameters -= context.learning_rate * gradients
+            return parameters
+
+    owned = OwnedRange(np.ones(3), np.ones(3), {}, (Segment("w", 0, 3),))
+    Changing(0.5).update_all([owned], UpdateContext(1, 0.5, 1.0))
+    assert owned.parameters.tolist() == [0.5] * 3
+
+
 def run(rule, cuts=(), dtype=np.float64, options_at=((0, LENGTH, "w"),), first=-1.0):
     """Parameters after 20 updates, the ranges between cuts updated as those of one rank."""
     p = np.linspace(first, 1, LENGTH).astype(dtype)

@@ -199,10 +199,10 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
             returned: Any = self.update(  # type: ignore[func-returns-value]
                 owned.parameters, owned.gradients, owned.state, owned.segments, context
             )
-            if returned is not None:
+            if returned is not None and returned is not owned.parameters:
                 raise TypeError(
                     f"{type(self).__name__}.update must change the parameters in place, as in "
-                    f"parameters -= ..., and return None; it returned a {type(returned).__name__}"
+                    f"parameters -= ...; it returned another {type(returned).__name__}"
                 )
 
     def update(
