@@ -146,7 +146,8 @@ def test_spoilt_files(tmp_path: Path, fakes: Any, torture: Any) -> None:
                 raise
             assert not watch.seen, f"trial {number}: {kind}: {watch.seen}"
             outcomes.update(said)
-    assert outcomes["refused"] > outcomes["read"] > 0
+    # A few trials of torture.sh may happen to be all of one kind.
+    assert count < 100 or outcomes["refused"] > outcomes["read"] > 0
     torture.saw(
         f"{count} spoilt checkpoints of {len(kinds)} kinds, each read in 4 ways: "
         f"{outcomes['refused']} times refused, {outcomes['read']} times the right bits"
@@ -255,5 +256,5 @@ def test_files_of_others(tmp_path: Path, fakes: Any, torture: Any) -> None:
         file.write_bytes(good)
         assert not target.exists(), f"trial {number}"
         assert {p.name for p in tmp_path.iterdir()} == {"c", "hf", "one.safetensors"}, number
-    assert outcomes["refused"] > outcomes["converted"] > 0
+    assert count < 100 or outcomes["refused"] > outcomes["converted"] > 0
     torture.saw(f"{count} lying files of others: {outcomes['refused']} refused, the rest converted")
