@@ -202,7 +202,7 @@ class Job:
                 check_log_folder(self.log_folder)
             self.launcher = find_launcher(loaded_library())
             if not (may_oversubscribe or self.hosts or self.launcher.is_slurm):
-                _check_cores(ranks, self.limits.max_ranks)
+                _check_cores(name, ranks, self.limits.max_ranks)
             added = _thread_variables(self.launcher, ranks, self.hosts)
             if (kernel := better_kernel(loaded_kernel())) is not None:  # the user has set none
                 added["OPENBLAS_CORETYPE"] = kernel
@@ -281,14 +281,15 @@ class Job:
         )
 
 
-def _check_cores(ranks: int, max_ranks: int | None) -> None:
+def _check_cores(name: str, ranks: int, max_ranks: int | None) -> None:
     # A job that may grow must fit then, too.
     cores, most = usable_cores(), max(ranks, max_ranks or 0)
     if most > _RANKS_PER_CORE * cores:
         option = "-n" if most == ranks else "--max-ranks"
+        fix = "give fewer" if name == "verify" else "--oversubscribe allows that"
         raise ValueError(
             f"{option} {most} is more than {_RANKS_PER_CORE} ranks for each of "
-            f"{counted(cores, 'usable core')}: --oversubscribe allows that"
+            f"{counted(cores, 'usable core')}: {fix}"
         )
 
 
