@@ -158,7 +158,10 @@ class UserState:
                     # One by one, for the name in the message.
                     json.dumps(states[name])
                 except (TypeError, ValueError) as error:
-                    raise type(error)(f"the state of the user_state {name!r}: {error}") from error
+                    raise type(error)(
+                        f"the state of the user_state {name!r}: {error}. A checkpoint saves it as "
+                        "JSON: use lists in place of arrays (array.tolist()), and Python's numbers"
+                    ) from error
             text = json.dumps(states)
             check_keys("user_state", states)
         texts = gather_texts(self._backend, text)
