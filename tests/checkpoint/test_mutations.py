@@ -25,6 +25,7 @@ from mpishard.errors import CheckpointError
 SHAPES = {"a.weight": (6, 4), "a.bias": (4,), "b.scale": (), "b.empty": (0, 3), "b.weight": (9, 5)}
 LENGTH = 24 + 4 + 1 + 45
 MEMORY = 1 << 30  # bytes that a checkpoint of some kilobytes never needs
+LEAST = 100  # trials, of which some of each kind happen
 
 
 class Watch:
@@ -99,7 +100,7 @@ def test_spoilt_files(tmp_path: Path, fakes: Any, torture: Any) -> None:
     arrays = checkpoint.load_arrays(tmp_path / "good" / "one")
     watch = Watch(tmp_path)
     kinds, outcomes = sorted(MUTATIONS), Counter[str]()
-    count = torture.count(500, 50_000)
+    count = max(LEAST, torture.count(500, 50_000))
     place = tmp_path / "spoilt"
 
     def load_arrays() -> None:
@@ -146,8 +147,7 @@ def test_spoilt_files(tmp_path: Path, fakes: Any, torture: Any) -> None:
                 raise
             assert not watch.seen, f"trial {number}: {kind}: {watch.seen}"
             outcomes.update(said)
-    # A few trials of torture.sh may happen to be all of one kind.
-    assert count < 100 or outcomes["refused"] > outcomes["read"] > 0
+    assert outcomes["refused"] > outcomes["read"] > 0
     torture.saw(
         f"{count} spoilt checkpoints of {len(kinds)} kinds, each read in 4 ways: "
         f"{outcomes['refused']} times refused, {outcomes['read']} times the right bits"
@@ -232,7 +232,7 @@ def test_files_of_others(tmp_path: Path, fakes: Any, torture: Any) -> None:
     checkpoint.convert(tmp_path / "c", tmp_path / "hf", "hf", maximum_shard_bytes=300)
     files = [tmp_path / "one.safetensors", *sorted((tmp_path / "hf").iterdir())]
     assert len(files) == 4, "one, and two with an index"
-    count, outcomes = torture.count(120, 5000), Counter[str]()
+    count, outcomes = max(LEAST, torture.count(120, 5000)), Counter[str]()
     target = tmp_path / "target"
     for number in range(count):
         dice = torture.dice(number)
@@ -256,5 +256,5 @@ def test_files_of_others(tmp_path: Path, fakes: Any, torture: Any) -> None:
         file.write_bytes(good)
         assert not target.exists(), f"trial {number}"
         assert {p.name for p in tmp_path.iterdir()} == {"c", "hf", "one.safetensors"}, number
-    assert count < 100 or outcomes["refused"] > outcomes["converted"] > 0
+    assert outcomes["refused"] > outcomes["converted"] > 0
     torture.saw(f"{count} lying files of others: {outcomes['refused']} refused, the rest converted")

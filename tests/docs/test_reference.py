@@ -22,8 +22,11 @@ SHOWN = [name for name in NAMES if name != "mpishard.torch" or HAS_TORCH]
 
 
 def names_of(room):
-    """What mkdocstrings shows of a room: __all__, or the functions and classes defined there."""
-    own = [n for n, v in vars(room).items() if getattr(v, "__module__", "") == room.__name__]
+    """What mkdocstrings shows of a room: __all__, or what is defined there."""
+    own = [
+        name for name, value in vars(room).items()
+        if getattr(value, "__module__", "") == room.__name__ or name.isupper()
+    ]  # fmt: skip
     return getattr(room, "__all__", [name for name in own if not name.startswith("_")])
 
 
