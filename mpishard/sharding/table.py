@@ -189,6 +189,11 @@ class Unit:
         return [entry for entry in entries[first:last] if entry.stop <= self.stop]
 
 
+def first_names(units: Sequence[Unit], entries: Sequence[ParameterEntry]) -> list[str]:
+    """Return the name of the first parameter of each unit, for messages; empty if it has none."""
+    return [next((entry.name for entry in unit.entries_of(entries)), "") for unit in units]
+
+
 def unit_at(units: Sequence[Unit], index: int) -> Unit:
     """Return the unit with the flat ``index``; ``units`` are in flat order and have no gaps."""
     return units[bisect_right(units, index, key=_start) - 1]

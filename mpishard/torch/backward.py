@@ -173,7 +173,7 @@ class BackwardPasses:
                 self._gradients.settle()
                 # Ranks that reduced other units, or did not raise, call another collective here,
                 # which is detected. After this barrier no rank reads another's gradients.
-                self._backend.barrier()
+                self._backend.barrier(subject=self._layout.subject)
             except CollectiveMismatchError as error:
                 error.add_note(
                     f"The last backward() of rank {self._backend.rank} raised, and not every other "
@@ -205,7 +205,9 @@ class BackwardPasses:
             self._flags[-1] = self._buffers.have_changed()
             # A parameter that any rank used has a gradient on all ranks. After this all-reduce no
             # rank reads another's gradients.
-            self._backend.all_reduce(self._flags, ReductionOperation.MAX)
+            self._backend.all_reduce(
+                self._flags, ReductionOperation.MAX, subject=self._layout.subject
+            )
             if self._flags[-1]:
                 self._buffers.broadcast(self._backend)
         if self._gathered is not None:

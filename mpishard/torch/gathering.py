@@ -15,7 +15,7 @@ from mpishard.arrays import Array
 from mpishard.bfloat16 import BFLOAT16
 from mpishard.communication import Work
 from mpishard.communication.contract.status import called_as
-from mpishard.errors import ShardingError
+from mpishard.errors import CollectiveMismatchError, ShardingError
 from mpishard.models.stores.parameter_store import ShardedParameters
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.torch.parameters import RANDOM, ChangedOnce, SharedParameter
@@ -54,8 +54,6 @@ class GatheredUnits:
     ----------
     store : ShardedParameters
         Store with this rank's pieces.
-    names : sequence of str
-        Name of the first parameter of each unit, for errors.
 
     Attributes
     ----------
@@ -63,14 +61,13 @@ class GatheredUnits:
         Address of a tensor's storage -> number of its unit.
     """
 
-    def __init__(self, store: ShardedParameters, names: Sequence[str]) -> None:
+    def __init__(self, store: ShardedParameters) -> None:
         self._store = store
-        self._names = names
         dtype = tensor_of(np.empty(0, store.layout.dtype)).dtype
         self._tensors = [torch.empty(unit.length, dtype=dtype) for unit in store.layout.units]
         self.units = {t.untyped_storage()._cdata: i for i, t in enumerate(self._tensors)}
         self._resident: dict[int, Array] = {}  # In order of use, the least recent first.
-        self._coming: tuple[int, Array, Work, Work] | None = None
+        self._coming: tuple[int, Array, Work] | None = None
         # _place has the last two units that a training step gathered. _next has the unit that
         # followed such a pair, or None if the step ended there or different units followed. All
         # ranks gather the same units in the same order, so that they decide alike.
@@ -124,26 +121,24 @@ class GatheredUnits:
         full = np.frombuffer(memory, layout.dtype)
         layout.ledger.book(MemoryCategory.GATHERED, full, full.nbytes)
         (own,) = self._store.owned([self._store.held[unit]])
-        # Ranks that took different branches would mix units of the same size without an error. The
-        # numbers of the ranks' units are therefore gathered, too.
-        wanted = layout.backend.all_gather_async(np.array([unit]))
-        self._coming = unit, full, wanted, layout.backend.all_gather_async(own, out=full)
+        subject = layout.subject_of(layout.units[unit])
+        gather = layout.backend.all_gather_async(own, out=full, subject=subject)
+        self._coming = unit, full, gather
 
     def _arrive(self) -> None:
         """Wait for the unit that is being gathered, if there is one."""
         if self._coming is None:
             return
-        unit, full, wanted, work = self._coming
-        units = wanted.wait()
-        if (units != unit).any():
-            each = ", ".join(f"rank {r} {self._names[u]!r}" for r, u in enumerate(units))
-            raise ShardingError(
-                f"ranks use different parameters at the same time: {each}. While they are "
-                "gathered, every rank must use the same ones in the same order, also after an "
-                'exception that only some of them caught; strategies "ddp", "zero1" and "zero2" '
-                "let ranks take branches of their own"
+        unit, full, work = self._coming
+        try:
+            work.wait()
+        except CollectiveMismatchError as error:
+            error.add_note(
+                "While parameters are gathered, every rank must use the same ones in the same "
+                'order, also after an exception that only some of them caught. Strategies "ddp", '
+                '"zero1" and "zero2" let ranks take branches of their own'
             )
-        work.wait()
+            raise
         self._resident[unit], self._coming = full, None
 
     def release(self) -> None:
@@ -165,7 +160,13 @@ class GatheredUnits:
     def broadcast(self, view: Any) -> None:
         """Give every rank rank 0's values of a view, which each rank has drawn. Collective."""
         backend = self._store.layout.backend
-        view.copy_(torch.from_numpy(backend.broadcast(view.clone().contiguous().numpy())))
+        view.copy_(
+            torch.from_numpy(
+                backend.broadcast(
+                    view.clone().contiguous().numpy(), subject=self._store.layout.subject
+                )
+            )
+        )
 
     def forget(self) -> None:
         """Free all units and discard changes in them, because the rank's pieces are newer."""

@@ -45,7 +45,9 @@ def norm_of(parts: Sequence[Part], order: float = 2.0) -> float:
     if any(part.owner.shards_state for part in parts):
         operation = ReductionOperation.MAX if is_largest else ReductionOperation.SUM
         row = np.array([sums[True]])
-        sums[True] = float(parts[0].owner.backend.all_reduce(row, operation)[0])
+        owner = parts[0].owner
+        subject = owner.layout.subject
+        sums[True] = float(owner.backend.all_reduce(row, operation, subject=subject)[0])
     total: float = add(sums[True], sums[False])
     return total if is_largest else total ** (1 / order)
 
@@ -436,11 +438,10 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
         )
         for group in made.param_groups
     ]
-    backend = owners[0].backend
-    # Each rank updates other elements, so that different settings would raise no error. The dtype
-    # is not int64, that of the unit numbers which a rank may still gather in backward(): such calls
-    # of different ranks must not match.
-    everyone = backend.all_gather(np.array([zlib.crc32(repr(chosen).encode())], np.uint32))
+    backend, subject = owners[0].backend, owners[0].layout.subject
+    # Each rank updates other elements, so that different settings would raise no error.
+    mark = np.array([zlib.crc32(repr(chosen).encode())])
+    everyone = backend.all_gather(mark, subject=subject)
     if (everyone != everyone[0]).any():
         raise ShardingError(
             "the settings of the update, such as the learning rate, differ between ranks "
@@ -571,7 +572,10 @@ def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, An
     def whole(part: Part, key: str, value: Any) -> Any:
         if not (part.owner.shards_state and is_elementwise(key, value, part.tensor.shape, ())):
             return value
-        gathered = part.owner.backend.all_gather(value.detach().contiguous().numpy())
+        owner = part.owner
+        gathered = owner.backend.all_gather(
+            value.detach().contiguous().numpy(), subject=owner.layout.subject_of(part.unit)
+        )
         return torch.from_numpy(np.asarray(gathered)).view(part.entry.shape)
 
     return _changed_states(parts, made, state_dict, whole)

@@ -34,7 +34,7 @@ from mpishard.models.wrapper.wrapping import (
 )
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.observe.trace import span, step_span
-from mpishard.sharding import Placement, owned_pieces
+from mpishard.sharding import Placement, first_names, owned_pieces
 from mpishard.torch.backward import BackwardPasses
 from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
 from mpishard.torch.parameters import (
@@ -119,9 +119,11 @@ class ShardedModule(Uncopied):
             for unit in self.units
             if not any(entry.trainable for entry in unit.entries_of(self.entries))
         ]
+        names = first_names(self.units, self.entries)
+        subject = backend.number_model(type(module).__name__, names)
         self.layout = StoreLayout(
             self.units, frozenset(), self.placed.dtype, backend, self.ledger,
-            frozen=frozenset(frozen),
+            frozen=frozenset(frozen), subject=subject,
         )  # fmt: skip
         self._make_parameters(policy, precision)
         if policy.shards_state:
@@ -175,8 +177,7 @@ class ShardedModule(Uncopied):
                     'torch.jit needs parameters that stay in memory, and strategy="fsdp" gathers '
                     'them here, because not all ranks share memory; use strategy="zero2"'
                 )
-            names = [unit.entries_of(self.entries)[0].name for unit in self.units]
-            self.gathered = GatheredUnits(self.parameters.computed, names)
+            self.gathered = GatheredUnits(self.parameters.computed)
             for inner in module.modules():
                 inner.register_state_dict_post_hook(give_whole_tensors)
         if precision is not None:
@@ -242,22 +243,23 @@ class ShardedModule(Uncopied):
         if tensor.requires_grad and torch.is_grad_enabled():
             return method(tensor, *args, **kwargs)  # PyTorch refuses it.
         part.require_counted()
+        subject = self.layout.subject_of(part.unit)
         if method.__name__ in RANDOM:
             drawn = torch.Tensor.clone(tensor.detach(), memory_format=torch.contiguous_format)
             method(drawn, *args, **kwargs)
-            values = torch.from_numpy(self.backend.broadcast(drawn.numpy()))
+            values = torch.from_numpy(self.backend.broadcast(drawn.numpy(), subject=subject))
             method, args, kwargs = torch.Tensor.copy_, (values,), {}
         if not store.once_per_node or method.__name__ in REPEATABLE:
             result = method(tensor, *args, **kwargs)
         else:
             changed = tensor.detach().clone()
             is_operator = method(changed, *args, **kwargs) is None
-            self.backend.barrier()  # all ranks have read the old values
+            self.backend.barrier(subject=subject)  # all ranks have read the old values
             if self.backend.local_rank == 0:
                 torch.Tensor.copy_(tensor.detach(), changed)
             else:  # for autograd, which refuses a backward pass through changed values
                 torch.autograd.graph.increment_version(tensor)
-            self.backend.barrier()
+            self.backend.barrier(subject=subject)
             result = None if is_operator else tensor
         part.note_version()
         return result

@@ -283,8 +283,8 @@ def no_piece_of_the_other_node(patch: Any) -> None:
 
     original = Backend.all_gather_async
 
-    def mutant(self: Any, array: Any, *, out: Any = None) -> Any:
-        return original(self, array) if out is None else Done()
+    def mutant(self: Any, array: Any, *, out: Any = None, subject: int = 0) -> Any:
+        return original(self, array, subject=subject) if out is None else Done()
 
     patch.setattr(Backend, "all_gather_async", mutant)
 

@@ -61,9 +61,9 @@ def reduce_scatter_to_the_neighbour(patch: Patch) -> None:
 def all_gather_with_two_ranks_swapped(patch: Patch) -> None:
     original = Backend.all_gather_async
 
-    def mutant(self: Any, array: Any, *, out: Any = None) -> Any:
+    def mutant(self: Any, array: Any, *, out: Any = None, subject: int = 0) -> Any:
         if out is None:  # not a unit
-            return original(self, array)
+            return original(self, array, subject=subject)
         full = original(self, array).wait()
         layout = ShardLayout(len(full), self.world_size)
         pieces = [full[layout.slice(rank)] for rank in range(self.world_size)]
@@ -103,7 +103,7 @@ def reduce_scatter_averages(patch: Patch) -> None:
 
 
 def broadcast_dropped(patch: Patch) -> None:
-    def mutant(self: Any, array: Any, root: int = 0) -> Any:
+    def mutant(self: Any, array: Any, root: int = 0, *, subject: int = 0) -> Any:
         if self.rank != root:  # what lies in memory that nobody has written may be no number
             array.fill(0)
         return array
@@ -114,8 +114,8 @@ def broadcast_dropped(patch: Patch) -> None:
 def scatter_deals_in_reverse(patch: Patch) -> None:
     original = Backend.scatter
 
-    def mutant(self: Any, array: Any, root: int = 0, *, counts: Any) -> Any:
-        return original(self, None if array is None else array[::-1].copy(), root, counts=counts)
+    def mutant(self: Any, array: Any, root: int = 0, **options: Any) -> Any:
+        return original(self, None if array is None else array[::-1].copy(), root, **options)
 
     patch.setattr(Backend, "scatter", mutant)
 

@@ -83,21 +83,21 @@ def forgetting():
             forgotten.append(array)
             return True
 
-        def all_reduce_async(array, *arguments, out=None):
+        def all_reduce_async(array, *arguments, out=None, subject=0):
             if not is_forgotten(array):
-                return reduce(array, *arguments, out=out)
+                return reduce(array, *arguments, out=out, subject=subject)
             return Unsent(array if out is None else array.copy())
 
-        def reduce_scatter_async(array, *arguments, out=None):
+        def reduce_scatter_async(array, *arguments, out=None, subject=0):
             if not is_forgotten(array):
-                return scatter(array, *arguments, out=out)
+                return scatter(array, *arguments, out=out, subject=subject)
             own = np.array_split(array, backend.world_size)[backend.rank].copy()
             if out is not None:
                 out[...] = own
             return Unsent(own)
 
-        def all_reduce(array, *arguments, out=None):
-            return all_reduce_async(array, *arguments, out=out).wait()
+        def all_reduce(array, *arguments, **options):
+            return all_reduce_async(array, *arguments, **options).wait()
 
         backend.all_reduce = all_reduce
         backend.all_reduce_async = all_reduce_async

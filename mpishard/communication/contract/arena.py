@@ -53,7 +53,7 @@ class Arena:
         vectors: dict[int, Array],
         rank: int,
         reduce_scatter: Callable[..., Work],
-        barrier: Callable[[], Work],
+        barrier: Callable[..., Work],
     ) -> None:
         self._vectors = vectors
         self._rank = rank
@@ -71,19 +71,20 @@ class Arena:
         """Return the vector of ``rank``, a rank of this node."""
         return self._vectors[rank]
 
-    def reduce_into(self, out: Array, part: slice = slice(None)) -> Work:
+    def reduce_into(self, out: Array, part: slice = slice(None), *, subject: int = 0) -> Work:
         """Sum ``part`` of all ranks' vectors, and write this rank's piece of the sum to ``out``.
 
         Collective; returns without waiting. ``out`` may be the place of the piece in `mine`.
+        ``subject`` is compared, as in `CommunicationBackend.all_reduce`.
         """
-        return self._reduce_scatter(self.mine[part], out=out)
+        return self._reduce_scatter(self.mine[part], out=out, subject=subject)
 
-    def fence(self) -> Work:
+    def fence(self, *, subject: int = 0) -> Work:
         """Begin a fence, complete when every rank has called it; all earlier writes are seen then.
 
-        Collective; returns without waiting.
+        Collective; returns without waiting. ``subject`` as in `reduce_into`.
         """
-        return self._barrier()
+        return self._barrier(subject=subject)
 
 
 class Regions:

@@ -39,7 +39,7 @@ from mpishard.communication.contract.reduction import (
     accumulation_dtype,
     check_reducible,
 )
-from mpishard.communication.contract.status import RankState, StatusPage
+from mpishard.communication.contract.status import RankState, StatusPage, user_frame
 from mpishard.communication.contract.work import (
     Condition,
     ITransport,
@@ -285,6 +285,26 @@ class CommunicationBackend(ITransport):
             "model.deep_copy()"
         )
 
+    def number_model(self, name: str, units: Sequence[str] = ()) -> int:
+        """Return a number for a model that is made now, to be the ``subject`` of its collectives.
+
+        Every rank of this world calls it after the same collective. Communicates nothing. Two
+        models of one size send arrays of one shape, so that only this number shows whether ranks
+        use them in the same order. `mpishard.communication.contract.subject.unit_subject` has the
+        numbers of the model's units.
+
+        Parameters
+        ----------
+        name : str
+            Its name in messages, to which the line of the user's code is added.
+        units : sequence of str
+            The names of its units in messages.
+        """
+        frame, _ = user_frame(sys._getframe(1))
+        if frame is not None:
+            name += f" (made at {frame.f_code.co_filename}:{frame.f_lineno})"
+        return self._session.subjects.add(self.group, self._sequence, name, units)
+
     # ------------------------------------------------------------------------------- collectives
 
     def all_reduce(
@@ -293,6 +313,7 @@ class CommunicationBackend(ITransport):
         operation: ReductionOperation = ReductionOperation.SUM,
         *,
         out: Array | None = None,
+        subject: int = 0,
     ) -> Array:
         """Combine every rank's array, and give all of them the result.
 
@@ -304,6 +325,8 @@ class CommunicationBackend(ITransport):
             How to combine.
         out : Array, optional
             Array of the same shape and dtype that takes the result.
+        subject : int
+            The model or unit that the data belong to: see `number_model`. Ranks must agree.
 
         Returns
         -------
@@ -324,7 +347,7 @@ class CommunicationBackend(ITransport):
         >>> run_in_threads(4, lambda b: b.all_reduce(np.array([b.rank, 1])).tolist())
         [[6, 4], [6, 4], [6, 4], [6, 4]]
         """
-        return self.all_reduce_async(array, operation, out=out).wait()
+        return self.all_reduce_async(array, operation, out=out, subject=subject).wait()
 
     def all_reduce_async(
         self,
@@ -332,6 +355,7 @@ class CommunicationBackend(ITransport):
         operation: ReductionOperation = ReductionOperation.SUM,
         *,
         out: Array | None = None,
+        subject: int = 0,
     ) -> Work:
         """Issue an `all_reduce` without waiting for it."""
         check_array(array, "all_reduce", is_written=out is None)
@@ -341,7 +365,9 @@ class CommunicationBackend(ITransport):
         else:
             check_out(out, array.shape, array.dtype, "all_reduce")
         sends = sent_by_all_reduce(array.size, array.itemsize, self.world_size, self.rank)
-        call = Call.describe(Kind.ALL_REDUCE, array, operation=operation, sends=sends)
+        call = Call.describe(
+            Kind.ALL_REDUCE, array, operation=operation, subject=subject, sends=sends
+        )
         return self._start(call, self._steps_all_reduce, array, out)
 
     def reduce_scatter(
@@ -352,6 +378,7 @@ class CommunicationBackend(ITransport):
         counts: Sequence[int] | None = None,
         strict: bool = False,
         out: Array | None = None,
+        subject: int = 0,
     ) -> Array:
         """Combine every rank's array, and give each rank its piece of the result.
 
@@ -368,6 +395,8 @@ class CommunicationBackend(ITransport):
         out : Array, optional
             Takes the piece: shape (counts[rank], ...), of the array's dtype. For 16-bit floats it
             may be float32, the dtype in which they are summed; the sums are then not rounded.
+        subject : int
+            The model or unit that the data belong to: see `number_model`. Ranks must agree.
 
         Returns
         -------
@@ -389,7 +418,7 @@ class CommunicationBackend(ITransport):
         [[0, 6], [12, 18], [24], [30]]
         """
         return self.reduce_scatter_async(
-            array, operation, counts=counts, strict=strict, out=out
+            array, operation, counts=counts, strict=strict, out=out, subject=subject
         ).wait()
 
     def reduce_scatter_async(
@@ -400,6 +429,7 @@ class CommunicationBackend(ITransport):
         counts: Sequence[int] | None = None,
         strict: bool = False,
         out: Array | None = None,
+        subject: int = 0,
     ) -> Work:
         """Issue a `reduce_scatter` without waiting for it."""
         check_array(array, "reduce_scatter", needs_dim=True)
@@ -414,11 +444,16 @@ class CommunicationBackend(ITransport):
         check_out(out, shape, wide if out.dtype == wide else array.dtype, "reduce_scatter")
         sends = {"reduce_scatter": array[pieces[self.rank] :].nbytes}
         call = Call.describe(
-            Kind.REDUCE_SCATTER, array, operation=operation, counts=pieces, sends=sends
+            Kind.REDUCE_SCATTER,
+            array,
+            operation=operation,
+            counts=pieces,
+            subject=subject,
+            sends=sends,
         )
         return self._start(call, self._steps_reduce_scatter, array, pieces, out)
 
-    def all_gather(self, array: Array, *, out: Array | None = None) -> Array:
+    def all_gather(self, array: Array, *, out: Array | None = None, subject: int = 0) -> Array:
         """Give every rank all ranks' arrays, end to end along dim 0 in rank order.
 
         Parameters
@@ -428,6 +463,8 @@ class CommunicationBackend(ITransport):
             not. The array may be its own part of ``out``.
         out : Array, optional
             Takes the result; its number of rows is the sum of all ranks' rows.
+        subject : int
+            The model or unit that the data belong to: see `number_model`. Ranks must agree.
 
         Returns
         -------
@@ -449,9 +486,9 @@ class CommunicationBackend(ITransport):
         >>> run_in_threads(4, lambda b: b.all_gather(np.full(b.rank, b.rank)).tolist())[0]
         [1, 2, 2, 3, 3, 3]
         """
-        return self.all_gather_async(array, out=out).wait()
+        return self.all_gather_async(array, out=out, subject=subject).wait()
 
-    def all_gather_async(self, array: Array, *, out: Array | None = None) -> Work:
+    def all_gather_async(self, array: Array, *, out: Array | None = None, subject: int = 0) -> Work:
         """Issue an `all_gather` without waiting for it."""
         check_array(array, "all_gather", needs_dim=True)
         if out is not None:
@@ -459,10 +496,10 @@ class CommunicationBackend(ITransport):
             check_out(out, (out.shape[0], *array.shape[1:]), array.dtype, "all_gather")
         rows = -1 if out is None else out.shape[0]
         sends = {"all_gather": array.nbytes * (self.world_size - 1)}
-        call = Call.describe(Kind.ALL_GATHER, array, out_rows=rows, sends=sends)
+        call = Call.describe(Kind.ALL_GATHER, array, out_rows=rows, subject=subject, sends=sends)
         return self._start(call, self._steps_all_gather, array, out)
 
-    def broadcast(self, array: Array | None, root: int = 0) -> Array:
+    def broadcast(self, array: Array | None, root: int = 0, *, subject: int = 0) -> Array:
         """Give every rank the root's array.
 
         Parameters
@@ -472,6 +509,8 @@ class CommunicationBackend(ITransport):
             that is overwritten and returned.
         root : int
             The rank that sends its array.
+        subject : int
+            The model or unit that the data belong to: see `number_model`. Ranks must agree.
 
         Returns
         -------
@@ -493,9 +532,9 @@ class CommunicationBackend(ITransport):
         ...     np.array([7.0, 8.0]) if b.rank == 2 else None, root=2).tolist())
         [[7.0, 8.0], [7.0, 8.0], [7.0, 8.0], [7.0, 8.0]]
         """
-        return self.broadcast_async(array, root).wait()
+        return self.broadcast_async(array, root, subject=subject).wait()
 
-    def broadcast_async(self, array: Array | None, root: int = 0) -> Work:
+    def broadcast_async(self, array: Array | None, root: int = 0, *, subject: int = 0) -> Work:
         """Issue a `broadcast` without waiting for it."""
         as_index("root", root, self.world_size)
         if array is not None or self.rank == root:
@@ -503,7 +542,9 @@ class CommunicationBackend(ITransport):
         sent = 0
         if array is not None and self.rank == root:
             sent = array.nbytes * (self.world_size - 1)
-        call = Call.describe(Kind.BROADCAST, array, root=root, sends={"broadcast": sent})
+        call = Call.describe(
+            Kind.BROADCAST, array, root=root, subject=subject, sends={"broadcast": sent}
+        )
         return self._start(call, self._steps_broadcast, array, root)
 
     def scatter(
@@ -513,6 +554,7 @@ class CommunicationBackend(ITransport):
         *,
         counts: Sequence[int] | None = None,
         strict: bool = False,
+        subject: int = 0,
     ) -> Array:
         """Give each rank its piece of the root's array along dim 0.
 
@@ -526,6 +568,8 @@ class CommunicationBackend(ITransport):
             On the root: rows of each rank's piece. Default: ``ShardLayout(n, world_size)``.
         strict : bool
             Refuse an n that the world size does not divide.
+        subject : int
+            The model or unit that the data belong to: see `number_model`. Ranks must agree.
 
         Returns
         -------
@@ -546,7 +590,7 @@ class CommunicationBackend(ITransport):
         >>> run_in_threads(4, lambda b: b.scatter(np.arange(6) if b.rank == 0 else None).tolist())
         [[0, 1], [2, 3], [4], [5]]
         """
-        return self.scatter_async(array, root, counts=counts, strict=strict).wait()
+        return self.scatter_async(array, root, counts=counts, strict=strict, subject=subject).wait()
 
     def scatter_async(
         self,
@@ -555,6 +599,7 @@ class CommunicationBackend(ITransport):
         *,
         counts: Sequence[int] | None = None,
         strict: bool = False,
+        subject: int = 0,
     ) -> Work:
         """Issue a `scatter` without waiting for it."""
         as_index("root", root, self.world_size)
@@ -566,10 +611,10 @@ class CommunicationBackend(ITransport):
             assert array is not None
             pieces = piece_sizes(array.shape[0], counts, self.world_size, "scatter", strict=strict)
             sent, sends = array, {"scatter": array[pieces[root] :].nbytes}
-        call = Call.describe(Kind.SCATTER, sent, root=root, sends=sends)
+        call = Call.describe(Kind.SCATTER, sent, root=root, subject=subject, sends=sends)
         return self._start(call, self._steps_scatter, sent, pieces, root)
 
-    def gather(self, array: Array, root: int = 0) -> Array | None:
+    def gather(self, array: Array, root: int = 0, *, subject: int = 0) -> Array | None:
         """Give the root all ranks' arrays, end to end along dim 0 in rank order.
 
         Parameters
@@ -578,6 +623,8 @@ class CommunicationBackend(ITransport):
             Shape (n_rank, ...). The number of rows may differ between ranks.
         root : int
             The rank that receives them.
+        subject : int
+            The model or unit that the data belong to: see `number_model`. Ranks must agree.
 
         Returns
         -------
@@ -596,14 +643,14 @@ class CommunicationBackend(ITransport):
         >>> run_in_threads(4, lambda b: b.gather(np.array([b.rank]), root=1))[1].tolist()
         [0, 1, 2, 3]
         """
-        return self.gather_async(array, root).wait()
+        return self.gather_async(array, root, subject=subject).wait()
 
-    def gather_async(self, array: Array, root: int = 0) -> Work:
+    def gather_async(self, array: Array, root: int = 0, *, subject: int = 0) -> Work:
         """Issue a `gather` without waiting for it."""
         as_index("root", root, self.world_size)
         check_array(array, "gather", needs_dim=True)
         sends = {"gather": 0 if self.rank == root else array.nbytes}
-        call = Call.describe(Kind.GATHER, array, root=root, sends=sends)
+        call = Call.describe(Kind.GATHER, array, root=root, subject=subject, sends=sends)
         return self._start(call, self._steps_gather, array, root)
 
     def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
@@ -658,13 +705,13 @@ class CommunicationBackend(ITransport):
         call = Call.describe(Kind.ALL_TO_ALL, parts[0], sends={"all_to_all": sent})
         return self._start(call, self._steps_all_to_all, parts)
 
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-        self.barrier_async().wait()
+    def barrier(self, *, subject: int = 0) -> None:
+        """Return when every rank has called it; ``subject`` as in `all_reduce`."""
+        self.barrier_async(subject=subject).wait()
 
-    def barrier_async(self) -> Work:
+    def barrier_async(self, *, subject: int = 0) -> Work:
         """Issue a `barrier`, which is done when every rank has called it."""
-        return self._start(Call.describe(Kind.BARRIER, None), self._steps_barrier)
+        return self._start(Call.describe(Kind.BARRIER, None, subject=subject), self._steps_barrier)
 
     def split(self, color: int | None, key: int | None = None) -> CommunicationBackend | None:
         """Divide the world: ranks of one color become a world of their own.
@@ -1146,7 +1193,7 @@ class CommunicationBackend(ITransport):
         def parted(upto: int) -> str:
             return parting(self._records(), self.label, upto)
 
-        check_calls(calls, self.world_ranks, self.label, parted)
+        check_calls(calls, self.world_ranks, self.label, parted, self._session.subjects.text)
 
     def _places(self, array: Array, out: Array | None) -> Places:
         """Return the places of ``array`` and its result in memory that the node's ranks share."""

@@ -39,10 +39,10 @@ DTYPES: tuple[np.dtype[Any], ...] = tuple(
 
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _DIMS = settings.MAXIMUM_DIMS
-# Kind, operation, dtype, number of dims, root, hash of counts, rows of out, and the dims. It is
-# short because each cache line of a header that another core reads takes 0.1 us. It follows the
-# sequence number so that the dims, and the data after them, are aligned to 8 bytes.
-_DESCRIPTION = "bbbbiiq4x"
+# Kind, operation, dtype, number of dims, root, hash of counts, rows of out, subject, and the dims.
+# It is short because each cache line of a header that another core reads takes 0.1 us. It follows
+# the sequence number so that the dims, and the data after them, are aligned to 8 bytes.
+_DESCRIPTION = "bbbbiiqi"
 _DESCRIPTIONS = [struct.Struct(f"={_DESCRIPTION}{n}q{8 * (_DIMS - n)}x") for n in range(_DIMS + 1)]
 _FIELDS = struct.Struct(f"=q{_DESCRIPTION}{_DIMS}q")
 _OF_PATHS = "surrogateescape"  # keeps the bytes of a script's path that the locale cannot decode
@@ -95,6 +95,8 @@ class Call:
     """The function of this package that the user called, such as ``FSDPModel.predict``."""
     group: str = ""
     """The label of the world on which it was called; empty for a root world."""
+    subject: int = 0
+    """The model, and the unit of it, whose data it combines: see `Subjects`; 0 if not given."""
     number: int = field(default=0, compare=False)
     """Its number among all collectives of its rank, from 1; 0 if none was given."""
     time: float = field(default=0.0, compare=False)
@@ -118,6 +120,7 @@ class Call:
         root: int = -1,
         counts: tuple[int, ...] | None = None,
         out_rows: int = -1,
+        subject: int = 0,
         sends: Mapping[str, int] = {},
         sequence: int = 0,
     ) -> Call:
@@ -131,11 +134,11 @@ class Call:
         counts_hash = -1 if counts is None else hash(counts) & 0x7FFFFFFF
         description = _DESCRIPTIONS[len(dims)].pack(
             kind, -1 if operation is None else operation, code, ndim, root, counts_hash, out_rows,
-            *dims,
+            subject, *dims,
         )  # fmt: skip
         return cls(
             sequence, kind, operation, dtype, shape, root, counts_hash, out_rows, "", 0, "", "",
-            0, 0.0, description, size, nbytes, sends,
+            subject, 0, 0.0, description, size, nbytes, sends,
         )  # fmt: skip
 
     @property
@@ -202,7 +205,7 @@ class Call:
     @classmethod
     def decode(cls, data: bytes) -> Call:
         """Return the call from the first `HEADER_BYTES` bytes: sequence number, description."""
-        sequence, kind, operation, dtype, ndim, root, counts_hash, out_rows, *dims = (
+        sequence, kind, operation, dtype, ndim, root, counts_hash, out_rows, subject, *dims = (
             _FIELDS.unpack_from(data)
         )
         shape = None if ndim < 0 else tuple(dims[:ndim])
@@ -212,7 +215,7 @@ class Call:
         nbytes = 0 if known is None else size * known.itemsize
         return cls(
             sequence, Kind(kind), reduction, known, shape, root, counts_hash, out_rows,
-            description=data[8:HEADER_BYTES], size=size, nbytes=nbytes,
+            subject=subject, description=data[8:HEADER_BYTES], size=size, nbytes=nbytes,
         )  # fmt: skip
 
 

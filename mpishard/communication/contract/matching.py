@@ -16,6 +16,8 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 _FEW_IN_STEPS = 5
+_SUBJECT = "the model or its unit"
+_SAME_ORDER = "every rank must use its models, and the layers of each, in the same order"
 _LABEL = re.compile(r"[^()]+\(ranks? ([0-9, by-]+)\)")
 
 ONE_EACH = 8
@@ -29,6 +31,7 @@ def check_calls(
     ranks: Sequence[int] | None = None,
     group: str = "",
     parting: Callable[[int], str] = lambda sequence: "",
+    subject_text: Callable[[int], str] = "subject {}".format,
 ) -> None:
     """Refuse calls, one per rank in rank order, that do not belong together.
 
@@ -42,6 +45,8 @@ def check_calls(
         The label of this world in messages; empty for a root world.
     parting : callable
         Takes a collective's number; says where, up to it, the ranks went different ways, if known.
+    subject_text : callable
+        Takes `Call.subject`; returns the name of the model and the unit.
 
     Raises
     ------
@@ -60,15 +65,17 @@ def check_calls(
     if are_same and first.out_rows < 0:
         return
     by_rank = dict(zip(numbers, calls, strict=True))
-    what = "" if are_same else _difference(calls)[0]
+    what = "" if are_same else _difference(calls, subject_text)[0]
     if what:
-        sentences = [parting(first.sequence), differing_calls(by_rank)]
+        sentences = [parting(first.sequence), differing_calls(by_rank, subject_text)]
         if what == "kind or order" and not sentences[0]:
             sentences[0] = differing_methods(by_rank)
+        if what == _SUBJECT:
+            sentences.append(_SAME_ORDER)
         more = "".join(f". {text[0].upper()}{text[1:]}" for text in sentences if text)
         raise CollectiveMismatchError(
             f"the ranks' collectives{of_group(group)} do not match in {what}; no data was mixed"
-            f"{more}:\n{_listed(by_rank)}"
+            f"{more}:\n{_listed(by_rank, subject_text)}"
         )
     if first.kind is Kind.ALL_GATHER:
         # Ranks may send different numbers of rows, so no rank could check its ``out`` alone.
@@ -143,9 +150,14 @@ def parting(records: Sequence[RankRecord], group: str, upto: int | None = None) 
     return ""
 
 
-def differing_calls(calls: Mapping[int, Call]) -> str:
-    """Name the ranks whose call differs from the majority's; empty if there is no such rank."""
-    what, values = _difference(list(calls.values()))
+def differing_calls(
+    calls: Mapping[int, Call], subject_text: Callable[[int], str] = "subject {}".format
+) -> str:
+    """Name the ranks whose call differs from the majority's; empty if there is no such rank.
+
+    ``subject_text`` as in `check_calls`.
+    """
+    what, values = _difference(list(calls.values()), subject_text)
     if not what:
         return ""
     most, count = Counter(values).most_common(1)[0]
@@ -161,12 +173,18 @@ def differing_calls(calls: Mapping[int, Call]) -> str:
     return f"{who(list(odd))} {is_odd}: {given}, where {who(rest)} gave {most}"
 
 
-def _listed(calls: Mapping[int, Call]) -> str:
-    """Return a line for each rank, or in large worlds one for all ranks that do the same."""
+def _listed(calls: Mapping[int, Call], subject_text: Callable[[int], str]) -> str:
+    """Return a line for each rank, or in large worlds one for all ranks that do the same.
+
+    If the ranks' calls belong to different models or units, the lines name these.
+    """
+    subjects_differ = len({call.subject for call in calls.values()}) > 1
 
     def text(rank: int) -> str:
         call = calls[rank]
-        return f"collective {call.sequence}, {call}" + f" at {call.place}" * bool(call.filename)
+        name = subject_text(call.subject) if subjects_differ else ""
+        what = f"{call} of {name}" if name else f"{call}"
+        return f"collective {call.sequence}, {what}" + f" at {call.place}" * bool(call.filename)
 
     alike = grouped(calls, lambda rank: (text(rank), rank if len(calls) <= ONE_EACH else -1))
     lines = [f"  {who(ranks)}: {said}" for (said, _), ranks in alike.items()]
@@ -175,7 +193,7 @@ def _listed(calls: Mapping[int, Call]) -> str:
     return "\n".join(lines)
 
 
-def _difference(calls: Sequence[Call]) -> tuple[str, list[str]]:
+def _difference(calls: Sequence[Call], subject_text: Callable[[int], str]) -> tuple[str, list[str]]:
     """Return the first property that must not differ and does, and its value on each rank.
 
     Without a difference the property is an empty string.
@@ -184,6 +202,9 @@ def _difference(calls: Sequence[Call]) -> tuple[str, list[str]]:
     # First, because arguments of different collectives have nothing to do with each other.
     if any(c.kind is not kind or c.sequence != sequence for c in calls):
         return "kind or order", [f"collective {c.sequence}, {c.kind.label}" for c in calls]
+    # Before shapes, which differ only because the models do.
+    if len({c.subject for c in calls}) > 1:
+        return _SUBJECT, [subject_text(c.subject) or "no model" for c in calls]
     alike: dict[str, list[Any]] = {"operation": [c.operation for c in calls]}
     if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALLOCATE_SHARED):
         alike["shape"] = [c.shape for c in calls]

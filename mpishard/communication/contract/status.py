@@ -248,14 +248,7 @@ class StatusPage:
         frame : frame, optional
             The innermost frame to look at; with None the place stays as ``call`` has it.
         """
-        called: FrameType | None = None
-        while frame is not None:
-            filename = frame.f_code.co_filename
-            if filename.startswith(PACKAGE):
-                called = frame
-            elif not filename.startswith(_not_of_users):
-                break
-            frame = frame.f_back
+        frame, called = user_frame(frame)
         if frame is None:
             place = encode_place(call)
         else:
@@ -647,6 +640,22 @@ def look_behind(framework: str) -> None:
     global _not_of_users  # noqa: PLW0603
     if framework not in _not_of_users:
         _not_of_users = (*_not_of_users, framework)
+
+
+def user_frame(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
+    """Return the nearest frame of the user's code, and the frame of this package that it called.
+
+    ``frame`` is the innermost frame to look at.
+    """
+    called: FrameType | None = None
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if filename.startswith(PACKAGE):
+            called = frame
+        elif not filename.startswith(_not_of_users):
+            break
+        frame = frame.f_back
+    return frame, called
 
 
 def called_as(name: str) -> Callable[[_Function], _Function]:

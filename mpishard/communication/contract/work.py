@@ -19,6 +19,7 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.communication.contract.call import Call, MessageWait, Traffic
 from mpishard.communication.contract.status import RankRecord, StatusPage
+from mpishard.communication.contract.subject import Subjects
 from mpishard.communication.tracing.recorder import InFlight
 from mpishard.errors import CommunicationError, MpishardError
 
@@ -63,6 +64,8 @@ class Session:
         """The rank's own page of the flight recorder; set by `initialize`."""
         self.broken: CommunicationError | None = None
         """The error of every call after one that was cut off; None if none was."""
+        self.subjects = Subjects()
+        """The models that this rank has made, by the number in their collectives."""
         self._rank = rank
         # Held by the thread that communicates now. Reentrant, because `split` calls collectives.
         self._lock = threading.RLock()

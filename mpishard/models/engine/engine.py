@@ -124,7 +124,7 @@ class Engine:
         self.replica = program.replica
         self.placement = program.vector.placement
         self.replicas = Replicas(parameters, policy, program.replica)
-        self.round = Round(config, program.replica)
+        self.round = Round(config, program.replica, self.layout.subject)
         self.leaves: GradientLeaves | None = None
         if config.gradient_leaves is not None:
             self.leaves = GradientLeaves(config, parameters.backend, program.dtype)
@@ -198,7 +198,7 @@ class Engine:
                     vector[place] = 0
         owners = self.replica.owners(shards_state=self.policy.shards_state)
         owners = self.world if of_all_replicas else owners
-        return vector if owners is None else owners.all_reduce(vector)
+        return vector if owners is None else owners.all_reduce(vector, subject=self.layout.subject)
 
     def step(
         self, x: Array, y: Array, rule: Rule, *, sample_start: int | None = None,
@@ -359,7 +359,8 @@ class Engine:
             On every rank, if they are not finite.
         """
         squared = np.array([squared_norm(self.gradients.owned(self._counted()))])
-        norm = math.sqrt(float(self.world.all_reduce(squared)[0])) / weight
+        total = self.world.all_reduce(squared, subject=self.layout.subject)
+        norm = math.sqrt(float(total[0])) / weight
         if not math.isfinite(norm):
             self.round.refuse_nonfinite("the gradient is not finite", self.step_number + 1)
         self._update(rule, StepReport(math.nan, weight, norm))

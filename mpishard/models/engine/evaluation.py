@@ -60,11 +60,11 @@ def synchronize_gradient(engine: Engine) -> tuple[float, float, Array] | None:
     if engine.computed is None:
         return None
     (full, loss, weight), engine.computed = engine.computed, None
-    dealt = engine.replica.dealt
-    total, total_weight = map(float, dealt.all_reduce(np.array([loss, weight])))
+    dealt, subject = engine.replica.dealt, engine.layout.subject
+    total, total_weight = map(float, dealt.all_reduce(np.array([loss, weight]), subject=subject))
     # Ranks have means over different numbers of samples: each is weighted by its own.
     full *= weight
-    dealt.all_reduce(full)
+    dealt.all_reduce(full, subject=subject)
     if total_weight:
         full /= total_weight
     return engine.mean(total, total_weight), total_weight, full
@@ -117,5 +117,6 @@ def mean_loss(engine: Engine, x: Array, y: Array) -> tuple[float, float]:
     _, total, weight = measured(engine, x, y)
     # The loss of ranks that compute one batch together counts once.
     own = (total, weight) if engine.replica.speaks else (0.0, 0.0)
-    total, weight = map(float, engine.world.all_reduce(np.array(own)))
+    sums = engine.world.all_reduce(np.array(own), subject=engine.layout.subject)
+    total, weight = map(float, sums)
     return engine.mean(total, weight), weight

@@ -115,12 +115,12 @@ class Replicas:
             Whether parameters have changed.
         """
         self.require_one("synchronize_gradients()")
-        backend = self._parameters.backend
+        backend, subject = self._parameters.backend, self._parameters.layout.subject
         if self._policy.shards_state:
             # No replica can have drifted. A barrier, so that the call is collective as under DDP.
-            backend.barrier()
+            backend.barrier(subject=subject)
             return False
-        total = float(backend.all_reduce(np.array([self.weight]))[0])
+        total = float(backend.all_reduce(np.array([self.weight]), subject=subject)[0])
         if total == 0:
             return False
         whole = self._parameters.layout.pieces(sharded=False)
@@ -128,6 +128,6 @@ class Replicas:
             # In place, in the store's own memory: a second copy of all parameters may not fit.
             mine = replica
             mine *= self.weight / total
-            backend.all_reduce(mine)
+            backend.all_reduce(mine, subject=subject)
         self.mark_equal()
         return True

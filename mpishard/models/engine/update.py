@@ -123,6 +123,8 @@ class Round:
         Backend of all ranks, and whether losses that are not finite are refused.
     replica : Replica
         The ranks that compute other samples than this one, and those that compute one batch.
+    subject : int
+        The model's number in collectives: `CommunicationBackend.number_model`.
 
     Attributes
     ----------
@@ -140,8 +142,9 @@ class Round:
         Wishes of callbacks, which travel with the totals; None on all ranks if there are none.
     """
 
-    def __init__(self, config: ShardingConfiguration, replica: Replica) -> None:
+    def __init__(self, config: ShardingConfiguration, replica: Replica, subject: int) -> None:
         self._replicas = replica.members
+        self._subject = subject
         self.is_open = False
         self.accumulates = False
         self.defers = False
@@ -198,7 +201,7 @@ class Round:
         if is_local or self._axis.world_size == 1:
             self._samples += samples
             return before
-        counts = self._axis.all_gather(np.array([samples]))
+        counts = self._axis.all_gather(np.array([samples]), subject=self._subject)
         self._samples += int(counts.sum())
         return before + int(counts[: self._axis.rank].sum())
 
@@ -229,7 +232,8 @@ class Round:
         # Half a pass more distinguishes a rank inside accumulate() from one that ends its round.
         own = np.array([self.passes + 0.5 * self.accumulates, mark])
         wished = () if self.wishes is None else self.wishes.own
-        sums = backend.all_reduce(np.array([*own, *(own * own), *wished, *message]))
+        message = np.array([*own, *(own * own), *wished, *message])
+        sums = backend.all_reduce(message, subject=self._subject)
         if self.wishes is not None:
             self.wishes.exchanged(sums[4:6])
         # (sum)^2 = N (sum of squares) holds only if all summands are equal (Cauchy-Schwarz).

@@ -238,7 +238,8 @@ class ReplicatedGradients(GradientStore):
     def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:
         """Begin to reduce ``part`` of ``carrier``, in which the unit's gradient travels."""
         travels = carrier.mine[part]
-        return _Reduction(self.backend.all_reduce_async(travels), full, travels)
+        work = self.backend.all_reduce_async(travels, subject=self.layout.subject_of(unit))
+        return _Reduction(work, full, travels)
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         return self.local(pieces)
@@ -286,7 +287,8 @@ class ScatteredGradients(ReplicatedGradients):
         if not is_direct:
             allocate = self.layout.ledger.allocate
             result = allocate(MemoryCategory.SCRATCH, piece.length, ACCUMULATION)
-        return _Reduction(carrier.reduce_into(result, part), mine, result)
+        work = carrier.reduce_into(result, part, subject=self.layout.subject_of(unit))
+        return _Reduction(work, mine, result)
 
     def own_sums(self) -> list[Array]:
         """Return writable views of this pass's sums of all pieces that this rank owns."""
@@ -299,7 +301,7 @@ class ScatteredGradients(ReplicatedGradients):
                 continue
             full = self.vector[self._place(piece.unit, piece.unit.start, piece.unit.stop)]
             own = full[piece.start - piece.unit.start : piece.stop - piece.unit.start]
-            self.backend.all_gather(own, out=full)
+            self.backend.all_gather(own, out=full, subject=self.layout.subject_of(piece.unit))
 
 
 class NodeGradients(ScatteredGradients):
@@ -336,11 +338,12 @@ class NodeGradients(ScatteredGradients):
         # With compression the sum is rounded to bfloat16 in its buffer, as where it travels: all
         # ways of reducing give the same bits.
         result = carrier.mine[part][mine]
-        return _Reduction(carrier.reduce_into(result, part), full[mine], result)
+        work = carrier.reduce_into(result, part, subject=self.layout.subject_of(unit))
+        return _Reduction(work, full[mine], result)
 
     def finish(self) -> None:
         # The next pass waits for it, in `target`: nothing writes to the gradient before.
-        self._reading = self._carrier.fence()
+        self._reading = self._carrier.fence(subject=self.layout.subject)
 
     def owned(self, pieces: Sequence[Piece]) -> list[Array]:
         """Return the owner's view of each piece, which must be one rank's. Read-only."""
@@ -478,7 +481,7 @@ class ShardedGradients(GradientStore):
             loans.append((self._scratch, scratch))
             result = scratch[: target.size]
         assert carrier is not None
-        work = carrier.reduce_into(result, whole)
+        work = carrier.reduce_into(result, whole, subject=self.layout.subject_of(unit))
         self.in_flight.append(_Reduction(work, target, result, adds, loans))
 
     def abandon(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpishard.arrays import Array, copy_into
 from mpishard.bfloat16 import round_into
-from mpishard.communication import CommunicationBackend, Work
+from mpishard.communication import Work
 from mpishard.layout import ShardLayout
 from mpishard.models.stores.store_layout import StoreLayout, aligned
 from mpishard.observe.ledger import MemoryCategory
@@ -131,7 +131,7 @@ class ReplicatedParameters(ParameterStore):
         target = self._vector[unit.start : unit.stop]
         if full is not None:
             copy_into(target, full)
-        self.backend.broadcast(target, root=0)
+        self.backend.broadcast(target, root=0, subject=self.layout.subject_of(unit))
 
     def unshard(self, unit: Unit) -> Array:
         return self._full[unit.index]
@@ -141,7 +141,7 @@ class ReplicatedParameters(ParameterStore):
 
     def publish(self, pieces: Sequence[Piece]) -> None:
         if self.backend.world_size > 1:
-            _gather(self.backend, pieces, lambda _, start, stop: self._vector[start:stop])
+            _gather(self.layout, pieces, lambda _, start, stop: self._vector[start:stop])
 
 
 class NodeParameters(ParameterStore):
@@ -192,7 +192,8 @@ class NodeParameters(ParameterStore):
         # Scattered, so that rank 0 is the only one that ever holds the whole unit.
         counts = ShardLayout(unit.length, self.backend.world_size).sizes
         (mine,) = self.owned([self.held[unit.index]])
-        mine[...] = self.backend.scatter(full, root=0, counts=counts)
+        subject = self.layout.subject_of(unit)
+        mine[...] = self.backend.scatter(full, root=0, counts=counts, subject=subject)
         self._share([self.held[unit.index]])
 
     def refresh(self) -> None:
@@ -211,9 +212,9 @@ class NodeParameters(ParameterStore):
         """Wait until all ranks have written their pieces, and fetch those of other nodes."""
         # On one node the values are where all ranks read them: a barrier tells that they are ready.
         if self.backend.node_count == 1:
-            self.backend.barrier()
+            self.backend.barrier(subject=self.layout.subject)
         else:
-            _gather(self.backend, pieces, self._view)
+            _gather(self.layout, pieces, self._view)
 
     def _view(self, unit: Unit, start: int, stop: int) -> Array:
         shift = self._shifts[unit.index]
@@ -306,7 +307,8 @@ class ShardedParameters(ParameterStore):
 
     def fill(self, unit: Unit, full: Array | None) -> None:
         counts = ShardLayout(unit.length, self.backend.world_size).sizes
-        piece = self.backend.scatter(full, root=0, counts=counts)
+        subject = self.layout.subject_of(unit)
+        piece = self.backend.scatter(full, root=0, counts=counts, subject=subject)
         copy_into(self._shard[self.held[unit.index].in_shard], piece)
 
     def prefetch(self, unit: Unit) -> None:
@@ -322,7 +324,9 @@ class ShardedParameters(ParameterStore):
         # Noted before the gather begins, so that `abandon` finds the buffer after an error in it.
         piece = self._shard[self.held[unit.index].in_shard]
         self._buffers[unit.index] = buffer
-        self.in_flight[unit.index] = self.backend.all_gather_async(piece, out=buffer[: unit.length])
+        self.in_flight[unit.index] = self.backend.all_gather_async(
+            piece, out=buffer[: unit.length], subject=self.layout.subject_of(unit)
+        )
 
     def unshard(self, unit: Unit) -> Array:
         # This begins nothing if the unit was prefetched.
@@ -452,13 +456,15 @@ class MixedParameters(ParameterStore):
 
 
 def _gather(
-    backend: CommunicationBackend, pieces: Sequence[Piece], view: Callable[[Unit, int, int], Array]
+    layout: StoreLayout, pieces: Sequence[Piece], view: Callable[[Unit, int, int], Array]
 ) -> None:
     """Give every rank the owners' pieces; ``view`` returns a unit's flat range. Collective."""
     # All pieces at once: the messages of one unit overlap those of the next.
     works = [
-        backend.all_gather_async(
-            view(p.unit, p.start, p.stop), out=view(p.unit, p.unit.start, p.unit.stop)
+        layout.backend.all_gather_async(
+            view(p.unit, p.start, p.stop),
+            out=view(p.unit, p.unit.start, p.unit.stop),
+            subject=layout.subject_of(p.unit),
         )
         for p in pieces
     ]

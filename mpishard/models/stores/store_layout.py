@@ -10,6 +10,7 @@ from numpy.typing import DTypeLike
 
 from mpishard.arrays import Array
 from mpishard.communication import Arena, CommunicationBackend
+from mpishard.communication.contract.subject import unit_subject
 from mpishard.devices import HOST, Device
 from mpishard.layout import ShardLayout
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
@@ -48,6 +49,8 @@ class StoreLayout:
         Device that computes the model.
     is_on_host : bool
         Whether vectors lie in host memory, even if a GPU computes.
+    subject : int
+        The model's number in collectives: `CommunicationBackend.number_model`.
     """
 
     units: tuple[Unit, ...]
@@ -59,11 +62,16 @@ class StoreLayout:
     frozen: frozenset[int] = frozenset()
     device: Device = HOST
     is_on_host: bool = False
+    subject: int = 0
 
     @property
     def on_host(self) -> StoreLayout:
         """The same layout in host memory: pinned if a GPU computes, so that copies are fast."""
         return replace(self, is_on_host=True)
+
+    def subject_of(self, unit: Unit) -> int:
+        """Return the number of ``unit`` in collectives, so that ranks cannot mix it with others."""
+        return unit_subject(self.subject, unit.index)
 
     @property
     def trained_units(self) -> tuple[Unit, ...]:

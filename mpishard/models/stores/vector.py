@@ -67,7 +67,11 @@ class ModelVector:
         is_sharded |= parameters.owners_only
         pieces = layout.pieces(sharded=is_sharded)
         for piece, owned in zip(pieces, parameters.owned(pieces), strict=True):
-            values = layout.backend.gather(owned, root=root) if is_sharded else owned
+            values = (
+                layout.backend.gather(owned, root=root, subject=layout.subject_of(piece.unit))
+                if is_sharded
+                else owned
+            )
             if full is not None:
                 copy_into(full[piece.unit.start : piece.unit.stop], values)
         return full

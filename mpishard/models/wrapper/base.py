@@ -208,7 +208,8 @@ class ShardedModelBase(IShardedModel):
         return ProcessMesh(self.backend, replica=self.world_size // size)
 
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
-        return build_engine(program, self.policy, self._config, arena=arena)
+        name = type(self._wrapped_model).__name__
+        return build_engine(program, self.policy, self._config, name, arena=arena)
 
     def _say_what_stays_whole(self, reason: str) -> None:
         """Warn if the strategy would shard parameters, and does not."""

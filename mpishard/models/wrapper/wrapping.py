@@ -52,7 +52,7 @@ from mpishard.nn.layers.layer import Layer
 from mpishard.nn.layers.products import products_per_second
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.onednn import library, reason_for_none
-from mpishard.sharding import Piece, ShardingConfiguration
+from mpishard.sharding import Piece, ShardingConfiguration, first_names
 from mpishard.sharding.configuration import shared_choices
 
 _log = logging.getLogger("mpishard")
@@ -227,9 +227,12 @@ def require_same_on_all_ranks(
 
 
 def build_engine(
-    program: Program, policy: Policy, config: ShardingConfiguration, *, arena: bool = True
-) -> Engine:
+    program: Program, policy: Policy, config: ShardingConfiguration, name: str, *,
+    arena: bool = True,
+) -> Engine:  # fmt: skip
     """Make the stores of a policy, and the engine that runs ``program`` with them.
+
+    ``name`` is the model's name in messages. Every rank makes the engine after the same collective.
 
     Parameters stay whole, whatever the policy says, if the program needs them whole. With ``arena``
     parameters and gradients lie in memory that a node's ranks share, if they can share any; the
@@ -240,9 +243,11 @@ def build_engine(
     reuse_freed_memory()
     device = program.device.for_rank(config.communication_backend.local_rank)
     device.use()
+    own = [held.entry for held in program.vector.placement.slices]
+    subject = config.communication_backend.number_model(name, first_names(program.units, own))
     layout = StoreLayout(
         program.units, program.kept, program.dtype, program.replica.data, MemoryLedger(),
-        arena, device=device,
+        arena, device=device, subject=subject,
     )  # fmt: skip
     on_gpu = device.is_gpu  # otherwise everything is in host memory already
 

@@ -1,0 +1,68 @@
+"""The model and the unit that a collective belongs to, as a number that the ranks compare."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+_UNIT_BITS = 12
+_MODEL_BITS = 31 - _UNIT_BITS
+_NAMES_KEPT = 4096
+
+
+def unit_subject(model: int, unit: int) -> int:
+    """Return the number for unit ``unit``, counted from 0, of the model with the number ``model``.
+
+    The header of a call has room for 4095 units. Beyond these, numbers are used again.
+    """
+    return model | (unit % ((1 << _UNIT_BITS) - 1) + 1)
+
+
+class Subjects:
+    """Numbers and names of the models that a rank has made, for `Call.subject`.
+
+    Collectives of two models match in kind, dtype and shape if the models have the same size. Ranks
+    that use the models in another order would then mix their data. So each call also has the number
+    of its model, and of the unit.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[str, Sequence[str]]] = {}
+        self._last: tuple[str, int] = ("", -1)  # world and collective before the last model
+        self._count = 0  # models made since that collective
+
+    def add(self, group: str, sequence: int, name: str, units: Sequence[str]) -> int:
+        """Return the number of a new model, which is made after collective ``sequence``.
+
+        Parameters
+        ----------
+        group : str
+            The world of the model, by its name in traces.
+        sequence : int
+            The number of the last collective of that world. A rank may copy a model without the
+            other ranks. So models are not simply counted, and the number follows from the
+            collective, which is the same on all ranks that make the model.
+        name : str
+            The name of the model in messages.
+        units : sequence of str
+            Those of its units.
+        """
+        self._count = self._count + 1 if self._last == (group, sequence) else 0
+        self._last = group, sequence
+        mark = zlib.crc32(f"{group} {sequence} {self._count}".encode())
+        number = (mark % ((1 << _MODEL_BITS) - 1) + 1) << _UNIT_BITS
+        self._names[number] = name, units
+        if len(self._names) > _NAMES_KEPT:
+            del self._names[next(iter(self._names))]
+        return number
+
+    def text(self, subject: int) -> str:
+        """Return the name of the model and the unit with this number; empty for 0."""
+        if not subject:
+            return ""
+        unit = subject & ((1 << _UNIT_BITS) - 1)
+        model, names = self._names.get(subject - unit, ("another model", ()))
+        if not unit:
+            return model
+        name = f" ({names[unit - 1]})" if unit <= len(names) else ""
+        return f"unit {unit - 1}{name} of {model}"

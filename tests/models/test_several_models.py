@@ -1,0 +1,96 @@
+"""Two models of one size that ranks use in different orders: refused, and never mixed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpishard as ms
+from mpishard.errors import CollectiveMismatchError
+from mpishard.testing.worlds import in_worlds
+
+STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
+
+
+def wrapped(backend: Any, strategy: str) -> tuple[Any, Any]:
+    """A model of three units, and its optimizer."""
+    net = ms.nn.MLP([3, 4, 4, 1], seed=0)
+    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+    model = ms.as_distributed(net, config, strategy=strategy)
+    rule = ms.optimizers.SGD(learning_rate=0.1, momentum=0.9)
+    return model, ms.as_distributed(rule, backend, strategy=strategy)
+
+
+def data(backend: Any, factor: float) -> tuple[Any, Any]:
+    x = np.random.default_rng(backend.rank).standard_normal((4, 3))
+    return x, factor * x.sum(axis=1, keepdims=True)
+
+
+def refused(call: Any) -> str:
+    with pytest.raises(CollectiveMismatchError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["arena", "messages", "two nodes"], indirect=True)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@in_worlds(2, 3)
+def test_steps_in_another_order_are_refused_and_change_nothing(
+    backend: Any, path: str, strategy: str
+) -> None:
+    models = [wrapped(backend, strategy) for _ in range(2)]
+    before = [model.get_parameters() for model, _ in models]
+    model, optimizer = models[backend.rank == 1]
+    message = refused(lambda: optimizer.step(model, *data(backend, 1.0)))
+    assert "do not match in the model or its unit" in message
+    assert "every rank must use its models, and the layers of each, in the same order" in (
+        message.lower()
+    )
+    line = wrapped.__code__.co_firstlineno + 4
+    assert message.count(f"of MLP (made at {__file__}:{line})") >= 2
+    for (model, _), values in zip(models, before, strict=True):
+        assert (model.get_parameters() == values).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@in_worlds(2, 3)
+def test_steps_in_the_same_order_train_both(backend: Any, strategy: str) -> None:
+    """Also with a copy of one model, which rank 0 alone has made more of."""
+    models = [wrapped(backend, strategy) for _ in range(2)]
+    copies = [models[0][0].deep_copy() for _ in range(3 if backend.rank == 0 else 1)]
+    models.append((copies[0], wrapped(backend, strategy)[1]))
+    before = [model.get_parameters() for model, _ in models]
+    for number, (model, optimizer) in enumerate(models):
+        optimizer.step(model, *data(backend, number + 1.0))
+    for (model, _), values in zip(models, before, strict=True):
+        assert (model.get_parameters() != values).any()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@in_worlds(2)
+def test_a_copy_is_another_model(backend: Any, strategy: str) -> None:
+    model, optimizer = wrapped(backend, strategy)
+    other = model.deep_copy()
+    used = other if backend.rank == 1 else model
+    message = refused(lambda: optimizer.step(used, *data(backend, 1.0)))
+    assert f"of MLP (made at {__file__}:" in message
+
+
+@pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
+@pytest.mark.parametrize("call", ["evaluate", "train", "gather"])
+@in_worlds(2)
+def test_other_collectives_of_a_model_are_compared_too(backend: Any, path: str, call: str) -> None:
+    strategy = "fsdp" if call == "gather" and path == "messages" else "ddp"
+    models = [wrapped(backend, strategy)[0] for _ in range(2)]
+    model = models[backend.rank]
+    x, y = data(backend, 1.0)
+    calls = {
+        "evaluate": lambda: model.evaluate(x, y),
+        "train": lambda: model.train(x, y),
+        "gather": lambda: model.get_parameters(),
+    }
+    if call == "gather" and path == "arena":
+        pytest.skip("shared parameters are read in place, and nothing is gathered")
+    refused(calls[call])
