@@ -89,7 +89,7 @@ def test_other_collectives_of_a_model_are_compared_too(backend: Any, path: str, 
     calls = {
         "evaluate": lambda: model.evaluate(x, y),
         "train": lambda: model.train(x, y),
-        "gather": lambda: model.get_parameters(),
+        "gather": model.get_parameters,
     }
     if call == "gather" and path == "arena":
         pytest.skip("shared parameters are read in place, and nothing is gathered")

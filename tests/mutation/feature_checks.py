@@ -46,8 +46,8 @@ def withheld() -> Iterator[None]:
     """
     original = InMemoryCommunicationBackend.all_reduce_async
 
-    def issue(self: Any, array: Any, *arguments: Any, out: Any = None) -> Any:
-        work = original(self, array.copy(), *arguments)
+    def issue(self: Any, array: Any, *arguments: Any, out: Any = None, subject: int = 0) -> Any:
+        work = original(self, array.copy(), *arguments, subject=subject)
         out = array if out is None else out
         out[...] = np.nan
         return WithheldWork(work, out)
