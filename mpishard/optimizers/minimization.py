@@ -18,7 +18,7 @@ import numpy as np
 
 from mpishard import checkpoint as checkpoints
 from mpishard.arguments import as_amount, as_count, nearest
-from mpishard.arrays import Array, array_namespace, require_plain
+from mpishard.arrays import Array, array_namespace, as_array
 from mpishard.checkpoint.format.consensus import differences, together
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.init import init
@@ -65,7 +65,8 @@ def minimize(
     ----------
     fun : callable
         ``fun(theta, *args)`` returns the *mean* loss over the samples it is given and its gradient,
-        an array of shape (n,). It must not change theta. It is called with at least one sample.
+        an array of shape (n,); both may be of JAX or PyTorch. It must not change theta. It is
+        called with at least one sample.
     theta0 : array_like
         First parameters, shape (n,), floating. Rank 0's values are used.
     args : sequence of array or data set
@@ -298,7 +299,7 @@ class _Run:
 
 
 def _checked_theta(given: Any) -> Array:
-    require_plain(given)
+    given = as_array(given)
     theta = given.copy() if hasattr(given, "dtype") else np.array(given)
     if theta.dtype.kind in "iub":
         theta = theta.astype(np.float64)
