@@ -24,6 +24,7 @@ from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.init import init
 from mpishard.contracts import PathLike
 from mpishard.data import check_dataset, take
+from mpishard.errors import NonFiniteLossError
 from mpishard.layout import LeafLayout
 from mpishard.models import ZeRO2Model
 from mpishard.models.programs.leaves import check_leaves
@@ -113,8 +114,8 @@ def minimize(
         For arguments that do not fit, before anything is communicated; on every rank, if the ranks
         ask for different runs.
     NonFiniteLossError
-        On every rank, if the loss or its gradient is not finite at ``theta0``, or at any trial of a
-        line search.
+        On every rank, if the loss or its gradient is not finite at ``theta0``, or at the last trial
+        of a line search. In the second case its ``result`` is the best point so far.
 
     Examples
     --------
@@ -221,8 +222,8 @@ class _Run:
         with nullcontext() if own is None else own.running():
             while status < 0:
                 before = self.numbers.get("value")
-                report = self.optimizer.step_report(self.model, samples, None)
-                before = report.loss if before is None else before
+                loss = self._iterate(samples)
+                before = loss if before is None else before
                 status, message = self._reason(before)
                 moved = "stuck" not in self.numbers
                 if moved and self.callback is not None and self._asks_to_stop():
@@ -235,7 +236,27 @@ class _Run:
                     own.save(step, self.model, self.optimizer, None, {})
                 if is_preempted:
                     own.leave(step, int(self.limits["maxiter"]))
-        return self._result(status, message)
+        # A last step that found no lower value is not an iteration.
+        return self._result(status, message, self.optimizer.steps - ("stuck" in self.numbers))
+
+    def _iterate(self, samples: Samples) -> float:
+        """Make one iteration, and return the loss before it. Collective.
+
+        Raises
+        ------
+        NonFiniteLossError
+            With the best point so far, unless no evaluation was finite.
+        """
+        try:
+            return self.optimizer.step_report(self.model, samples, None).loss
+        except NonFiniteLossError as error:
+            if "value" in self.numbers:
+                error.result = self._result(2, str(error), self.optimizer.steps)
+                error.add_note(
+                    "The attribute result of this error has the best point, with a loss of "
+                    f"{error.result.fun:.6g} after {error.result.nit} iterations"
+                )
+            raise
 
     def _reason(self, before: float | None) -> tuple[int, str]:
         """Return status and message if the run ends here, otherwise (-1, ""). Collective."""
@@ -279,14 +300,14 @@ class _Run:
         # One rank ends the run on all ranks: otherwise they would wait for it in the next step.
         return bool(self.backend.all_reduce(np.array([stops]), ReductionOperation.MAX)[0])
 
-    def _result(self, status: int, message: str) -> OptimizeResult:
+    def _result(self, status: int, message: str, iterations: int) -> OptimizeResult:
+        """Return the best point so far, and release the model. Collective."""
         numbers = self.numbers
         result = OptimizeResult(
             x=self.model.gather_full_parameters(),
             fun=numbers["value"],
             jac=self.backend.all_gather(self.optimizer.state["base_gradient"]),
-            # A last step that found no lower value is not an iteration.
-            nit=self.optimizer.steps - ("stuck" in numbers),
+            nit=iterations,
             nfev=numbers["evaluations"],
             njev=numbers["evaluations"],
             success=status == 0,

@@ -333,6 +333,30 @@ def test_a_value_that_is_not_finite_at_the_start_is_refused_and_shortens_a_searc
     assert "begin at other parameters" in caught.value.__notes__[0]
 
 
+@in_worlds(1, 2, 3)
+def test_an_error_behind_a_wall_of_nan_has_the_best_point(backend):
+    """Rosenbrock's function is NaN beyond the point of some iteration."""
+    whole = ms.minimize(rosenbrock, far(3), backend=backend, options={"maxiter": 9})
+    evaluations = []
+
+    def walled(theta):
+        evaluations.append(theta)
+        value, gradient = rosenbrock(theta)
+        return (value, gradient) if len(evaluations) <= whole.nfev else (np.nan, gradient)
+
+    with pytest.raises(NonFiniteLossError, match="is not finite") as caught:
+        ms.minimize(walled, far(3), backend=backend)
+    result = caught.value.result
+    assert f"a loss of {whole.fun:.6g} after 9 iterations" in caught.value.__notes__[-1]
+    assert result.x.tobytes() == whole.x.tobytes()
+    assert result.jac.tobytes() == whole.jac.tobytes()
+    assert (result.fun, result.nit, result.success, result.status) == (whole.fun, 9, False, 2)
+    assert backend.rank or result.nfev == len(evaluations)
+    with pytest.raises(NonFiniteLossError) as caught:
+        ms.minimize(lambda theta: (np.nan, theta), far(3), backend=backend)
+    assert caught.value.result is None
+
+
 @in_worlds(2, 3)
 def test_unequal_arguments_are_an_error_on_every_rank(backend):
     with pytest.raises(ValueError, match=r"same function; by rank, maxiter is 3, 4"):
