@@ -105,7 +105,8 @@ def as_amount(name: str, value: Any) -> float:
 def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
     """Return ``value``, a loss that a function of ``owner`` has returned, as a float.
 
-    An array of one element is accepted. ``kind`` is "mean" or "sum", over the samples.
+    An array of one element is accepted, also of JAX or PyTorch. ``kind`` is "mean" or "sum", over
+    the samples.
 
     Raises
     ------
@@ -114,7 +115,7 @@ def as_loss(value: Any, owner: Any, kind: str = "mean") -> float:
     TypeError
         Naming the owner, for anything else that is no real number.
     """
-    if getattr(value, "size", 1) != 1:
+    if math.prod(getattr(value, "shape", ())) != 1:
         raise ValueError(
             f"the loss of {name_of(owner)} must be one number, the {kind} over the samples; "
             f"got an array of shape {value.shape}"

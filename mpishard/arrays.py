@@ -19,6 +19,7 @@ Array = Any
 SQUARES_BLOCK = 1024
 """Number of elements in a block of `block_squares`."""
 
+_CUDA = 2  # of DLPack's types of devices
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _CACHE_OF_CPU = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_L2_BYTES = 512 * 1024
@@ -78,6 +79,40 @@ def _require_plain_type(kind: type) -> None:
     if issubclass(kind, np.ma.MaskedArray):
         mend = ", whose mask would be lost; pass array.filled(value)"
     raise TypeError(f"expected a plain NumPy array, got a {kind.__qualname__}{mend}")
+
+
+def as_array(value: Any) -> Any:
+    """Return an array of another library, such as JAX or PyTorch, as one of NumPy or CuPy.
+
+    It has the same memory if possible, and may be read-only. Arrays of NumPy and CuPy, and objects
+    that are no arrays, are returned as they are.
+
+    Raises
+    ------
+    TypeError
+        For an array that NumPy or CuPy cannot read, or that `require_plain` refuses.
+    """
+    require_plain(value)
+    cupy = sys.modules.get("cupy")
+    if isinstance(value, np.ndarray) or (cupy is not None and isinstance(value, cupy.ndarray)):
+        return value
+    if not (hasattr(value, "__array__") or hasattr(value, "__dlpack__")):
+        return value
+    try:
+        # PyTorch exports no tensor that requires a gradient.
+        plain = value.detach() if hasattr(value, "detach") else value
+        device = plain.__dlpack_device__()[0] if hasattr(plain, "__dlpack_device__") else None
+        if device == _CUDA and cupy is not None:
+            return cupy.from_dlpack(plain)
+        # DLPack is the second choice: NumPy reads no bfloat16 by it, and PyTorch's export loses the
+        # sign of a tensor that is negated when it is read.
+        return np.asarray(plain) if hasattr(plain, "__array__") else np.from_dlpack(plain)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        kind = type(value)
+        raise TypeError(
+            f"a {kind.__module__}.{kind.__qualname__} cannot be read as an array ({error}): give a "
+            "dense one of float32 or float64, in the memory of the CPU"
+        ) from error
 
 
 def is_device_array(array: Array) -> bool:

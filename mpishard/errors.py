@@ -136,7 +136,16 @@ class DeviceUnavailableError(MpishardError, RuntimeError):
 
 
 class NonFiniteLossError(MpishardError, ArithmeticError):
-    """Raised on every rank, before the update, when the loss or its gradient is not finite."""
+    """Raised on every rank, before the update, when the loss or its gradient is not finite.
+
+    Attributes
+    ----------
+    result : OptimizeResult or None
+        From `minimize`, the best point before the error: ``x``, ``fun``, ``nit`` and the other
+        fields, the same on every rank. None if no evaluation was finite, and elsewhere.
+    """
+
+    result: Any = None
 
 
 class NoSampleError(MpishardError, ValueError):

@@ -52,6 +52,7 @@ export PATH="$venv/bin:$PATH" LD_LIBRARY_PATH="$venv/lib${LD_LIBRARY_PATH:+:$LD_
 failed=0
 files=(
     tests/torch tests/adapters/test_torch.py tests/adapters/test_jax.py tests/adapters/test_optax.py
+    tests/adapters/test_function_model.py tests/test_arrays.py
     tests/examples/test_train_torch.py tests/examples/test_train_jax.py
     tests/exports/test_gpt2.py tests/docs/test_reference.py
     tests/test_array_subclasses.py::test_in_torch_models

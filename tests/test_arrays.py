@@ -47,6 +47,51 @@ def test_own_is_what_numpy_allocated(tmp_path):
         assert not arrays.is_own(array)
 
 
+def test_an_array_of_jax_or_pytorch_is_read_in_its_own_memory():
+    torch = pytest.importorskip("torch")
+    jax = pytest.importorskip("jax")
+    tensor = torch.arange(4.0, requires_grad=True)
+    for given, address in (
+        (tensor, tensor.data_ptr()),
+        (own := jax.numpy.arange(4.0), own.unsafe_buffer_pointer()),
+    ):
+        found = arrays.as_array(given)
+        assert (type(found), found.tolist()) == (np.ndarray, [0, 1, 2, 3])
+        assert arrays.address(found) == address
+    pair = torch.ones(2, 2)
+    for odd, reason in (
+        (tensor.to_sparse(), r"to_dense\(\)"),
+        (tensor.bfloat16(), "BFloat16"),
+        (tensor.to("meta"), "meta"),
+        (torch.view_as_complex(pair).conj().imag, "resolve_neg"),  # which DLPack would export as 1
+    ):
+        with pytest.raises(
+            TypeError, match=rf"a torch\.Tensor cannot be read as .*{reason}.*dense"
+        ):
+            arrays.as_array(odd)
+    half = jax.numpy.ones(2, "bfloat16")
+    assert (arrays.as_array(half).dtype.name, arrays.as_array(half).sum()) == ("bfloat16", 2)
+
+
+class Exported:
+    """An array of a library that knows DLPack alone."""
+
+    def __init__(self, array):
+        self.__dlpack__ = array.__dlpack__
+        self.__dlpack_device__ = array.__dlpack_device__
+
+
+def test_an_array_that_only_exports_dlpack_is_read_in_its_own_memory(gpu):
+    for own in (np.arange(3.0), gpu.arange(3.0)):
+        found = arrays.as_array(Exported(own))
+        assert type(found) is type(own)
+        assert arrays.to_host(found).tolist() == [0, 1, 2]
+        assert arrays.address(found) == arrays.address(own)
+        assert arrays.as_array(own) is own
+    for other in (None, [1.0], 2.0, "text"):
+        assert arrays.as_array(other) is other
+
+
 def test_a_chunk_is_as_many_bytes_for_every_dtype():
     single, double = np.zeros(3, np.float32), np.zeros(3, np.float64)
     assert arrays.chunk_length(single) == 2 * arrays.chunk_length(double) > 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpishard.adapters.placed_vector import FlatVectorModel
 from mpishard.arguments import as_loss
-from mpishard.arrays import Array, require_plain
+from mpishard.arrays import Array, as_array, require_plain
 from mpishard.contracts import ILossFunction, ModelMetadata
 from mpishard.errors import MissingMemberError
 from mpishard.sharding import ParameterEntry
@@ -22,7 +22,8 @@ class FunctionModel(FlatVectorModel):
     ----------
     loss_and_gradient : callable
         ``fun(theta, x, y)`` returns the *mean* loss over the samples of ``x``, a float, and its
-        gradient, an array of theta's shape. It must not change theta.
+        gradient, an array of theta's shape. Both may be of JAX or PyTorch. It must not change
+        theta.
     initial_parameters : array_like
         Initial parameters, a floating-point vector of shape (n,).
     predict : callable, optional
@@ -47,7 +48,7 @@ class FunctionModel(FlatVectorModel):
             raise TypeError("loss_and_gradient must be fun(theta, x, y) -> (loss, gradient)")
         if predict is not None and not callable(predict):
             raise TypeError("predict must be predict(theta, x)")
-        require_plain(initial_parameters)
+        initial_parameters = as_array(initial_parameters)
         # An array stays on its device, which may be a GPU; a list becomes a NumPy array.
         theta = initial_parameters if hasattr(initial_parameters, "dtype") else None
         theta = np.array(initial_parameters) if theta is None else theta.copy()
@@ -84,7 +85,7 @@ class FunctionModel(FlatVectorModel):
             raise TypeError(
                 f"the function must return (loss, gradient), got {type(result).__name__}"
             )
-        loss, gradient = result
+        loss, gradient = result[0], as_array(result[1])
         shape = getattr(gradient, "shape", None)
         if shape != self._theta.shape:
             raise ValueError(

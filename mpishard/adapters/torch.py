@@ -295,6 +295,8 @@ class TorchModel(PlacedVectorModel):
         from mpishard.torch.placed import flat_gradient
 
         gradient, parameter.grad = parameter.grad, None
+        if gradient is None:  # as from an autograd.Function that returns None
+            return
         if self._used is not None:
             self._used[index] = 1
         receive(index, flat_gradient(gradient))

@@ -4,15 +4,13 @@
 part of a model that each rank owns: `sharded.base`, and `sharded.strategies` for the table of
 strategies. `loop` is `optimize`: epochs, evaluation, early stopping, checkpoints and resume, in
 `loop.loop`. Other modules: `plain` runs a rule on plain models and vectors in one process,
-`minimization` is `minimize`, which runs L-BFGS on a function, and `inverse_hessian` has the
-operator that it returns.
+and `minimization` is `minimize`, which runs L-BFGS on a function.
 
 The order is loop, rules, sharded, and plain or minimization; a chapter imports from those before
 it. Only this module joins a rule to its holder in `plain`, because a rule's own `optimize` runs all
 other chapters.
 """
 
-from mpishard.optimizers.inverse_hessian import InverseHessian
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.evaluation import DatasetResult
 from mpishard.optimizers.loop.result import FitDetectionResult, FitType, OptimizationResult
@@ -20,6 +18,7 @@ from mpishard.optimizers.minimization import OptimizeResult, minimize
 from mpishard.optimizers.plain import PlainTraining
 from mpishard.optimizers.rules.elementwise import SGD, Adagrad, Adam, AdamW, Lion, RMSprop
 from mpishard.optimizers.rules.lamb import LAMB
+from mpishard.optimizers.rules.lbfgs import LBFGS
 from mpishard.optimizers.rules.options import (
     AdamOptimizerOptions,
     OptimizationAlgorithmOptions,
@@ -35,7 +34,6 @@ from mpishard.optimizers.rules.schedules import (
     StepDecay,
     WarmUp,
 )
-from mpishard.optimizers.rules.search import LBFGS
 from mpishard.optimizers.sharded.asynchronous import AsyncSGDOptimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.compression import GradientCompressionOptimizer
@@ -74,7 +72,6 @@ __all__ = [
     "FitType",
     "GradientCompressionOptimizer",
     "HybridShardedOptimizer",
-    "InverseHessian",
     "Lion",
     "LocalSGDOptimizer",
     "OneCycle",

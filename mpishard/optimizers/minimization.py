@@ -1,7 +1,7 @@
-"""`minimize`: L-BFGS, CG and Newton-CG on a function whose samples the ranks share.
+"""`minimize`: L-BFGS on a function whose samples the ranks share.
 
-The function is wrapped as a black box, `Objective`. A rule of `rules.search` runs on it through
-the sharded optimizers, and `_Run` decides when to stop.
+The function is wrapped as a black box, `Objective`. The rule `LBFGS` runs on it through the sharded
+optimizers, and `_Run` decides when to stop.
 """
 
 from __future__ import annotations
@@ -18,29 +18,25 @@ import numpy as np
 
 from mpishard import checkpoint as checkpoints
 from mpishard.arguments import as_amount, as_count, nearest
-from mpishard.arrays import Array, array_namespace, require_plain
+from mpishard.arrays import Array, array_namespace, as_array
 from mpishard.checkpoint.format.consensus import differences, together
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.init import init
 from mpishard.contracts import PathLike
 from mpishard.data import check_dataset, take
+from mpishard.errors import NonFiniteLossError
 from mpishard.layout import LeafLayout
 from mpishard.models import ZeRO2Model
 from mpishard.models.programs.leaves import check_leaves
-from mpishard.optimizers.inverse_hessian import InverseHessian
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.saving import RunCheckpoints, checkpoint_to_resume
-from mpishard.optimizers.rules.search import LBFGS, NewtonCG, NonlinearCG, SearchRule
+from mpishard.optimizers.rules.lbfgs import LBFGS
 from mpishard.optimizers.sharded.strategies import ZeRO2Optimizer
 from mpishard.sharding import ShardingConfiguration
 
-_RULES: dict[str, type[SearchRule]] = {
-    "l-bfgs": LBFGS, "l-bfgs-b": LBFGS, "cg": NonlinearCG, "newton-cg": NewtonCG,
-}  # fmt: skip
-_METHODS = "L-BFGS (or L-BFGS-B), CG, Newton-CG"
 _DEFAULTS = {"maxiter": 15_000, "maxfun": 15_000, "gtol": 1e-5, "ftol": 2.2204460492503131e-09}
-_RULE_OPTIONS = {"maxls": "max_line_search", "c1": "c1", "c2": "c2"}  # SciPy's name -> the rule's
-_OWN_OPTIONS = {LBFGS: {"maxcor": "memory"}, NewtonCG: {"maxcg": "max_products"}, NonlinearCG: {}}
+# SciPy's name -> the rule's
+_RULE_OPTIONS = {"maxls": "max_line_search", "c1": "c1", "c2": "c2", "maxcor": "memory"}
 
 
 def minimize(
@@ -51,7 +47,6 @@ def minimize(
     *,
     backend: CommunicationBackend | None = None,
     jac: bool | Callable[..., Array] = True,
-    hessp: Callable[..., Array] | None = None,
     bounds: Any = None,
     options: Mapping[str, Any] | None = None,
     callback: Callable[..., Any] | None = None,
@@ -71,34 +66,30 @@ def minimize(
     ----------
     fun : callable
         ``fun(theta, *args)`` returns the *mean* loss over the samples it is given and its gradient,
-        an array of shape (n,). It must not change theta. It is called with at least one sample.
+        an array of shape (n,); both may be of JAX or PyTorch. It must not change theta. It is
+        called with at least one sample.
     theta0 : array_like
         First parameters, shape (n,), floating. Rank 0's values are used.
     args : sequence of array or data set
         Arrays of equal length, the *same* on every rank. They are cut along their first dim, and
         each rank reads its share. Without any, only rank 0 evaluates the function.
     method : str
-        "L-BFGS", also under SciPy's name "L-BFGS-B", "CG" (nonlinear conjugate gradients of Polak
-        and Ribière) or "Newton-CG"; see `mpishard.optimizers.LBFGS` for papers and equations. All
-        search a step that satisfies the strong Wolfe conditions.
+        "L-BFGS", or SciPy's name of it, "L-BFGS-B": with and without bounds. See
+        `mpishard.optimizers.LBFGS` for papers and equations.
     backend : CommunicationBackend, optional
         The ranks; default ``mpishard.init()``.
     jac : True or callable
         ``jac(theta, *args)`` returns the gradient, if ``fun`` returns the loss alone.
-    hessp : callable, optional
-        ``hessp(theta, v, *args)`` returns the mean Hessian times v, shape (n,), for "Newton-CG".
-        Without it differences of gradients take its place.
     bounds : sequence of (low, high), optional
-        For "L-BFGS": one pair for each element of theta, None for no bound; or an object with
-        ``lb`` and ``ub``, as ``scipy.optimize.Bounds``. Directions are projected onto the box.
+        One pair for each element of theta, None for no bound; or an object with ``lb`` and ``ub``,
+        as ``scipy.optimize.Bounds``. Directions are projected onto the box.
     options : mapping, optional
         ``maxiter`` (15,000), ``maxfun`` (15,000), ``gtol`` (1e-5, of the largest element of the
         gradient), ``ftol`` (2.2e-9, of the fall of the loss, relative to it or to 1), ``maxls``
-        (20), ``c1``, ``c2``; of "L-BFGS" ``maxcor`` (10), the number m of pairs; of "Newton-CG"
-        ``maxcg`` (50) products for one direction. Not SciPy's: ``gradient_leaves`` (None), a power
-        of two V. The samples are cut into V leaves, ``fun`` is called once for each, and worlds of
-        1 to 8 and of 16, 32 .. V ranks walk through the same bits, as with
-        `ShardingConfiguration`.
+        (20), ``c1``, ``c2``, and ``maxcor`` (10), the number m of pairs. Not SciPy's:
+        ``gradient_leaves`` (None), a power of two V. The samples are cut into V leaves, ``fun`` is
+        called once for each, and worlds of 1 to 8 and of 16, 32 .. V ranks walk through the same
+        bits, as with `ShardingConfiguration`.
     callback : callable, optional
         ``callback(theta)`` or ``callback(intermediate_result)`` after each iteration, on every
         rank, with the gathered theta. StopIteration on any rank ends the run on all.
@@ -115,7 +106,7 @@ def minimize(
     Returns
     -------
     OptimizeResult
-        The fields of SciPy's, the same on every rank.
+        The fields of SciPy's but ``hess_inv``, the same on every rank.
 
     Raises
     ------
@@ -123,8 +114,8 @@ def minimize(
         For arguments that do not fit, before anything is communicated; on every rank, if the ranks
         ask for different runs.
     NonFiniteLossError
-        On every rank, if the loss or its gradient is not finite at ``theta0``, or at any trial of a
-        line search.
+        On every rank, if the loss or its gradient is not finite at ``theta0``, or at the last trial
+        of a line search. In the second case its ``result`` is the best point so far.
 
     Examples
     --------
@@ -141,20 +132,22 @@ def minimize(
     """
     theta = _checked_theta(theta0)
     args = _checked_args(args, local_data=local_data)
-    rule, limits, leaves = _checked_rule(method, options)
+    if str(method).lower() not in ("l-bfgs", "l-bfgs-b"):
+        raise ValueError(
+            f"method must be L-BFGS (or L-BFGS-B), got {method!r}; any other optimizer can run on "
+            "all ranks with the loss_and_gradients of a sharded mpishard.FunctionModel"
+        )
+    rule, limits, leaves = _checked_options(options)
     if leaves is not None and local_data:
         raise ValueError(
             "the option gradient_leaves needs the same args on every rank, but with "
             "local_data=True each rank has its own: give every rank the same args, or leave out "
             "one of the two options"
         )
-    box = _checked_bounds(bounds, theta, rule, method)
-    function = _checked_functions(fun, jac, hessp, callback, method)
+    box = _checked_bounds(bounds, theta, rule)
+    function = _checked_functions(fun, jac, callback)
     if not isinstance(backend, CommunicationBackend | None):
         raise TypeError(f"backend must be a CommunicationBackend, got {backend!r}")
-    if isinstance(rule, NewtonCG):
-        rule.has_products = hessp is not None
-        rule.epsilon = float(np.finfo(theta.dtype).eps)
     # It checks these arguments and finds checkpoints. Its model and samples are placeholders.
     saving = OptimizationInputData(
         model=fun, x_train=np.zeros(1), y_train=np.zeros(1), checkpoint=checkpoint,
@@ -178,8 +171,8 @@ def minimize(
     if differing := differences(backend, choices):
         raise ValueError(f"every rank must minimize the same function; by rank, {differing}")
     named = [getattr(given, "__name__", type(given).__name__)
-             for given in (fun, jac, hessp) if callable(given)]  # fmt: skip
-    objective = Objective(function, theta, hessp, " or ".join(named))
+             for given in (fun, jac) if callable(given)]  # fmt: skip
+    objective = Objective(function, theta, " or ".join(named))
     run = _Run(config, rule, limits, objective, callback)
     return run.go(samples, saving, box)
 
@@ -189,7 +182,7 @@ class _Run:
     """One minimization: its model, its optimizer, and the reasons to stop."""
 
     config: ShardingConfiguration
-    rule: SearchRule
+    rule: LBFGS
     limits: Mapping[str, float]
     objective: Objective
     callback: Callable[..., Any] | None
@@ -219,7 +212,7 @@ class _Run:
             for piece in self.model.engine.pieces.updated:
                 for name, bound in zip(("lower", "upper"), box, strict=True):
                     state.vectors[name][piece.in_shard] = bound[piece.start : piece.stop]
-        self.numbers = self.objective.numbers = state.numbers
+        self.numbers = state.numbers
         status, message = -1, ""
         if found is not None:  # a run that had reached its end makes no further iteration
             status, message = self._reason(self.numbers.get("before"))
@@ -229,8 +222,8 @@ class _Run:
         with nullcontext() if own is None else own.running():
             while status < 0:
                 before = self.numbers.get("value")
-                report = self.optimizer.step_report(self.model, samples, None)
-                before = report.loss if before is None else before
+                loss = self._iterate(samples)
+                before = loss if before is None else before
                 status, message = self._reason(before)
                 moved = "stuck" not in self.numbers
                 if moved and self.callback is not None and self._asks_to_stop():
@@ -243,7 +236,27 @@ class _Run:
                     own.save(step, self.model, self.optimizer, None, {})
                 if is_preempted:
                     own.leave(step, int(self.limits["maxiter"]))
-        return self._result(status, message)
+        # A last step that found no lower value is not an iteration.
+        return self._result(status, message, self.optimizer.steps - ("stuck" in self.numbers))
+
+    def _iterate(self, samples: Samples) -> float:
+        """Make one iteration, and return the loss before it. Collective.
+
+        Raises
+        ------
+        NonFiniteLossError
+            With the best point so far, unless no evaluation was finite.
+        """
+        try:
+            return self.optimizer.step_report(self.model, samples, None).loss
+        except NonFiniteLossError as error:
+            if "value" in self.numbers:
+                error.result = self._result(2, str(error), self.optimizer.steps)
+                error.add_note(
+                    "The attribute result of this error has the best point, with a loss of "
+                    f"{error.result.fun:.6g} after {error.result.nit} iterations"
+                )
+            raise
 
     def _reason(self, before: float | None) -> tuple[int, str]:
         """Return status and message if the run ends here, otherwise (-1, ""). Collective."""
@@ -287,37 +300,27 @@ class _Run:
         # One rank ends the run on all ranks: otherwise they would wait for it in the next step.
         return bool(self.backend.all_reduce(np.array([stops]), ReductionOperation.MAX)[0])
 
-    def _result(self, status: int, message: str) -> OptimizeResult:
-        numbers, products = self.numbers, self.numbers.get("products", 0)
-        is_exact = isinstance(self.rule, NewtonCG) and self.rule.has_products
-        # A last step that found no lower value is not an iteration.
-        iterations = self.optimizer.steps - ("stuck" in numbers)
-        # Without hessp each product of the Hessian was a difference of two gradients.
-        evaluations = numbers["evaluations"] + (0 if is_exact else products)
+    def _result(self, status: int, message: str, iterations: int) -> OptimizeResult:
+        """Return the best point so far, and release the model. Collective."""
+        numbers = self.numbers
         result = OptimizeResult(
             x=self.model.gather_full_parameters(),
             fun=numbers["value"],
             jac=self.backend.all_gather(self.optimizer.state["base_gradient"]),
             nit=iterations,
-            nfev=evaluations,
-            njev=evaluations,
+            nfev=numbers["evaluations"],
+            njev=numbers["evaluations"],
             success=status == 0,
             status=status,
             message=message,
         )
-        if isinstance(self.rule, NewtonCG):
-            result["nhev"] = products
-        if isinstance(self.rule, LBFGS):
-            vectors, pairs = self.optimizer.state, numbers.get("pairs", [])
-            steps, changes = ([vectors[f"{kind}{k}"] for k in pairs] for kind in ("step", "change"))
-            result["hess_inv"] = InverseHessian(self.backend, steps, changes, result.x.size)
         # Released, so that the user can minimize the same function again.
         self.model.release()
         return result
 
 
 def _checked_theta(given: Any) -> Array:
-    require_plain(given)
+    given = as_array(given)
     theta = given.copy() if hasattr(given, "dtype") else np.array(given)
     if theta.dtype.kind in "iub":
         theta = theta.astype(np.float64)
@@ -343,42 +346,34 @@ def _checked_args(args: Any, *, local_data: bool) -> tuple[Any, ...]:
     return tuple(args)
 
 
-def _checked_rule(
-    method: Any, options: Mapping[str, Any] | None
-) -> tuple[SearchRule, dict[str, float], int | None]:
-    kind = _RULES.get(method.lower()) if isinstance(method, str) else None
-    if kind is None:
-        raise ValueError(f"method must be one of {_METHODS}, got {method!r}")
-    names = {**_RULE_OPTIONS, **_OWN_OPTIONS[kind]}
+def _checked_options(
+    options: Mapping[str, Any] | None,
+) -> tuple[LBFGS, dict[str, float], int | None]:
     limits: dict[str, float] = dict(_DEFAULTS)
     settings = {}
     leaves = None
     for name, value in (options or {}).items():
-        if name in names:
-            settings[names[name]] = value
+        if name in _RULE_OPTIONS:
+            settings[_RULE_OPTIONS[name]] = value
         elif name == "gradient_leaves":
             leaves = value
         elif name not in limits:
-            known = [*limits, *names, "gradient_leaves"]
+            known = [*limits, *_RULE_OPTIONS, "gradient_leaves"]
             raise ValueError(
-                f"method {method!r} has no option {name!r}; known are {', '.join(known)}"
+                f"minimize has no option {name!r}; known are {', '.join(known)}"
                 + nearest(name, known)
             )
         elif name.startswith("max"):
             limits[name] = as_count(name, value)
         else:
             limits[name] = as_amount(name, value)
-    return kind(**settings), limits, leaves
+    return LBFGS(**settings), limits, leaves
 
 
-def _checked_bounds(
-    bounds: Any, theta: Array, rule: SearchRule, method: str
-) -> tuple[Array, Array] | None:
+def _checked_bounds(bounds: Any, theta: Array, rule: LBFGS) -> tuple[Array, Array] | None:
     """Return lower and upper bounds, and move theta into the box."""
     if bounds is None:
         return None
-    if not isinstance(rule, LBFGS):
-        raise ValueError(f"bounds need method 'L-BFGS', got {method!r}")  # noqa: TRY004
     if hasattr(bounds, "lb"):
         pair = bounds.lb, bounds.ub
     else:
@@ -401,14 +396,10 @@ def _checked_bounds(
     return lower, upper
 
 
-def _checked_functions(
-    fun: Any, jac: Any, hessp: Any, callback: Any, method: str
-) -> Callable[..., tuple[float, Array]]:
-    for name, function in (("fun", fun), ("hessp", hessp), ("callback", callback)):
+def _checked_functions(fun: Any, jac: Any, callback: Any) -> Callable[..., tuple[float, Array]]:
+    for name, function in (("fun", fun), ("callback", callback)):
         if not callable(function) and not (name != "fun" and function is None):
             raise TypeError(f"{name} must be a function, got {function!r}")
-    if hessp is not None and _RULES[method.lower()] is not NewtonCG:
-        raise ValueError(f"hessp needs method 'Newton-CG', got {method!r}")
     if jac is True:
         return fun  # type: ignore[no-any-return]
     if not callable(jac):
@@ -472,17 +463,12 @@ class Samples:
 class Objective:
     """``fun(theta, *samples)`` with the members of a black box.
 
-    While ``numbers["product"]`` is true the parameters are a vector v, and the gradient is the
-    product of the Hessian at the base point with it.
-
     Parameters
     ----------
     function : callable
         ``function(theta, *arrays)`` returns mean loss and gradient.
     theta : Array
         First parameters, shape (n,).
-    product : callable, optional
-        ``product(theta, v, *arrays)`` returns the mean Hessian times v.
     described_as : str
         Name of the user's functions in messages.
     """
@@ -491,30 +477,22 @@ class Objective:
         self,
         function: Callable[..., tuple[float, Array]],
         theta: Array,
-        product: Callable[..., Array] | None,
         described_as: str,
     ) -> None:
         self.described_as = described_as
-        self.numbers: Mapping[str, Any] = {}  # those of the rule's state, after it is made
         self._function = function
-        self._product = product
         self._theta = theta
-        self._base = theta
 
     def get_parameters(self) -> Array:
         return self._theta
 
     def set_parameters(self, parameters: Array) -> None:
         # The engine passes a copy that it does not change.
-        if self._product is not None and not self.numbers.get("product"):
-            self._base = parameters
         self._theta = parameters
 
     def compute_loss_and_gradients(self, x: Samples, y: None) -> tuple[float, Array]:
         """Return the mean loss of the samples, of one leaf, and its gradient, shape (n,)."""
         ((arrays, _),) = x.leaves
-        if self._product is not None and self.numbers.get("product"):
-            return 0.0, np.asarray(self._product(self._base, self._theta, *arrays))
         found: Any = self._function(self._theta, *arrays)
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(
@@ -539,12 +517,6 @@ class OptimizeResult(dict[str, Any]):
         Its gradient, shape (n,).
     nit, nfev, njev : int
         Iterations; evaluations of loss and gradient, of this run and those it went on from.
-    nhev : int
-        For "Newton-CG": number of products of the Hessian with a vector, or of differences of
-        gradients in their place.
-    hess_inv : InverseHessian
-        For "L-BFGS": the approximate inverse Hessian, whose products are collective. CG and
-        Newton-CG have none, as SciPy's.
     success : bool
         Whether a tolerance was reached.
     status : int

@@ -90,19 +90,25 @@ class BackwardPasses:
         self._flags = np.zeros(len(parts) + 1, np.uint8)
 
     def receive(self, place: int, parameter: Any) -> None:
-        """Take the gradient of a parameter from autograd. ``place`` is its index in the parts."""
+        """Take the gradient of a parameter from autograd. ``place`` is its index in the parts.
+
+        Autograd may give none, for instance if an ``autograd.Function`` returns None. The parameter
+        then counts as unused by this rank, which takes part in the pass all the same.
+        """
         gradient = native_gradient.__get__(parameter)
         native_gradient.__set__(parameter, None)
         if self._has_raised():
             self._drop_raised()
         if self._arrivals is None:
             self._begin()
+        if gradient is None:
+            return
         assert self._arrivals is not None
         self._flags[place] = 1
         self._arrivals.receive(self._parts[place].index, flat_gradient(gradient))
 
     def _begin(self) -> None:
-        """Begin a backward pass, whose first gradient has come."""
+        """Begin a backward pass, which has reached its first parameter."""
         # A weak reference to a bound method would be dead at once. This object lives until autograd
         # has called it, or has dropped it after an error.
         ending = functools.partial(self._end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -326,6 +326,7 @@ def _check(module: Any) -> None:
     trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.numel()]
     if not trainable:
         raise ValueError(f"{type(module).__name__} has no parameter that requires a gradient")
+    require_real(trainable)
     dtypes: dict[str, list[str]] = {}
     for name, parameter in trainable:
         dtypes.setdefault(str(parameter.dtype).removeprefix("torch."), []).append(name)
@@ -334,6 +335,23 @@ def _check(module: Any) -> None:
         raise ValueError(
             f"all parameters must be float32, or all float64; {found}; use module.float() or "
             "module.double()"
+        )
+
+
+def require_real(parameters: Iterable[tuple[str, Any]]) -> None:
+    """Refuse complex parameters, which are given with their names.
+
+    Raises
+    ------
+    ValueError
+        If a parameter is complex.
+    """
+    odd = [name for name, parameter in parameters if parameter.is_complex()]
+    if odd:
+        raise ValueError(
+            f"parameters must be real, and {some(odd)} are complex, whose imaginary part "
+            "module.float() would drop: make the parameter p of the module "
+            "torch.nn.Parameter(torch.view_as_real(p)), and compute with torch.view_as_complex(p)"
         )
 
 

@@ -45,7 +45,7 @@ from mpishard.torch.parameters import (
     Uncopied,
     native_gradient,
 )
-from mpishard.torch.placed import PlacedModule, tensor_of
+from mpishard.torch.placed import PlacedModule, require_real, tensor_of
 from mpishard.torch.world import current_world
 
 POLICIES = {
@@ -390,6 +390,7 @@ def shard(
         raise ValueError(f'precision must be None or "bfloat16", got {precision!r}')
     odd = [name for name, p in module.named_parameters() if p.dtype != torch.float32]
     if precision is not None and odd:
+        require_real(module.named_parameters())
         raise ValueError(
             f'precision="bfloat16" rounds float32 parameters, and {odd[0]!r} of this '
             f"{type(module).__name__} is {module.get_parameter(odd[0]).dtype}: use module.float()"

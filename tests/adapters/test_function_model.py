@@ -8,6 +8,7 @@ import pytest
 import mpishard as ms
 from mpishard.errors import MissingMemberError
 from mpishard.testing.gradients import check_gradients
+from mpishard.testing.worlds import in_worlds
 
 
 def fun(theta, x, y):
@@ -142,6 +143,69 @@ def test_what_it_refuses_changes_nothing():
 def test_mistakes(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def exporter(library):
+    """A function that makes an array of JAX, or a tensor of PyTorch that requires a gradient."""
+    module = pytest.importorskip(library)
+    if library == "jax":
+        return module.numpy.asarray
+    return lambda value: module.tensor(value, requires_grad=True)
+
+
+def of_float32(theta, x, y):
+    """Float32, because JAX has no other dtype by default."""
+    loss, gradient = fun(theta, x, y)
+    return np.float32(loss), gradient.astype(np.float32)
+
+
+class Box:
+    """A black box whose parameters and gradients are arrays of a library."""
+
+    def __init__(self, made):
+        self.made, self.theta = made, made(np.zeros(3, np.float32))
+
+    def get_parameters(self):
+        return self.theta
+
+    def set_parameters(self, parameters):
+        self.theta = self.made(parameters)
+
+    def compute_gradients(self, x, y):
+        theta = self.theta.detach() if hasattr(self.theta, "detach") else self.theta
+        return self.made(of_float32(np.asarray(theta), x, y)[1])
+
+
+@pytest.mark.parametrize("library", ["jax", "torch"])
+@in_worlds(1, 2)
+def test_loss_gradient_and_first_parameters_may_be_of_another_library(backend, library):
+    made = exporter(library)
+
+    def theirs(theta, x, y):
+        loss, gradient = of_float32(theta, x, y)
+        return made(loss), made(gradient)
+
+    x, y = data(10)
+    mine = ms.ShardLayout(10, backend.world_size).slice(backend.rank)
+
+    def trained(given):
+        sharded = ms.as_distributed(given, backend, "zero2")
+        optimizer = ms.as_distributed(ms.optimizers.SGD(0.1), backend, "zero2")
+        for _ in range(3):
+            optimizer.step(sharded, x[mine], y[mine])
+        return sharded.get_parameters().tobytes()
+
+    start = np.zeros(3, np.float32)
+    expected = ms.FunctionModel(of_float32, start)
+    found = ms.FunctionModel(theirs, made(start))
+    assert found.train(x, y) == expected.train(x, y)
+    assert found.get_parameters().tobytes() == expected.get_parameters().tobytes()
+    assert type(found.compute_gradients(x, y)) is np.ndarray
+    bits = trained(expected)
+    assert trained(found) == bits
+    assert trained(Box(np.asarray)) == trained(Box(made))
+    best = ms.minimize(of_float32, start, (x, y), backend=backend)
+    assert ms.minimize(theirs, made(start), (x, y), backend=backend).x.tobytes() == best.x.tobytes()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from mpishard.testing.worlds import in_worlds
 torch = pytest.importorskip(
     "torch", reason="PyTorch is not installed here; pip install 'mpishard[torch]'"
 )
-from torch_nets import GPT  # noqa: E402
+from torch_nets import GPT, Silent  # noqa: E402
 
 import mpishard.torch as mst  # noqa: E402
 
@@ -218,6 +218,40 @@ def test_parameters_that_no_rank_uses_are_named_once(
         (only,) = said
         assert f"parameter {first!r} {rest} of Branches in the first step" in only
         assert "weight decay and momentum still change it" in only
+
+
+class Gated(nn.Module):
+    """Autograd gives its factor no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.factor = nn.Linear(5, 4), nn.Parameter(torch.ones(4))
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(Silent.apply(self.first(x).tanh(), self.factor))
+
+
+@by_strategy
+@in_worlds(1, 3)
+def test_a_parameter_to_which_autograd_gives_no_gradient_is_unused(
+    backend: Any, strategy: str, caplog: Any
+) -> None:
+    x, y = np.linspace(-1, 1, 30).reshape(6, 5), np.ones((6, 2))
+    module = module_of(Gated, 0)
+    theirs = THEIRS["sgd"](module.parameters())
+    model = wrap(backend, Gated, strategy)
+    optimizer = optimizer_for(model, "sgd")
+    mine = rows(6, 0, backend.rank, backend.world_size)
+    for _ in range(2):
+        nn.functional.mse_loss(module(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+        theirs.step()
+        theirs.zero_grad()
+        optimizer.step(model, x[mine], y[mine])
+        close(model.gather_full_parameters(), flat(module))
+    backend.barrier()
+    said = [r.getMessage() for r in caplog.records if "no rank used" in r.getMessage()]
+    assert backend.rank or "parameter 'factor' of Gated" in said[0]
 
 
 @by_strategy
@@ -493,6 +527,10 @@ def mixed() -> Any:
 REFUSED = {
     "two dtypes": (mixed, ValueError, r"'0.weight' and 1 more are float32, '1.weight' and 1"),
     "half": (lambda: nn.Linear(2, 2).half(), ValueError, "float16; use module.float"),
+    "complex": (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)), ValueError,
+        r"'1.weight' and 1 more are complex, .*torch.view_as_real\(p\).*torch.view_as_complex",
+    ),
     "device": (lambda: nn.Linear(2, 2, device="meta"), ValueError, "'weight on meta' and 1 more"),
     "lazy": (lambda: nn.LazyLinear(2), TypeError, "no shape yet; call the module once"),
     "nothing": (nn.ReLU, ValueError, "ReLU has no parameter that requires a gradient"),

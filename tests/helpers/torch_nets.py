@@ -69,6 +69,20 @@ class Branches(nn.Module):
         return self.last((self.left if left else self.right)(x).tanh())
 
 
+class Silent(torch.autograd.Function):
+    """A product whose second factor gets no gradient, and whose first gets none if it is alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, factor: Any = None) -> Any:
+        ctx.save_for_backward(factor)
+        return x.clone() if factor is None else x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        (factor,) = ctx.saved_tensors
+        return (None, None) if factor is None else (gradient * factor, None)
+
+
 class Scale(nn.Module):
     """A factor of all, which is a parameter without dims, as a learned temperature."""
 

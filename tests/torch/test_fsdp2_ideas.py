@@ -214,6 +214,22 @@ def test_memory_is_freed_with_the_model(backend, path):
     backend.barrier()
 
 
+@pytest.mark.parametrize("precision", [None, "bfloat16"])
+@in_worlds(2)
+def test_complex_parameters_are_refused_and_their_real_views_sharded(backend, precision):
+    mst.init()
+    for value, is_sent in ((torch.ones(2, dtype=torch.complex64), False), (torch.ones(2, 2), True)):
+        model = nn.Linear(2, 2)
+        model.register_buffer("phases", torch.full((2,), 1j * backend.rank))
+        model.factor = nn.Parameter(value)
+        if is_sent:
+            assert mst.shard(model, precision=precision).phases.tolist() == [0, 0]
+            continue
+        with pytest.raises(ValueError, match=r"'factor' are complex.*torch\.view_as_real\(p\)"):
+            mst.shard(model, precision=precision)
+        assert model.phases.tolist() == [1j * backend.rank] * 2
+
+
 @in_worlds(1)
 def test_modules_without_memory_are_refused_with_the_way_out(backend):
     mst.init()

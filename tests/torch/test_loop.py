@@ -143,6 +143,77 @@ def test_some_gradients_are_cleared_and_others_are_not(backend, strategy):
     assert close(model, expected)
 
 
+class Gated(nn.Module):
+    """Autograd gives every parameter a gradient, or none to the factor, or none to any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 2)
+        self.factor = nn.Parameter(torch.linspace(0.5, 2, 4))
+
+    def forward(self, x: Any, gives: str) -> Any:
+        x = self.first(x).tanh()
+        x = self.last(nets.Silent.apply(x, self.factor) if gives == "some" else x * self.factor)
+        return nets.Silent.apply(x) if gives == "none" else x
+
+
+GIVES = {
+    "some on every rank": lambda rank, step: "some",
+    "some on one rank": lambda rank, step: "some" if rank == 1 else "all",
+    "some from the second step on": lambda rank, step: "some" if step else "all",
+    "none on every rank": lambda rank, step: "none",
+    "none on one rank from the second step on": (
+        lambda rank, step: "none" if rank == 0 and step else "all"
+    ),
+}
+
+
+@by_strategy
+@pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
+@pytest.mark.parametrize("gives", GIVES)
+@in_worlds(1, 2, 3)
+def test_a_parameter_to_which_autograd_gives_no_gradient_is_unused(backend, strategy, path, gives):
+    model, optimizer = start(strategy, Gated, weight_decay=0.5)
+    expected = nets.make(Gated)
+    theirs = SGD(expected.parameters(), weight_decay=0.5)
+    x, _ = nets.batch("mlp")
+    for step in range(4):
+        if step != 2:  # The third pass adds to the gradients of the second.
+            optimizer.zero_grad()
+            theirs.zero_grad()
+        model(x, GIVES[gives](backend.rank, step)).sum().backward()
+        of_ranks = [expected(x, GIVES[gives](r, step)).sum() for r in range(backend.world_size)]
+        (sum(of_ranks) / backend.world_size).backward()
+        for mine, one in zip(model.parameters(), expected.parameters(), strict=True):
+            assert (mine.grad is None) == (one.grad is None)
+        optimizer.step()
+        theirs.step()
+    assert close(model, expected)
+
+
+@by_strategy
+@in_worlds(2)
+def test_a_penalty_on_gradients_of_inputs_alone_trains(backend, strategy):
+    """The last bias has no part in it, and autograd gives the normalisation's bias no gradient."""
+
+    def normalised() -> Any:
+        return nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.LayerNorm(7), nn.Linear(7, 2))
+
+    model, optimizer = start(strategy, normalised)
+    expected, theirs = alone(normalised)
+    x, y = nets.batch("mlp")
+    for m, o, data in (
+        (model, optimizer, nets.mine(backend, (x, y))[0]), (expected, theirs, x)
+    ):  # fmt: skip
+        for _ in range(2):
+            o.zero_grad()
+            inputs = data.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(m(inputs).sum(), inputs, create_graph=True)
+            (slope**2).mean().backward()
+            o.step()
+    assert close(model, expected)
+
+
 @by_strategy
 @in_worlds(2, 3)
 def test_ranks_use_different_branches_and_one_is_never_used(backend, strategy):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpishard.arguments import adapter_hint, as_loss, name_of
-from mpishard.arrays import Array, array_namespace, beside, copy_into, require_plain
+from mpishard.arrays import Array, array_namespace, as_array, beside, copy_into, require_plain
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.devices import Device
@@ -42,8 +42,7 @@ class OpaqueProgram(WholeProgram):
             _member(model, member)
         if not hasattr(model, "compute_loss_and_gradients"):
             _member(model, "compute_gradients")
-        vector = model.get_parameters()
-        require_plain(vector)
+        vector = as_array(model.get_parameters())
         if getattr(vector, "ndim", None) != 1 or vector.dtype.kind != "f" or vector.size == 0:
             raise ValueError(
                 f"{type(model).__name__}.get_parameters() must return a 1-D floating vector with "
@@ -83,7 +82,7 @@ class OpaqueProgram(WholeProgram):
         return hasattr(self._model, "compute_loss_and_gradients")
 
     def fill(self, start: int, out: Array) -> None:
-        copy_into(out, self._model.get_parameters()[start : start + int(out.size)])
+        copy_into(out, as_array(self._model.get_parameters())[start : start + int(out.size)])
 
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         self.changed(parameters)
@@ -124,7 +123,7 @@ class OpaqueProgram(WholeProgram):
             compute = _member(self._model, "compute_gradients")
             gradient = compute(x, y) if own_loss else compute(x, y, loss)
             mean = loss(_member(self._model, "predict")(x), y) if loss is not None else 0.0
-        require_plain(gradient)
+        gradient = as_array(gradient)
         shape = getattr(gradient, "shape", None)
         if shape != (self.units[0].length,):
             raise ValueError(

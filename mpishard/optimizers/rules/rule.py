@@ -109,7 +109,7 @@ class Optimizer(ICheckpointableModel, IGradientBasedOptimizer):
     # holder imports the training loop and the sharded optimizers, and these import rules.
     holder_of: ClassVar[Callable[[Optimizer], Any]]
     _merges_segments: ClassVar[bool] = True  # not for LAMB, which scales each parameter separately
-    searches: ClassVar[bool] = False  # an update takes several evaluations: see `SearchRule`
+    searches: ClassVar[bool] = False  # an update takes several evaluations: see `LBFGS`
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
         """Make a rule; refuse a setting that it does not have, and name the one that is meant.

@@ -17,6 +17,7 @@ from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.update import StepReport, Update
+from mpishard.optimizers.rules.lbfgs import LBFGS
 from mpishard.optimizers.rules.ranges import (
     OwnedRange,
     ParameterCells,
@@ -24,7 +25,6 @@ from mpishard.optimizers.rules.ranges import (
     segments_of,
 )
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.rules.search import SearchRule
 from mpishard.optimizers.sharded.state_bytes import STATE_FORM, StateBytes, gather_state
 from mpishard.sharding import Piece
 
@@ -186,7 +186,7 @@ class ModelState(CheckpointState):
 
     @property
     def is_searching(self) -> bool:
-        """True if the update under way needs another evaluation: see `SearchRule`."""
+        """True if the update under way needs another evaluation: see `LBFGS`."""
         return bool(self.numbers.get("pending"))
 
     def run(
@@ -329,7 +329,7 @@ def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None)
     the parameters of before the step.
     """
     engine, rule = state.engine, state.rule
-    assert isinstance(rule, SearchRule)
+    assert isinstance(rule, LBFGS)
     if engine.round.accumulates:
         raise ShardingError(
             f"{type(rule).__name__} evaluates the whole batch at several points, and accumulate() "

@@ -89,6 +89,12 @@ class ndarray:  # noqa: N801 - CuPy's name
             "a NumPy array explicitly."
         )
 
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self._memory.device  # CUDA
+
+    def __dlpack__(self, **_: Any) -> ndarray:
+        return self
+
     def get(
         self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True
     ) -> Any:

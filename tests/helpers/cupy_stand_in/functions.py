@@ -138,6 +138,12 @@ def asarray(a: Any, dtype: Any = None) -> Any:
     return array(a, dtype, copy=False)
 
 
+def from_dlpack(array: Any) -> Any:
+    if array.__dlpack_device__()[0] != 2:
+        raise BufferError("CPU arrays cannot be directly imported to CuPy. Use `cupy.array(...)`")
+    return array.__dlpack__()[...]
+
+
 def ascontiguousarray(a: Any, dtype: Any = None) -> Any:
     made = asarray(a, dtype)
     return made if made.flags.c_contiguous else made.copy()
@@ -267,6 +273,6 @@ _FUNCTIONS: dict[str, Any] = {
         asarray, ascontiguousarray, asnumpy, get_array_module, concatenate, stack, where, matmul,
         dot, tensordot, outer, einsum, argsort, take, flatnonzero, triu, tril, clip, pad, repeat,
         reshape, transpose, swapaxes, moveaxis, expand_dims, broadcast_to, may_share_memory,
-        array_equal,
+        array_equal, from_dlpack,
     )
 }  # fmt: skip
