@@ -72,8 +72,6 @@ TESTED = {
     ("DelayedSums.expect", "self._stale.pop().wait()"): _DROPPED,
     ("DelayedSums.exchange", "self.across.all_reduce_async(array)"): _MANY_LATE,
     ("DelayedSums.exchange", "work.wait()"): _MANY_LATE,
-    ("_StaleState.wait_for_slow_ranks", "self._next_message(rank).wait()"):
-        "optimizers/test_stale_synchronous.py::test_the_replay_of_what_arrived_is_the_textbooks",
     ("DelayedState.apply_pending",
      "differences(self.model.backend, {name: str(value) for name, value in mine.items()})"):
         "optimizers/test_async_sgd.py::test_ranks_with_other_pending_gradients_are_refused",

@@ -65,7 +65,7 @@ def test_compressed_and_late_gradients_of_replicas(backend, gpu, strategy, what)
         config = ms.ShardingConfiguration(backend, replica_size=2, minimum_parameter_group_size=1)
         model = ms.as_distributed(ms.nn.MLP([6, 16, 3], seed=1, device=device), config, strategy)
         if what == "late":
-            optimizer = ms.AsyncSGDOptimizer(Adam(1e-3), config, delay=2, strategy=strategy)
+            optimizer = ms.AsyncSGDOptimizer(Adam(1e-3), config, 2, strategy=strategy)
         else:
             optimizer = ms.GradientCompressionOptimizer(
                 Adam(1e-3), config, method=what, rank=1, strategy=strategy

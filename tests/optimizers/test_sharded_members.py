@@ -409,7 +409,7 @@ def test_a_gradient_that_was_overwritten_is_not_told(backend, strategy):
 def test_reset_forgets_a_model_that_is_closed(backend):
     model, _ = wrap(backend, "ddp")
     config = model.sharding_configuration
-    late = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.SGD(), config, delay=1)
+    late = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.SGD(), config, 1)
     late.step(model, X, Y)
     model.close()
     late.reset()

@@ -226,17 +226,6 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._state is not None:
             self._state.settle()
 
-    def should_sync(self, iteration: int) -> bool:
-        """Return True: every step synchronises the ranks."""
-        return True
-
-    def sum_over_reports(self, sums: Array) -> Array:
-        """Return the sum over the ranks' reports. Collective if reports differ between ranks.
-
-        Here every report is of all ranks' samples, so that ``sums`` is the result.
-        """
-        return sums
-
     def apply_gradients(self, gradients: Array, model: ShardedModelBase) -> None:
         """Make one update with a given gradient of the mean loss. Collective.
 

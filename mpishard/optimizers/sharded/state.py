@@ -83,7 +83,7 @@ class ModelState(CheckpointState):
         # Before the vectors are made, because frozen parameters have no memory in them.
         if engine.program.frozen != frozen:
             engine.freeze(frozen)
-        self.pieces = pieces = self._updated_pieces()
+        self.pieces = pieces = engine.pieces.updated
         segments = tuple(segments_of(engine.program.entries, piece) for piece in pieces)
 
         # Looked up in each call: a reference to the engine would keep the memory of a closed model.
@@ -117,10 +117,6 @@ class ModelState(CheckpointState):
     def engine(self) -> Engine:
         """The model's engine, which refuses every use after ``model.close()``."""
         return self.model.engine
-
-    def _updated_pieces(self) -> tuple[Piece, ...]:
-        """Return the pieces that this rank updates."""
-        return self.engine.pieces.updated
 
     def require_same_frozen(self) -> None:
         """Refuse options set since the last step that the state does not fit.
