@@ -46,7 +46,6 @@ SPARED = {
     ("LayerChain._forward", "parameters.backend.progress()"): _PROGRESS,
     ("LayerChain.backward", "parameters.backend.progress()"): _PROGRESS,
     ("ExchangedGradients.reduce", "self.exchange.across.progress()"): _PROGRESS,
-    ("LocalState.end_step", "self._across.progress()"): _PROGRESS,
     ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
         "a second wait: copies to the host block, and collectives wait for the GPU themselves",
     ("TrainingRun._hooks", "data.progress"): "a flag of the user's, of the same name",

@@ -15,8 +15,8 @@ Y = np.sin(X[:, :3])
 
 WRAPPERS = {
     "local": lambda *given: ms.LocalSGDOptimizer(*given, 3),
-    "streaming": lambda *given: ms.LocalSGDOptimizer(
-        *given, 4, SGD(0.7, momentum=0.9, nesterov=True), exchange="int8", fragments=2, overlap=2
+    "local codes": lambda *given: ms.LocalSGDOptimizer(
+        *given, 4, SGD(0.7, momentum=0.9, nesterov=True), exchange="int8"
     ),
     "late": lambda *given: ms.AsyncSGDOptimizer(*given, 2),
     "elastic": ms.ElasticOptimizer,
