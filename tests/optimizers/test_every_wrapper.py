@@ -21,10 +21,8 @@ WRAPPERS = {
     "late": lambda *given: ms.AsyncSGDOptimizer(*given, 2),
     "elastic": ms.ElasticOptimizer,
     **{
-        method: lambda *given, method=method: ms.GradientCompressionOptimizer(
-            *given, method=method, rank=1
-        )
-        for method in ("quantization", "int8", "top-k", "random-k", "powersgd")
+        method: lambda *given, method=method: ms.GradientCompressionOptimizer(*given, method=method)
+        for method in ("quantization", "int8", "top-k")
     },
 }
 
