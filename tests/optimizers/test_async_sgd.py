@@ -394,7 +394,6 @@ def test_arguments_and_members(backend):
     model, optimizer = build(backend, allow_staleness=1)
     optimizer.step(model, X, Y)
     for refused in (
-        optimizer.serialize,
         lambda: optimizer.last_computed_gradients,
         lambda: optimizer.apply_gradients(model.get_parameters(), model),
     ):

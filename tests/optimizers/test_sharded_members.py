@@ -346,7 +346,7 @@ def test_bytes_that_do_not_fit_change_nothing(backend):
         (model.wrapped_model.clone().with_parameters(np.ones(26)).serialize(), ValueError,
          "are not those of an optimizer's"),
         (data, ValueError, r"hold the state \['velocity'\] of SGD, and AdamW needs \['first"),
-        (wrong, ValueError, "state tensors do not fit the model, first 'first_moment/"),
+        (wrong, ValueError, "state tensors do not fit the model, first '.*/first_moment/"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             optimizer.deserialize(given)

@@ -82,8 +82,6 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
                 "last_computed_gradients": "the last gradient is still on its way",
                 "apply_gradients": "a given gradient would overtake those on their way: use step, "
                 "or DDPOptimizer",
-                "serialize": "gradients are on their way, which these bytes do not hold: use "
-                "mpishard.checkpoint.save, or save_model",
             }
         self.model_class = model_of_replicas(strategy, self._config)
 

@@ -131,10 +131,6 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
             self.method = "quantization"
         if self.method is not None:
             self._config = by_node(self._config)
-            self._refused = {
-                "serialize": "the errors of compression are each rank's own, which bytes that are "
-                "the same on all ranks cannot hold: use mpishard.checkpoint.save, or save_model"
-            }
         self.model_class = model_of_replicas(strategy, self._config)
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:

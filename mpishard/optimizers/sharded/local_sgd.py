@@ -86,8 +86,6 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     _refused = MappingProxyType({
         "last_computed_gradients": "no gradient of all ranks; each replica has its own",
         "apply_gradients": "each replica trains with its own: use step, or DDPOptimizer",
-        "serialize": "the inner state is each replica's own, which bytes that are the same on "
-        "all ranks cannot hold: use mpishard.checkpoint.save, or save_model",
     })  # fmt: skip
     _setting_names = tuple(field.name for field in fields(LocalSettings))
 

@@ -12,6 +12,7 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace, beside, copy_into
 from mpishard.bfloat16 import BFLOAT16
 from mpishard.checkpoint import Pieces
+from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport, written_here
 from mpishard.models.stores.compression import Code, Int8, Rounded
@@ -131,9 +132,9 @@ class LocalState(ModelState):
 
     def settle(self) -> None:
         """Make all replicas equal now. Collective."""
+        if self._are_equal:
+            return
         engine = self.engine
-        if self._agreements != engine.replicas.agreements or not self.since:
-            return  # they are equal already
         weight = engine.replicas.weight
         # Over all ranks, which is a barrier: ranks of a replica may still read the memory that is
         # changed below. One rank of each replica gives its weight.
@@ -142,6 +143,10 @@ class LocalState(ModelState):
         if total:  # otherwise no replica has used a sample
             self._average(weight / total)
         engine.mark_equal()
+
+    @property
+    def _are_equal(self) -> bool:
+        return self._agreements != self.engine.replicas.agreements or not self.since
 
     def _average(self, share: float) -> None:
         """Take the mean of all replicas, or the outer rule's step towards it. Collective."""
@@ -186,6 +191,11 @@ class LocalState(ModelState):
     # Kinds: "<state name>@<r>" of replica r, and "outer_<state name>".
 
     def arrays_to_write(self) -> Pieces:
+        if not self._are_equal:
+            raise ShardingError(
+                "the state of local steps needs equal replicas: call the optimizer's settle() on "
+                "all ranks first"
+            )
         engine, across = self.engine, self._across
         pieces = engine.pieces
         mine = self._regions(pieces.to_write(engine.program) if self._is_grouped
