@@ -3,7 +3,6 @@
     python benchmarks/little_communication.py                 # all ways, two thread-ranks
     mpishard run -n 4 benchmarks/little_communication.py --ways DDP int8
     python benchmarks/little_communication.py --steps 300     # shorter, with the same schedule
-    python benchmarks/little_communication.py --slow          # one rank at a third of the speed
 
 Text, model, rule, schedule, samples and validation are those of the example. Each line gives the
 validation loss at the end in nats per byte, and the bytes that the ranks sent, relative to DDP's.
@@ -12,10 +11,6 @@ of the ranks behind a slow link, and the picture of such a file with the time th
 
     benchmarks/slow_link.sh 4 100 .venv/bin/python benchmarks/little_communication.py --ways DDP
     python benchmarks/little_communication.py --draw docs/little-communication.jsonl PICTURE
-
-With ``--slow`` the last rank sleeps after each step, so that it takes three times as long. The next
-samples go to the first rank that is free. The lines give seconds for a thousand samples, and the
-loss after as many samples, of DDP and of `AsyncSGDOptimizer` with ``allow_staleness``.
 """
 
 from __future__ import annotations
@@ -36,8 +31,6 @@ import mpishard as ms
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import train_gpt
 
-PAUSE = 0.2  # seconds
-SLOW_BATCH = 8
 LINK = 100e6 / 8  # bytes a second in each direction, of each rank
 GOAL = 1.4  # nats per byte
 FSDP_SHARE = 1.5  # of DDP's bytes, at most: the last unit is not gathered twice
@@ -62,7 +55,7 @@ def local(period: int, outer: Any = None, **options: Any) -> Way:
 
 def late(delay: int) -> Way:
     """Return a maker of an optimizer that applies gradients ``delay`` steps later."""
-    return lambda rule, config: ms.optimizers.AsyncSGDOptimizer(rule, config, delay=delay)
+    return lambda rule, config: ms.optimizers.AsyncSGDOptimizer(rule, config, delay)
 
 
 def nesterov(rate: float, momentum: float) -> Any:
@@ -75,10 +68,7 @@ WAYS: dict[str, Way] = {
     "int8": compressed("int8"),
     "quantization, ratio 0.1": compressed("quantization"),
     "top-k, 1 %": compressed("top-k", 0.01),
-    "random-k, 1 %": compressed("random-k", 0.01),
-    "PowerSGD, rank 4": compressed("powersgd", rank=4),
     "top-k, 1 %, from step 300": compressed("top-k", 0.01, start_step=300),
-    "PowerSGD, rank 4, from step 300": compressed("powersgd", rank=4, start_step=300),
     "local steps, H = 10": local(10),
     "local steps, H = 50": local(50),
     "outer Nesterov 1.0, 0.5, H = 50": local(50, nesterov(1.0, 0.5)),
@@ -234,43 +224,8 @@ def draw(source: Path, picture: Path) -> None:
     figure.savefig(picture, dpi=90)
 
 
-def with_a_slow_rank(backend: Any, staleness: int, settings: dict) -> tuple[float, float]:
-    """Return seconds for a thousand samples, and the validation loss at the end."""
-    config = ms.ShardingConfiguration(backend)
-    model = ms.DDPModel(train_gpt.gpt(settings), config)
-    data = train_gpt.training(settings)
-    x, y, steps = data["x_train"], data["y_train"], settings["steps"]
-    optimizer = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.AdamW(1e-3), config, staleness)
-    optimizer.bind(model)
-    is_slow = backend.rank == backend.world_size - 1 > 0
-    generator = np.random.default_rng(backend.rank)
-    model.compute_gradients(x[:SLOW_BATCH], y[:SLOW_BATCH])  # compiles
-    backend.barrier()
-    began, made, worked = time.perf_counter(), 0, 0.0
-    while (sum(optimizer.clocks) if staleness else made) < steps * backend.world_size:
-        rows = generator.integers(0, len(x), SLOW_BATCH)
-        # The other ranks sleep, too: ranks that share cores would slow each other.
-        time.sleep(3 * PAUSE + 2 * worked if is_slow else PAUSE)
-        before = time.thread_time()
-        optimizer.step(model, x[rows], y[rows])
-        worked = time.thread_time() - before
-        made += backend.world_size
-    optimizer.settle()
-    seconds = float(backend.all_reduce(np.array([time.perf_counter() - began]))[0])
-    samples = steps * backend.world_size * SLOW_BATCH
-    loss, _ = model.evaluate(data["x_validation"][:], data["y_validation"][:])
-    return seconds / backend.world_size / samples * 1000, loss
-
-
 def run(backend: Any, given: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Train in each way that was asked for, and print a line for it."""
-    if given.slow:
-        for staleness in (0, given.steps):
-            seconds, loss = with_a_slow_rank(backend, staleness, settings)
-            backend.print(
-                f"allow_staleness {staleness:4}: {seconds:.2f} s for 1000 samples, loss {loss:.3f}"
-            )
-        return
     # A whole name selects one way: "int8" is also a word in the names of others.
     for name in [n for n in WAYS if any(w == n if w in WAYS else w in n for w in given.ways)]:
         found = train(backend, name, settings)
@@ -289,7 +244,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=train_gpt.DEFAULTS["steps"])
     parser.add_argument("--ways", nargs="+", default=[""], help="names of ways, or words in them")
     parser.add_argument("--output", type=Path, help="file of JSON lines to add the figures to")
-    parser.add_argument("--slow", action="store_true", help="one rank at a third of the speed")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=JSON", help="settings")
     parser.add_argument("--draw", nargs=2, type=Path, metavar=("FILE", "PICTURE"))
     given = parser.parse_args()

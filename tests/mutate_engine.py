@@ -46,7 +46,6 @@ SPARED = {
     ("LayerChain._forward", "parameters.backend.progress()"): _PROGRESS,
     ("LayerChain.backward", "parameters.backend.progress()"): _PROGRESS,
     ("ExchangedGradients.reduce", "self.exchange.across.progress()"): _PROGRESS,
-    ("LocalState.end_step", "self._across.progress()"): _PROGRESS,
     ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
         "a second wait: copies to the host block, and collectives wait for the GPU themselves",
     ("TrainingRun._hooks", "data.progress"): "a flag of the user's, of the same name",
@@ -72,8 +71,6 @@ TESTED = {
     ("DelayedSums.expect", "self._stale.pop().wait()"): _DROPPED,
     ("DelayedSums.exchange", "self.across.all_reduce_async(array)"): _MANY_LATE,
     ("DelayedSums.exchange", "work.wait()"): _MANY_LATE,
-    ("_StaleState.wait_for_slow_ranks", "self._next_message(rank).wait()"):
-        "optimizers/test_stale_synchronous.py::test_the_replay_of_what_arrived_is_the_textbooks",
     ("DelayedState.apply_pending",
      "differences(self.model.backend, {name: str(value) for name, value in mine.items()})"):
         "optimizers/test_async_sgd.py::test_ranks_with_other_pending_gradients_are_refused",

@@ -165,7 +165,7 @@ class ShardingConfiguration:
         the page "Mixed precision". float16 is not offered, because it needs loss scaling.
     replica_size : int or "node", optional
         Number of consecutive ranks that hold one replica of the model together, for
-        `LocalSGDOptimizer`, `GradientCompressionOptimizer` and `AsyncSGDOptimizer` with ``delay``.
+        `LocalSGDOptimizer`, `GradientCompressionOptimizer` and `AsyncSGDOptimizer`.
         Inside a replica the strategy is unchanged, and the optimizer decides what replicas
         exchange. "node" means all ranks of a node. For a `HybridShardedModel` it is the product of
         its pipeline, tensor and data axes. Read-only afterwards. Default: None, one replica of all

@@ -278,23 +278,20 @@ def wrong_shape_of_one_ranks_batch(backend, culprit):
     model.train(X[:, :3] if backend.rank == culprit else X, Y)
 
 
-def _trained_by(backend, make, happens):
-    """Six steps of an optimizer; ``happens`` before the sixth."""
-    optimizer = make(mpishard.optimizers.SGD(0.01), mpishard.ShardingConfiguration(backend))
-    model = mpishard.DDPModel(mpishard.nn.MLP([6, 8, 2], seed=0), optimizer.sharding_configuration)
+def _with_gradients_under_way(backend, happens):
+    """Six steps with late gradients; ``happens`` before the sixth, with three under way."""
+    config = mpishard.ShardingConfiguration(backend)
+    optimizer = mpishard.AsyncSGDOptimizer(mpishard.optimizers.SGD(0.01), config, 3)
+    model = mpishard.DDPModel(mpishard.nn.MLP([6, 8, 2], seed=0), config)
     for number in range(6):
-        if number == 5:  # an exchange that began in the fourth step is under way
+        if number == 5:
             happens()
         optimizer.step(model, X, Y)
-    optimizer.settle()
 
 
 @raises()
-def raise_while_others_train_ahead(backend, culprit):
-    _trained_by(
-        backend, lambda *given: mpishard.AsyncSGDOptimizer(*given, allow_staleness=3),
-        lambda: backend.rank == culprit and boom(),
-    )  # fmt: skip
+def raise_with_gradients_under_way(backend, culprit):
+    _with_gradients_under_way(backend, lambda: backend.rank == culprit and boom())
 
 
 @raises("OSError: [Errno 28]", "OSError")
@@ -590,12 +587,8 @@ def killed_in_a_step(backend, culprit):
 
 
 @killed(9, "SIGKILL")
-def killed_while_replicas_exchange_codes(backend, culprit):
-    _trained_by(
-        backend,
-        lambda *given: mpishard.LocalSGDOptimizer(*given, 4, overlap=3, exchange="int8"),
-        lambda: backend.rank == culprit and _end(signal.SIGKILL),
-    )  # fmt: skip
+def killed_with_gradients_under_way(backend, culprit):
+    _with_gradients_under_way(backend, lambda: backend.rank == culprit and _end(signal.SIGKILL))
 
 
 @killed(11, "SIGSEGV")

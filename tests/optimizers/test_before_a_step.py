@@ -86,6 +86,6 @@ def test_a_state_goes_on_with_compression_or_delay() -> None:
         whole = GradientCompressionOptimizer(Adam(), config, 0.1, use_quantization=False)
         GradientCompressionOptimizer(Adam(), config, 0.2, seed=1).deserialize(whole.serialize())
         prompt = AsyncSGDOptimizer(Adam(), config)
-        AsyncSGDOptimizer(Adam(), config, delay=2).deserialize(prompt.serialize())
+        AsyncSGDOptimizer(Adam(), config, 2).deserialize(prompt.serialize())
 
     ms.run_in_threads(2, main)

@@ -266,7 +266,6 @@ def test_arguments(backend):
     model, optimizer = build(backend)
     optimizer.step(model, X, Y)
     for refused in (
-        optimizer.serialize,
         lambda: optimizer.last_computed_gradients,
         lambda: optimizer.apply_gradients(model.get_parameters(), model),
     ):

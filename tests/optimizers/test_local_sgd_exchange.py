@@ -1,4 +1,4 @@
-"""Replicas that exchange codes, and fragments in turn: against a textbook version, and by the byte.
+"""Replicas that exchange codes: against a textbook version, and by the byte.
 
 The textbook runs all ranks in one process, on whole vectors.
 """
@@ -58,18 +58,17 @@ def told(exchange, values, key):
 class Textbook:
     """All replicas of ``group`` ranks each, one after the other."""
 
-    def __init__(self, units, world, exchange, fragments, overlap, outer, group=1, start=0):
+    def __init__(self, units, world, exchange, outer, group=1, start=0):
         size = world // group
         self.units, self.size, self.exchange, self.group = units, size, exchange, group
-        self.fragments, self.overlap, self.outer = fragments, overlap, outer
+        self.outer = outer
         self.model = plain()
         self.agreed = self.model.get_parameters()
         self.thetas = [self.agreed.copy() for _ in range(size)]
         self.velocities = [0 * self.agreed for _ in range(size)]
         self.momentum = 0 * self.agreed
-        self.used = np.zeros((fragments, size))
+        self.used = np.zeros(size)
         self.start = start  # steps; until then all agree every two
-        self.coming = None
 
     def run(self, steps):
         for step in range(steps):
@@ -82,36 +81,18 @@ class Textbook:
                     gradient = at.compute_loss_and_gradients(x, y)[1]
                     self.velocities[rank] = 0.9 * self.velocities[rank] + gradient
                     self.thetas[rank] = self.thetas[rank] - 1e-3 * self.velocities[rank]
-                self.used[:, rank] += len(x)
-            if self.coming is not None and step == self.coming[0]:
-                self.take(0.5)
+                self.used[rank] += len(x)
             starts = step < self.start
-            for number in range(self.fragments):
-                due = (number + 1) * PERIOD // self.fragments
-                if (
-                    step % 2 == 1 or step + 1 == self.start
-                    if starts
-                    else (step + 1 - self.start - due) % PERIOD == 0
-                ):
-                    changes = self.exchanged(number, step + 1, self.outer and not starts)
-                    self.coming = step + self.overlap, changes
-                    if starts or not self.overlap:
-                        self.take(0)
+            if (
+                step % 2 == 1 or step + 1 == self.start
+                if starts
+                else (step + 1 - self.start) % PERIOD == 0
+            ):
+                self.exchanged(step + 1, self.outer and not starts)
 
-    def take(self, kept):
-        for place, values in self.coming[1]:
-            self.agreed[place] = values
-            for theta in self.thetas:
-                theta[place] = kept * theta[place] + (1 - kept) * values
-        self.coming = None
-
-    def exchanged(self, number, step, outer):
-        """Return the places of a fragment, and their next values."""
-        weights, self.used[number] = self.used[number].copy(), 0
-        length, found = self.units[-1].stop, []
+    def exchanged(self, step, outer):
+        weights, self.used = self.used, np.zeros(self.size)
         for unit in self.units:
-            if (unit.start + unit.stop) / 2 * self.fragments // length != number:
-                continue
             layout = ms.ShardLayout(unit.length, self.size)
             for owner in range(self.size):
                 start = unit.start + layout.start(owner)
@@ -124,27 +105,25 @@ class Textbook:
                 if outer:
                     self.momentum[place] = 0.9 * self.momentum[place] - change
                     change = -0.7 * (-change + 0.9 * self.momentum[place])
-                found.append((place, old + told(self.exchange, change, (*key, 0))))
-        return found
+                values = old + told(self.exchange, change, (*key, 0))
+                for vector in (self.agreed, *self.thetas):
+                    vector[place] = values
 
 
-WAYS = [  # exchange, fragments, overlap, outer
-    ("int8", 1, 0, False), ("int8", 1, 0, True), ("bfloat16", 1, 0, True), ("float32", 3, 0, False),
-    (None, 3, 0, True), (None, 3, 2, True), (None, 1, 3, False), ("int8", 2, 1, True),
+WAYS = [  # exchange, outer
+    ("int8", False), ("int8", True), ("bfloat16", True), ("float32", False), (None, True),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("exchange", "fragments", "overlap", "outer"), WAYS)
+@pytest.mark.parametrize(("exchange", "outer"), WAYS)
 @in_worlds(2, 3)
-def test_many_steps_are_the_textbooks(backend, exchange, fragments, overlap, outer):
-    model, optimizer = build(
-        backend, outer=outer, exchange=exchange, fragments=fragments, overlap=overlap
-    )
+def test_many_steps_are_the_textbooks(backend, exchange, outer):
+    model, optimizer = build(backend, outer=outer, exchange=exchange)
     for step in range(50):
         optimizer.step(model, *share(step, backend.rank, backend.world_size))
     everyones = backend.all_gather(model.local_parameter_shard[None].copy())
     if backend.rank == 0:
-        book = Textbook(model.units, backend.world_size, exchange, fragments, overlap, outer)
+        book = Textbook(model.units, backend.world_size, exchange, outer)
         book.run(50)
         np.testing.assert_allclose(everyones, book.thetas, rtol=0, atol=1e-12)
         assert np.abs(book.agreed - plain().get_parameters()).max() > 1e-3
@@ -153,11 +132,9 @@ def test_many_steps_are_the_textbooks(backend, exchange, fragments, overlap, out
     assert (everyones == everyones[0]).all()
 
 
-@pytest.mark.parametrize(("fragments", "overlap"), [(1, 0), (3, 2)])
 @in_worlds(2, 3)
-def test_replicas_agree_often_until_the_start_ends(backend, fragments, overlap, shared_path):
-    given = {"exchange": "int8", "fragments": fragments, "overlap": overlap}
-    given |= {"outer": True, "start_step": 7, "start_period": 2}
+def test_replicas_agree_often_until_the_start_ends(backend, shared_path):
+    given = {"exchange": "int8", "outer": True, "start_step": 7, "start_period": 2}
 
     def steps(model, optimizer, first, last):
         for step in range(first, last):
@@ -169,9 +146,7 @@ def test_replicas_agree_often_until_the_start_ends(backend, fragments, overlap, 
     steps(model, optimizer, 4, 25)
     everyones = backend.all_gather(model.local_parameter_shard[None].copy())
     if backend.rank == 0:
-        book = Textbook(
-            model.units, backend.world_size, "int8", fragments, overlap, outer=True, start=7
-        )
+        book = Textbook(model.units, backend.world_size, "int8", outer=True, start=7)
         book.run(25)
         np.testing.assert_allclose(everyones, book.thetas, rtol=0, atol=1e-12)
     again, other = build(backend, **given)
@@ -182,12 +157,11 @@ def test_replicas_agree_often_until_the_start_ends(backend, fragments, overlap, 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @in_worlds(2, 4)
-def test_replicas_of_two_ranks_stream_codes(backend, strategy):
-    given = {"outer": True, "exchange": "bfloat16", "fragments": 3, "overlap": 2, "size": 2}
-    model, optimizer = build(backend, strategy=strategy, **given)
+def test_replicas_of_two_ranks_exchange_codes(backend, strategy):
+    model, optimizer = build(backend, strategy=strategy, outer=True, exchange="bfloat16", size=2)
     for step in range(20):
         optimizer.step(model, *share(step, backend.rank, backend.world_size))
-    book = Textbook(model.units, backend.world_size, "bfloat16", 3, 2, outer=True, group=2)
+    book = Textbook(model.units, backend.world_size, "bfloat16", outer=True, group=2)
     book.run(20)
     mine = model.get_parameters()
     np.testing.assert_allclose(mine, book.thetas[backend.rank // 2], rtol=0, atol=1e-12)
@@ -200,8 +174,8 @@ def test_replicas_of_two_ranks_stream_codes(backend, strategy):
 @pytest.mark.usefixtures("messages_only")
 @pytest.mark.parametrize(("exchange", "width"), [("float32", 4), ("bfloat16", 2), ("int8", 1)])
 @in_worlds(2, 3, 4)
-def test_codes_travel_in_turn(backend, exchange, width):
-    model, optimizer = build(backend, exchange=exchange, fragments=3, outer=True)
+def test_codes_travel_once_a_period(backend, exchange, width):
+    model, optimizer = build(backend, exchange=exchange, outer=True)
     optimizer.bind(model)
 
     def sent(call):
@@ -216,8 +190,8 @@ def test_codes_travel_in_turn(backend, exchange, width):
     found = [sent(lambda: optimizer.step(model, *share(step, backend.rank, size)))  # noqa: B023
              for step in range(2 * PERIOD)]  # fmt: skip
     scales = 8 * size if exchange == "int8" else 0
-    fragments = [2 * (size - 1) * (width * unit.length + scales) for unit in model.units]
-    expected = [0, fragments[0], 0, fragments[1], 0, fragments[2]] * 2
+    codes = [2 * (size - 1) * (width * unit.length + scales) for unit in model.units]
+    expected = [0, 0, 0, 0, 0, sum(codes)] * 2
     assert [bytes_ - small - (weight if bytes_ > small else 0) for bytes_ in found] == expected
 
 
@@ -228,9 +202,9 @@ def test_a_run_goes_on_after_settling_with_the_same_bits(backend, exchange, shar
         for step in range(first, last):
             optimizer.step(model, *share(step, backend.rank, backend.world_size))
 
-    given = {"rule": Adam(1e-3), "outer": True, "fragments": 3, "overlap": 2, "exchange": exchange}
+    given = {"rule": Adam(1e-3), "outer": True, "exchange": exchange}
     (model, optimizer), (again, other) = (build(backend, **given) for _ in range(2))
-    steps(model, optimizer, 0, 5)  # one exchange is under way
+    steps(model, optimizer, 0, 5)
     if backend.world_size > 1:
         with pytest.raises(ShardingError, match=r"a checkpoint needs equal replicas"):
             ms.checkpoint.save(shared_path / "no", model, optimizer)
@@ -247,9 +221,9 @@ def test_a_run_goes_on_after_settling_with_the_same_bits(backend, exchange, shar
 
 @in_worlds(1, 2)
 def test_parameters_that_are_set_begin_the_cycle_anew(backend):
-    made = [build(backend, rule=SGD(0.01), fragments=2, overlap=1) for _ in range(2)]
+    made = [build(backend, rule=SGD(0.01), outer=True) for _ in range(2)]
     (model, optimizer), _ = made
-    for step in range(3):  # an exchange is under way
+    for step in range(3):
         optimizer.step(model, *share(step, backend.rank, backend.world_size))
     model.set_parameters(plain().get_parameters())
     optimizer.settle()  # nothing is to be done
@@ -267,13 +241,6 @@ def test_arguments(backend):
         ({"exchange": "int4"}, ValueError, "exchange must be one of float32, bfloat16, int8"),
         ({"start_step": -1}, ValueError, "start_step must be 0 or more, got -1"),
         ({"start_period": 11}, ValueError, "start_period must be from 1 to .*, 10, got 11"),
-        ({"fragments": 0}, ValueError, "fragments must be from 1 to synchronization_period, 10"),
-        ({"fragments": 11}, ValueError, "got 11"),
-        ({"fragments": 4, "overlap": 3}, ValueError, "overlap must be from 0 to .* 2,"),
-        ({"overlap": 1.5}, TypeError, "overlap must be an integer"),
     ):
         with pytest.raises(error, match=match):
             LocalSGDOptimizer(SGD(), config, **given)
-    model, optimizer = build(backend, fragments=4)
-    with pytest.raises(ValueError, match="fragments=4 are more than the model's 3 units"):
-        optimizer.bind(model)

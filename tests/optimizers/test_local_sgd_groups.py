@@ -158,8 +158,8 @@ def test_settle_waits_for_ranks_of_the_node_that_read():
     def main(backend):
         config = ms.ShardingConfiguration(backend, replica_size=2)
         model = ms.FSDPModel(plain(), config)
-        optimizer = LocalSGDOptimizer(SGD(0.1), config, 2, strategy="fsdp", overlap=2)
-        for step in range(3):  # an exchange is under way
+        optimizer = LocalSGDOptimizer(SGD(0.1), config, 4, SGD(0.5), strategy="fsdp")
+        for step in range(3):
             optimizer.step(model, *share(step, backend.rank, 2))
         before = model.predict(X)
         if backend.rank == 1:
@@ -278,15 +278,13 @@ IN_THREE_AXES = [
 ]
 
 
-def build_mesh(backend, mesh, rule, period=4, *, outer=None, inside="fsdp", overlap=0, **options):
+def build_mesh(backend, mesh, rule, period=4, *, outer=None, inside="fsdp", **options):
     """A model and its optimizer, whose replicas have the ranks of ``mesh``."""
     config = ms.ShardingConfiguration(
         backend, minimum_parameter_group_size=1, replica_size=int(np.prod(mesh))
     )
     model = ms.HybridShardedModel(plain(2), config, *mesh, data_parallel_strategy=inside, **options)
-    return model, LocalSGDOptimizer(
-        rule, config, period, outer, strategy="hybrid", overlap=overlap
-    )  # fmt: skip
+    return model, LocalSGDOptimizer(rule, config, period, outer, strategy="hybrid")
 
 
 def train(model, optimizer, steps):
@@ -368,12 +366,12 @@ def test_a_period_of_one_of_three_axes_is_ddp():
 
 
 def saved_and_loaded(backend, shared_path, mesh, inner, outer):
-    model, optimizer = build_mesh(backend, mesh, inner, outer=outer, overlap=1)
+    model, optimizer = build_mesh(backend, mesh, inner, outer=outer)
     train(model, optimizer, range(8))
     optimizer.settle()
     ms.checkpoint.save(shared_path / "run", model, optimizer)
     expected = train(model, optimizer, range(8, 15))
-    again, other = build_mesh(backend, mesh, inner, outer=outer, overlap=1)
+    again, other = build_mesh(backend, mesh, inner, outer=outer)
     ms.checkpoint.load(shared_path / "run", again, other)
     assert train(again, other, range(8, 15)).tobytes() == expected.tobytes()
     # As many replicas, each of the ranks of its data axis.
@@ -382,7 +380,7 @@ def saved_and_loaded(backend, shared_path, mesh, inner, outer):
         backend.split(place, model.data_rank), replica_size=mesh[2] if mesh[2] > 1 else None
     )
     alone = ms.DDPModel(plain(), config)
-    third = LocalSGDOptimizer(inner, config, 4, outer, overlap=1)
+    third = LocalSGDOptimizer(inner, config, 4, outer)
     ms.checkpoint.load(shared_path / "run", alone, third)
     np.testing.assert_allclose(train(alone, third, range(8, 15)), expected, rtol=0, atol=1e-12)
 
@@ -474,9 +472,8 @@ def test_what_a_mesh_cannot_do_is_refused(backend):
     for kind in (ms.FSDPModel, ms.HybridShardedModel):
         with pytest.raises(ValueError, match=r"gradient_leaves=4 needs one replica on all ranks"):
             kind(plain(), leaves)
-    for options in ({"fragments": 2}, {"exchange": "int8"}):
-        with pytest.raises(ValueError, match='strategy="hybrid" needs fragments=1'):
-            LocalSGDOptimizer(SGD(), config, strategy="hybrid", **options)
+    with pytest.raises(ValueError, match='strategy="hybrid" needs an exchange other than "int8"'):
+        LocalSGDOptimizer(SGD(), config, strategy="hybrid", exchange="int8")
     assert backend.traffic.total_bytes == 0
     model = ms.HybridShardedModel(nn.MLP([6, 8, 3]), config, 1, 2)
     with pytest.raises((ShardingError, RuntimeError), match="replica_size"):

@@ -5,7 +5,7 @@ import pytest
 
 import mpishard as ms
 from mpishard.optimizers.loop.run_state import BestParameters
-from mpishard.optimizers.sharded.state_bytes import StateBytes, gather_state
+from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ParameterEntry, Piece, Placement, Slice, Unit
 
 ENTRIES = [
@@ -59,33 +59,43 @@ def state_of(rank):
     return placement, pieces, state
 
 
+def regions(placement, pieces, state):
+    return {
+        name: placement.cut((piece.start, vector[piece.in_shard]) for piece in pieces)
+        for name, vector in state.items()
+    }
+
+
 def test_every_rank_has_the_tensors_of_all():
     def gather(backend):
         placement, pieces, state = (held(0), [], {n: np.empty(0) for n in "mv"})
         if backend.rank < 4:  # the fifth rank has no piece
             placement, pieces, state = state_of(backend.rank)
         spoken = SPOKEN.get(backend.rank, pieces)
-        return gather_state(backend, state, spoken, placement, STATEFUL)
+        return StateBytes.gather(
+            backend, regions(placement, spoken, state), {}, STATEFUL, np.dtype(float)
+        ).arrays
 
-    for tensors in ms.run_in_threads(5, gather):
-        assert [*tensors] == [f"{name}/{entry.name}" for name in "mv" for entry in STATEFUL]
+    for arrays in ms.run_in_threads(5, gather):
         for name, full in zip("mv", FULL, strict=True):
+            assert [*arrays[name]] == [entry.name for entry in STATEFUL]
             for entry in STATEFUL:
-                found = tensors[f"{name}/{entry.name}"]
+                found = arrays[name][entry.name]
                 assert found.shape == entry.shape
                 assert found.tobytes() == full[entry.start : entry.stop].tobytes()
 
 
 @pytest.mark.parametrize("rank", range(4))
 def test_every_rank_takes_its_slices_of_the_tensors(rank):
-    tensors = {
-        f"{name}/{entry.name}": full[entry.start : entry.stop].reshape(entry.shape)
+    arrays = {
+        name: {
+            entry.name: full[entry.start : entry.stop].reshape(entry.shape) for entry in STATEFUL
+        }
         for name, full in zip("mv", FULL, strict=True)
-        for entry in STATEFUL
     }
     placement, pieces, expected = state_of(rank)
     state = {name: np.zeros_like(vector) for name, vector in expected.items()}
-    StateBytes("Rule", {}, 1, tensors).fill(state, pieces, placement)
+    StateBytes({"optimizer_steps": 1}, arrays).fill(regions(placement, pieces, state))
     for name, vector in state.items():
         assert vector.tobytes() == expected[name].tobytes()
 

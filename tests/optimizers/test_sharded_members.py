@@ -346,7 +346,7 @@ def test_bytes_that_do_not_fit_change_nothing(backend):
         (model.wrapped_model.clone().with_parameters(np.ones(26)).serialize(), ValueError,
          "are not those of an optimizer's"),
         (data, ValueError, r"hold the state \['velocity'\] of SGD, and AdamW needs \['first"),
-        (wrong, ValueError, "state tensors do not fit the model, first 'first_moment/"),
+        (wrong, ValueError, "state tensors do not fit the model, first '.*/first_moment/"),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             optimizer.deserialize(given)
@@ -409,7 +409,7 @@ def test_a_gradient_that_was_overwritten_is_not_told(backend, strategy):
 def test_reset_forgets_a_model_that_is_closed(backend):
     model, _ = wrap(backend, "ddp")
     config = model.sharding_configuration
-    late = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.SGD(), config, delay=1)
+    late = ms.optimizers.AsyncSGDOptimizer(ms.optimizers.SGD(), config, 1)
     late.step(model, X, Y)
     model.close()
     late.reset()

@@ -126,7 +126,7 @@ def _wrapped(
     if job.wrapper is None:
         return model, as_distributed(rule, config, job.strategy, **options)
     make, _ = WRAPPERS[job.wrapper]
-    late = {"delay": job.delay} if job.wrapper == "async" else {}
+    late = {"allow_staleness": job.delay} if job.wrapper == "async" else {}
     return model, make(rule, config, strategy=job.strategy, **late)
 
 

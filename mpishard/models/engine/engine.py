@@ -202,7 +202,7 @@ class Engine:
 
     def step(
         self, x: Array, y: Array, rule: Rule, *, sample_start: int | None = None,
-        settings: Mapping[str, Any] | None = None, apart: bool = False, alone: bool = False,
+        settings: Mapping[str, Any] | None = None, apart: bool = False,
     ) -> StepReport:  # fmt: skip
         """Make one synchronised update on this rank's batch; inside `accumulate` only add to it.
 
@@ -218,9 +218,6 @@ class Engine:
         With ``apart`` each rank updates its replica with its own gradient, too. But all ranks agree
         on losses, settings and errors, and the report is about all ranks' samples. A rank without
         samples updates nothing. If groups of ranks hold replicas, each group updates its own.
-
-        With ``alone`` only ``rule`` communicates. It is called with this rank's own gradient, even
-        if this rank has no samples.
 
         An error leaves the parameters unchanged, unless ``rule`` itself raises it.
 
@@ -243,7 +240,7 @@ class Engine:
         self._gradient += 1
         # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
         inputs, targets = self.program.check_pair(x, y, self.loss)
-        is_local = alone or not self._config.auto_sync_gradients
+        is_local = not self._config.auto_sync_gradients
         # A sum of gradients has no meaning if the replicas differ.
         if is_local or apart:
             self.replicas.require_drifting()
@@ -257,9 +254,7 @@ class Engine:
             batches = self._batches(inputs, targets, sample_start, is_local=is_local)
             began = time.perf_counter()
             with step_span(self.step_number + 1):
-                report = self._step(
-                    batches, rule, settings or {}, is_local=is_local, apart=apart, alone=alone
-                )
+                report = self._step(batches, rule, settings or {}, is_local=is_local, apart=apart)
         # After an error the round cannot be continued: its gradient may be half reduced.
         except BaseException:
             self.abandon()
@@ -287,7 +282,7 @@ class Engine:
 
     def _step(
         self, batches: Sequence[Part], rule: Rule, settings: Mapping[str, Any], *, is_local: bool,
-        apart: bool, alone: bool,
+        apart: bool,
     ) -> StepReport:  # fmt: skip
         round_ = self.round
         is_whole = apart and self.replica.across is None  # this rank is a replica
@@ -303,7 +298,7 @@ class Engine:
             round_.add(own_loss, own_weight)
             loss, weight = loss + own_loss, weight + own_weight
         if is_local:
-            return self._local_update(loss, weight, rule, needs_samples=not alone)
+            return self._local_update(loss, weight, rule)
         step = self.step_number + 1
         if round_.accumulates:
             total, total_weight, _ = round_.totals([loss, weight, 0.0], loss, settings, step)
@@ -475,15 +470,13 @@ class Engine:
         self.round.end()
         self.step_number += 1
 
-    def _local_update(
-        self, loss: float, weight: float, rule: Rule, *, needs_samples: bool
-    ) -> StepReport:
+    def _local_update(self, loss: float, weight: float, rule: Rule) -> StepReport:
         """Update this rank's replica with its own gradient. Communicates nothing."""
         assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
         if self.round.accumulates:
             return StepReport(self.mean(loss, weight), weight, None)
         total, total_weight = self.round.loss, self.round.weight
-        if total_weight == 0 and needs_samples:
+        if total_weight == 0:
             raise ValueError("this rank has no sample that counts in this step; all weights are 0")
         gradients = self.gradients.local(self.pieces.updated)
         squared = squared_norm(gradients)

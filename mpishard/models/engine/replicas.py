@@ -76,7 +76,7 @@ class Replicas:
             raise ShardingError(
                 f"{purpose} trains one replica on all ranks, but replica_size makes several "
                 "replicas: use LocalSGDOptimizer, GradientCompressionOptimizer or "
-                "AsyncSGDOptimizer(delay=), or leave replica_size out"
+                "AsyncSGDOptimizer, or leave replica_size out"
             )
 
     def require_equal(self, purpose: str) -> None:
@@ -90,9 +90,8 @@ class Replicas:
         if self.weight:
             raise ShardingError(
                 f"{purpose} needs equal replicas, but rank {self._parameters.backend.rank} has "
-                "made updates of its own. First call settle() of the LocalSGDOptimizer or "
-                "AsyncSGDOptimizer on all ranks; with auto_sync_gradients=False call "
-                "synchronize_gradients()"
+                "made updates of its own. First call settle() of the LocalSGDOptimizer on all "
+                "ranks; with auto_sync_gradients=False call synchronize_gradients()"
             )
 
     def drift(self, weight: float) -> None:

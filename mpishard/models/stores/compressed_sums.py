@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
@@ -13,11 +12,10 @@ from mpishard.arrays import Array, copy_into, to_host
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.layout import ShardLayout
-from mpishard.models.stores.compression import Block, Code, PowerSGD, blocks_of
+from mpishard.models.stores.compression import Code
 from mpishard.models.stores.exchanged_gradients import Part, SumExchange
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
-from mpishard.sharding import ParameterEntry
 
 
 class ErrorFeedback:
@@ -45,8 +43,6 @@ class ErrorFeedback:
     own_pieces, reduced_pieces : tuple of Piece
         The ranges of both, part by part; ``offset`` is the place in the vector. A part that travels
         whole has no errors, except those read from a checkpoint of other ranks.
-    factors : dict of str to Array
-        Parameter -> second factor of PowerSGD in the last step, shape (columns, rank).
     """
 
     def __init__(
@@ -72,8 +68,6 @@ class ErrorFeedback:
         )
         for vector in self._kept:
             vector.fill(0)
-        self.factors: dict[str, Array] = {}
-        self._fresh_factors: dict[str, Array] = {}
         self._is_complete = False
 
     @property
@@ -92,15 +86,10 @@ class ErrorFeedback:
             for old, new, piece in zip(self._kept, self._fresh, pieces, strict=True)
         ]
 
-    def write_factor(self, name: str, factor: Array) -> None:
-        """Keep a factor for the next step, if this one succeeds."""
-        self._fresh_factors[name] = factor
-
     def commit(self) -> None:
         """Take the new errors for the old ones: the step has updated the parameters."""
         if self._is_complete:
             self._kept, self._fresh = self._fresh, self._kept
-            self.factors = self._fresh_factors
         self.drop()
 
     def settle(self) -> None:
@@ -109,7 +98,6 @@ class ErrorFeedback:
 
     def drop(self) -> None:
         """Forget the new errors."""
-        self._fresh_factors = {}
         self._is_complete = False
 
 
@@ -143,19 +131,14 @@ class CompressedSums(SumExchange):
     The owner adds the decoded values in the order of the one tree, adds its own error, and sends
     the sum as a code to all. With w(n) the bytes of a code of n elements the N ranks of the
     exchange send 2 (N - 1) times the sum of w over the ranges that they own: as an all-reduce does,
-    in codes. `PowerSGD` all-reduces the two factors of each block of rows, and all other elements,
-    instead. Parts that other ranks of the replica exchange too are all-reduced as they are: codes
+    in codes. Parts that other ranks of the replica exchange too are all-reduced as they are: codes
     of them would differ if these ranks cut them at other places.
 
     Parameters
     ----------
     across, parts
         See `SumExchange`; in flat order.
-    entries : sequence of ParameterEntry
-        The parameters, or slices, of the rank's flat vector, none of which is cut by a unit.
-    numbers : dict of str to int
-        Index of each parameter in the model.
-    code : Code or PowerSGD
+    code : Code
         Encoding of the values that travel.
     errors : ErrorFeedback
         The optimizer's errors; none is added if ``keeps_errors`` is False.
@@ -163,28 +146,23 @@ class CompressedSums(SumExchange):
         Returns seed and step.
     start_step : int
         Earlier steps all-reduce whole values, and neither use nor write errors.
-    frozen : collection of str
-        Names of the parameters that are not trained. They have no error, because checkpoints
-        hold nothing of them.
+    frozen : sequence of (int, int)
+        Ranges of the flat vector that are not trained. They have no error, because checkpoints hold
+        nothing of them.
     """
 
     def __init__(
-        self, across: CommunicationBackend, parts: Sequence[Part],
-        entries: Sequence[ParameterEntry], numbers: dict[str, int], code: Code | PowerSGD,
-        errors: ErrorFeedback, key: Callable[[], tuple[int, int]], *, keeps_errors: bool = True,
-        start_step: int = 0, frozen: Collection[str] = (),
+        self, across: CommunicationBackend, parts: Sequence[Part], code: Code,
+        errors: ErrorFeedback, key: Callable[[], tuple[int, int]], *, keeps_errors: bool,
+        start_step: int, frozen: Sequence[tuple[int, int]],
     ) -> None:  # fmt: skip
         super().__init__(across, parts)
-        self.blocks: list[list[Block]] = []  # of each part
-        if isinstance(code, PowerSGD):
-            self.blocks = [[] if part.is_alike else blocks_of(part.piece, entries, numbers, code)
-                           for part in self.parts]  # fmt: skip
         self._code = code
         self._errors = errors
         self._key = key
         self._keeps_errors = keeps_errors
         self._start_step = start_step
-        self._frozen = [(entry.start, entry.stop) for entry in entries if entry.name in frozen]
+        self._frozen = frozen
         self._reducer = TreeReducer()
 
     def begin(self) -> None:
@@ -217,16 +195,13 @@ class CompressedSums(SumExchange):
             for part in parts:
                 part.values.fill(np.nan)
         with np.errstate(invalid="ignore", over="ignore"):
-            if isinstance(self._code, PowerSGD):
-                self._exchange_factors(parts, self._code)
-            else:
-                for part in parts:
-                    if self.parts[part.number].is_alike:
-                        self._take_errors(part)
-                        self.across.all_reduce(part.values)
-                coded = [part for part in parts if not self.parts[part.number].is_alike]
-                if coded:
-                    self._exchange_codes(coded, self._code)
+            for part in parts:
+                if self.parts[part.number].is_alike:
+                    self._take_errors(part)
+                    self.across.all_reduce(part.values)
+            coded = [part for part in parts if not self.parts[part.number].is_alike]
+            if coded:
+                self._exchange_codes(coded)
         for part in parts:
             own, reduced = (
                 pieces[part.number]
@@ -254,31 +229,28 @@ class CompressedSums(SumExchange):
         part.error.fill(0)
         part.new.fill(0)
 
-    # -------------------------------------------------------------------------------------- codes
-
     def _encode(
-        self, code: Code, parts: Sequence[_Part], arrays: Sequence[Array], owner: int, sender: int
+        self, parts: Sequence[_Part], arrays: Sequence[Array], owner: int, sender: int
     ) -> Array:
         """Return the codes of the pieces of all parts that ``owner`` owns, end to end."""
         return np.concatenate([
-            code.encode(array, (*self._key(), *self.parts[part.number].key, owner, sender))
+            self._code.encode(array, (*self._key(), *self.parts[part.number].key, owner, sender))
             for part, array in zip(parts, arrays, strict=True)
         ])  # fmt: skip
 
     def _decode(
-        self, code: Code, codes: Array, parts: Sequence[_Part], out: Sequence[Array], owner: int,
-        sender: int,
-    ) -> int:  # fmt: skip
+        self, codes: Array, parts: Sequence[_Part], out: Sequence[Array], owner: int, sender: int
+    ) -> int:
         """Write the values of `_encode` to ``out``; return the length of their codes."""
         position = 0
         for part, array in zip(parts, out, strict=True):
-            stop = position + code.wire_bytes(array.size, array.dtype.itemsize)
+            stop = position + self._code.wire_bytes(array.size, array.dtype.itemsize)
             key = (*self._key(), *self.parts[part.number].key, owner, sender)
-            code.decode(codes[position:stop], array, key)
+            self._code.decode(codes[position:stop], array, key)
             position = stop
         return position
 
-    def _exchange_codes(self, parts: Sequence[_Part], code: Code) -> None:
+    def _exchange_codes(self, parts: Sequence[_Part]) -> None:
         """Replace the values by the decoded sums over ranks; write new errors."""
         size, rank = self.across.world_size, self.across.rank
         layouts = [ShardLayout(part.values.size, size) for part in parts]
@@ -287,80 +259,26 @@ class CompressedSums(SumExchange):
             return [a[layout.slice(owner)] for a, layout in zip(arrays, layouts, strict=True)]
 
         given, errors = [part.values for part in parts], [part.error for part in parts]
-        sent = [
-            self._encode(code, parts, owned(given, owner), owner, 1 + rank) for owner in range(size)
-        ]
+        sent = [self._encode(parts, owned(given, owner), owner, 1 + rank) for owner in range(size)]
         for owner, codes in enumerate(sent):
-            self._decode(code, codes, parts, owned(errors, owner), owner, 1 + rank)
+            self._decode(codes, parts, owned(errors, owner), owner, 1 + rank)
         # The error is the part of the values that their codes lose; receivers decode the same.
         for part in parts:
             np.subtract(part.values, part.error, out=part.error)
         received = []
         for sender, codes in enumerate(self.across.all_to_all(sent)):
             received.append([np.empty_like(array) for array in owned(given, rank)])
-            self._decode(code, codes, parts, received[-1], rank, 1 + sender)
+            self._decode(codes, parts, received[-1], rank, 1 + sender)
         totals = [np.empty_like(array) for array in owned(given, rank)]
         for total, contributions in zip(totals, zip(*received, strict=True), strict=True):
             self._reducer.reduce(list(contributions), ReductionOperation.SUM, total)
         # The sums are encoded once more on their way back, and that error stays with their owner.
         for total, part in zip(totals, parts, strict=True):
             np.add(total, part.old, out=total)
-        codes = self.across.all_gather(self._encode(code, parts, totals, rank, 0))
+        codes = self.across.all_gather(self._encode(parts, totals, rank, 0))
         position = 0
         for owner in range(size):
             out = owned(given, owner)
-            position += self._decode(code, codes[position:], parts, out, owner, 0)
+            position += self._decode(codes[position:], parts, out, owner, 0)
         for total, result, part in zip(totals, owned(given, rank), parts, strict=True):
             np.subtract(total, result, out=part.new)
-
-    # ------------------------------------------------------------------------------------ factors
-
-    def _exchange_factors(self, parts: Sequence[_Part], code: PowerSGD) -> None:
-        """Replace the values by the sums over ranks, matrices by products of summed factors."""
-        matrices: list[tuple[Block, Array, Array, Any]] = []  # values, their errors, second factor
-        others: list[tuple[Array, Array]] = []
-        seed, _ = self._key()
-        for part in parts:
-            self._take_errors(part)
-            values, begin = part.values, self.parts[part.number].piece.start
-            rest = np.ones(values.size, bool)
-            for block in self.blocks[part.number]:
-                place = slice(block.start - begin, block.stop - begin)
-                rest[place] = False
-                second = self._errors.factors.get(block.name)
-                if second is None or not second.any():  # zeros come from checkpoints or gradients
-                    key = seed, block.number
-                    second = code.first_factor(block.shape[1], key).astype(values.dtype)
-                matrix, error = (v[place].reshape(block.shape) for v in (values, part.error))
-                matrices.append((block, matrix, error, second))
-            others.append((values, rest))
-        found = self._summed([
-            *(matrix @ second for _, matrix, _, second in matrices),
-            *(values[rest] for values, rest in others),
-        ])  # fmt: skip
-        firsts = found[: len(matrices)]
-        for (values, rest), summed in zip(others, found[len(matrices) :], strict=True):
-            values[rest] = summed
-        # A decomposition of NaN would raise. Summed factors are NaN on all ranks, so that every
-        # rank skips it, and every rank's step fails when totals are compared.
-        is_finite = all(np.isfinite(first).all() for first in firsts)
-        bases = [np.linalg.qr(first)[0] if is_finite else first for first in firsts]
-        own = [matrix.T @ base for (_, matrix, _, _), base in zip(matrices, bases, strict=True)]
-        for (_, matrix, error, _), base, second in zip(matrices, bases, own, strict=True):
-            error[...] = matrix - base @ second.T
-        for (block, matrix, _, _), base, second in zip(
-            matrices, bases, self._summed(own), strict=True
-        ):
-            matrix[...] = base @ second.T
-            self._errors.write_factor(block.name, second)
-
-    def _summed(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return the arrays' sums over ranks, in one all-reduce if they have elements."""
-        if not any(array.size for array in arrays):
-            return list(arrays)
-        summed = self.across.all_reduce(np.concatenate([array.ravel() for array in arrays]))
-        ends = np.cumsum([array.size for array in arrays])[:-1]
-        return [
-            part.reshape(array.shape)
-            for part, array in zip(np.split(summed, ends), arrays, strict=True)
-        ]

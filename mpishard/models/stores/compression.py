@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpishard.arrays import Array
-from mpishard.sharding import ParameterEntry, Piece
 
 Key = tuple[int, ...]
 """Seed, step, unit, owner and sender: random numbers are a function of them."""
@@ -138,91 +136,3 @@ class TopK(Code):
         header = 4 * _count(self.ratio, out.size)
         out.fill(0)
         out[code[:header].copy().view(np.uint32)] = code[header:].copy().view(out.dtype)
-
-
-@dataclass(frozen=True)
-class RandomK(Code):
-    """A share ``ratio`` of all elements, drawn in each step, the same on all ranks.
-
-    No places travel, and the sum of what the ranks send has no other elements.
-    """
-
-    ratio: float
-
-    def _places(self, length: int, key: Key) -> Array:
-        count = _count(self.ratio, length)
-        drawn = np.random.default_rng(key[:-1])  # without the sender: equal on all ranks
-        return np.sort(drawn.choice(length, count, replace=False)) if count else np.empty(0, int)
-
-    def wire_bytes(self, length: int, itemsize: int) -> int:
-        return _count(self.ratio, length) * itemsize
-
-    def encode(self, values: Array, key: Key) -> Array:
-        return values[self._places(values.size, key)].view(np.uint8)
-
-    def decode(self, code: Array, out: Array, key: Key) -> None:
-        out.fill(0)
-        out[self._places(out.size, key)] = code.copy().view(out.dtype)
-
-
-@dataclass(frozen=True)
-class PowerSGD:
-    """Matrices as products of ``rank`` columns and rows; other parameters whole.
-
-    Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
-    Distributed Optimization", NeurIPS 2019, algorithms 1 and 2, with warm start. An array of more
-    than two dims is a matrix of its first dim and all others.
-    """
-
-    rank: int
-
-    def is_smaller(self, rows: int, columns: int) -> bool:
-        """Return whether the factors of a matrix have fewer elements than it has."""
-        return self.rank * (rows + columns) < rows * columns
-
-    def first_factor(self, columns: int, key: Key) -> Any:
-        """Return the columns to begin with, shape (columns, rank)."""
-        return np.random.default_rng(key).standard_normal((columns, self.rank))
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Whole rows of a matrix in one part; `PowerSGD` compresses them as a matrix.
-
-    Parameters
-    ----------
-    name : str
-        Name of the matrix.
-    number : int
-        Its index among the model's parameters.
-    start : int
-        Index of the first row's first element in the rank's flat vector.
-    shape : (int, int)
-        Rows and columns.
-    """
-
-    name: str
-    number: int
-    start: int
-    shape: tuple[int, int]
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.shape[0] * self.shape[1]
-
-
-def blocks_of(
-    piece: Piece, entries: Sequence[ParameterEntry], numbers: dict[str, int], code: PowerSGD
-) -> list[Block]:
-    """Return the blocks of ``piece`` that are smaller as two factors."""
-    found = []
-    for entry in entries:
-        start, stop = max(piece.start, entry.start), min(piece.stop, entry.stop)
-        if len(entry.shape) < 2 or start >= stop:
-            continue
-        columns = int(np.prod(entry.shape[1:]))
-        first, last = -(-(start - entry.start) // columns), (stop - entry.start) // columns
-        if code.is_smaller(last - first, columns):
-            begin = entry.start + first * columns
-            found.append(Block(entry.name, numbers[entry.name], begin, (last - first, columns)))
-    return found

@@ -229,8 +229,7 @@ class TrainingRun:
         self.step += 1
         self.result.loss_history.append(report.loss)
         self.result.weight += report.weight
-        if report.weight:  # of this rank's samples, if the optimizer does not wait for others
-            self.epoch_sums += (report.loss * report.weight, report.weight)
+        self.epoch_sums += report.loss * report.weight, report.weight
         stops, saves = self.hooks.wishes.take() if data.callbacks else (False, False)
         if self.hooks.listens_to_steps:
             now = time.perf_counter()
@@ -273,8 +272,7 @@ class TrainingRun:
         return ends
 
     def _save_where_due(self, checkpoints: RunCheckpoints, is_asked: bool) -> None:
-        # Ranks that step alone are synchronised only after some steps: they leave together there.
-        is_preempted = self.optimizer.should_sync(self.step) and checkpoints.is_preempted()
+        is_preempted = checkpoints.is_preempted()
         if is_preempted or checkpoints.is_due(self.step, is_last=is_asked):
             self.optimizer.settle()
             checkpoints.save(
@@ -290,7 +288,7 @@ class TrainingRun:
 
     def _finish_epoch(self) -> float | None:
         """Record the mean loss of the present epoch, unless its weight is 0."""
-        total, weight = self.optimizer.sum_over_reports(self.epoch_sums)
+        total, weight = self.epoch_sums
         if not weight:
             return None
         self.result.fitness_history.append(float(total / weight))

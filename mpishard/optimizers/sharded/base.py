@@ -226,17 +226,6 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._state is not None:
             self._state.settle()
 
-    def should_sync(self, iteration: int) -> bool:
-        """Return True: every step synchronises the ranks."""
-        return True
-
-    def sum_over_reports(self, sums: Array) -> Array:
-        """Return the sum over the ranks' reports. Collective if reports differ between ranks.
-
-        Here every report is of all ranks' samples, so that ``sums`` is the result.
-        """
-        return sums
-
     def apply_gradients(self, gradients: Array, model: ShardedModelBase) -> None:
         """Make one update with a given gradient of the mean loss. Collective.
 
@@ -360,7 +349,8 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         """Return the frozen parameters, or refuse unfit options. Communicates nothing."""
         frozen = self._rule.checked_options.untrained(model.parameter_entries)
         if self._awaiting is not None:
-            self._awaiting.require_fit(model, frozen, self._rule.needed_state())
+            trained = [e for e in model.parameter_entries if e.name not in frozen]
+            self._awaiting.require_fit(trained, model.dtype)
         return frozen
 
     def _require_model_of_this_kind(self, model: ShardedModelBase) -> None:
@@ -462,23 +452,25 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     # ----------------------------------------------------------------------------- bytes and files
 
     def serialize(self) -> bytes:
-        """Return settings, step count and state by name, equal bytes on all ranks. Collective.
+        """Return the state as equal bytes on all ranks, with settings and steps. Collective.
 
-        Every rank holds the whole state for this; `save_model` needs no more than the rank's part.
-        Before the first step there are settings alone, or the state that waits for its model.
+        They have what a checkpoint has of the optimizer. Every rank holds the whole state for this;
+        `save_model` needs no more than the rank's part. Before the first step there are settings
+        alone, or the state that waits for its model.
 
         Raises
         ------
-        NotImplementedError
-            For an optimizer whose ranks have more state each, which `mpishard.checkpoint.save`
-            writes.
+        ShardingError
+            On every rank, for a `LocalSGDOptimizer` whose replicas differ: call `settle` first.
         """
-        self._require_offered("serialize")
         saved = self._awaiting or StateBytes.fresh(self._rule)
         if self._state is not None:
             saved = self.bind(self._state.model).gathered()
-        lasting = {name: getattr(self, name) for name in self._lasting_settings}
-        return replace(saved, settings={**saved.settings, **lasting}).to_bytes()
+        settings = {**saved.metadata["settings"], **self._lasting()}
+        return replace(saved, metadata={**saved.metadata, "settings": settings}).to_bytes()
+
+    def _lasting(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._lasting_settings}
 
     def deserialize(self, data: bytes) -> None:
         """Take state and step count from bytes of `serialize`, of any layout. Collective.
@@ -495,18 +487,18 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
             For the bytes of an `ElasticOptimizer` with other bounds, if this is one.
         """
         saved = StateBytes.from_bytes(data)
-        saved.require_rule(type(self._rule).__name__, self._rule.needed_state())
-        lasting = {name: getattr(self, name) for name in self._lasting_settings}
-        wrong = [f"{name} {saved.settings[name]}, here {value}"
-                 for name, value in lasting.items()
-                 if saved.settings.get(name, value) != value]  # fmt: skip
+        saved.require_rule(self._rule, alone=self._state is None)
+        settings = saved.metadata["settings"]
+        wrong = [f"{name} {settings[name]}, here {value}"
+                 for name, value in self._lasting().items()
+                 if settings.get(name, value) != value]  # fmt: skip
         if wrong:
             raise ShardingError(
                 f"{type(self).__name__}: these bytes are of an optimizer with {', '.join(wrong)}; "
                 "give both the same"
             )
         if self._state is not None:
-            saved.require_fit(self._state.model, self._state.frozen, self._rule.needed_state())
+            self._state.require_fit(saved)
         # Ranks with different bytes would train different models unnoticed.
         found = differences(self.backend, {"their checksum": zlib.crc32(data)})
         if found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,7 @@ from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import written_here
 from mpishard.models.stores.compressed_sums import CompressedSums, ErrorFeedback
-from mpishard.models.stores.compression import (
-    Code,
-    Int8,
-    PowerSGD,
-    Quantization,
-    RandomK,
-    TopK,
-)
+from mpishard.models.stores.compression import Code, Int8, Quantization, TopK
 from mpishard.models.stores.exchanged_gradients import ExchangedGradients, Part
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.models.wrapper.wrapping import make_exchanged_store
@@ -35,12 +27,10 @@ from mpishard.optimizers.sharded.strategies import model_of_replicas, require_re
 from mpishard.sharding import Piece, ShardingConfiguration
 from mpishard.sharding.configuration import by_node
 
-_METHODS: dict[str, Callable[[float, int], Code | PowerSGD]] = {
-    "quantization": lambda ratio, _: Quantization(max(2, int(ratio * 256))),
-    "int8": lambda *_: Int8(),
-    "top-k": lambda ratio, _: TopK(ratio),
-    "random-k": lambda ratio, _: RandomK(ratio),
-    "powersgd": lambda _, rank: PowerSGD(rank),
+_METHODS: dict[str, Callable[[float], Code]] = {
+    "quantization": lambda ratio: Quantization(max(2, int(ratio * 256))),
+    "int8": lambda _: Int8(),
+    "top-k": TopK,
 }
 
 
@@ -68,13 +58,7 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
                       and the greatest element
     ``int8``          n + b ceil(n / 128): stochastic rounding, a scale for 128 elements
     ``top-k``         k (4 + b): the k = max(1, int(ratio n)) largest elements and their places
-    ``random-k``      k b: places drawn anew in each step, the same on all ranks
-    ``powersgd``      b r (rows + columns) for each matrix, b n for other parameters, over whole
-                      parts: products of r columns and rows
     ================  =========================================================================
-
-    If a matrix is sharded inside a replica, "powersgd" compresses the whole rows of each part as a
-    matrix of its own. The elements of a row that is cut are sent as they are.
 
     The first ``start_step`` steps send whole gradients, w(n) = b n, and have the bits of a
     `DDPOptimizer`. At the beginning of a training late gradients cost most.
@@ -96,8 +80,6 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         Choose "quantization" or "top-k"; of both, "top-k". Of neither, nothing is compressed.
     method : str, optional
         One of the table's, instead of these two flags.
-    rank : int
-        r of "powersgd".
     error_feedback : bool
         Whether errors are added to the next gradient.
     seed : int
@@ -115,9 +97,7 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         a strategy that shards without a ``replica_size``.
     """
 
-    _setting_names = (
-        "compression_ratio", "method", "power_rank", "error_feedback", "seed", "start_step"
-    )  # fmt: skip
+    _setting_names = "compression_ratio", "method", "error_feedback", "seed", "start_step"
 
     def __init__(
         self,
@@ -128,7 +108,6 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         use_sparsification: bool = False,
         *,
         method: str | None = None,
-        rank: int = 4,
         error_feedback: bool = True,
         seed: int = 0,
         start_step: int = 0,
@@ -137,7 +116,6 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
         super().__init__(wrapped_optimizer, config)
         if not 0 < as_number("compression_ratio", compression_ratio) <= 1:
             raise ValueError(f"compression_ratio must be in (0, 1], got {compression_ratio}")
-        self.power_rank = as_count("rank", rank)
         self.seed = as_count("seed", seed, least=0)
         self.start_step = as_count("start_step", start_step, least=0)
         if method is not None and method not in _METHODS:
@@ -153,10 +131,6 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
             self.method = "quantization"
         if self.method is not None:
             self._config = by_node(self._config)
-            self._refused = {
-                "serialize": "the errors of compression are each rank's own, which bytes that are "
-                "the same on all ranks cannot hold: use mpishard.checkpoint.save, or save_model"
-            }
         self.model_class = model_of_replicas(strategy, self._config)
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
@@ -164,9 +138,8 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
             if model.engine.replica.across is None:
                 return super()._make_state(model, frozen)
             return DelayedState(self._rule, model, frozen, 0, type(self).__name__)
-        code = _METHODS[self.method](self.compression_ratio, self.power_rank)
         return _CompressedState(
-            self._rule, model, frozen, code, self.seed,
+            self._rule, model, frozen, _METHODS[self.method](self.compression_ratio), self.seed,
             keeps_errors=self.error_feedback, start_step=self.start_step,
         )  # fmt: skip
 
@@ -190,7 +163,7 @@ class _CompressedState(ModelState):
         rule: Optimizer,
         model: ShardedModelBase,
         frozen: frozenset[str],
-        code: Code | PowerSGD,
+        code: Code,
         seed: int,
         **choices: Any,
     ) -> None:
@@ -199,31 +172,30 @@ class _CompressedState(ModelState):
         self._across = model.engine.replica.across or model.backend
         self._writers = self._across.world_size  # number of replicas in a checkpoint that is read
         self._read: list[Array] = []
-        self._factors: Array | None = None
         model.engine.lend_gradients("GradientCompressionOptimizer", self._make_store)
 
     def _make_store(self, layout: StoreLayout) -> ExchangedGradients:
         engine = self.engine
-        numbers = {entry.name: n for n, entry in enumerate(engine.placement.entries)}
+        program = engine.program
+        frozen = [(e.start, e.stop) for e in program.entries if e.name in program.frozen]
 
         def make(across: CommunicationBackend, parts: tuple[Part, ...]) -> CompressedSums:
             # Called again if other units are frozen: then the errors have other lengths.
             self.errors = ErrorFeedback(layout, across, parts)
-            self._sums = CompressedSums(
-                across, parts, engine.program.entries, numbers, self._code, self.errors,
-                lambda: (self._seed, self.steps), frozen=engine.program.frozen, **self._choices,
+            return CompressedSums(
+                across, parts, self._code, self.errors, lambda: (self._seed, self.steps),
+                frozen=frozen, **self._choices,
             )  # fmt: skip
-            return self._sums
 
         return make_exchanged_store(engine, layout, make)
 
-    # Kinds: "error<r>" of replica r's gradients, "reduced_error" of the sums, and "factors".
+    # Kinds: "error<r>" of replica r's gradients, and "reduced_error" of the sums.
 
     def arrays_to_write(self) -> Pieces:
         size, rank = self._across.world_size, self._across.rank
         mine = self._regions_of(self.errors.own, self.errors.own_pieces, writes=True)
         own = {f"{self.kind}/error{r}": mine if r == rank else [] for r in range(size)}
-        return {**super().arrays_to_write(), **own, **self._other_regions(writes=True)}
+        return {**super().arrays_to_write(), **own, **self._reduced_regions(writes=True)}
 
     def expect(self, kinds: Collection[str]) -> None:
         """Read the number of replicas that wrote a checkpoint from its kinds."""
@@ -237,7 +209,7 @@ class _CompressedState(ModelState):
         for kind in list(found)[rank::size]:
             self._read.append(np.zeros_like(errors.own))
             found[kind] = self._regions_of(self._read[-1], errors.own_pieces, writes=False)
-        return {**super().arrays_to_read(), **found, **self._other_regions(writes=False)}
+        return {**super().arrays_to_read(), **found, **self._reduced_regions(writes=False)}
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         super().restored(metadata)
@@ -246,10 +218,6 @@ class _CompressedState(ModelState):
         for vector in self._read:
             own += vector
         self._read = []
-        if self._factors is not None:
-            for name, place, shape in self._factor_places():
-                self.errors.factors[name] = self._factors[place].reshape(shape).copy()
-        self._factors = None
 
     def _regions_of(
         self, vector: Array, pieces: Iterable[Piece], *, writes: bool
@@ -263,36 +231,7 @@ class _CompressedState(ModelState):
                 found.append((part.start, vector[start : start + part.length]))
         return engine.placement.cut(found)
 
-    def _factor_places(self) -> list[tuple[str, slice, tuple[int, int]]]:
-        """Return the places of PowerSGD's factors: at the beginning of their blocks."""
-        assert isinstance(self._code, PowerSGD)
-        found = []
-        for block in (block for blocks in self._sums.blocks for block in blocks):
-            if block.name not in self.frozen:
-                factor = block.shape[1], self._code.rank
-                place = slice(block.start, block.start + factor[0] * factor[1])
-                found.append((block.name, place, factor))
-        return found
-
-    def _other_regions(self, *, writes: bool) -> Pieces:
-        """Return the errors of the sums; and factors as a vector as long as the parameters.
-
-        One replica writes the factors.
-
-        A block that was not written reads other values in its place. They serve as its first
-        columns, equal in all replicas, which the next step improves.
-        """
-        engine, errors = self.engine, self.errors
+    def _reduced_regions(self, *, writes: bool) -> Pieces:
+        errors = self.errors
         sums = self._regions_of(errors.reduced, errors.reduced_pieces, writes=writes)
-        found: dict[str, Any] = {f"{self.kind}/reduced_error": sums}
-        if not isinstance(self._code, PowerSGD):
-            return found
-        self._factors = vector = np.zeros(engine.layout.length, engine.layout.dtype)
-        if writes:
-            for name, place, _ in self._factor_places():
-                if name in errors.factors:
-                    vector[place] = errors.factors[name].ravel()
-        pieces = errors.own_pieces if not writes or self._across.rank == 0 else ()
-        whole = [replace(piece, offset=piece.start) for piece in pieces]
-        found[f"{self.kind}/factors"] = self._regions_of(vector, whole, writes=writes)
-        return found
+        return {f"{self.kind}/reduced_error": sums}

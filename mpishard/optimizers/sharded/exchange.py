@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, to_host
+from mpishard.arrays import Array, copy_into, to_host
 from mpishard.communication import CommunicationBackend, ReductionOperation, Work
 from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.layout import ShardLayout
@@ -19,7 +19,8 @@ class Exchange:
     """Averages this rank's part of a unit with those of the other replicas, in its own dtype.
 
     `begin` sends shares to their owners, and `mean` waits for them. `answer` sends the owners'
-    values to all, and `result` waits for them. Each call is collective.
+    values to all, and `finish` waits for them. Each call is collective. Shares, and then the
+    result, overwrite the values, so that no other memory is needed.
 
     Parameters
     ----------
@@ -27,9 +28,6 @@ class Exchange:
         The ranks that hold the same part in the other replicas.
     part : Piece
         The part.
-    in_place : bool
-        Whether shares, and then the result, overwrite the values, so that no other memory is
-        needed.
 
     Attributes
     ----------
@@ -39,12 +37,9 @@ class Exchange:
         The trained elements among them; the owner of the exchange fills the list.
     """
 
-    def __init__(
-        self, across: CommunicationBackend, part: Piece, *, in_place: bool = False
-    ) -> None:
+    def __init__(self, across: CommunicationBackend, part: Piece) -> None:
         self.across = across
         self.part = part
-        self.in_place = in_place
         self.owners = ShardLayout(part.length, across.world_size)
         self.own = self.owners.slice(across.rank)
         self.pieces: list[Piece] = []
@@ -55,9 +50,9 @@ class Exchange:
 
     def begin(self, values: Array, share: float, number: int) -> None:
         """Send ``share`` of ``values``, shape (part.length,), after step ``number``."""
-        self._sent = values if self.in_place else values.copy()
-        self._sent *= share
-        self._work = self.across.reduce_scatter_async(self._sent)
+        self._values = values
+        self._values *= share
+        self._work = self.across.reduce_scatter_async(values)
 
     def mean(self) -> Array:
         """Return the sum of all shares of this rank's piece, as a writable array."""
@@ -66,13 +61,12 @@ class Exchange:
 
     def answer(self, values: Array) -> None:
         """Send ``values`` of this rank's piece to all."""
-        self._work = self.across.all_gather_async(values, out=self._sent)
+        self._work = self.across.all_gather_async(values, out=self._values)
 
-    def result(self) -> Array:
-        """Return the pieces of all owners, shape (part.length,), the same bits in all replicas."""
-        result: Array = self._work.wait()
-        del self._sent
-        return result
+    def finish(self) -> None:
+        """Write the pieces of all owners to the values: the same bits in all replicas."""
+        self._work.wait()
+        del self._values
 
 
 class CodedExchange(Exchange):
@@ -120,7 +114,7 @@ class CodedExchange(Exchange):
         self._agreed[...] = to_host(values)
 
     def begin(self, values: Array, share: float, number: int) -> None:
-        self._number = number
+        self._values, self._number = values, number
         change = to_host(values) - self._agreed
         change *= share
         rank, size = self.across.rank, self.across.world_size
@@ -142,7 +136,7 @@ class CodedExchange(Exchange):
         code = self._encode(values - self._agreed[self.own], self.across.rank, 0)
         self._work = self.across.all_gather_async(code)
 
-    def result(self) -> Array:
+    def finish(self) -> None:
         codes = self._work.wait()
         position = 0
         for owner in range(self.across.world_size):
@@ -150,4 +144,5 @@ class CodedExchange(Exchange):
             change = self._decode(codes[position : position + length], owner, 0)
             self._agreed[self.owners.slice(owner)] += change
             position += length
-        return self._agreed
+        copy_into(self._values, self._agreed)
+        del self._values

@@ -6,7 +6,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from mpishard.arguments import as_count, as_integer, require_type
+from mpishard.arguments import as_count, require_type
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.optimizers.rules.rule import Optimizer
@@ -44,16 +44,10 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     back from it: "int8" as in `GradientCompressionOptimizer`. Replicas have the same bits
     afterwards. Each rank keeps a copy of the parameters for this.
 
-    With ``fragments=k`` the units are k fragments of about the same length, which are exchanged in
-    turn, one every H / k steps (Douillard et al., "Streaming DiLoCo", arXiv 2501.18512, algorithm
-    2); with ``overlap=t`` each travels during t steps, and then the replicas take the mean of
-    what they have and what they have agreed on (their alpha is 0.5). Every run has the same bits.
-    `settle` exchanges all fragments at once, and the cycle begins anew.
-
     With ``start_step=N`` the replicas take their mean every ``start_period`` steps until step N,
-    with all fragments at once and without the outer rule, and the periods begin then. Replicas
-    change fast at the start, and need to agree often (Lin et al., "Don't Use Large Mini-batches,
-    Use Local SGD", ICLR 2020, section 3, with a period of 1).
+    without the outer rule, and the periods begin then. Replicas change fast at the start, and need
+    to agree often (Lin et al., "Don't Use Large Mini-batches, Use Local SGD", ICLR 2020, section 3,
+    with a period of 1).
 
     A checkpoint has the inner state of each replica. The same number of replicas continues with the
     same bits. If N replicas continue a run of M, replica j takes the mean of the states of the
@@ -76,10 +70,6 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         mesh of its own, also with a data axis.
     exchange : {"float32", "bfloat16", "int8"}, optional
         Encoding of the changes that travel. Default: the model's dtype.
-    fragments : int
-        k: from 1 to H. At the first step, at most the number of the model's units.
-    overlap : int
-        Steps that an exchange may travel: from 0 to H // k.
     start_step : int
         N: 0 or more. The number of steps is in checkpoints.
     start_period : int
@@ -96,8 +86,6 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     _refused = MappingProxyType({
         "last_computed_gradients": "no gradient of all ranks; each replica has its own",
         "apply_gradients": "each replica trains with its own: use step, or DDPOptimizer",
-        "serialize": "the inner state is each replica's own, which bytes that are the same on "
-        "all ranks cannot hold: use mpishard.checkpoint.save, or save_model",
     })  # fmt: skip
     _setting_names = tuple(field.name for field in fields(LocalSettings))
 
@@ -110,8 +98,6 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         *,
         strategy: str = "ddp",
         exchange: str | None = None,
-        fragments: int = 1,
-        overlap: int = 0,
         start_step: int = 0,
         start_period: int = 1,
     ) -> None:
@@ -121,19 +107,17 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         period = self.synchronization_period = as_count(
             "synchronization_period", synchronization_period
         )
-        self.fragments = _up_to_the_period("fragments", fragments, period)
         self.start_step = as_count("start_step", start_step, least=0)
-        self.start_period = _up_to_the_period("start_period", start_period, period)
-        longest = period // self.fragments
-        if not 0 <= as_integer("overlap", overlap) <= longest:
+        self.start_period = as_count("start_period", start_period)
+        if start_period > period:
             raise ValueError(
-                f"overlap must be from 0 to synchronization_period // fragments, {longest}, "
-                f"so that one exchange ends before the next begins; got {overlap}"
+                f"start_period must be from 1 to synchronization_period, {period}, got "
+                f"{start_period}"
             )
-        if strategy == "hybrid" and (fragments != 1 or exchange == "int8"):
+        if strategy == "hybrid" and exchange == "int8":
             raise ValueError(
-                'strategy="hybrid" needs fragments=1, and an exchange other than "int8": copies of '
-                "a parameter on several ranks of a replica would otherwise differ"
+                'strategy="hybrid" needs an exchange other than "int8": copies of a parameter on '
+                "several ranks of a replica would otherwise differ"
             )
         if exchange is not None and exchange not in CODES:
             raise ValueError(f"exchange must be one of {', '.join(CODES)}, got {exchange!r}")
@@ -152,7 +136,6 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
                 )
         self.outer = outer
         self.exchange = exchange
-        self.overlap = int(overlap)
 
     def _fingerprint(self) -> dict[str, Any]:
         outer = None if self.outer is None else self.outer.fingerprint()
@@ -167,9 +150,3 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
 
     def synchronize_optimizer_state(self) -> None:
         """Do nothing: each rank has the inner state of its own replica."""
-
-
-def _up_to_the_period(name: str, value: int, period: int) -> int:
-    if not 1 <= as_integer(name, value) <= period:
-        raise ValueError(f"{name} must be from 1 to synchronization_period, {period}, got {value}")
-    return int(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,8 +25,8 @@ from mpishard.optimizers.rules.ranges import (
     segments_of,
 )
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.sharded.state_bytes import STATE_FORM, StateBytes, gather_state
-from mpishard.sharding import Piece
+from mpishard.optimizers.sharded.state_bytes import STATE_FORM, StateBytes
+from mpishard.sharding import ParameterEntry, Piece
 
 _log = logging.getLogger("mpishard")
 
@@ -83,7 +83,7 @@ class ModelState(CheckpointState):
         # Before the vectors are made, because frozen parameters have no memory in them.
         if engine.program.frozen != frozen:
             engine.freeze(frozen)
-        self.pieces = pieces = self._updated_pieces()
+        self.pieces = pieces = engine.pieces.updated
         segments = tuple(segments_of(engine.program.entries, piece) for piece in pieces)
 
         # Looked up in each call: a reference to the engine would keep the memory of a closed model.
@@ -117,10 +117,6 @@ class ModelState(CheckpointState):
     def engine(self) -> Engine:
         """The model's engine, which refuses every use after ``model.close()``."""
         return self.model.engine
-
-    def _updated_pieces(self) -> tuple[Piece, ...]:
-        """Return the pieces that this rank updates."""
-        return self.engine.pieces.updated
 
     def require_same_frozen(self) -> None:
         """Refuse options set since the last step that the state does not fit.
@@ -230,24 +226,53 @@ class ModelState(CheckpointState):
 
     def synchronize(self) -> None:
         """Take the state of the ranks that write a checkpoint, and rank 0's steps. Collective."""
-        self.gathered().fill(self.vectors, self.pieces, self.engine.placement)
+        self.take(self.gathered())
         self.steps = int(self.model.backend.broadcast(np.array([self.steps]))[0])
 
     def gathered(self) -> StateBytes:
-        """Return the state of all ranks by parameter name, the same on every rank. Collective."""
-        rule = self.rule
-        tensors = gather_state(
-            self.model.backend, self.vectors, self._written_pieces, self.engine.placement,
-            [entry for entry in self.model.parameter_entries if entry.name not in self.frozen],
+        """Return the whole state, the same on every rank. Collective."""
+        model = self.model
+        return StateBytes.gather(
+            model.backend, self.arrays_to_write(), self.checkpoint_metadata(),
+            self._trained_entries, model.dtype,
         )  # fmt: skip
-        return StateBytes(
-            type(rule).__name__, rule.fingerprint(), self.steps, tensors, self.numbers
-        )
+
+    def require_fit(self, saved: StateBytes) -> None:
+        """Refuse a state that `take` cannot use. Communicates nothing.
+
+        Raises
+        ------
+        ValueError
+            If it is that of another model, or of other kinds.
+        """
+        saved.require_fit(self._trained_entries, self.model.dtype)
+        self.expect(saved.arrays)
+        wanted = self.arrays_to_read().keys()
+        if not (saved.is_of(self.rule) or saved.arrays.keys() == wanted):
+            held, needed = (sorted(kind.rpartition("/")[2] for kind in kinds)
+                            for kinds in (saved.arrays, wanted))  # fmt: skip
+            raise ValueError(f"these bytes hold the state {held}, and this optimizer has {needed}")
 
     def take(self, saved: StateBytes) -> None:
-        """Take vectors, steps and settings from bytes that fit. Communicates nothing."""
-        saved.fill(self.vectors, self.pieces, self.engine.placement)
-        self._go_on(saved.steps, saved.settings, saved.numbers)
+        """Take a saved state that fits. Communicates nothing.
+
+        It may be the rule's own state. What a wrapper has besides it then stays as it is.
+        """
+        self.expect(saved.arrays)
+        whole = self.arrays_to_read()
+        if saved.is_fresh or saved.arrays.keys() == whole.keys():
+            saved.fill(whole)
+            self.restored(saved.metadata)
+        else:
+            saved.fill(ModelState.arrays_to_read(self))
+            ModelState.restored(self, saved.metadata)
+
+    @property
+    def _trained_entries(self) -> list[ParameterEntry]:
+        return [e for e in self.model.parameter_entries if e.name not in self.frozen]
+
+    def expect(self, kinds: Collection[str]) -> None:
+        """Prepare `arrays_to_read` for a saved state of these kinds."""
 
     def arrays_to_write(self) -> Pieces:
         """Return the pieces that this rank writes: its own, and of replicas a part."""
@@ -280,11 +305,7 @@ class ModelState(CheckpointState):
     def restored(self, metadata: Mapping[str, Any]) -> None:
         """Continue from the saved step."""
         require_form(metadata, STATE_FORM, "metadata.optimizer")
-        numbers = metadata.get("numbers", {})
-        self._go_on(metadata["optimizer_steps"], metadata["settings"], numbers)
-
-    def _go_on(self, steps: int, settings: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
-        """Continue from a saved step, and log the settings that differ now."""
+        settings = metadata["settings"]
         changed = [
             f"{name} was {settings.get(name)} and is {value}"
             for name, value in self.rule.fingerprint().items()
@@ -292,7 +313,8 @@ class ModelState(CheckpointState):
         ]
         if changed and self.model.rank == 0:
             _log.warning("the optimizer continues with other settings: %s", "; ".join(changed))
-        self.steps, self.numbers = steps, dict(numbers)
+        self.steps = steps = metadata["optimizer_steps"]
+        self.numbers = dict(metadata.get("numbers", {}))
         # Another optimizer may have made some of the model's steps.
         self.engine.step_number = max(self.engine.step_number, steps)
 

@@ -1,4 +1,4 @@
-"""An optimizer's state as bytes that fit every world size and strategy."""
+"""An optimizer's state as a checkpoint has it, but whole and in memory, or as bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, to_host
+from mpishard.arrays import to_host
+from mpishard.checkpoint import Pieces
 from mpishard.checkpoint.format.content import COUNT, OBJECT, require_form
 from mpishard.checkpoint.format.tensor_file import bytes_of, tensors_and_document
 from mpishard.checkpoint.loading.reader import CheckpointReader
@@ -18,9 +19,8 @@ from mpishard.checkpoint.saving.save import write_checkpoint
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import PathLike
 from mpishard.errors import CheckpointError
-from mpishard.models import ShardedModelBase
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.sharding import ParameterEntry, Piece, Placement, Region
+from mpishard.sharding import ParameterEntry, Region
 from mpishard.sharding.regions import put_region, take_region
 
 _HEADER = "mpishard.optimizer"
@@ -28,45 +28,86 @@ _HEADER = "mpishard.optimizer"
 STATE_FORM: dict[str, Any] = {"optimizer_steps": COUNT, "settings": OBJECT, "numbers?": OBJECT}
 """The form of an optimizer's metadata in a checkpoint."""
 
+Tensors = dict[str, np.ndarray[Any, Any]]
+
+
+def kinds_of(rule: Optimizer) -> set[str]:
+    """Return the kinds of a rule's own state."""
+    return {f"optimizer/{type(rule).__name__}/{name}" for name in rule.needed_state()}
+
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Settings, step count, and each state tensor under ``<state name>/<parameter name>``.
+    """What a checkpoint has of an optimizer: arrays by kind and parameter, and metadata.
 
-    The format is that of safetensors; settings and step count are JSON in its header.
+    The bytes are in safetensors format, with the names ``<kind>/<parameter>``. The metadata are
+    JSON in its header.
 
     Parameters
     ----------
-    rule : str
-        Name of the rule's class.
-    settings : mapping
-        Its ``fingerprint()``.
-    steps : int
-        Updates made.
-    tensors : mapping of str to array
-        NumPy arrays in the parameters' shapes; frozen parameters have none.
-    numbers : mapping
-        The rule's numbers besides them, as JSON.
+    metadata : mapping
+        `CheckpointState.checkpoint_metadata` of the state.
+    arrays : mapping of str to mapping
+        Kind -> parameter -> NumPy array in the parameter's shape. Frozen parameters have none.
     """
 
-    rule: str
-    settings: Mapping[str, Any]
-    steps: int
-    tensors: Mapping[str, np.ndarray[Any, Any]]
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any]
+    arrays: Mapping[str, Tensors] = field(default_factory=dict)
 
     @classmethod
     def fresh(cls, rule: Optimizer) -> StateBytes:
         """Return the state before the first step: settings alone."""
-        return cls(type(rule).__name__, rule.fingerprint(), 0, {})
+        return cls({"settings": rule.fingerprint(), "optimizer_steps": 0})
+
+    @classmethod
+    def gather(
+        cls, backend: CommunicationBackend, pieces: Pieces, metadata: Mapping[str, Any],
+        entries: Sequence[ParameterEntry], dtype: np.dtype[Any],
+    ) -> StateBytes:  # fmt: skip
+        """Return all ranks' pieces as whole arrays, on every rank. Collective.
+
+        Parameters
+        ----------
+        backend : CommunicationBackend
+            All ranks that hold a part of the model.
+        pieces : mapping of str to sequence of (Region, Array)
+            `CheckpointState.arrays_to_write` of this rank; the same kinds on every rank.
+        metadata : mapping
+            Equal on all ranks.
+        entries : sequence of ParameterEntry
+            The model's parameters that have state.
+        dtype : dtype
+            Dtype of the state.
+        """
+        # On a mesh a rank holds boxes of tensors: all ranks need the order of the gathered
+        # elements. All numbers in one array: the parameter's number of dims is the length of a
+        # region's box.
+        numbers = {entry.name: number for number, entry in enumerate(entries)}
+        rows = [[kind, numbers[region.name], region.start, region.stop,
+                 *itertools.chain(*region.box)]
+                for kind, given in enumerate(pieces.values()) for region, _ in given]  # fmt: skip
+        rest = iter(backend.all_gather(np.array([*itertools.chain(*rows)], np.int64)).tolist())
+        regions: list[list[Region]] = [[] for _ in pieces]
+        for kind in rest:
+            entry, start, stop = entries[next(rest)], next(rest), next(rest)
+            box = tuple((next(rest), next(rest)) for _ in entry.shape)
+            regions[kind].append(Region(entry.name, box, start, stop))
+        arrays = {}
+        for (name, given), order in zip(pieces.items(), regions, strict=True):
+            # A rank without pieces sends an empty array, which needs the dtype too.
+            own = [np.empty(0, dtype), *(to_host(values) for _, values in given)]
+            together = backend.all_gather(np.concatenate(own))
+            full = arrays[name] = {entry.name: np.empty(entry.shape, dtype) for entry in entries}
+            position = 0
+            for region in order:
+                put_region(together[position : position + region.length], region, full[region.name])
+                position += region.length
+        return cls(metadata, arrays)
 
     def to_bytes(self) -> bytes:
         """Return the bytes, the same for the same content."""
-        header = {"rule": self.rule, "settings": dict(self.settings), "steps": self.steps}
-        if self.numbers:
-            header["numbers"] = dict(self.numbers)
         # A single key, because safetensors writes several in no fixed order.
-        return bytes_of(self.tensors, {_HEADER: json.dumps(header, sort_keys=True)})
+        return bytes_of(self._tensors, {_HEADER: json.dumps(self.metadata, sort_keys=True)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StateBytes:
@@ -79,13 +120,18 @@ class StateBytes:
         ValueError
             For other or torn bytes.
         """
-        tensors, header = tensors_and_document(data, _HEADER, "an optimizer's ")
-        numbers = header.get("numbers", {})
-        return cls(header["rule"], header["settings"], int(header["steps"]), tensors, numbers)
+        tensors, metadata = tensors_and_document(data, _HEADER, "an optimizer's ")
+        require_form(metadata, STATE_FORM, "the metadata of these bytes")
+        arrays: dict[str, Tensors] = {}
+        for key, tensor in tensors.items():
+            # A kind is "optimizer/<rule>/<name>", and a parameter's name may have slashes.
+            *kind, name = key.split("/", 3)
+            arrays.setdefault("/".join(kind), {})[name] = tensor
+        return cls(metadata, arrays)
 
     @classmethod
     def from_checkpoint(cls, path: PathLike, rule: Optimizer) -> StateBytes:
-        """Return all of the state that a checkpoint holds of ``rule``.
+        """Return the state of ``rule`` in a checkpoint.
 
         Raises
         ------
@@ -94,74 +140,77 @@ class StateBytes:
         CheckpointError
             If it is torn, or of another rule.
         """
-        name = type(rule).__name__
         with CheckpointReader(path) as reader:
             try:
                 found: Any = reader.metadata.get("optimizer")
                 require_form(found, STATE_FORM, "metadata.optimizer")
-                tensors = {
-                    f"{kind.rpartition('/')[2]}/{entry.name}": reader.read_whole(kind, entry)
-                    for kind in reader.kinds
-                    if kind.startswith(f"optimizer/{name}/")
-                    for entry in reader.held(kind)
-                }
-                numbers = found.get("numbers", {})
-                saved = cls(name, found["settings"], found["optimizer_steps"], tensors, numbers)
-                saved.require_rule(
-                    found["settings"].get("rule", name), rule.needed_state(),
-                    "; a wrapper such as LocalSGDOptimizer saves more than its rule's state: to "
-                    "load that, call bind(model) first",
-                )  # fmt: skip
+                kinds = [kind for kind in reader.kinds if kind.startswith("optimizer/")]
+                # Before the arrays are read, because they may be large.
+                cls(found, {kind: {} for kind in kinds}).require_rule(rule, alone=True)
+                return cls(found, {
+                    kind: {entry.name: reader.read_whole(kind, entry)
+                           for entry in reader.held(kind)}
+                    for kind in kinds
+                })  # fmt: skip
             except ValueError as error:
                 raise CheckpointError(f"the checkpoint {reader.path}: {error}") from error
-        return saved
 
     def to_checkpoint(self, path: PathLike, backend: CommunicationBackend) -> None:
-        """Write a state without tensors as a checkpoint of its own. Collective."""
-        own = {"settings": self.settings, "optimizer_steps": self.steps}
-        document = {"model": None, "optimizer": own, "user": {}}
+        """Write a state without arrays as a checkpoint of its own. Collective."""
+        document = {"model": None, "optimizer": self.metadata, "user": {}}
         # A manifest names a dtype even without parameters: any dtype will do.
         write_checkpoint(path, backend, (), np.dtype(np.float64), {}, document)
 
     @property
-    def is_fresh(self) -> bool:
-        """True before the first step of an optimizer, which has no model and so no tensors."""
-        return self.steps == 0 and not self.tensors
+    def _tensors(self) -> Tensors:
+        """The arrays by their names in the bytes."""
+        return {
+            f"{kind}/{name}": tensor
+            for kind, given in self.arrays.items()
+            for name, tensor in given.items()
+        }
 
-    def require_rule(self, rule: str, state_names: Sequence[str], advice: str = "") -> None:
-        """Refuse another rule's state; ``advice`` follows if the rule is the same.
+    @property
+    def is_fresh(self) -> bool:
+        """True before the first step of an optimizer, which has no model and so no arrays."""
+        return self.metadata["optimizer_steps"] == 0 and not self.arrays
+
+    def is_of(self, rule: Optimizer) -> bool:
+        """Return whether this is a rule's own state, without more of a wrapper's."""
+        return self.is_fresh or self.arrays.keys() == kinds_of(rule)
+
+    def require_rule(self, rule: Optimizer, *, alone: bool) -> None:
+        """Refuse another rule's state; with ``alone`` also one with more than the rule's.
 
         Raises
         ------
         ValueError
             Naming both rules, or the state vectors that differ.
         """
-        held = sorted({name.partition("/")[0] for name in self.tensors})
-        if self.rule != rule or not (self.is_fresh or held == sorted(state_names)):
+        saved, mine = self.metadata["settings"].get("rule"), type(rule).__name__
+        if saved != mine or (alone and not self.is_of(rule)):
+            held = sorted(kind.rpartition("/")[2] for kind in self.arrays)
             raise ValueError(
-                f"these bytes hold the state {held} of {self.rule}, and {rule} needs "
-                f"{sorted(state_names)}" + advice * (self.rule == rule)
+                f"these bytes hold the state {held} of {saved}, and {mine} needs "
+                f"{sorted(rule.needed_state())}"
+                + "; a wrapper such as LocalSGDOptimizer saves more than its rule's state: to load "
+                "that, call bind(model) first" * (saved == mine)
             )
 
-    def require_fit(
-        self, model: ShardedModelBase, frozen: frozenset[str], state_names: Sequence[str]
-    ) -> None:
-        """Refuse the state of another model.
+    def require_fit(self, entries: Sequence[ParameterEntry], dtype: np.dtype[Any]) -> None:
+        """Refuse the state of a model with other trained parameters than ``entries``.
 
         Raises
         ------
         ValueError
-            Naming the first tensor that is missing, unknown, or of another shape or dtype.
+            Naming the first array that is missing, unknown, or of another shape or dtype.
         """
-        if self.is_fresh:
-            return
         expected = {
-            f"{name}/{entry.name}": (entry.shape, model.dtype.name)
-            for name in state_names
-            for entry in model.parameter_entries
-            if entry.name not in frozen
+            f"{kind}/{entry.name}": (entry.shape, dtype.name)
+            for kind in self.arrays
+            for entry in entries
         }
-        given = {name: (array.shape, array.dtype.name) for name, array in self.tensors.items()}
+        given = {name: (array.shape, array.dtype.name) for name, array in self._tensors.items()}
         wrong = [n for n in sorted(expected | given) if expected.get(n) != given.get(n)]
         if wrong:
             raise ValueError(
@@ -169,67 +218,11 @@ class StateBytes:
                 f"{expected.get(wrong[0], 'none')}, got {given.get(wrong[0], 'none')}"
             )
 
-    def fill(
-        self, state: Mapping[str, Array], pieces: Sequence[Piece], placement: Placement
-    ) -> None:
-        """Fill state vectors, as long as ``pieces`` end to end, from the tensors.
-
-        ``placement`` finds the tensors that the pieces are parts of.
-        """
-        for name, vector in state.items():
-            if self.is_fresh:  # there are no tensors: the state begins anew
-                vector[...] = 0
-                continue
-            for region, values in placement.cut((p.start, vector[p.in_shard]) for p in pieces):
-                take_region(self.tensors[f"{name}/{region.name}"], region, values)
-
-
-def gather_state(
-    backend: CommunicationBackend,
-    state: Mapping[str, Array],
-    pieces: Sequence[Piece],
-    placement: Placement,
-    entries: Sequence[ParameterEntry],
-) -> dict[str, np.ndarray[Any, Any]]:
-    """Return all ranks' state in the parameters' shapes, on every rank. Collective.
-
-    Parameters
-    ----------
-    backend : CommunicationBackend
-        All ranks that hold a part of the model.
-    state : mapping of str to Array
-        This rank's vectors; the same names on every rank.
-    pieces : sequence of Piece
-        The pieces that this rank contributes. Together the ranks contribute every element of
-        ``entries`` once.
-    placement : Placement
-        The part of the model that the pieces belong to.
-    entries : sequence of ParameterEntry
-        The model's parameters that have state.
-    """
-    mine = [region for p in pieces for region, _ in placement.regions(p.start, p.stop)]
-    # On a mesh a rank holds boxes of tensors: all ranks need the order of the gathered elements.
-    # All numbers in one array: the parameter's number of dims is the length of a region's box.
-    known = placement.entries
-    numbers = {entry.name: number for number, entry in enumerate(known)}
-    rows = [[numbers[region.name], region.start, region.stop, *itertools.chain(*region.box)]
-            for region in mine]  # fmt: skip
-    rest = iter(backend.all_gather(np.array([*itertools.chain(*rows)], np.int64)).tolist())
-    regions = []
-    for number in rest:
-        start, stop = next(rest), next(rest)
-        box = tuple((next(rest), next(rest)) for _ in known[number].shape)
-        regions.append(Region(known[number].name, box, start, stop))
-    tensors: dict[str, np.ndarray[Any, Any]] = {}
-    for name, vector in state.items():
-        host = to_host(vector)
-        own = [host[p.in_shard] for p in pieces]
-        # A rank without pieces sends an empty array, which needs the dtype too.
-        together = backend.all_gather(np.concatenate([host[:0], *own]))
-        full = {entry.name: np.empty(entry.shape, together.dtype) for entry in entries}
-        position = 0
-        for region in regions:
-            put_region(together[position : position + region.length], region, full[region.name])
-            position += region.length
-        tensors |= {f"{name}/{parameter}": tensor for parameter, tensor in full.items()}
-    return tensors
+    def fill(self, pieces: Pieces) -> None:
+        """Fill this rank's ``pieces``, which have kinds of these arrays."""
+        for kind, given in pieces.items():
+            for region, values in given:
+                if self.is_fresh:  # there are no arrays: the state begins anew
+                    values[...] = 0
+                else:
+                    take_region(self.arrays[kind][region.name], region, values)
