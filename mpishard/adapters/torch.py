@@ -177,7 +177,7 @@ class TorchModel(PlacedVectorModel):
                 entry.name for entry, is_used in zip(self._entries, used, strict=True)
                 if not is_used and entry.name not in frozen
             ]  # fmt: skip
-            # Pipeline ranks that own no trained parameter compute no gradient of the module.
+            # Without any sample no rank uses a parameter.
             if self._is_first and used.any() and unused:
                 _log.warning(
                     "no rank used parameter %s of %s in the first step. Unlike PyTorch, a "
