@@ -223,7 +223,10 @@ def test_one_warning_names_the_remedy(
                   "the 2 ranks of the pipeline and tensor axes repeat", "'fsdp'"):  # fmt: skip
         assert words in message
     for properties, bubble in found:
-        for name in ("ComputePartitioned", "ParametersSharded", "SupportsDecomposedBackward"):
+        for name in (
+            "ComputePartitioned", "ParametersSharded", "ParametersOncePerNode",
+            "SupportsDecomposedBackward",
+        ):  # fmt: skip
             assert properties[name] is False
         assert properties["OptimizerStateSharded"] is properties["ParametersReplicated"] is True
         assert properties["PartitionLog"] == []

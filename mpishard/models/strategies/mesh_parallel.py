@@ -121,6 +121,7 @@ class MeshModel(ShardedModelBase):
         if isinstance(program, MeshProgram):
             found = idle_axes(self._wrapped_model, program.choices)
         elif ranks > 1:
+            self._is_once_per_node = False  # each data axis has the parameters
             found.append(
                 f"the {ranks} ranks of the pipeline and tensor axes repeat each other's work, "
                 f"because {type(self._wrapped_model).__name__} is a black box: use strategy "
