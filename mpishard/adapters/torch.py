@@ -37,9 +37,11 @@ class TorchModel(PlacedVectorModel):
     of ``state_dict()``, but no frozen parameters.
 
     Training uses each submodule's own mode, train or eval. `predict` and evaluation use eval mode.
-    Random layers (dropout) draw from PyTorch's generator. When the model is sharded, each rank
-    except the first gets a seed of its own. Hooks on the module, checkpointed segments and tied
-    parameters work. After each pass ``.grad`` of the parameters is None.
+    Random layers (dropout) draw from PyTorch's generator. When the model is sharded, each data rank
+    except the first gets a seed of its own. Thread-ranks share one generator, so they cannot use
+    such layers on a pipeline or tensor axis, whose ranks must draw the same numbers. Hooks on the
+    module, checkpointed segments and tied parameters work. After each pass ``.grad`` of the
+    parameters is None.
 
     A parameter that no rank used has the gradient 0, so that weight decay and momentum change it.
     Optimizers of PyTorch skip such a parameter. A warning names those of the first step.
@@ -177,7 +179,7 @@ class TorchModel(PlacedVectorModel):
                 entry.name for entry, is_used in zip(self._entries, used, strict=True)
                 if not is_used and entry.name not in frozen
             ]  # fmt: skip
-            # Pipeline ranks that own no trained parameter compute no gradient of the module.
+            # Without any sample no rank uses a parameter.
             if self._is_first and used.any() and unused:
                 _log.warning(
                     "no rank used parameter %s of %s in the first step. Unlike PyTorch, a "

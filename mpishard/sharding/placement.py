@@ -141,9 +141,12 @@ class Placement:
                 )
 
     @classmethod
-    def whole(cls, entries: Sequence[ParameterEntry]) -> Placement:
-        """Return the placement of a rank whose own flat vector is the model's."""
-        return cls(entries, [Slice(e, (whole_box(e.shape),)) for e in entries])
+    def whole(cls, entries: Sequence[ParameterEntry], *, is_counted: bool = True) -> Placement:
+        """Return the placement of a rank whose own flat vector is the model's.
+
+        Without ``is_counted`` another rank, which holds the same, counts and writes all of it.
+        """
+        return cls(entries, [Slice(e, (whole_box(e.shape),), is_counted) for e in entries])
 
     @property
     def counted_ranges(self) -> list[tuple[int, int]]:

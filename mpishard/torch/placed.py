@@ -256,14 +256,18 @@ class PlacedModule:
     def deal(self, world: CommunicationBackend, ranks: CommunicationBackend) -> None:
         """Take rank 0's buffers, and seed the generators of ``ranks`` differently. Collective.
 
-        The first of ``ranks`` keeps its generator. Thread-ranks share one generator, which does not
-        change.
+        The first of ``ranks`` gets the generator of rank 0. Thread-ranks share one generator, which
+        does not change.
         """
         self.buffers.deal(world)
-        # The factor, 2^64 divided by the golden ratio, makes the ranks' seeds differ in many bits.
-        seed = world.broadcast(np.array([torch.initial_seed() & _SEEDS]), root=0)
-        if ranks.rank and world._rank_is_process:
-            torch.manual_seed((int(seed[0]) + 0x9E3779B97F4A7C15 * ranks.rank) & _SEEDS)
+        state = world.broadcast(torch.get_rng_state().numpy(), root=0)
+        if not world._rank_is_process:
+            return
+        torch.set_rng_state(torch.from_numpy(state))
+        if ranks.rank:
+            # 2^64 divided by the golden ratio makes the ranks' seeds differ in many bits.
+            seed = torch.initial_seed() + 0x9E3779B97F4A7C15 * ranks.rank
+            torch.manual_seed(seed & _SEEDS)
 
     def normalise_over(self, ranks: CommunicationBackend | None) -> None:
         """Let converted batch normalisation use the samples of ``ranks``; None: of this rank."""
@@ -279,7 +283,7 @@ class PlacedModule:
         return [part for part in self.module.modules() if isinstance(part, SyncBatchNorm)]
 
 
-# Seeds are cut to 63 bits, because they are sent as int64.
+# Seeds are cut to 63 bits.
 _SEEDS = (1 << 63) - 1
 
 

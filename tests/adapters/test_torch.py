@@ -14,7 +14,7 @@ from mpishard import nn as ours
 from mpishard.adapters import TorchModel
 from mpishard.communication import InMemoryCommunicationBackend as InMemory
 from mpishard.communication import run_in_threads
-from mpishard.errors import PeerError, ShardingError, StructureOnlyError
+from mpishard.errors import NoSampleError, PeerError, ShardingError, StructureOnlyError
 from mpishard.models import DDPModel, FSDPModel, HybridShardedModel
 from mpishard.optimizers import (
     SGD,
@@ -268,17 +268,15 @@ def test_unused_parameters_that_the_optimizer_freezes_are_not_named(
     assert "no rank used" not in caplog.text
 
 
-@in_worlds(2, 4)
-def test_pipeline_ranks_that_own_no_trained_parameter_name_none(backend: Any, caplog: Any) -> None:
-    """They compute no gradient of the module, whose parameters other ranks own."""
-    module = nn.Sequential(nn.Linear(5, 2, bias=False), nn.Linear(2, 5, bias=False))
-    config = ShardingConfiguration(backend, minimum_parameter_group_size=1)
-    plain = TorchModel(module.double(), nn.functional.mse_loss)
-    model = HybridShardedModel(plain, config, pipeline_parallel_size=2)
-    rule = SGD(RATE, parameter_options={"1.*": {"frozen": True}})
-    optimizer = HybridShardedOptimizer(rule, config, pipeline_parallel_size=2)
-    optimizer.step(model, np.ones((2, 5)), np.ones((2, 5)))
-    backend.barrier()
+@by_strategy
+@in_worlds(1, 2)
+def test_a_step_without_samples_names_no_parameter(
+    backend: Any, strategy: str, caplog: Any
+) -> None:
+    model = wrap(backend, Branches, strategy)
+    optimizer = optimizer_for(model)
+    with pytest.raises(NoSampleError):
+        optimizer.step(model, np.ones((0, 5)), np.ones((0, 2)))
     assert "no rank used" not in caplog.text
 
 
@@ -483,6 +481,23 @@ def test_frozen_parameters_and_buffers_are_rank_0s(backend: Any) -> None:
     assert torch.equal(plain.module.frozen.weight, before[0])
     assert plain.module.scale == before[1] == 1.0
     assert model.predict(np.ones((0, 5))).shape == (0, 2)
+
+
+@pytest.mark.mpi
+def test_ranks_of_a_mesh_that_repeat_work_draw_the_same_masks(backend: Any) -> None:
+    config = ShardingConfiguration(backend)
+    data_size = 2 if backend.world_size == 4 else 1
+    torch.manual_seed(backend.rank)
+    torch.rand(1 + backend.rank)  # the generator of rank 0 has left its seed behind
+    plain = TorchModel(module_of(Odd, 0), nn.functional.mse_loss)
+    model = HybridShardedModel(plain, config, -(-backend.world_size // data_size), 1, data_size)
+    draws = backend.all_gather(torch.rand(1).numpy())
+    model.train(np.ones((3, 5)), np.ones((3, 2)))
+    assert model.check_replicas() == 1
+    groups = {model.data_rank_of(rank): draws[rank] for rank in range(backend.world_size)}
+    for rank, drawn in enumerate(draws):
+        assert drawn == groups[model.data_rank_of(rank)]
+    assert len(set(groups.values())) == data_size
 
 
 def test_a_plain_model_trains_alone() -> None:
@@ -718,6 +733,25 @@ def test_computes_with_bfloat16_views_and_updates_float32(
     np.testing.assert_allclose(found["fsdp"], reference, rtol=0, atol=0.02 * learned)
     with model.unsharded() as whole:
         assert {p.dtype for p in whole.module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("data", ["ddp", "fsdp"])
+@in_worlds(2, 4)
+def test_a_mesh_computes_in_bfloat16_as_its_data_axis_does(backend: Any, data: str) -> None:
+    def train(backend: Any, *mesh: int) -> Any:
+        config = ShardingConfiguration(backend, precision="bfloat16")
+        plain = TorchModel(module_of("mlp", backend.rank).float(), KINDS["mlp"][1])
+        model = HybridShardedModel(plain, config, *mesh, data_parallel_strategy=data)
+        optimizer = HybridShardedOptimizer(SGD(RATE, momentum=0.9), config, *mesh)
+        for step in range(STEPS):
+            x, y = batch("mlp", step)
+            mine = model.batch_indices(len(x))
+            optimizer.step(model, x[mine], y[mine].astype("f4"))
+        return model.gather_full_parameters()
+
+    data_size = backend.world_size // 2
+    expected, *_ = run_in_threads(data_size, train, 1, 1, data_size)
+    np.testing.assert_array_equal(train(backend, 2, 1, data_size), expected)
 
 
 @in_worlds(2)

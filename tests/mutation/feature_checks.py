@@ -21,7 +21,6 @@ from mpishard import nn
 from mpishard.callbacks.preemption import Preemption
 from mpishard.communication import InMemoryCommunicationBackend
 from mpishard.errors import CheckpointError, ShardingError
-from mpishard.models import HybridShardedModel
 
 # ------------------------------------------------------------------------ late and stale gradients
 
@@ -188,21 +187,6 @@ def a_late_rank_when_replicas_settle(problems: Any) -> None:
         close(everyone[2], everyone[3])
 
     run(body, "arena", 4)
-
-
-@check
-def a_result_that_depends_on_the_rank(problems: Any) -> None:
-    def body(backend: Any) -> None:
-        gradient = np.arange(6.0)
-        gradient[2] += backend.rank
-        function = ms.FunctionModel(lambda theta, x, y: (3.0, gradient), np.zeros(6))
-        model = HybridShardedModel(function, ms.ShardingConfiguration(backend), 1, 3)
-        refused(
-            ShardingError, "their results differ",
-            lambda: model.train(np.ones((2, 1)), np.ones((2, 1))),
-        )  # fmt: skip
-
-    run(body)
 
 
 @check

@@ -241,7 +241,7 @@ def train_alone(job: VerifyJob, problem: Problem) -> Reference:
 
 
 def fitted(job: VerifyJob, problem: Problem) -> VerifyJob:
-    """Return the job; for a black box, which has no stages, with one comparison, not several.
+    """Return the job; for a black box, which has no stages, with one comparison of whole batches.
 
     Raises
     ------
@@ -265,7 +265,8 @@ def fitted(job: VerifyJob, problem: Problem) -> VerifyJob:
         if (count := len(job.mesh.schedules)) > 1:
             text = f"{name} is a black box, which has no stages to schedule"
             say("verify", f"once for all {count} schedules: {text}")
-        return replace(job, mesh=replace(job.mesh, schedules=("",)))
+        kept = {name: options[name] for name in options if name != "micro_batch_count"}
+        return replace(job, mesh=replace(job.mesh, options=kept, schedules=("",)))
     ranks = job.mesh.sizes[1]
     if "sequence_parallel" in options and ranks > 1:
         try:

@@ -15,7 +15,6 @@ import numpy as np
 from mpishard.arrays import Array, beside
 from mpishard.contracts import ILossFunction
 from mpishard.errors import NoSampleError
-from mpishard.layout import ShardLayout
 from mpishard.models.engine.replicas import Replicas
 from mpishard.models.engine.update import (
     Policy,
@@ -82,9 +81,6 @@ class Engine:
         Steps made, and changes of the parameters.
     record : TrainingRecord
         Figures of the training so far.
-    micro_batches : int
-        Number of parts into which a step cuts its batch, with a pass for each. It stays 1 for
-        programs that cut batches themselves.
     observer : callable, optional
         Returns a context manager around each update, to compare parameters before and after it.
     computed : tuple, optional
@@ -105,7 +101,6 @@ class Engine:
         self.version = 0
         self._gradient = 0  # number of the gradient in the store: see `held_gradient`
         self.record = TrainingRecord()
-        self.micro_batches = 1
         self.has_said_what_is_not_saved = False  # a black box's first checkpoint warns once
         self.computed: tuple[Array, float, float] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
@@ -157,16 +152,7 @@ class Engine:
 
     def deal(self, fill: Callable[[int, Array], None]) -> None:
         """Distribute rank 0's values, which ``fill(start, out)`` writes on rank 0. Collective."""
-        across = self.replica.across
-        # Each group of ranks with a replica first distributes the values of its own first rank.
-        # Then all groups take those of the first group.
-        is_grouped = across is not None and not self.replica.is_on_mesh
-        root = self.backend if is_grouped else self.world
-        self.program.vector.deal(self.parameters, root, fill)
-        if across is not None and is_grouped:
-            for values in self.parameters.owned(self.own_pieces):
-                across.broadcast(values, root=0)
-            self.parameters.publish(self.own_pieces)
+        self.program.vector.deal(self.parameters, self.world, fill)
 
     @property
     def is_writer(self) -> bool:
@@ -272,13 +258,7 @@ class Engine:
         if sample_start is None:
             asks = self.program.is_random
             sample_start = self.round.sample_start(len(x), is_local=is_local) if asks else 0
-        if self.micro_batches == 1:  # a black box may take batches that cannot be sliced
-            return [(x, y, sample_start)]
-        parts = ShardLayout(len(x), self.micro_batches)
-        return [
-            (x[rows], None if y is None else y[rows], sample_start + rows.start)
-            for rows in map(parts.slice, range(self.micro_batches))
-        ]
+        return [(x, y, sample_start)]
 
     def _step(
         self, batches: Sequence[Part], rule: Rule, settings: Mapping[str, Any], *, is_local: bool,
@@ -497,9 +477,7 @@ class Engine:
         """Run one forward and backward pass; return this rank's loss sum and weight."""
         # Another store is for a caller's own gradient, which a pass never sends.
         compresses = gradients is self.gradients and self._config.enable_gradient_compression
-        # The parts of one batch are reduced together, with the last of them.
-        defers = self.round.defers or self.micro_batches > 1
-        gradients.begin(BackwardPass(is_first, is_last, defers, compresses))
+        gradients.begin(BackwardPass(is_first, is_last, self.round.defers, compresses))
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
         batch = Batch(x, y, loss or self.loss, context)
         total, weight = self.program.train(self.parameters, gradients, batch)
@@ -610,12 +588,9 @@ class Engine:
     def gather_on(self, root: int) -> Array | None:
         """Return all parameters in layer order on world rank ``root``, else None. Collective."""
         self.layout.device.use()
-        if self.replica.across is not None:  # each replica is gathered, and root's is returned
-            full = self.gather()
-            return full if self.world.rank == root else None
         with self.leaving_no_unit():
             return self.program.vector.gather_on(
-                self.parameters, root, is_sharded=self.policy.shards_parameters
+                self.parameters, self.world, root, is_sharded=self.policy.shards_parameters
             )
 
     def gather_chunks(self) -> Iterator[Array]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from mpishard.arguments import adapter_hint, as_loss, name_of
@@ -34,8 +33,6 @@ class OpaqueProgram(WholeProgram):
     world : CommunicationBackend
         All ranks.
     """
-
-    computes_in_place = False
 
     def __init__(self, model: Any, world: CommunicationBackend) -> None:
         for member in ("get_parameters", "set_parameters"):
@@ -97,9 +94,6 @@ class OpaqueProgram(WholeProgram):
         self._model.set_parameters(parameters.unshard(unit).copy())
         parameters.reshard(unit)
 
-    def compute_with(self, full: Array, holder: str) -> None:
-        self._model.set_parameters(full)
-
     def predict(self, parameters: ParameterStore, x: Array) -> Array:
         return _member(self._model, "predict")(x)
 
@@ -159,10 +153,6 @@ class OpaqueProgram(WholeProgram):
             gradient, samples = saved
             target += beside(gradient, target) * samples
         gradients.reduce(unit)
-
-    def contribute(self, saved: Any, add: Callable[[int, Array, float], None]) -> None:
-        gradient, samples = saved
-        add(0, gradient, samples)
 
 
 def _member(model: Any, name: str) -> Any:

@@ -152,7 +152,6 @@ class PlacedProgram(WholeProgram):
         All ranks, and the size of units. The parameters of one module are a layer.
     """
 
-    computes_in_place = True
     _model: IPlaceableModel
 
     def __init__(self, model: IPlaceableModel, config: ShardingConfiguration) -> None:
@@ -185,10 +184,8 @@ class PlacedProgram(WholeProgram):
         self._model.fill_parameters(start, out)
 
     def deal_constants(self, backend: CommunicationBackend) -> None:
-        # Ranks that compute other samples draw other random numbers, also in replicas trained
-        # apart.
-        together = self.replica.across is None
-        self._model.deal_beside(backend, self.replica.data if together else backend)
+        # Ranks that compute other samples draw other random numbers.
+        self._model.deal_beside(backend, self.replica.dealt)
 
     def settle(self, backend: CommunicationBackend) -> bool:
         return self._model.settle(backend, self.frozen)
@@ -206,10 +203,6 @@ class PlacedProgram(WholeProgram):
         if store.once_per_node or store.backend.world_size == 1:
             return None
         return "because the ranks of a node share no memory here"
-
-    def compute_with(self, full: Array, holder: str) -> None:
-        arrays = [full[entry.start : entry.stop] for entry in self.entries]
-        self._model.place_parameters(arrays, holder, self.replica.data)
 
     def give_back(self, gather: Callable[[], Array]) -> None:
         self._model.reclaim_parameters(gather())
@@ -234,10 +227,6 @@ class PlacedProgram(WholeProgram):
         if saved is not None:
             self._model.backward_pass(saved, arrivals.receive)
         arrivals.finish()
-
-    def contribute(self, saved: Any, add: Callable[[int, Array, float], None]) -> None:
-        starts = [entry.start for entry in self.entries]
-        self._model.backward_pass(saved, lambda index, values: add(starts[index], values, 1.0))
 
 
 class Arrivals:

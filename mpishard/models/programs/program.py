@@ -305,16 +305,9 @@ class Program(ABC):
 
 
 class WholeProgram(Program):
-    """A program that computes whole gradients with whole parameters, and cannot be cut.
-
-    Attributes
-    ----------
-    computes_in_place : bool
-        Whether the model computes with the array that it is given, whose values may change.
-    """
+    """A program that computes whole gradients with whole parameters, and cannot be cut."""
 
     needs_whole_parameters = True
-    computes_in_place: ClassVar[bool]
 
     def check_pair(self, x: Any, y: Any, loss: ILossFunction | None) -> tuple[Any, Any]:
         self.check(x)
@@ -322,18 +315,3 @@ class WholeProgram(Program):
         if y is not None and len(x) != len(y):
             raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
         return x, y
-
-    @abstractmethod
-    def compute_with(self, full: Array, holder: str) -> None:
-        """Compute with ``full``, shape (length,), from now on; the model may keep the array.
-
-        ``holder`` names the owner of the array in errors.
-        """
-
-    @abstractmethod
-    def contribute(self, saved: Any, add: Callable[[int, Array, float], None]) -> None:
-        """Compute the gradient of the loss's *sum* from the values that `forward` saved.
-
-        ``add(start, values, factor)`` is called with ranges of the flat vector, in any order:
-        ``factor * values`` is to be added at ``start``.
-        """

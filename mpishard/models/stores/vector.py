@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -12,13 +11,9 @@ import numpy as np
 from mpishard.arrays import Array, copy_into
 from mpishard.checkpoint.format.consensus import all_texts
 from mpishard.communication import CommunicationBackend, ProcessMesh
-from mpishard.layout import ShardLayout
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.pipeline import IPipelinePartitionStrategy, UniformPartitionStrategy
-from mpishard.pipeline.layers import stage_ranges
-from mpishard.sharding import ParameterEntry, Placement, Slice, Unit, unit_at, whole_box
-from mpishard.sharding.regions import Region, blocks_of
+from mpishard.sharding import ParameterEntry, Placement, Slice, Unit, unit_at
 
 Fill = Callable[[int, Array], None]
 """``fill(start, out)`` writes the range of the model's vector that begins at ``start``."""
@@ -38,16 +33,19 @@ class ModelVector:
 
     def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
         """Distribute the values of world rank 0. Collective. No rank holds two full units."""
-        units = parameters.layout.units
-        is_root = world.rank == 0
-        # One buffer for all units: rank 0 never holds two of them.
-        full = np.empty(max(u.length for u in units) if is_root else 0, parameters.layout.dtype)
+        units, begins = parameters.layout.units, parameters.backend.rank == 0
+        # Several groups of ranks may hold all parameters, each in a store of its own.
+        is_one_store = parameters.backend.world_size == world.world_size
+        # One buffer for all units: no rank ever holds two of them.
+        length = max(u.length for u in units) if begins or not is_one_store else 0
+        full = np.empty(length, parameters.layout.dtype)
         for unit in units:
-            values = None
-            if is_root:
-                values = full[: unit.length]
+            values = full[: unit.length]
+            if world.rank == 0:
                 fill(unit.start, values)
-            parameters.fill(unit, values)
+            if not is_one_store:
+                world.broadcast(values, root=0)
+            parameters.fill(unit, values if begins else None)
 
     def gather(self, parameters: ParameterStore) -> Array:
         """Return the model's vector, a new array on every rank. Collective."""
@@ -57,14 +55,19 @@ class ModelVector:
             parameters.read(unit, full[unit.start : unit.stop])
         return full
 
-    def gather_on(self, parameters: ParameterStore, root: int, *, is_sharded: bool) -> Array | None:
-        """As `gather`, on world rank ``root`` alone: each unit's pieces travel to it."""
-        layout = parameters.layout
-        full = None
-        if layout.backend.rank == root:
-            full = layout.device.namespace.empty(layout.length, layout.dtype)
+    def gather_on(
+        self, parameters: ParameterStore, world: CommunicationBackend, root: int, *,
+        is_sharded: bool,
+    ) -> Array | None:  # fmt: skip
+        """As `gather`, on rank ``root`` of ``world`` alone: each unit's pieces travel to it."""
+        layout, is_root = parameters.layout, world.rank == root
         # In mixed precision only the owners have float32 parameters, whatever the policy says.
         is_sharded |= parameters.owners_only
+        # Several groups of ranks may hold all parameters: each gathers, and root's result is kept.
+        if is_sharded and layout.backend.world_size < world.world_size:
+            full = self.gather(parameters)
+            return full if is_root else None
+        full = layout.device.namespace.empty(layout.length, layout.dtype) if is_root else None
         pieces = layout.pieces(sharded=is_sharded)
         for piece, owned in zip(pieces, parameters.owned(pieces), strict=True):
             values = (
@@ -83,106 +86,6 @@ class ModelVector:
     def held_alike(self) -> list[tuple[int, int]]:
         """Return this rank's ranges of the vector that other ranks of one batch hold too."""
         return []
-
-
-class RangeVector(ModelVector):
-    """The vector of a black box on a mesh: each rank owns a range, as one unit.
-
-    Ranks that differ only in replica and data coordinates own the same range. The ranges of those
-    that compute one batch, a tensor rank's part of its pipeline rank's part, lie end to end.
-
-    Parameters
-    ----------
-    entries : sequence of ParameterEntry
-        The model's parameters.
-    mesh : ProcessMesh
-        The ranks.
-    strategy : IPipelinePartitionStrategy, optional
-        Divides the vector among pipeline stages. Default: evenly, one element more to the first.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `stage_ranges`.
-
-    Attributes
-    ----------
-    start, stop : int
-        This rank's range.
-    dealt : Array or None
-        All values that `deal` has sent, until `DividedProgram.take_over` takes them.
-    """
-
-    def __init__(
-        self,
-        entries: Sequence[ParameterEntry],
-        mesh: ProcessMesh,
-        strategy: IPipelinePartitionStrategy | None = None,
-    ) -> None:
-        length = entries[-1].stop
-        stages = stage_ranges(strategy or UniformPartitionStrategy(), length, mesh.pipeline_size)
-        first, size = stages[mesh.pipeline_rank]
-        part = ShardLayout(size, mesh.tensor_size)
-        self.start = first + part.start(mesh.tensor_rank)
-        self.stop = self.start + part.size(mesh.tensor_rank)
-        super().__init__(placed_range(entries, self.start, self.stop))
-        self.dealt: Array | None = None
-        self._mesh = mesh
-
-    def deal(self, parameters: ParameterStore, world: CommunicationBackend, fill: Fill) -> None:
-        full = np.empty(self.placement.length, parameters.layout.dtype)
-        if world.rank == 0:
-            fill(0, full)
-        world.broadcast(full, root=0)
-        for unit in parameters.layout.units:  # one, or none
-            own = full[self.start : self.stop]
-            # The ranks of the store have the same range: their first one gives its values.
-            parameters.fill(unit, own if parameters.backend.rank == 0 else None)
-        self.dealt = full
-
-    def gather(self, parameters: ParameterStore, out: Array | None = None) -> Array:
-        with self._own_values(parameters) as own:
-            return self._mesh.model.all_gather(own, out=out)
-
-    def gather_on(self, parameters: ParameterStore, root: int, *, is_sharded: bool) -> Array | None:
-        pipeline, tensor, data = self._mesh.coordinates_of(root)
-        if data != self._mesh.data_rank:
-            return None
-        with self._own_values(parameters) as own:
-            return self._mesh.model.gather(own, root=pipeline * self._mesh.tensor_size + tensor)
-
-    def assemble(self, own: Array, layout: StoreLayout) -> Array:
-        return self._mesh.model.all_gather(own)
-
-    @contextmanager
-    def _own_values(self, parameters: ParameterStore) -> Iterator[Array]:
-        layout = parameters.layout
-        # A rank may own nothing, and takes part in the collective nonetheless.
-        if not layout.units:
-            yield layout.device.namespace.empty(0, layout.dtype)
-        for unit in layout.units:
-            yield parameters.unshard(unit)
-            parameters.reshard(unit)
-
-
-def placed_range(entries: Sequence[ParameterEntry], start: int, stop: int) -> Placement:
-    """The placement of a rank whose own flat vector is the range ``[start, stop)`` of the model's.
-
-    Examples
-    --------
-    >>> entries = [ParameterEntry("w", (2, 3), 0), ParameterEntry("b", (3,), 6)]
-    >>> slices = placed_range(entries, 2, 7).slices
-    >>> [(held.entry.name, held.entry.start, held.boxes) for held in slices]
-    [('w', 0, (((0, 1), (2, 3)), ((1, 2), (0, 3)))), ('b', 4, (((0, 1),),))]
-    """
-    slices = []
-    for entry in entries:
-        low, high = max(start, entry.start), min(stop, entry.stop)
-        if low < high:
-            own = ParameterEntry(entry.name, (high - low,), low - start, entry.trainable)
-            part = Region(entry.name, whole_box(entry.shape), low - entry.start, high - entry.start)
-            slices.append(Slice(own, tuple(box for box, _ in blocks_of(part))))
-    return Placement(entries, slices)
 
 
 class MeshVector(ModelVector):
@@ -236,7 +139,10 @@ class MeshVector(ModelVector):
         assert full is not None
         return full
 
-    def gather_on(self, parameters: ParameterStore, root: int, *, is_sharded: bool) -> Array | None:
+    def gather_on(
+        self, parameters: ParameterStore, world: CommunicationBackend, root: int, *,
+        is_sharded: bool,
+    ) -> Array | None:  # fmt: skip
         return self._collect(self._reader(parameters), parameters.layout, root)
 
     def assemble(self, own: Array, layout: StoreLayout) -> Array:

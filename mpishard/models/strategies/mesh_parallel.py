@@ -11,14 +11,14 @@ import numpy as np
 from mpishard.communication import ProcessMesh
 from mpishard.communication.mesh import AXES
 from mpishard.contracts import ILayeredModel, ModelMetadata
-from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.replicas import ALONE_ON_A_MESH
 from mpishard.models.engine.update import Policy
-from mpishard.models.programs.divided_program import DividedProgram
 from mpishard.models.programs.leaves import check_leaves
 from mpishard.models.programs.mesh_program import MeshProgram
+from mpishard.models.programs.mesh_replica import MeshReplica
 from mpishard.models.programs.program import Program, WholeProgram
 from mpishard.models.programs.stage_layout import MeshChoices
+from mpishard.models.stores.vector import ModelVector
 from mpishard.models.strategies.data_parallel import DDPModel
 from mpishard.models.strategies.mesh_options import (
     DATA_POLICIES,
@@ -38,7 +38,7 @@ from mpishard.pipeline import (
     RecomputeStrategy,
     partition_layers,
 )
-from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding import Placement, ShardingConfiguration
 from mpishard.tensor import check_sequence
 
 _log = logging.getLogger("mpishard")
@@ -95,26 +95,18 @@ class MeshModel(ShardedModelBase):
         if isinstance(model, ILayeredModel):
             return
         name = type(model).__name__
-        pipeline, tensor, _ = self._sizes
-        if config.precision is not None and pipeline * tensor > 1:
-            raise NotImplementedError(
-                f'precision="bfloat16": {name} is computed whole by each rank of a pipeline or '
-                "tensor axis, with float32 parameters: use ddp, zero1, zero2 or fsdp, or "
-                "precision=None"
-            )
-        gives_costs = not isinstance(options.partition_strategy, IPipelinePartitionStrategy | None)
-        if gives_costs:
+        for_layers = {
+            f"micro_batch_count={options.micro_batch_count}": options.micro_batch_count > 1,
+            f"schedule={options.schedule.name!r}": not isinstance(options.schedule, GPipeSchedule),
+            "partition_strategy": options.partition_strategy is not None,
+            "sequence_parallel=True": options.sequence_parallel,
+        }
+        refused = [option for option, is_given in for_layers.items() if is_given]
+        if refused:
             raise ValueError(
-                f"partition_strategy gives costs of layers, but {name} is a black box without "
-                "layers: give an IPipelinePartitionStrategy, which divides its flat vector over "
-                "the stages, or None"
-            )
-        is_ordered = not isinstance(options.schedule, GPipeSchedule)
-        if is_ordered:
-            raise ValueError(
-                f"schedule {options.schedule.name} orders the work of pipeline stages, and "
-                f"{name} is a black box, which each rank computes whole: give schedule=None, or a "
-                "model that implements ILayeredModel (mpishard.nn)"
+                f"{', '.join(refused)}: this divides the work on layers, and {name} is a black "
+                "box, which each rank computes whole: leave it out, or give a model that "
+                "implements ILayeredModel (mpishard.nn)"
             )
         if self._recomputes:
             raise NotImplementedError(
@@ -124,11 +116,20 @@ class MeshModel(ShardedModelBase):
 
     def _initialize_sharding(self) -> None:
         super()._initialize_sharding()
-        program = self.engine.program
-        if self.rank == 0 and isinstance(program, MeshProgram):
+        program, ranks = self.engine.program, self.mesh.model_size
+        found = []
+        if isinstance(program, MeshProgram):
             found = idle_axes(self._wrapped_model, program.choices)
-            if found:
-                _log.warning("%r: %s", self, "; ".join(found))
+        elif ranks > 1:
+            self._is_once_per_node = False  # each data axis has the parameters
+            found.append(
+                f"the {ranks} ranks of the pipeline and tensor axes repeat each other's work, "
+                f"because {type(self._wrapped_model).__name__} is a black box: use strategy "
+                "'fsdp', which divides samples and state over all ranks, or a model that "
+                "implements ILayeredModel (mpishard.nn)"
+            )
+        if self.rank == 0 and found:
+            _log.warning("%r: %s", self, "; ".join(found))
 
     def _shared_choices(self) -> dict[str, Any]:
         options = self._options
@@ -160,9 +161,12 @@ class MeshModel(ShardedModelBase):
         if self.mesh.data_size > 1:
             self.policy = DATA_POLICIES[self._options.data_parallel_strategy]
         if isinstance(program, WholeProgram):
-            if self.mesh.model_size == 1:  # it is data parallelism
-                return program
-            return DividedProgram(program, self.mesh, self._options.partition_strategy)
+            if self.mesh.model_size > 1:
+                # Of the ranks that repeat one another's work, the first counts and writes.
+                speaks = self.mesh.model.rank == 0
+                program.replica = MeshReplica(self.mesh, speaks=speaks, predicts_together=False)
+                program.vector = ModelVector(Placement.whole(program.entries, is_counted=speaks))
+            return program
         model: ILayeredModel = self._wrapped_model
         if self._options.sequence_parallel and self.mesh.tensor_size > 1:
             infos = model.get_all_layer_info()
@@ -193,36 +197,15 @@ class MeshModel(ShardedModelBase):
     def _replicas(self, size: int) -> ProcessMesh:
         return self.mesh
 
-    def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
-        engine = super()._build_engine(program, arena=arena)
-        if not isinstance(program, MeshProgram):  # which cuts batches itself
-            engine.micro_batches = self._options.micro_batch_count
-        return engine
-
-    def _say_what_stays_whole(self, reason: str) -> None:
-        if self.mesh.model_size == 1:
-            super()._say_what_stays_whole(reason)
-            return
-        _log.warning(
-            "%s: the optimizer state of %s is divided over %s ranks, but its computation is not: "
-            "each rank computes the whole batch, in %s and with all parameters, %s",
-            type(self).__name__, type(self._wrapped_model).__name__, self.mesh.describe(),
-            self._micro_batches_in_words(), reason,
-        )  # fmt: skip
-
     # ------------------------------------------------------------------------------- properties
 
     def _described_ranks(self) -> str:
-        words = [self.mesh.describe()]
+        words, count = [self.mesh.describe()], self._options.micro_batch_count
         if not isinstance(self._wrapped_model, ILayeredModel):
-            words.append("computed whole")
-        elif self.mesh.pipeline_size > 1:  # elsewhere a schedule orders nothing
+            return f"{words[0]}, computed whole"
+        if self.mesh.pipeline_size > 1:  # elsewhere a schedule orders nothing
             words.append(self._options.schedule.name)
-        return ", ".join([*words, self._micro_batches_in_words()])
-
-    def _micro_batches_in_words(self) -> str:
-        count = self._options.micro_batch_count
-        return f"{count} micro-batch{'es' * (count > 1)}"
+        return ", ".join([*words, f"{count} micro-batch{'es' * (count > 1)}"])
 
     @property
     def data_parallel_strategy(self) -> str:
@@ -295,20 +278,20 @@ class MeshModel(ShardedModelBase):
                 "ReplicaCount": mesh.replica_count,
                 "ReplicaRank": mesh.replica_rank,
             }
-        if mesh.model_size > 1:
+        if mesh.model_size > 1 and self.is_compute_partitioned:
             metadata.properties |= {
                 "GradientsSharded": True,
                 "GradientsReplicated": False,
                 "OptimizerStateSharded": True,
-                # Every rank has all parameters of a black box, besides those that it owns.
-                "ParametersSharded": self.is_compute_partitioned,
-                "ParametersReplicated": not self.is_compute_partitioned,
+                "ParametersSharded": True,
+                "ParametersReplicated": False,
             }
         if self._tells_of_pipeline:
-            strategy = self._options.partition_strategy
-            by = f"LoadBalanced by {'FLOPs' if strategy is None else 'given costs'}"
+            strategy, by = self._options.partition_strategy, None
             if isinstance(strategy, IPipelinePartitionStrategy):
                 by = type(strategy).__name__
+            elif self.is_compute_partitioned:
+                by = f"LoadBalanced by {'FLOPs' if strategy is None else 'given costs'}"
             metadata.properties |= {
                 "StageId": self.mesh.pipeline_rank,
                 "NumStages": self.mesh.pipeline_size,
@@ -321,11 +304,11 @@ class MeshModel(ShardedModelBase):
                 "SupportsDecomposedBackward": self.is_compute_partitioned,
             }
         if self._tells_of_tensor_axis:
-            style = "ColumnThenRow" if self.is_compute_partitioned else "FlatVector"
+            style = "ColumnThenRow"
             if self._options.sequence_parallel:
                 style += "+Sequence"
             metadata.properties |= {
-                "PartitioningStyle": style,
+                "PartitioningStyle": style if self.is_compute_partitioned else None,
                 "PartitionLog": list(self.partition_log),
             }
         return metadata
@@ -343,10 +326,9 @@ class HybridShardedModel(MeshModel):
     Parameters
     ----------
     wrapped_model : object
-        A layered model; or a black box, whose flat vector is cut over the pipeline axis, and each
-        part over the tensor axis. A rank owns its part, the part's gradient and optimizer state.
-        The object keeps all parameters, gathered after each update, and computes the whole batch on
-        each rank: schedule, micro-batches and sequence do not divide its computation.
+        A layered model; or a black box, which the data axis trains as its strategy does alone. The
+        ranks of the other axes repeat that work, and the options that divide layers are refused.
+        A black box must not depend on its rank: `check_replicas` compares the repeated results.
     config : ShardingConfiguration
         Backend and choices.
     pipeline_parallel_size, tensor_parallel_size : int
@@ -379,7 +361,7 @@ class HybridShardedModel(MeshModel):
     ------
     TypeError, ValueError
         For arguments of another type, sizes that do not make up the world, a micro-batch count
-        below 1, before anything is communicated.
+        below 1, and options for layers with a black box, before anything is communicated.
     NotImplementedError
         For activation checkpointing of a black box.
     """

@@ -192,8 +192,11 @@ class ShardedModelBase(IShardedModel):
         store = self.engine.parameters
         reason = program.take_over(store, f"a {type(self).__name__}")
         self._is_once_per_node = store.once_per_node and reason is None
-        if reason is not None and self.rank == 0:
-            self._say_what_stays_whole(reason)
+        if reason is not None and self.policy.shards_parameters and self.rank == 0:
+            _log.warning(
+                "%s: gradients and optimizer state are sharded; the parameters of %s stay whole on "
+                "every rank, %s", type(self).__name__, type(self._wrapped_model).__name__, reason,
+            )  # fmt: skip
 
     def _shared_choices(self) -> dict[str, Any]:
         """Choices besides the configuration that must be the same on all ranks, for JSON."""
@@ -210,14 +213,6 @@ class ShardedModelBase(IShardedModel):
     def _build_engine(self, program: Program, *, arena: bool = True) -> Engine:
         name = type(self._wrapped_model).__name__
         return build_engine(program, self.policy, self._config, name, arena=arena)
-
-    def _say_what_stays_whole(self, reason: str) -> None:
-        """Warn if the strategy would shard parameters, and does not."""
-        if self.policy.shards_parameters:
-            _log.warning(
-                "%s: gradients and optimizer state are sharded; the parameters of %s stay whole on "
-                "every rank, %s", type(self).__name__, type(self._wrapped_model).__name__, reason,
-            )  # fmt: skip
 
     def __repr__(self) -> str:
         wrapped = type(self._wrapped_model).__name__

@@ -204,9 +204,9 @@ def _refuse(
     shared = ". Ranks of a node share one copy, which is that of the first of them"
     raise ReplicaError(
         f"{what}: {'; '.join(lines)}"
-        f"{shared if parameters.once_per_node else ''}. Faulty memory, or a change made on some "
-        "ranks only, causes this. Resume from an earlier checkpoint; if it happens again, do not "
-        "use the machine of that rank"
+        f"{shared if parameters.once_per_node else ''}. The cause is faulty memory, a change made "
+        "on some ranks only, or a black box whose results depend on its rank. Resume from an "
+        "earlier checkpoint; if it happens again, do not use the machine of that rank"
     )
 
 

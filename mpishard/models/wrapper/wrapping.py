@@ -334,8 +334,10 @@ def make_exchanged_store(
         exchange = make_exchange(engine.world, whole)
         return ExchangedGradients(ReplicatedGradients(layout), exchange, is_alone=True)
     inner = make_gradient_store(layout, engine.policy, in_leaves=True)
+    # Ranks that repeat the work on a black box must draw the same numbers: they have one key.
+    ranks = engine.backend if engine.program.needs_whole_parameters else replica.together
     # A replica of one rank has the same keys with and without ``replica_size``.
-    place = () if replica.together.world_size == 1 else (replica.together.rank,)
+    place = () if ranks.world_size == 1 else (ranks.rank,)
     alike = engine.program.vector.held_alike()
     parts = parts_of(_trained(layout, layout.pieces()), *place, alike=alike)
     return ExchangedGradients(inner, make_exchange(replica.across, parts), is_alone=False)
