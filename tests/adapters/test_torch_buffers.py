@@ -208,6 +208,20 @@ def test_a_mesh_whose_ranks_compute_one_batch(backend):
     close(state_of(model), state_of(whole))
 
 
+@in_worlds(1, 2, 3)
+def test_statistics_with_rounded_parameters_are_float32_of_all_ranks(backend):
+    module = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(2, momentum=1.0), *convolutions()))
+    config = ShardingConfiguration(backend, precision="bfloat16")
+    model = DDPModel(TorchModel(module.float(), squared), config)
+    mine = slice(backend.rank, None, backend.world_size)
+    model.train(X[mine], Y[mine])
+    rounded = torch.from_numpy(X).bfloat16().double()
+    mean, found = rounded.mean((0, 2, 3)), module[0].running_mean
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), mean, rtol=1e-6, atol=0)
+    assert np.isfinite(model.predict(X[mine])).all()
+
+
 class Counting(nn.Linear):
     """Changes a buffer in each pass, and has another that no checkpoint holds."""
 
