@@ -40,7 +40,8 @@ class Buffers:
     def __init__(self, module: Any, placed: set[int]) -> None:
         self._module = module
         self._holders = list(module.named_modules())
-        self._parameters = {n: p for n, p in module.named_parameters() if id(p) not in placed}
+        others = {n: p for n, p in module.named_parameters() if id(p) not in placed}
+        self._parameters = {name: others[name] for name in sorted(others)}
         self._is_empty = not self._tensors()
         self._known = self._checksum()
 
@@ -61,11 +62,13 @@ class Buffers:
 
     def _tensors(self) -> dict[str, Any]:
         """Return the buffers that the module has now, by name; some may be None."""
-        return {
+        found = {
             f"{prefix}.{name}" if prefix else name: tensor
             for prefix, holder in self._holders
             for name, tensor in holder._buffers.items()
         }
+        # Ranks may have registered them in another order.
+        return {name: found[name] for name in sorted(found)}
 
     def _present(self) -> dict[str, Any]:
         return {name: tensor for name, tensor in self._tensors().items() if tensor is not None}

@@ -108,6 +108,20 @@ def test_every_rank_has_rank_zeros_buffers_after_any_change(
 
 
 @in_worlds(2)
+def test_buffers_that_ranks_register_in_another_order_keep_their_names(backend: Any) -> None:
+    mst.init()
+    names = ["one", "two"] if backend.rank else ["two", "one"]
+
+    def register(module: Any, number: float) -> None:
+        for name in names:
+            module.register_buffer(name, torch.full((2,), number + 5 * (name == "two")))
+
+    model = mst.shard(Keeps(register))
+    run(model, float(backend.rank))
+    assert (model.one.tolist(), model.two.tolist()) == ([0, 0], [5, 5])
+
+
+@in_worlds(2)
 def test_shared_buffers_stay_one_tensor(backend: Any) -> None:
     mst.init()
     model = Keeps(CHANGES["in place"], table=torch.zeros(1).expand(4))
@@ -175,7 +189,7 @@ def another_name(module: Any, number: float) -> None:
 
 
 DIFFERENCES = {
-    grow: r"buffer 'table' is float32\[4\], float32\[6\]; buffer 'state' is float32\[6\], float",
+    grow: r"buffer 'state' is float32\[6\], float32\[4\]; buffer 'table' is float32\[4\], float",
     float_or_int: r"buffer 'table' is int32\[2\], float32\[2\]\. Give each buffer one shape",
     turned: r"by rank, buffer 'table' is float32\[3, 2\], float32\[2, 3\]",
     one_drops: r"by rank, buffer 'table' is float32\[2\], None",
