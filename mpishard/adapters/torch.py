@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -134,10 +134,10 @@ class TorchModel(PlacedVectorModel):
         self._placed.fill(start, out)
 
     def obstacle_to_bfloat16(self) -> str | None:
-        from mpishard.torch.placed import some
+        from mpishard.torch.placed import some, wide_floats
 
         parameters = self._module.named_parameters()
-        other = _wide((name, p) for name, p in parameters if not p.requires_grad)
+        other = wide_floats((name, p) for name, p in parameters if not p.requires_grad)
         if not other:
             return None
         return (
@@ -247,13 +247,10 @@ class TorchModel(PlacedVectorModel):
         try:
             output = self._module(**tree) if isinstance(tree, dict) else self._module(*tree)
         except RuntimeError as error:
-            from mpishard.torch.placed import some
+            from mpishard.torch.placed import note_wide_buffers
 
-            if dtype == torch.bfloat16 and (wide := _wide(self._module.named_buffers())):
-                error.add_note(
-                    f'precision="bfloat16" rounds parameters, and no buffers: {some(wide)} may '
-                    "have to be given in torch.bfloat16 before the module is wrapped"
-                )
+            if dtype == torch.bfloat16:
+                note_wide_buffers(error, self._module)
             raise
         if not isinstance(output, torch.Tensor):
             raise TypeError(
@@ -302,11 +299,6 @@ class TorchModel(PlacedVectorModel):
         if self._used is not None:
             self._used[index] = 1
         receive(index, flat_gradient(gradient))
-
-
-def _wide(named: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return the names of floating-point tensors of other than 16 bits."""
-    return [name for name, t in named if t.is_floating_point() and t.itemsize != 2]
 
 
 def _buffers_in(choices: Mapping[str, Any]) -> dict[str, Any]:

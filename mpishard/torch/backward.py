@@ -214,8 +214,6 @@ class BackwardPasses:
             self._backend.all_reduce(
                 self._flags, ReductionOperation.MAX, subject=self._layout.subject
             )
-            if self._flags[-1]:
-                self._buffers.broadcast(self._backend)
         if self._gathered is not None:
             self._gathered.release()
         for part, gradient in self._assigned:
@@ -223,6 +221,9 @@ class BackwardPasses:
         self._assigned.clear()
         for place, part in enumerate(self._parts):
             part.tensor.grad = part.as_gradient(self._view(part)) if self._flags[place] else None
+        # Last, because it refuses buffers that differ, and gradients are complete then.
+        if self.syncs and self._flags[-1]:
+            self._buffers.broadcast(self._backend)
         self.part_of_step.close()
 
     def _view(self, part: Part) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import batch_norm
 
 from mpishard.communication import CommunicationBackend
 from mpishard.errors import ShardingError
@@ -25,17 +26,19 @@ class Ranks(Uncopied):
 
 
 class _SumOverRanks(torch.autograd.Function):  # type: ignore[misc]
-    """Sum over ranks, whose backward pass sums the gradients over ranks."""
+    """Sum over ranks, whose backward pass sums the gradients over ranks, at every order."""
 
     @staticmethod
     def forward(context: Any, backend: Any, values: Any) -> Any:
         context.backend = backend
-        return torch.from_numpy(backend.all_reduce(values.detach().clone().numpy()))
+        # The copy is overwritten by the sum.
+        copied = values.detach().clone(memory_format=torch.contiguous_format)
+        return torch.from_numpy(backend.all_reduce(copied.numpy()))
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        return None, torch.from_numpy(context.backend.all_reduce(gradient.contiguous().numpy()))
+        return None, _SumOverRanks.apply(context.backend, gradient)
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]
@@ -56,18 +59,26 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
 
     def forward(self, x: Any) -> Any:
         """Normalise x of shape (B, C, ...). Collective in training mode."""
-        if not self.training or self.ranks is None:
-            return super().forward(x)
         self._check_input_dim(x)
-        backend = self.ranks.backend
+        mean, weight = self.running_mean, self.weight
+        # PyTorch's function refuses parameters that precision="bfloat16" has rounded, beside
+        # float32 statistics.
+        is_mixed = mean is not None and weight is not None and weight.itemsize < mean.itemsize
+        if not self.training and is_mixed:
+            weight, bias = weight.to(mean.dtype), self.bias.to(mean.dtype)
+            return batch_norm(x, mean, self.running_var, weight, bias, eps=self.eps)
+        if not self.training or (self.ranks is None and not is_mixed):
+            return super().forward(x)
         others = [0, *range(2, x.dim())]
         shape = [1, -1, *[1] * (x.dim() - 2)]
+        # Activations of 16 bits, of autocast or precision="bfloat16", are summed in float32.
+        dtype, x = x.dtype, x.float() if x.itemsize == 2 else x
         # The mean is subtracted before the squares are summed, so that large means cost no digits.
         own = torch.cat([x.sum(others), x.new_tensor([x.numel() / x.shape[1]])])
-        sums = _SumOverRanks.apply(backend, own)
+        sums = self._over_ranks(own)
         count = float(sums[-1].detach())
         centered = x - (sums[:-1] / count).view(shape)
-        squares = _SumOverRanks.apply(backend, (centered * centered).sum(others))
+        squares = self._over_ranks((centered * centered).sum(others))
         if self.track_running_stats and count:  # A step without samples is refused later.
             self.num_batches_tracked.add_(1)
             # If momentum is None, the running statistics are the mean over all batches.
@@ -79,7 +90,10 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
         y = centered * torch.rsqrt(squares / count + self.eps).view(shape)
         if self.affine:
             y = y * self.weight.view(shape) + self.bias.view(shape)
-        return y
+        return y.to(dtype)
+
+    def _over_ranks(self, values: Any) -> Any:
+        return values if self.ranks is None else _SumOverRanks.apply(self.ranks.backend, values)
 
 
 def convert_sync_batchnorm(module: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from mpishard.arguments import as_count
 from mpishard.arrays import reuse_freed_memory
+from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.contract.status import called_as
 from mpishard.communication.tracing.recorder import current_recorder
@@ -45,7 +47,13 @@ from mpishard.torch.parameters import (
     Uncopied,
     native_gradient,
 )
-from mpishard.torch.placed import PlacedModule, require_real, tensor_of
+from mpishard.torch.placed import (
+    PlacedModule,
+    form_of,
+    note_wide_buffers,
+    require_real,
+    tensor_of,
+)
 from mpishard.torch.world import current_world
 
 POLICIES = {
@@ -146,7 +154,7 @@ class ShardedModule(Uncopied):
 
     def _require_same_on_all_ranks(self, precision: str | None) -> None:
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        beside = [(name, t.shape, t.dtype) for name, t in tensors]
+        beside = {repr(name): form_of(tensor) for name, tensor in tensors}
         structure = f"{self.strategy} {precision} {self.units} {self.entries} {beside}"
         # Ranks compare a checksum, because the text has an entry for every parameter.
         mine = [len(self.entries), self.entries[-1].stop, zlib.crc32(structure.encode())]
@@ -154,10 +162,11 @@ class ShardedModule(Uncopied):
         if (everyone != everyone[0]).any():
             rows = "; ".join(f"rank {r}: {n} parameters of {size} elements"
                              for r, (n, size, _) in enumerate(everyone))  # fmt: skip
+            differing = differences(self.backend, beside)
             raise ValueError(
                 f"every rank must shard the same module with the same strategy: {rows} (names, "
                 "shapes, dtypes, also of buffers, what requires a gradient, strategy, precision or "
-                "minimum_unit_size differ)"
+                f"minimum_unit_size differ){differing and f'; by rank, {differing}'}"
             )
 
     def _make_parameters(self, policy: Policy, precision: str | None) -> None:
@@ -184,6 +193,7 @@ class ShardedModule(Uncopied):
             # Values that load_state_dict() writes to the rounded copies would not reach the owners'
             # float32 parameters.
             module.register_forward_pre_hook(_round_inputs, with_kwargs=True)
+            module.register_forward_hook(_explain, always_call=True)
             for inner in module.modules():
                 inner.register_load_state_dict_pre_hook(_refuse_load)
 
@@ -309,6 +319,13 @@ def _round_inputs(_module: Any, arguments: Any, options: Any) -> Any:
         return x.bfloat16() if x.is_floating_point() else x
 
     return tree_map_only(torch.Tensor, rounded, (arguments, options))
+
+
+def _explain(module: Any, _inputs: Any, output: Any) -> None:
+    """Add a note to PyTorch's error, if the forward pass raised one, as the module's hook."""
+    error = sys.exception()
+    if output is None and isinstance(error, RuntimeError):
+        note_wide_buffers(error, module)
 
 
 def _refuse_load(module: Any, *_: Any) -> None:

@@ -208,6 +208,20 @@ def test_a_mesh_whose_ranks_compute_one_batch(backend):
     close(state_of(model), state_of(whole))
 
 
+@in_worlds(1, 2, 3)
+def test_statistics_with_rounded_parameters_are_float32_of_all_ranks(backend):
+    module = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(2, momentum=1.0), *convolutions()))
+    config = ShardingConfiguration(backend, precision="bfloat16")
+    model = DDPModel(TorchModel(module.float(), squared), config)
+    mine = slice(backend.rank, None, backend.world_size)
+    model.train(X[mine], Y[mine])
+    rounded = torch.from_numpy(X).bfloat16().double()
+    mean, found = rounded.mean((0, 2, 3)), module[0].running_mean
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), mean, rtol=1e-6, atol=0)
+    assert np.isfinite(model.predict(X[mine])).all()
+
+
 class Counting(nn.Linear):
     """Changes a buffer in each pass, and has another that no checkpoint holds."""
 
@@ -232,6 +246,57 @@ def test_any_buffer_may_change(backend):
     other = TorchModel(Counting(), squared)
     other.deserialize(model.serialize())
     assert (float(other.module.passes), float(other.module.last)) == (3, 0)
+
+
+class Growing(nn.Linear):
+    """Has two tables that grow with the inputs, and have equally many elements together."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 2)
+        self.register_buffer("first", torch.zeros(2))
+        self.register_buffer("second", torch.zeros(2))
+
+    def forward(self, x: Any) -> Any:
+        size = int(x[0, 0])
+        self.first, self.second = torch.arange(size) + x[0, 1], torch.arange(10 - size)
+        return super().forward(x)
+
+
+@in_worlds(2)
+def test_buffers_that_differ_between_ranks_are_refused_by_name(backend):
+    model = DDPModel(TorchModel(Growing(), squared), ShardingConfiguration(backend))
+    x, y = np.full((2, 5), 4.0 + 2 * backend.rank, "f4"), np.ones((2, 2), "f4")
+    wanted = r"'first' is float32\[4\], float32\[6\]; buffer 'second' is int64\[6\], int64\[4\]"
+    with pytest.raises(ShardingError, match=wanted):
+        model.train(x, y)
+    x[:, 0] = 6
+    model.train(x, y)
+    module = model.wrapped_model.module
+    assert module.first.tolist() == [4, 5, 6, 7, 8, 9]
+    assert module.second.tolist() == [0, 1, 2, 3]
+
+
+class Unlike(nn.Linear):
+    """A module whose tensors beside the vector depend on the rank."""
+
+    def __init__(self, sizes: tuple[int, int], frozen: int = 3) -> None:
+        super().__init__(5, 2)
+        self.register_buffer("first", torch.zeros(sizes[0]))
+        self.register_buffer("second", torch.ones(sizes[1]))
+        self.frozen = nn.Parameter(torch.ones(frozen), requires_grad=False)
+
+
+@in_worlds(2)
+def test_modules_with_other_tensors_beside_the_vector_are_refused_by_name(backend):
+    config = ShardingConfiguration(backend)
+    one = Unlike((2 + backend.rank, 3 - backend.rank))
+    wanted = r"'first' is float32\[2\], float32\[3\]; buffer 'second' is float32\[3\], float32\[2\]"
+    with pytest.raises(ValueError, match=wanted):
+        DDPModel(TorchModel(one, squared), config)
+    assert (one.first == 0).all()
+    assert (one.second == 1).all()
+    with pytest.raises(ValueError, match=r"parameter 'frozen' is float32\[1\], float32\[2\]"):
+        DDPModel(TorchModel(Unlike((1, 1), 1 + backend.rank), squared), config)
 
 
 @in_worlds(2)
