@@ -34,7 +34,9 @@ class _Namespaces(dict[type, ModuleType]):
         cupy = sys.modules.get("cupy")
         if cupy is not None and issubclass(kind, cupy.ndarray):
             return cupy
-        raise TypeError(f"expected a NumPy or CuPy array, got {kind.__qualname__}")
+        is_sparse = hasattr(kind, "tocsr")  # as the matrices of SciPy
+        mend = "; pass its rows as x.toarray(), or train on it by optimize" if is_sparse else ""
+        raise TypeError(f"expected a NumPy or CuPy array, got {kind.__qualname__}{mend}")
 
 
 # Only NumPy's array is an entry. CuPy is looked up each time, as it is imported later or never.

@@ -15,18 +15,22 @@ from typing import Any, Self
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils import check_random_state
+from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.communication.init import init
 from mpishard.communication.threads.run import current_backend
+from mpishard.data import Samples, is_sparse, take
 from mpishard.distributed import as_distributed, launch
 from mpishard.nn import MLP, MSE, BinaryCrossEntropy, CrossEntropy, Loss
 from mpishard.optimizers import AdamW, OptimizationInputData, Optimizer
 
 __all__ = ["ShardedClassifier", "ShardedRegressor"]
+
+_DTYPES = [np.float64, np.float32]
 
 
 class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -87,25 +91,38 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         sizes = [self.n_features_in_, *hidden, self.n_outputs_]
         return MLP(sizes, seed=seed, loss=self._loss())
 
-    def _train(self, x: Array, y: Array) -> Self:
+    def _train(self, x: Any, y: Array, weights: Array | None) -> Self:
+        """Train on samples, which may be sparse rows; None as their weights is 1 for all."""
+        if weights is not None:
+            if not (weights >= 0).all():
+                raise ValueError(f"weights must be 0 or more, got {weights[~(weights >= 0)][0]}")
+            kept = weights > 0
+            if not kept.any():
+                raise ValueError("at least one sample must have a weight above 0")
+            # Left out, because batches of other samples would make another model.
+            x, y, weights = x[kept], y[kept], weights[kept]
         # Drawn as scikit-learn does, so each fit advances a RandomState that estimators share.
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         if current_backend.get() is not None:  # a thread-rank called fit, as all of its world do
-            trained = self._on_rank(init(), x, y, seed)
+            trained = self._on_rank(init(), x, y, weights, seed)
         else:
-            trained = launch(self._on_rank, x, y, seed, world_size=self.world_size)
+            trained = launch(self._on_rank, x, y, weights, seed, world_size=self.world_size)
         self.seed_, self.parameters_, self.loss_curve_ = trained
         return self
 
     def _on_rank(
-        self, backend: CommunicationBackend, x: Array, y: Array, seed: int
+        self, backend: CommunicationBackend, x: Any, y: Array, weights: Array | None, seed: int
     ) -> tuple[int, Array, list[float]]:
         """Train on this rank; return seed, all parameters, and the loss of each epoch.
 
         The results are the same on all ranks.
         """
-        checksums = [zlib.crc32(np.ascontiguousarray(array).data) for array in (x, y)]
-        if (backend.all_gather(np.array([checksums])) != checksums).any():
+        arrays = [*((x.data, x.indices, x.indptr) if is_sparse(x) else (x,)), y]
+        arrays += [] if weights is None else [weights]
+        checksum = 0
+        for array in arrays:
+            checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
+        if (backend.all_gather(np.array([checksum])) != checksum).any():
             raise ValueError(
                 "fit was given different data on different ranks: load the same on every rank, and "
                 "give a random_state to whatever splits or shuffles them"
@@ -117,16 +134,34 @@ class _ShardedEstimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn ha
         sharded = as_distributed(copy.deepcopy(optimizer), backend, self.strategy)
         result = sharded.optimize(
             OptimizationInputData(
-                model=self._made(seed), x_train=x, y_train=y, epochs=self.epochs, seed=seed,
-                batch_size=min(self.batch_size, len(x)), progress=False,
+                model=self._made(seed), x_train=x,
+                y_train=y if weights is None else Samples((y, weights)), epochs=self.epochs,
+                seed=seed, batch_size=min(self.batch_size, len(y)), progress=False,
             )
         )  # fmt: skip
         return seed, result.model.gather_full_parameters(), result.fitness_history
 
     def _outputs(self, X: Any) -> np.ndarray[Any, Any]:
         check_is_fitted(self, "parameters_")
-        x = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
-        return np.asarray(self.model_.predict(x))
+        x = validate_data(self, X, reset=False, accept_sparse="csr", dtype=_DTYPES)
+        model = self.model_
+        if not is_sparse(x):
+            return np.asarray(model.predict(x))
+        parts = np.array_split(np.arange(x.shape[0]), -(-x.shape[0] // self.batch_size))
+        return np.concatenate([model.predict(take(x, rows)) for rows in parts])
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+
+def _sample_weights(sample_weight: Any, x: Any) -> Array | None:
+    """Return weights that scikit-learn accepts, shape (n,), or None."""
+    if sample_weight is None:
+        return None
+    weights: Array = _check_sample_weight(sample_weight, x)
+    return weights
 
 
 class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[misc]
@@ -157,6 +192,9 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
         rank's world.
     random_state : int, RandomState or None
         Source of the first parameters and of the order of samples.
+    class_weight : dict, "balanced" or None
+        Weight of each label, 1 for labels that the dict lacks. "balanced": inversely proportional
+        to the sum of the label's sample weights. They multiply the weights of samples.
 
     Attributes
     ----------
@@ -176,6 +214,9 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
     ``fit`` is collective under MPI: every rank calls it with the same data and settings, and gets
     the same estimator. ``predict`` is not: it runs in the process that calls it.
 
+    The loss of a batch is the mean with weights. Samples of weight 0 are left out. A weight of 2
+    counts as two samples, and equals them if all samples are in one batch.
+
     Examples
     --------
     >>> from sklearn.datasets import make_moons
@@ -187,18 +228,50 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
 
     _loss = CrossEntropy
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def __init__(
+        self,
+        model: Callable[[int, int, int], Any] | None = None,
+        *,
+        hidden: Sequence[int] = (100,),
+        optimizer: Any = None,
+        learning_rate: float = 0.01,
+        epochs: int = 100,
+        batch_size: int = 200,
+        strategy: str = "fsdp",
+        world_size: int = 2,
+        random_state: Any = None,
+        class_weight: Any = None,
+    ) -> None:
+        super().__init__(
+            model, hidden=hidden, optimizer=optimizer, learning_rate=learning_rate, epochs=epochs,
+            batch_size=batch_size, strategy=strategy, world_size=world_size,
+            random_state=random_state,
+        )  # fmt: skip
+        self.class_weight = class_weight
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train on samples of shape (n, features) and n labels. Collective under MPI.
+
+        Parameters
+        ----------
+        X : array or sparse matrix
+            Samples. Rows of a sparse matrix become dense batch by batch.
+        y : array-like
+            Labels.
+        sample_weight : array-like, optional
+            Weight of each sample, shape (n,), 0 or more: see the notes. Default: 1 for all.
 
         Raises
         ------
         TypeError, ValueError
             For data that scikit-learn refuses, settings that mpishard refuses, and a model with
-            another number of outputs than the classes need.
+            another number of outputs than the classes need. For weights that are negative, not
+            finite or all 0, and a loss that takes none.
         """
-        x, labels = validate_data(self, X, y, dtype=[np.float64, np.float32])
+        x, labels = validate_data(self, X, y, accept_sparse="csr", dtype=_DTYPES)
         check_classification_targets(labels)
         self.classes_, targets = np.unique(labels, return_inverse=True)
+        weights = self._weights(_sample_weights(sample_weight, x), labels, targets)
         self._design_for(len(self.classes_))
         model = self._made(0)
         logits = self.n_outputs_
@@ -207,13 +280,29 @@ class ShardedClassifier(ClassifierMixin, _ShardedEstimator):  # type: ignore[mis
             if self.n_outputs_ > 2:
                 raise ValueError(f"{self.n_outputs_} classes need as many logits, not one")
             targets = targets[:, None].astype(x.dtype)
-        shape = np.shape(model.predict(x[:1]))
+        shape = np.shape(model.predict(take(x, np.arange(1))))
         if shape != (1, logits):
             raise ValueError(
                 f"the model predicts an array of shape {shape} for one sample; {self.n_outputs_} "
                 f"classes need {(1, logits)}"
             )
-        return self._train(x, targets)
+        return self._train(x, targets, weights)
+
+    def _weights(self, weights: Array | None, labels: Array, places: Array) -> Array | None:
+        """Return the weights of samples times those of their classes; None if all weigh 1.
+
+        ``places`` are the indices of ``labels`` in ``classes_``.
+        """
+        if self.class_weight is None:
+            return weights
+        of_class = compute_class_weight(self.class_weight, classes=self.classes_, y=labels)
+        if isinstance(self.class_weight, str):  # "balanced"
+            # Older versions of scikit-learn count the samples here, and not their weights.
+            counts = np.bincount(places, weights)
+            is_here = counts > 0
+            of_class[is_here] = counts.sum() / (is_here.sum() * counts[is_here])
+        result: Array = of_class[places] if weights is None else of_class[places] * weights
+        return result
 
     def predict_proba(self, X: Any) -> np.ndarray[Any, Any]:
         """Return the probability of each class, shape (n, classes), in order of ``classes_``."""
@@ -237,7 +326,8 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
     Targets have shape (n,), or (n, outputs) for several at once. They are not scaled:
     `sklearn.compose.TransformedTargetRegressor` does that.
 
-    Parameters, attributes and notes are those of `ShardedClassifier`, without ``classes_``.
+    Parameters, attributes and notes are those of `ShardedClassifier`, without ``class_weight`` and
+    ``classes_``.
 
     Examples
     --------
@@ -249,21 +339,32 @@ class ShardedRegressor(RegressorMixin, _ShardedEstimator):  # type: ignore[misc]
 
     _loss = MSE
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train on samples of shape (n, features) and their targets. Collective under MPI.
+
+        Parameters
+        ----------
+        X : array or sparse matrix
+            Samples. Rows of a sparse matrix become dense batch by batch.
+        y : array-like
+            Targets, shape (n,) or (n, outputs).
+        sample_weight : array-like, optional
+            Weight of each sample, shape (n,), 0 or more: see the notes. Default: 1 for all.
 
         Raises
         ------
         TypeError, ValueError
-            For data that scikit-learn refuses, and settings that mpishard refuses.
+            For data that scikit-learn refuses, and settings that mpishard refuses. For weights that
+            are negative, not finite or all 0, and a loss that takes none.
         """
         x, targets = validate_data(
-            self, X, y, dtype=[np.float64, np.float32], multi_output=True, y_numeric=True
+            self, X, y, accept_sparse="csr", dtype=_DTYPES, multi_output=True, y_numeric=True
         )
         self._is_flat = targets.ndim == 1
         columns = targets[:, None] if self._is_flat else targets
         self._design_for(columns.shape[1])
-        return self._train(x, columns.astype(x.dtype, copy=False))
+        weights = _sample_weights(sample_weight, x)
+        return self._train(x, columns.astype(x.dtype, copy=False), weights)
 
     def predict(self, X: Any) -> np.ndarray[Any, Any]:
         """Return the predictions, in the shape of the targets: (n,) or (n, outputs)."""

@@ -8,7 +8,16 @@ libraries' data loaders. This room imports layout and arrays.
 """
 
 from mpishard.data.batches import Batch, Batches
-from mpishard.data.dataset import Samples, TokenWindows, check_dataset, count_samples, take, tree_of
+from mpishard.data.dataset import (
+    Samples,
+    TokenWindows,
+    check_dataset,
+    count_samples,
+    is_sparse,
+    map_arrays,
+    take,
+    tree_of,
+)
 from mpishard.data.distributed_sampler import DistributedSampler, ElasticDistributedSampler
 from mpishard.data.sampler import GlobalBatchSampler, LocalBatchSampler
 from mpishard.data.tables import Column, ParquetColumns
@@ -26,6 +35,8 @@ __all__ = [
     "TokenWindows",
     "check_dataset",
     "count_samples",
+    "is_sparse",
+    "map_arrays",
     "take",
     "tree_of",
 ]

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpishard.arguments import as_count, as_flag, as_index, require_type
 from mpishard.arrays import Array
-from mpishard.data.dataset import Samples, TokenWindows, namespace_of, take
+from mpishard.data.dataset import Samples, TokenWindows, is_sparse, namespace_of, take
 from mpishard.data.sampler import GlobalBatchSampler, Indices, LocalBatchSampler
 
 _NAMED_RUNS = 4  # runs of samples that a message lists
@@ -169,7 +169,7 @@ def _is_in_memory(dataset: Any) -> bool:
         return False
     if isinstance(dataset, Samples):
         return all(map(_is_in_memory, dataset.leaves()))
-    return namespace_of(dataset) is not None
+    return namespace_of(dataset) is not None or is_sparse(dataset)
 
 
 def place_of(dataset: Any) -> str:

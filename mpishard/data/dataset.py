@@ -194,14 +194,27 @@ def tree_of(samples: Any) -> Any:
     return samples.tree if isinstance(samples, Samples) else samples
 
 
+def map_arrays(function: Callable[[Any], Any], samples: Any) -> Any:
+    """Return ``function(array)``, or `Samples` of the arrays' results."""
+    if isinstance(samples, Samples):
+        return Samples(samples.map(function))
+    return function(samples)
+
+
 _WANTED = "an array, or an object with len() that can be indexed by an array of integers"
 _RUN = 4  # mean length of runs from which on slices are faster than indices
 _NAMED = 5  # most arrays of a file that a message lists
 
 
 def count_samples(dataset: Any) -> int:
-    """Return a data set's number of samples; Zarr arrays have a shape and no len()."""
-    return len(dataset) if hasattr(dataset, "__len__") else int(dataset.shape[0])
+    """Return a data set's number of samples; Zarr arrays and sparse matrices have only a shape."""
+    has_length = hasattr(dataset, "__len__") and not is_sparse(dataset)
+    return len(dataset) if has_length else int(dataset.shape[0])
+
+
+def is_sparse(dataset: Any) -> bool:
+    """Return whether a data set is a sparse matrix or array, such as those of SciPy."""
+    return hasattr(dataset, "tocsr")
 
 
 def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> Array:
@@ -214,7 +227,7 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
     dataset : Array or object
         A NumPy or CuPy array, a memory map, or anything with ``len()`` or ``shape[0]`` that can
         be indexed by an array of integers, such as an ``h5py`` or Zarr data set. Thread-ranks may
-        share it.
+        share it. Samples of a sparse CSR matrix become dense.
     indices : array of int
         Indices of the samples, shape (n,), in any order, repeated or not. May be empty.
 
@@ -236,6 +249,8 @@ def take(dataset: Any, indices: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> A
         return dataset[indices]
     if (xp := namespace_of(dataset)) is not None:
         return dataset[xp.asarray(indices)]
+    if is_sparse(dataset):
+        return _as_array(dataset[indices].toarray())
     if indices.size == 0:  # h5py has no empty selection by integers
         empty = dataset[np.zeros(1, np.int64)][:0] if count_samples(dataset) else dataset[:0]
         return _as_array(empty)
@@ -288,7 +303,8 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
     TypeError
         If it is None, a sequence without array indexing (a list), something that holds arrays
         by name (a dict, an HDF5 file), a data frame (whose ``[...]`` selects columns), or has
-        neither ``len()`` nor ``shape[0]``.
+        neither ``len()`` nor ``shape[0]``. If it is a sparse matrix in another format than CSR,
+        whose rows can be read by batches.
     ValueError
         If it holds no samples, or its file is closed.
     """
@@ -301,6 +317,11 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
         raise ValueError(
             f"{name} is a {kind} of an HDF5 file that is closed; keep the file open until "
             "training has ended"
+        )
+    if is_sparse(dataset) and getattr(dataset, "format", None) != "csr":
+        raise TypeError(
+            f"{name} must be {_WANTED}, got a {kind}; pass {name}.tocsr(), whose rows are read "
+            "batch by batch"
         )
     if isinstance(dataset, Mapping):
         names = [str(key) for key in dataset]
@@ -327,7 +348,7 @@ def check_dataset(dataset: Any, name: str, *, allow_empty: bool = False) -> int:
     try:
         length = count_samples(dataset)
     except (TypeError, AttributeError, IndexError) as error:
-        # 0-dim arrays and sparse matrices have __len__, and raise.
+        # 0-dim arrays have __len__, and raise.
         raise TypeError(f"{name} must be {_WANTED}; len() of this {kind} says: {error}") from error
     if length == 0 and not allow_empty:
         raise ValueError(f"{name} holds no samples")

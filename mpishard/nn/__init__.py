@@ -9,8 +9,9 @@ import each other:
 * ``graph``: a model's computation as nodes that a program can walk.
 * ``models``: `Model`, and the models that users name: MLP, GPT, linear models.
 
-``layers/products.py`` has the layers' matrix products, and ``passes.py`` their compiled loops. This
-room imports arrays, contracts, sharding, and the files of plain models from checkpoint.
+``layers/products.py`` has the layers' matrix products, ``passes.py`` their compiled loops, and
+``targets.py`` the weights of samples. This room imports arrays, contracts, sharding, data, and the
+files of plain models from checkpoint.
 """
 
 from __future__ import annotations

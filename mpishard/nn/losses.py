@@ -2,19 +2,23 @@
 
 A loss returns the *sum* over the elements that it counts, and their number, the *weight*. Both are
 summed over all ranks and micro-batches of a step; the mean is the quotient of these sums.
-Losses of regression come first, then those of classification.
+The weights of samples travel with the targets: these losses take ``Samples((targets, weights))``,
+too. Losses of regression come first, then those of classification.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from mpishard.arguments import as_amount, as_integer, as_number, as_positive
 from mpishard.arrays import NAMESPACES, Array, array_namespace, chunks
 from mpishard.contracts import ILossFunction
+from mpishard.data import Samples
 from mpishard.nn.layers.activations import sigmoid
+from mpishard.nn.targets import as_class_weight, checked_targets, parts_of
 
 
 class Loss(ILossFunction):
@@ -24,7 +28,27 @@ class Loss(ILossFunction):
     float64. It returns sum and weight 0.0 if there are no samples. ``backward`` returns an array of
     the prediction's shape and dtype, which the caller may overwrite. It can be called only once for
     each forward pass, because it overwrites ``saved``.
+
+    The losses of this module take targets with weights, ``mpishard.data.Samples((targets,
+    weights))``. The weights have shape (N,), one for each sample, or the shape of the targets. Each
+    loss is multiplied by its weight, and the sum's weight is the sum of these weights. So a sample
+    of weight 2 counts as two samples, and one of weight 0 as none. A subclass that takes such
+    targets overrides `check_target`.
     """
+
+    def check_target(self, prediction_shape: tuple[int, ...], target: Any) -> None:
+        """Refuse targets with weights: a loss that takes them overrides this method.
+
+        Raises
+        ------
+        TypeError
+            If the target is a `mpishard.data.Samples`.
+        """
+        if isinstance(target, Samples):
+            raise TypeError(
+                f"{type(self).__name__} takes an array of targets, got {target}; a loss that takes "
+                "weights, too, overrides check_target(prediction_shape, target)"
+            )
 
 
 class _RealLoss(Loss):
@@ -43,24 +67,42 @@ class _RealLoss(Loss):
     def forward(
         self, prediction: Array, target: Array, training: bool = True
     ) -> tuple[float, float, Any]:
-        """Return the sum for a prediction and a target of one shape (N, ...), and the weight N.
+        """Return the sum for a prediction and a target of one shape (N, ...), and the weight.
 
-        Save the gradient itself. The errors raised are those of `check_target`.
+        Without weights of samples or classes it is N. Save the gradient itself. The errors raised
+        are those of `check_target`.
         """
         self.check_target(prediction.shape, target)
+        target, weights = parts_of(target)
+        xp = NAMESPACES[type(prediction)]
         outputs = math.prod(prediction.shape[1:])
-        gradient = NAMESPACES[type(prediction)].empty_like(prediction) if training else None
-        total = 0.0
+        gradient = xp.empty_like(prediction) if training else None
+        total = counted = 0.0
         for rows in chunks(prediction):
             slope = None if gradient is None else gradient[rows]
             targets = target[rows].astype(prediction.dtype, copy=False)
             losses = self._losses(prediction[rows], targets, slope)
+            factors = self._weights(targets, None if weights is None else weights[rows])
+            if factors is None:
+                counted += losses.size
+            else:
+                factors = xp.broadcast_to(factors, losses.shape)
+                counted += float(factors.sum(dtype="float64"))
+                # An error of weight 0 may be infinite or NaN: multiplied it would still count.
+                losses = xp.where(factors > 0, losses, 0) * factors
+                if slope is not None:
+                    slope[factors == 0] = 0
+                    slope *= factors
             total += float(losses.sum(dtype="float64"))  # so that small terms of large sums count
             if slope is not None:
                 slope *= self._factor / outputs
-        return total / outputs, float(prediction.shape[0]), gradient
+        return total / outputs, counted / outputs, gradient
 
-    def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
+    def _weights(self, t: Array, weights: Array | None) -> Array | None:
+        """Return the weight of each target t from those given, None if each is 1."""
+        return weights
+
+    def check_target(self, prediction_shape: tuple[int, ...], target: Any) -> None:
         """Refuse targets that are not real numbers or differ in shape from the prediction.
 
         Targets are never broadcast.
@@ -68,12 +110,13 @@ class _RealLoss(Loss):
         Raises
         ------
         TypeError
-            If the target is not an array, or not one of real numbers.
+            If the target is not an array, or not one of real numbers. Weights likewise.
         ValueError
-            If the shapes differ, or have no dims.
+            If the shapes differ, or have no dims. If a weight is negative or not finite, or the
+            weights have another shape than `Loss` says.
         """
         owner = type(self).__name__
-        array_namespace(target)
+        target = checked_targets(owner, target)
         if not prediction_shape or prediction_shape != target.shape:
             is_column = prediction_shape == (*target.shape, 1)
             raise ValueError(
@@ -92,7 +135,8 @@ class _RealLoss(Loss):
 class MSE(_RealLoss):
     """Squared error, (prediction - target)^2.
 
-    It is averaged over the output dims and summed over the samples. Each sample has weight 1.
+    It is averaged over the output dims and summed over the samples. Each sample has weight 1 unless
+    weights are given with the targets (`Loss`).
     """
 
     _factor = 2.0
@@ -105,7 +149,8 @@ class MSE(_RealLoss):
 class MAE(_RealLoss):
     """Absolute error, abs(prediction - target), whose slope at 0 is taken as 0.
 
-    It is averaged over the output dims and summed over the samples. Each sample has weight 1.
+    It is averaged over the output dims and summed over the samples. Each sample has weight 1 unless
+    weights are given with the targets (`Loss`).
     """
 
     def _losses(self, z: Array, t: Array, slope: Array | None) -> Array:
@@ -122,7 +167,8 @@ class Huber(_RealLoss):
 
     For an error e it is e^2 / 2 if abs(e) <= delta, and delta (abs(e) - delta / 2) otherwise:
     Huber, "Robust estimation of a location parameter", Ann. Math. Statist. 35, 1964, eq. 6. It is
-    averaged over the output dims and summed over the samples. Each sample has weight 1.
+    averaged over the output dims and summed over the samples. Each sample has weight 1 unless
+    weights are given with the targets (`Loss`).
 
     Parameters
     ----------
@@ -155,7 +201,8 @@ class CrossEntropy(Loss):
     """Negative log-likelihood of the target class under the softmax of the logits.
 
     For logits z and target c it is log(Z) - z_c with Z = sum_v exp(z_v) (Bishop, "Pattern
-    recognition and machine learning", 2006, eq. 4.108). Each target has weight 1 unless ignored.
+    recognition and machine learning", 2006, eq. 4.108). Each target has weight 1 unless it is
+    ignored or weights are given: those of classes here, those of samples with the targets (`Loss`).
 
     Parameters
     ----------
@@ -168,21 +215,52 @@ class CrossEntropy(Loss):
     z_loss : float
         Factor of log(Z)^2, which is added so that the logits do not drift. Chowdhery et al.,
         "PaLM", 2022 (arXiv:2204.02311), section 5, use 1e-4.
+    class_weight : sequence of float, optional
+        Weight of each class, shape (V,). The whole loss of a target counts as often as its class
+        weighs, also with label smoothing. Default: 1 for all.
 
     Raises
     ------
+    TypeError
+        If ``class_weight`` is not a sequence, or an argument is not a number.
     ValueError
-        If the label smoothing is outside [0, 1), or the factor is not finite and >= 0.
+        If the label smoothing is outside [0, 1), or the factor or a weight is not finite and >= 0,
+        or if all weights are 0.
     """
 
     def __init__(
-        self, ignore_index: int = -1, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+        self,
+        ignore_index: int = -1,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        class_weight: Iterable[float] | None = None,
     ) -> None:
         if not 0 <= as_number("label_smoothing", label_smoothing) < 1:
             raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
         self.ignore_index = as_integer("ignore_index", ignore_index)
         self.label_smoothing = float(label_smoothing)
         self.z_loss = as_amount("z_loss", z_loss)
+        self.class_weight = as_class_weight(class_weight)
+
+    def rows_of(self, target: Any) -> tuple[Array, Array, Array]:
+        """Return the targets, True for those that count, and their weights, each of shape (N,).
+
+        A target counts if it is not ignored and weighs more than 0. Without weights of samples and
+        classes the weights are these bools.
+        """
+        target, weights = parts_of(target)
+        target_N = target.reshape(-1)
+        counted_N = target_N != self.ignore_index
+        if weights is None and self.class_weight is None:
+            return target_N, counted_N, counted_N
+        xp = array_namespace(target)
+        weight_N = counted_N.astype("float64")
+        if self.class_weight is not None:
+            weight_N *= xp.asarray(self.class_weight)[xp.where(counted_N, target_N, 0)]
+        if weights is not None:
+            weight_N *= xp.broadcast_to(weights, target.shape).reshape(-1)
+        return target_N, weight_N > 0, weight_N
 
     def forward(
         self, prediction: Array, target: Array, training: bool = True
@@ -195,12 +273,11 @@ class CrossEntropy(Loss):
         xp = NAMESPACES[type(prediction)]
         self.check_target(prediction.shape, target)
         logits_NV = prediction.reshape(-1, prediction.shape[-1])
-        target_N = target.reshape(-1)
-        counted_N = target_N != self.ignore_index
+        target_N, counted_N, weight_N = self.rows_of(target)
         gradient = xp.empty_like(logits_NV) if training else None
         total = 0.0
         for rows in chunks(logits_NV):
-            logits, counted = logits_NV[rows], counted_N[rows]
+            logits, counted, weight = logits_NV[rows], counted_N[rows], weight_N[rows]
             index = (xp.arange(logits.shape[0]), xp.where(counted, target_N[rows], 0))
             largest = logits.max(axis=-1, keepdims=True)
             exponentials = xp.subtract(
@@ -221,30 +298,33 @@ class CrossEntropy(Loss):
                 log_normalizer += largest  # now log(Z)
                 losses += self.z_loss * xp.square(log_normalizer[:, 0])
                 slope = 1.0 + 2.0 * self.z_loss * log_normalizer
-            total += float(xp.where(counted, losses, 0).sum(dtype=xp.float64))
+            total += float((xp.where(counted, losses, 0) * weight).sum(dtype=xp.float64))
             if gradient is not None:
-                exponentials *= xp.where(counted[:, None], slope / normalizer, 0)
-                # The target distribution is subtracted from each row that is not ignored.
+                factor = xp.where(counted[:, None], slope / normalizer, 0)
+                factor *= weight[:, None]
+                exponentials *= factor
+                # The target distribution is subtracted from each row that counts.
                 if self.label_smoothing:
                     evenly = self.label_smoothing / exponentials.shape[-1]
-                    exponentials -= (evenly * counted).astype(exponentials.dtype)[:, None]
-                    exponentials[index] -= (1.0 - self.label_smoothing) * counted
+                    exponentials -= (evenly * weight).astype(exponentials.dtype)[:, None]
+                    exponentials[index] -= (1.0 - self.label_smoothing) * weight
                 else:
-                    exponentials[index] -= counted
+                    exponentials[index] -= weight
         saved = None if gradient is None else gradient.reshape(prediction.shape)
-        return total, float(counted_N.sum()), saved
+        return total, float(weight_N.sum()), saved
 
-    def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
+    def check_target(self, prediction_shape: tuple[int, ...], target: Any) -> None:
         """Refuse targets that are not classes.
 
         Raises
         ------
         TypeError
-            If the target is not an array of an integer dtype.
+            If the target is not an array of an integer dtype, or the weights are not real numbers.
         ValueError
-            If the shapes do not fit, or a target is neither in [0, V) nor ignored.
+            If the shapes do not fit, or a target is neither in [0, V) nor ignored. If a weight is
+            negative or not finite, or the weights have another shape than `Loss` says.
         """
-        array_namespace(target)
+        target = checked_targets("CrossEntropy", target)
         if not prediction_shape or target.shape != prediction_shape[:-1]:
             raise ValueError(
                 "CrossEntropy needs logits of shape (..., V) and targets of shape (...), got "
@@ -253,6 +333,10 @@ class CrossEntropy(Loss):
         if target.dtype.kind not in "iu":
             raise TypeError(f"CrossEntropy takes integer targets, got an array of {target.dtype}")
         classes = prediction_shape[-1]
+        if self.class_weight is not None and len(self.class_weight) != classes:
+            raise ValueError(
+                f"class_weight has {len(self.class_weight)} weights for logits of {classes} classes"
+            )
         wrong = (target != self.ignore_index) & ((target < 0) | (target >= classes))
         if wrong.any():
             raise ValueError(
@@ -261,7 +345,10 @@ class CrossEntropy(Loss):
             )
 
     def backward(self, saved: Any) -> Array:
-        """Return (1 + 2 z_loss log(Z)) softmax(z) minus the target distribution; 0 if ignored."""
+        """Return (1 + 2 z_loss log(Z)) softmax(z) minus the target distribution; 0 if ignored.
+
+        It is multiplied by the weight of the target.
+        """
         return saved
 
 
@@ -271,8 +358,37 @@ class BinaryCrossEntropy(_RealLoss):
     For a logit z and a target t in [0, 1] it is log(1 + exp(z)) - t z (Bishop, "Pattern recognition
     and machine learning", 2006, eq. 4.90). It is computed as max(z, 0) - t z + log(1 +
     exp(-abs(z))), which does not overflow. It is averaged over the output dims and summed over the
-    samples. Each sample has weight 1.
+    samples. Each sample has weight 1 unless weights are given: those of the two classes here, those
+    of samples with the targets (`Loss`).
+
+    Parameters
+    ----------
+    class_weight : sequence of float, optional
+        Weights of the targets 0 and 1. Between them the weight is interpolated. Default: 1 for
+        both.
+
+    Raises
+    ------
+    TypeError
+        If ``class_weight`` is not a sequence of numbers.
+    ValueError
+        If it has not two weights, finite and >= 0, of which one is above 0.
     """
+
+    def __init__(self, *, class_weight: Iterable[float] | None = None) -> None:
+        self.class_weight = as_class_weight(class_weight)
+        if self.class_weight is not None and len(self.class_weight) != 2:
+            raise ValueError(
+                "class_weight of BinaryCrossEntropy has the weights of targets 0 and 1, got "
+                f"{len(self.class_weight)} weights"
+            )
+
+    def _weights(self, t: Array, weights: Array | None) -> Array | None:
+        if self.class_weight is None:
+            return weights
+        no, yes = self.class_weight
+        of_class: Array = no + (yes - no) * t
+        return of_class if weights is None else of_class * weights
 
     def _losses(self, z: Array, t: Array, slope: Array | None) -> Array:
         xp = NAMESPACES[type(z)]
@@ -287,17 +403,19 @@ class BinaryCrossEntropy(_RealLoss):
             slope -= t
         return losses
 
-    def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
+    def check_target(self, prediction_shape: tuple[int, ...], target: Any) -> None:
         """Refuse targets that are not probabilities.
 
         Raises
         ------
         TypeError
-            If the target is not an array, or not one of real numbers.
+            If the target is not an array, or not one of real numbers. Weights likewise.
         ValueError
-            If the shapes differ, or a target is outside [0, 1].
+            If the shapes differ, or a target is outside [0, 1]. If a weight is negative or not
+            finite, or the weights have another shape than `Loss` says.
         """
         super().check_target(prediction_shape, target)
+        target, _ = parts_of(target)
         fits = (target >= 0) & (target <= 1)
         if not fits.all():
             raise ValueError(

@@ -18,6 +18,7 @@ import numpy as np
 from mpishard.arguments import as_amount, as_count, as_integer, require_type
 from mpishard.arrays import Array, array_namespace, synchronize
 from mpishard.contracts import LayerInfo
+from mpishard.data import map_arrays
 from mpishard.errors import MissingLossError
 from mpishard.layout import ShardLayout
 from mpishard.nn import Context, Model
@@ -308,7 +309,7 @@ def measured_layer_costs(model: Model, x: Array, y: Array, *, repeats: int = 5) 
         raise MissingLossError(f"this {type(model).__name__} has no default loss for backward")
     x = model.as_input(x)
     loss.check_target((*x.shape[:1], *model.chain.output_shape(x.shape[1:])), y)
-    y = model.device.put(y)
+    y = map_arrays(model.device.put, y)
     table = model.parameter_table
     vector = model.get_parameters()
     views = table.nested_views(vector)

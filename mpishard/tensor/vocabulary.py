@@ -140,7 +140,8 @@ class VocabularyParallelCrossEntropy(ILossFunction):
     backend : CommunicationBackend
         The tensor group.
     loss : CrossEntropy
-        Loss to compute, with its ignored target, label smoothing and factor of log(Z)^2.
+        Loss to compute, with its ignored target, label smoothing, factor of log(Z)^2 and weights of
+        classes.
     classes : int
         Size V of the whole last dim, which ``DimSplit(V, world_size)`` splits.
 
@@ -159,15 +160,15 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         self.loss = loss
         self.split = DimSplit(classes, backend.world_size)
 
-    def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
+    def check_target(self, prediction_shape: tuple[int, ...], target: Any) -> None:
         """Refuse targets that are not classes.
 
         Parameters
         ----------
         prediction_shape : tuple of int
             Shape of the *whole* logits, (..., V).
-        target : Array
-            Integers of shape (...).
+        target : Array or Samples
+            Integers of shape (...), or they and their weights (`mpishard.nn.Loss`).
 
         Raises
         ------
@@ -199,8 +200,7 @@ class VocabularyParallelCrossEntropy(ILossFunction):
             )
         self.check_target((*prediction.shape[:-1], self.split.size), target)
         logits_NR = prediction.reshape(-1, high - low)
-        target_N = target.reshape(-1)
-        counted_N = target_N != self.loss.ignore_index
+        target_N, counted_N, weight_N = self.loss.rows_of(target)
         # Differences of unsigned targets would wrap around.
         local_N = target_N.astype("int64") - low
         is_here_N = counted_N & (local_N >= 0) & (local_N < high - low)
@@ -226,12 +226,13 @@ class VocabularyParallelCrossEntropy(ILossFunction):
             log_normalizer_N += largest_N  # This makes it log(Z).
             losses_N += self.loss.z_loss * xp.square(log_normalizer_N)
             slope_N = 1.0 + 2.0 * self.loss.z_loss * log_normalizer_N
-        total = float(xp.where(counted_N, losses_N, 0).sum(dtype=xp.float64))
-        weight = float(counted_N.sum())
+        total = float((xp.where(counted_N, losses_N, 0) * weight_N).sum(dtype=xp.float64))
+        weight = float(weight_N.sum())
         if gradient_NR is None:
             return total, weight, None
         factor_N = xp.where(counted_N, slope_N / normalizer_N, 0)
-        self._finish_gradient(gradient_NR, factor_N, local_N, is_here_N, counted_N)
+        factor_N *= weight_N
+        self._finish_gradient(gradient_NR, factor_N, local_N, is_here_N, weight_N)
         return total, weight, gradient_NR.reshape(prediction.shape)
 
     def _own_sums(
@@ -270,19 +271,20 @@ class VocabularyParallelCrossEntropy(ILossFunction):
         factor_N: Array,
         local_N: Array,
         is_here_N: Array,
-        counted_N: Array,
+        weight_N: Array,
     ) -> None:
-        """Scale the exponentials, and subtract the target distribution from rows not ignored."""
+        """Scale the exponentials, and subtract the target distribution from rows that count."""
         xp = NAMESPACES[type(gradient_NR)]
         smoothing, dtype = self.loss.label_smoothing, gradient_NR.dtype
         for rows in chunks(gradient_NR):
             gradient = gradient_NR[rows]
             gradient *= factor_N[rows, None]
             if smoothing:
-                evenly = (smoothing / self.split.size * counted_N[rows]).astype(dtype)
+                evenly = (smoothing / self.split.size * weight_N[rows]).astype(dtype)
                 gradient -= evenly[:, None]
             index = (xp.arange(gradient.shape[0]), local_N[rows])
-            gradient[index] -= ((1.0 - smoothing) * is_here_N[rows]).astype(dtype)
+            own = is_here_N[rows] * weight_N[rows]
+            gradient[index] -= ((1.0 - smoothing) * own).astype(dtype)
 
     def backward(self, saved: Any) -> Array:
         """Return this rank's slice of the gradient of `mpishard.nn.CrossEntropy`."""
@@ -319,7 +321,7 @@ class GatheredOutputLoss(ILossFunction):
         self.loss = loss
         self.split = DimSplit(classes, backend.world_size)
 
-    def check_target(self, prediction_shape: tuple[int, ...], target: Array) -> None:
+    def check_target(self, prediction_shape: tuple[int, ...], target: Any) -> None:
         """Refuse targets that the loss refuses, for the shape of the *whole* predictions."""
         self.loss.check_target(prediction_shape, target)
 

@@ -8,6 +8,7 @@ from cupy_stand_in import installed
 
 from mpishard import nn
 from mpishard.arrays import is_device_array, to_host
+from mpishard.data import Samples, map_arrays
 from mpishard.devices import Device
 from mpishard.errors import DeviceUnavailableError
 from mpishard.nn.layers.layer import GradientTargets
@@ -42,7 +43,9 @@ LOSSES = {
     "huber": (nn.Huber(), (4, 3), "f"),
     "cross entropy": (nn.CrossEntropy(), (4, 5), "i"),
     "label smoothing": (nn.CrossEntropy(label_smoothing=0.1, z_loss=0.01), (4, 5), "i"),
+    "classes": (nn.CrossEntropy(class_weight=[1, 0, 2, 3, 0.5]), (4, 5), "i"),
     "binary": (nn.BinaryCrossEntropy(), (4, 1), "b"),
+    "no and yes": (nn.BinaryCrossEntropy(class_weight=[1, 2]), (4, 1), "b"),
 }
 
 
@@ -84,8 +87,9 @@ def test_layers(name, samples, gpu):
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("samples", [4, 0])
-def test_losses(name, samples, gpu):
+def test_losses(name, samples, weighted, gpu):
     loss, shape, kind = LOSSES[name]
     generator = np.random.default_rng(5)
     prediction = generator.standard_normal(shape)[:samples]
@@ -94,8 +98,10 @@ def test_losses(name, samples, gpu):
         "i": lambda: generator.integers(-1, shape[-1], shape[:-1]),
         "b": lambda: generator.integers(0, 2, shape),
     }[kind]()[:samples]
+    if weighted:
+        target = Samples((target, np.array([0.5, 0, 2, 1])[:samples]))
     total, weight, saved = loss.forward(prediction, target)
-    found = loss.forward(gpu.asarray(prediction), gpu.asarray(target))
+    found = loss.forward(gpu.asarray(prediction), map_arrays(gpu.asarray, target))
     assert isinstance(found[0], float)
     assert found[:2] == pytest.approx((total, weight), rel=1e-13)
     np.testing.assert_allclose(
@@ -164,6 +170,17 @@ def test_plain_models(kind, gpu):
     again.set_parameter_chunks(model.get_parameter_chunks())
     assert again.serialize() == model.serialize()
     assert to_host(model.deep_copy().get_parameters()).tobytes() == again.get_parameters().tobytes()
+
+
+def test_a_plain_model_of_weighted_samples(gpu):
+    x, y = batch("logistic")
+    samples = Samples((y, np.array([0.5, 2, 0])))
+    wanted = MODELS["logistic"]("cpu").compute_loss_and_gradients(x, samples)
+    model = MODELS["logistic"]("cuda")
+    for given in (samples, map_arrays(gpu.asarray, samples)):
+        loss, gradients = model.compute_loss_and_gradients(x, given)
+        assert loss == pytest.approx(wanted[0], rel=1e-13)
+        np.testing.assert_allclose(to_host(gradients), wanted[1], rtol=1e-11, atol=1e-13)
 
 
 def test_a_gpt_generates_what_it_does_on_the_host(gpu):

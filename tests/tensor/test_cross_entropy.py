@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpishard import nn
+from mpishard.data import Samples
 from mpishard.tensor import (
     DimSplit,
     GatheredOutputLoss,
@@ -61,6 +62,22 @@ def test_cross_entropy(backend, name, shape):
     assert type(loss) is VocabularyParallelCrossEntropy
     prediction, target = logits_and_targets(shape, LOSSES[name].ignore_index)
     check(backend, loss, LOSSES[name], prediction, target, 1e-14)
+
+
+@pytest.mark.parametrize("of_class", [None, [0, 1.5, 1, 0.5, 2, 1, 3]])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weights", [None, (4,), (4, 3)])
+@in_worlds(1, 2, 3, 4)
+def test_weights_of_samples_and_classes(backend, of_class, smoothing, weights):
+    whole = nn.CrossEntropy(
+        6, label_smoothing=smoothing, z_loss=0.1 * smoothing, class_weight=of_class
+    )
+    prediction, target = logits_and_targets((4, 3, 7), 6)
+    if weights:
+        target = Samples((target, np.random.default_rng(2).integers(0, 3, weights) / 2))
+    loss = parallel_loss(whole, backend, 7)
+    assert type(loss) is VocabularyParallelCrossEntropy
+    check(backend, loss, whole, prediction, target, 1e-14)
 
 
 @in_worlds(1, 3)

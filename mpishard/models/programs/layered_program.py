@@ -13,6 +13,7 @@ from mpishard.bfloat16 import rounded, widened
 from mpishard.checkpoint.exchange.plain import PlainModelFiles
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ICloneable, ILayeredModel, ILossFunction
+from mpishard.data import Samples, map_arrays
 from mpishard.devices import HOST
 from mpishard.errors import MissingLossError
 from mpishard.models.programs.chain import HeldLayer, HeldLayers, LayerChain
@@ -118,12 +119,13 @@ class LayeredProgram(Program):
         if y is None:
             raise TypeError(f"{type(loss).__name__} needs targets, and y (y_train) is None")
         # Refused here, because a loss would fail inside a pass, when other ranks wait for this one.
-        if getattr(y, "shape", None) is None:
+        if not isinstance(y, Samples) and getattr(y, "shape", None) is None:
             raise TypeError(f"targets must be an array, got {type(y).__name__}")
+        inputs = self._model.as_input(x)
         if len(y) != len(x):
             raise ValueError(f"x has {len(x)} samples and y has {len(y)}")
         loss.check_target((len(x), *shape), y)
-        return self._model.as_input(x), self._put(y)
+        return inputs, map_arrays(self._put, y)
 
     def _output_shape(self, x: Any) -> tuple[int, ...]:
         """Return the shape of a sample's output. Layers refuse inputs of wrong shapes."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpishard.arrays import to_host
 from mpishard.communication import CommunicationBackend, ProcessMesh
+from mpishard.data import Samples
 from mpishard.errors import ShardingError
 from mpishard.models.programs.program import Replica
 
@@ -91,6 +92,8 @@ class MeshReplica(Replica):
 
 
 def _checksum(values: Any) -> int:
+    if isinstance(values, Samples):
+        return zlib.crc32(repr([_checksum(array) for array in values.leaves()]).encode())
     dtype = getattr(values, "dtype", None)
     if not isinstance(dtype, np.dtype) or dtype.hasobject:
         return 0

@@ -13,6 +13,7 @@ import numpy as np
 from mpishard.arrays import Array, beside, require_plain
 from mpishard.communication import CommunicationBackend, ProcessMesh
 from mpishard.contracts import ILossFunction
+from mpishard.data import map_arrays
 from mpishard.devices import HOST, Device
 from mpishard.errors import MissingMemberError
 from mpishard.models.stores.gradient_store import GradientStore
@@ -279,7 +280,8 @@ class Program(ABC):
 
     def measure(self, loss: ILossFunction, prediction: Array, y: Array) -> tuple[float, float]:
         """Return sum and weight of ``loss``, without a gradient."""
-        total, weight, _ = loss.forward(prediction, beside(y, prediction), training=False)
+        target = map_arrays(lambda array: beside(array, prediction), y)
+        total, weight, _ = loss.forward(prediction, target, training=False)
         return total, weight
 
     @abstractmethod

@@ -21,6 +21,7 @@ from mpishard.contracts import (
     LayerInfo,
     ModelMetadata,
 )
+from mpishard.data import map_arrays
 from mpishard.devices import Device
 from mpishard.errors import MissingLossError, StructureOnlyError
 from mpishard.nn.graph.tracing import ComputationNode, input_of, trace_chain
@@ -399,7 +400,7 @@ class Model(PlainModelFiles, IFullModel, ILayeredModel, IPipelineDecomposableMod
         require_type("loss_function", loss, ILossFunction)
         x = self.as_input(x)
         loss.check_target(self._prediction_shape(x), y)
-        y = self._put(y)
+        y = map_arrays(self._put, y)
         context = Context(seed=self.seed, step=step, sample_start=sample_start)
         return TrainingPass(self.chain, self._table, self._parameters(), loss, x, y, context)
 

@@ -43,7 +43,8 @@ class OptimizationInputData:
         Each rank reads only its own samples, and the first one to check that it fits the model. A
         thread reads ahead from data sets that are not in memory, unless there is a
         ``user_state``, from which a data set may draw. ``y_train`` may be left out if the model
-        needs no targets; a black box's ``y`` is None then.
+        needs no targets; a black box's ``y`` is None then. Targets with weights are
+        ``mpishard.data.Samples((y, weights))``. A sparse CSR matrix becomes dense by batches.
     x_validation, y_validation : array or data set, optional
         Evaluated every ``validate_every`` steps and at the end.
     x_test, y_test : array or data set, optional

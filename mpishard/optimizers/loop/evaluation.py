@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, array_namespace, to_host
+from mpishard.arrays import Array, to_host
 from mpishard.communication import CommunicationBackend
-from mpishard.data import Batches, GlobalBatchSampler, LocalBatchSampler, take
+from mpishard.data import Batches, GlobalBatchSampler, LocalBatchSampler, map_arrays, take
 from mpishard.layout import ShardLayout
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.evaluation import measured
 from mpishard.nn.losses import MAE, MSE, BinaryCrossEntropy, CrossEntropy, Huber
+from mpishard.nn.targets import parts_of
 
-Moments = tuple[float, np.ndarray[Any, Any], np.ndarray[Any, Any]]
+Moments = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
 @dataclass
@@ -34,7 +35,8 @@ class DatasetResult:
     stats : mapping of str to float
         Over the samples of all ranks, and the same on every rank: ``loss``; with `MSE`, `MAE` and
         `Huber` also ``mse``, ``mae`` and ``r2``; with `CrossEntropy` and `BinaryCrossEntropy`
-        also ``accuracy``. Empty if nothing was measured.
+        also ``accuracy``. Weights that the targets have count in each. Empty if nothing was
+        measured.
     predictions : NumPy array or None
         Outputs for *this rank's* samples, shape (n, ...), if they were asked for; they are
         never gathered.
@@ -78,7 +80,7 @@ def evaluate(
     # An empty batch has the shape of a target, and no target is read for it.
     needs_shape = engine.loss is not None and y is not None
     nothing = take(y, np.zeros(0, np.int64)) if needs_shape else np.zeros(0)
-    statistics = statistics_for(engine.loss, math.prod(nothing.shape[1:]))
+    statistics = statistics_for(engine.loss, nothing)
     # Each leaf is measured alone, so that every world finds the same loss.
     leaves = engine.leaves
     sums = np.zeros((1 if leaves is None else leaves.micro_steps, 2))
@@ -98,7 +100,7 @@ def evaluate(
                 if speaks:
                     sums[number] += sums_of_loss
                 if prediction is not None and statistics is not None and speaks:
-                    statistics.add(to_host(prediction), to_host(targets))
+                    statistics.add(to_host(prediction), map_arrays(to_host, targets))
                 if prediction is not None and keep_predictions:
                     outputs.append(to_host(prediction))
                     seen.append(batch.indices[own])
@@ -116,20 +118,20 @@ def evaluate(
     return result
 
 
-def statistics_for(loss: Any, output_count: int) -> Classification | Regression | None:
+def statistics_for(loss: Any, target: Any) -> Classification | Regression | None:
     """Return empty statistics of the kind that belongs to ``loss``; None for an unknown loss.
 
     Parameters
     ----------
     loss : ILossFunction or None
         The loss that is minimised.
-    output_count : int
-        Elements of one sample's target.
+    target : Array or Samples
+        A batch of targets, as the loss takes them.
     """
     if isinstance(loss, CrossEntropy | BinaryCrossEntropy):
         return Classification(getattr(loss, "ignore_index", None))
     if isinstance(loss, MSE | MAE | Huber):
-        return Regression(output_count)
+        return Regression(math.prod(parts_of(target)[0].shape[1:]))
     return None
 
 
@@ -150,14 +152,17 @@ class Classification:
 
     def add(self, prediction: Array, target: Array) -> None:
         """Add a batch: outputs and targets as the loss takes them."""
+        target, weights = parts_of(target)
         if self._ignored is None:
             # A logit above 0 is a probability above one half.
             right = (prediction > 0) == (target > 0.5)
-            self._sums += float(right.sum()), float(right.size)
+            counted = np.ones(target.shape, bool)
         else:
             counted = target != self._ignored
             right = (prediction.argmax(axis=-1) == target) & counted
-            self._sums += float(right.sum()), float(counted.sum())
+        if weights is not None:
+            right, counted = right * weights, counted * weights
+        self._sums += float(right.sum()), float(counted.sum())
 
     def total(self, backend: CommunicationBackend) -> dict[str, float]:
         """Return the statistics over the samples of all ranks, NaN without any. Collective."""
@@ -183,51 +188,57 @@ class Regression:
     def __init__(self, output_count: int) -> None:
         self._absolute = 0.0
         self._squared_K = np.zeros(output_count)
-        self._moments: Moments = (0.0, np.zeros(output_count), np.zeros(output_count))
+        self._moments = _no_moments(output_count)
 
-    def add(self, prediction: Array, target: Array) -> None:
+    def add(self, prediction: Array, target: Any) -> None:
+        """Add a batch: outputs and targets as the loss takes them."""
+        target, weights = parts_of(target)
         if len(target) == 0:
             return
-        xp = array_namespace(prediction)
-        target_NK = xp.asarray(target, dtype=xp.float64).reshape(len(target), -1)
-        error_NK = prediction.reshape(len(target), -1) - target_NK
-        self._absolute += float(xp.abs(error_NK).sum())
-        self._squared_K += to_host(xp.square(error_NK).sum(axis=0))
-        mean_K = target_NK.mean(axis=0)
-        deviations_K = xp.square(target_NK - mean_K).sum(axis=0)
-        batch = float(len(target)), to_host(mean_K), to_host(deviations_K)
-        self._moments = _merged(self._moments, batch)
+        target_NK = np.asarray(target, dtype=np.float64).reshape(len(target), -1)
+        weight_NK = np.ones_like(target_NK)
+        if weights is not None:
+            weight_NK *= np.broadcast_to(weights, target.shape).reshape(target_NK.shape)
+            target_NK = np.where(weight_NK > 0, target_NK, 0)  # others may be NaN
+        error_NK = prediction.reshape(target_NK.shape) - target_NK
+        self._absolute += float((weight_NK * np.abs(error_NK)).sum())
+        self._squared_K += (weight_NK * np.square(error_NK)).sum(axis=0)
+        count_K = weight_NK.sum(axis=0)
+        mean_K = (weight_NK * target_NK).sum(axis=0) / np.where(count_K, count_K, 1)
+        deviations_K = (weight_NK * np.square(target_NK - mean_K)).sum(axis=0)
+        self._moments = _merged(self._moments, (count_K, mean_K, deviations_K))
 
     def total(self, backend: CommunicationBackend) -> dict[str, float]:
-        count, mean_K, deviations_K = self._moments
-        mine = np.concatenate([[count, self._absolute], self._squared_K, mean_K, deviations_K])
+        mine = np.concatenate([[self._absolute], self._squared_K, *self._moments])
         # Gathered and merged by rank on every rank, so that all have the same bits.
         rows = backend.all_gather(mine[None])
-        outputs = len(mean_K)
-        absolute = float(rows[:, 1].sum())
-        squared_K = rows[:, 2 : 2 + outputs].sum(axis=0)
-        moments: Moments = 0.0, np.zeros(outputs), np.zeros(outputs)
+        absolute = float(rows[:, 0].sum())
+        squared_K = rows[:, 1 : 1 + len(self._squared_K)].sum(axis=0)
+        moments = _no_moments(len(squared_K))
         for row in rows:
-            mean_K, deviations_K = np.split(row[2 + outputs :], 2)
-            moments = _merged(moments, (float(row[0]), mean_K, deviations_K))
-        samples, _, deviations_K = moments
-        if samples == 0 or outputs == 0:
+            count_K, mean_K, deviations_K = np.split(row[1 + len(squared_K) :], 3)
+            moments = _merged(moments, (count_K, mean_K, deviations_K))
+        count_K, _, deviations_K = moments
+        counted = float(count_K.sum())
+        if counted == 0:
             return dict.fromkeys(("mse", "mae", "r2"), math.nan)
         is_constant_K = deviations_K == 0
         unexplained_K = squared_K / np.where(is_constant_K, 1.0, deviations_K)
         unexplained_K[is_constant_K] = squared_K[is_constant_K] > 0
         return {
-            "mse": float(squared_K.sum() / (samples * outputs)),
-            "mae": absolute / (samples * outputs),
+            "mse": float(squared_K.sum() / counted),
+            "mae": absolute / counted,
             "r2": float(1 - unexplained_K.mean()),
         }
 
 
+def _no_moments(output_count: int) -> Moments:
+    return np.zeros(output_count), np.zeros(output_count), np.zeros(output_count)
+
+
 def _merged(one: Moments, other: Moments) -> Moments:
-    """Return count, mean and sum of squared deviations of two sets together."""
-    count = one[0] + other[0]
-    if count == 0:
-        return one
+    """Return weight, mean and sum of squared deviations of two sets together, by output."""
+    count_K = one[0] + other[0]
     shift_K = other[1] - one[1]
-    share = other[0] / count
-    return count, one[1] + share * shift_K, one[2] + other[2] + one[0] * share * shift_K**2
+    share_K = other[0] / np.where(count_K, count_K, 1)
+    return count_K, one[1] + share_K * shift_K, one[2] + other[2] + one[0] * share_K * shift_K**2
