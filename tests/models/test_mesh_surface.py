@@ -6,6 +6,7 @@ import io
 import zlib
 from typing import Any
 
+import layouts
 import numpy as np
 import pytest
 
@@ -142,6 +143,25 @@ def test_a_plain_model_is_there_while_it_is_asked_for(
     with pytest.raises(StructureOnlyError, match="gather_full_parameters"):
         model.wrapped_model.get_parameters()
     close(model.predict(x), expected.predict(x))
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [("fsdp/2", "mlp"), ("zero1/2", "mlp"), ("2x1", "mlp"), ("fsdp/2", "function"),
+     ("1x2", "function")],
+)  # fmt: skip
+@in_worlds(2, 4)
+def test_replicas_begin_with_the_values_of_rank_0_which_any_rank_can_get(
+    backend: Any, problems: Any, layout: str, kind: str
+) -> None:
+    model, _ = layouts.wrap(backend, problems.MODELS[kind](backend.rank), layout)
+    expected = problems.MODELS[kind](0).get_parameters()
+    np.testing.assert_array_equal(model.gather_full_parameters(), expected)
+    for root in range(backend.world_size):
+        with model.unsharded(root) as plain:
+            assert (plain is None) == (root != backend.rank)
+            if plain is not None:
+                np.testing.assert_array_equal(plain.get_parameters(), expected)
 
 
 @by_case
