@@ -27,7 +27,7 @@ from mpishard.data import check_dataset, take
 from mpishard.errors import NonFiniteLossError
 from mpishard.layout import LeafLayout
 from mpishard.models import ZeRO2Model
-from mpishard.models.programs.leaves import check_leaves
+from mpishard.models.engine.leaves import check_leaves
 from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.saving import RunCheckpoints, checkpoint_to_resume
 from mpishard.optimizers.rules.lbfgs import LBFGS

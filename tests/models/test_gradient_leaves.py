@@ -18,7 +18,7 @@ from mpishard.arrays import to_host
 from mpishard.communication import CommunicationBackend, run_in_threads
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.layout import LeafLayout
-from mpishard.models.programs import leaves
+from mpishard.models.engine import leaves
 from mpishard.testing.worlds import in_worlds
 
 LEAVES = 8

@@ -217,14 +217,14 @@ def weights_not_forgotten(patch: Patch) -> None:
 
 def masks_of_this_rank_alone(patch: Patch) -> None:
     """Every rank takes its first sample for the batch's."""
-    patch.setattr(Round, "sample_start", lambda self, samples, *, is_local: 0)
+    patch.setattr(Round, "sample_start", lambda self, samples: 0)
 
 
 def masks_of_the_neighbour(patch: Patch) -> None:
     original = Round.sample_start
 
-    def mutant(self: Any, samples: int, *, is_local: bool) -> int:
-        return original(self, samples, is_local=is_local) + (self._backend.world_size > 1)
+    def mutant(self: Any, samples: int) -> int:
+        return original(self, samples) + (self._backend.world_size > 1)
 
     patch.setattr(Round, "sample_start", mutant)
 

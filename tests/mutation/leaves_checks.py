@@ -13,7 +13,7 @@ from worlds import idle, refused, run
 
 import mpishard as ms
 from mpishard import nn
-from mpishard.models.programs import leaves
+from mpishard.models.engine import leaves
 
 SAMPLES = 13
 X = np.random.default_rng(0).standard_normal((SAMPLES, 5))

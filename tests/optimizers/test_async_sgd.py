@@ -319,7 +319,7 @@ def test_a_buffer_is_written_to_when_its_dropped_message_has_ended(call):
     def body(backend):
         model, optimizer = build(backend, allow_staleness=2)
         optimizer.bind(model)
-        sums = model.engine.gradients.exchange
+        sums = model.engine.passes.exchange
         sums.across = SimpleNamespace(all_reduce_async=Message, progress=lambda: None)
         train(backend, model, optimizer, 0, 2)
         with pytest.raises(ZeroDivisionError), model.accumulate():

@@ -16,8 +16,8 @@ import mpishard as ms
 from mpishard import nn
 from mpishard.checkpoint.format.consensus import all_texts
 from mpishard.errors import CheckpointError, NonFiniteLossError, ShardingError
-from mpishard.models.stores.compression import Int8, Quantization, TopK
 from mpishard.optimizers import LBFGS, GradientCompressionOptimizer
+from mpishard.optimizers.sharded.codes import Int8, Quantization, TopK
 from mpishard.sharding.regions import put_region
 from mpishard.testing.worlds import in_worlds
 
@@ -292,7 +292,7 @@ def test_whole_gradients_of_the_first_steps_are_waited_for():
 
         model, optimizer = build(backend, "int8", start_step=1)
         optimizer.bind(model)
-        sums = model.engine.gradients.exchange
+        sums = model.engine.passes.exchange
         sums.across = SimpleNamespace(all_reduce_async=Message, progress=lambda: None)
         before = model.get_parameters()
         assert (train(model, optimizer, range(1)) == before).all()
@@ -570,7 +570,7 @@ def test_arguments_and_settings(backend):
     assert off.method is None
     model = ms.DDPModel(plain(), config)
     off.step(model, X, Y)
-    assert model.engine.gradients_user is None
+    assert model.engine.passes.user is None
     assert off.serialize()
     for given, match in (
         ({"compression_ratio": 0}, r"compression_ratio must be in \(0, 1\], got 0"),

@@ -10,11 +10,11 @@ from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
-import numpy as np
-
-from mpishard.arrays import Array, beside
+from mpishard.arrays import Array
+from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
-from mpishard.errors import NoSampleError
+from mpishard.models.engine.leaves import GradientLeaves
+from mpishard.models.engine.passes import OwnPasses, Passes, Reduced
 from mpishard.models.engine.replicas import Replicas
 from mpishard.models.engine.update import (
     Policy,
@@ -23,18 +23,14 @@ from mpishard.models.engine.update import (
     StepReport,
     TrainingRecord,
     Update,
-    UpdatePieces,
-    dealt,
 )
-from mpishard.models.programs.leaves import GradientLeaves
 from mpishard.models.programs.program import Batch, Program
 from mpishard.models.stores.gradient_store import (
     BackwardPass,
     GradientStore,
-    ReplicatedGradients,
     squared_norm,
 )
-from mpishard.models.stores.offload import OffloadedGradients, UpdateStage
+from mpishard.models.stores.offload import UpdateStage
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.nn.layers.cache import KeyValueCache
@@ -55,9 +51,8 @@ class Engine:
         The computation.
     parameters : ParameterStore
         Store of parameters.
-    make_gradients : callable
-        ``make_gradients(layout)`` makes a store of gradients. It is called again when other
-        parameters are frozen.
+    passes : Passes
+        The way of making a reduced gradient.
     state_layout : StoreLayout
         Layout of the optimizer's state.
     policy : Policy
@@ -89,9 +84,8 @@ class Engine:
     """
 
     def __init__(
-        self, program: Program, parameters: ParameterStore,
-        make_gradients: Callable[[StoreLayout], GradientStore], state_layout: StoreLayout,
-        policy: Policy, config: ShardingConfiguration,
+        self, program: Program, parameters: ParameterStore, passes: Passes,
+        state_layout: StoreLayout, policy: Policy, config: ShardingConfiguration,
     ) -> None:  # fmt: skip
         self.program = program
         self.parameters = parameters
@@ -110,9 +104,8 @@ class Engine:
         self.backend = parameters.backend
         self.world = config.communication_backend
         self._config = config
-        # The first one is kept: `lend_gradients` returns to it.
-        self._make_gradients = self._first_gradients = make_gradients
-        self.gradients_user: str | None = None  # the class of an optimizer with a store of its own
+        # The first ones are kept: `lend` returns to them.
+        self.passes = self._first_passes = passes
         self.state_layout = state_layout
         # Copies parameters and gradients to the device of the state, and parameters back.
         self._stage = UpdateStage(state_layout) if self._is_on_gpu else None
@@ -120,9 +113,6 @@ class Engine:
         self.placement = program.vector.placement
         self.replicas = Replicas(parameters, policy, program.replica)
         self.round = Round(config, program.replica, self.layout.subject)
-        self.leaves: GradientLeaves | None = None
-        if config.gradient_leaves is not None:
-            self.leaves = GradientLeaves(config, parameters.backend, program.dtype)
         self.freeze(program.frozen)
 
     def freeze(self, names: frozenset[str]) -> None:
@@ -147,33 +137,30 @@ class Engine:
         # A new store of gradients, because frozen units have no memory in it.
         self._gradient += 1
         layout = replace(self.layout, frozen=self.program.frozen_units)
-        self.gradients = self._make_gradients(layout)
-        self.pieces = UpdatePieces.of(self.program, layout, self.policy, self.leaves)
-
-    def deal(self, fill: Callable[[int, Array], None]) -> None:
-        """Distribute rank 0's values, which ``fill(start, out)`` writes on rank 0. Collective."""
-        self.program.vector.deal(self.parameters, self.world, fill)
+        self.passes.prepare(self, layout)
+        self.pieces = self._first_passes.pieces(self, layout)
 
     @property
-    def is_writer(self) -> bool:
-        """True if this rank writes its pieces to checkpoints: only the first replica's ranks do."""
-        across = self.replica.across
-        return across is None or across.rank == 0
+    def gradients(self) -> GradientStore:
+        """The store of the gradients."""
+        return self.passes.store
 
-    def lend_gradients(
-        self, user: str | None, make_gradients: Callable[[StoreLayout], GradientStore] | None = None
-    ) -> None:
-        """Put gradients into a store of ``user``, or with None into the first. Collective."""
-        self._make_gradients = make_gradients or self._first_gradients
-        self.gradients_user = user
+    @property
+    def leaves(self) -> GradientLeaves | None:
+        """Leaves of a batch, if its gradient is summed in these."""
+        return self._first_passes.leaves
+
+    def lend(self, passes: Passes | None) -> None:
+        """Make gradients by the passes of an optimizer, or with None by the first. Collective."""
+        self.passes = passes or self._first_passes
         self.freeze(self.program.frozen)
 
-    def sum_over_owners(self, vector: Array, *, of_all_replicas: bool = False) -> Array:
+    def sum_over_owners(self, vector: Array, owners: CommunicationBackend | None = None) -> Array:
         """Return the sum over ranks of a vector, or rows, with one place per parameter. Collective.
 
         Each rank contributes its sums over the elements that it updates. An element with copies on
-        several ranks counts once. With ``of_all_replicas`` the sum is over all ranks of the world,
-        which update different elements.
+        several ranks counts once. ``owners`` are the ranks that update different elements, by
+        default those of the strategy.
         """
         placement = self.placement
         # Ranks of a tensor axis hold copies of some parameters; one of them counts each.
@@ -182,30 +169,32 @@ class Engine:
             for place, entry in enumerate(placement.entries):
                 if entry.name not in counted:
                     vector[place] = 0
-        owners = self.replica.owners(shards_state=self.policy.shards_state)
-        owners = self.world if of_all_replicas else owners
+        owners = owners or self.replica.owners(shards_state=self.policy.shards_state)
         return vector if owners is None else owners.all_reduce(vector, subject=self.layout.subject)
 
-    def step(
-        self, x: Array, y: Array, rule: Rule, *, sample_start: int | None = None,
-        settings: Mapping[str, Any] | None = None, apart: bool = False,
-    ) -> StepReport:  # fmt: skip
-        """Make one synchronised update on this rank's batch; inside `accumulate` only add to it.
+    def gradient(
+        self, x: Array, y: Array, settings: Mapping[str, Any] | None = None, *,
+        sample_start: int | None = None, passes: Passes | None = None,
+    ) -> Reduced:  # fmt: skip
+        """Return the gradient of this rank's batch and of all others'; change no parameter.
 
-        ``sample_start`` is the index of this rank's first sample among those of all ranks and of
-        the round. If it is not given and the program is random, the ranks exchange their numbers of
-        samples; with gradient leaves they always do. ``settings`` maps names to the values that the
-        rule depends on, such as its rate. The ranks compare them, because replicas that are updated
-        with different rates would drift apart unnoticed.
+        Collective: it is the sum over all ranks, unless ``config.auto_sync_gradients`` is off. Then
+        it is this rank's own, nothing is communicated, and the report is about its batch alone.
+        Inside `accumulate` it only adds to the round.
 
-        Without ``config.auto_sync_gradients`` this rank updates with its own gradient, nothing is
-        communicated, and the report is about its batch alone.
-
-        With ``apart`` each rank updates its replica with its own gradient, too. But all ranks agree
-        on losses, settings and errors, and the report is about all ranks' samples. A rank without
-        samples updates nothing. If groups of ranks hold replicas, each group updates its own.
-
-        An error leaves the parameters unchanged, unless ``rule`` itself raises it.
+        Parameters
+        ----------
+        x, y : Array
+            Inputs and targets, shape (samples, ...).
+        settings : mapping of str to object, optional
+            Values that the rule depends on, such as its rate. The ranks compare them, because
+            replicas that are updated with different rates would drift apart unnoticed.
+        sample_start : int, optional
+            Index of this rank's first sample among those of all ranks and of the round. If it is
+            not given and the program is random, the ranks exchange their numbers of samples; with
+            gradient leaves they always do.
+        passes : Passes, optional
+            Another way of making the gradient than that of the strategy.
 
         Raises
         ------
@@ -226,153 +215,70 @@ class Engine:
         self._gradient += 1
         # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
         inputs, targets = self.program.check_pair(x, y, self.loss)
-        is_local = not self._config.auto_sync_gradients
-        # A sum of gradients has no meaning if the replicas differ.
-        if is_local or apart:
-            self.replicas.require_drifting()
-        elif self.replicas.weight:
-            self.replicas.require_equal("a synchronised step")
-        if self.leaves is not None:
-            self.leaves.require(self._config, accumulates=self.round.accumulates)
+        if passes is None:
+            passes = self.passes if self._config.auto_sync_gradients else OwnPasses(self)
+        passes.require(self)
         try:
             if self.replica.is_on_mesh:
                 self.replica.require_one_batch("step", x, y, everywhere=True)
-            batches = self._batches(inputs, targets, sample_start, is_local=is_local)
-            began = time.perf_counter()
-            with step_span(self.step_number + 1):
-                report = self._step(batches, rule, settings or {}, is_local=is_local, apart=apart)
+            return passes.gradient(self, inputs, targets, settings or {}, sample_start)
         # After an error the round cannot be continued: its gradient may be half reduced.
         except BaseException:
             self.abandon()
             raise
-        if report.gradient_norm is not None:  # an update was made
-            self.record.add(report, time.perf_counter() - began)
-        return report
 
-    def _batches(
-        self, x: Array, y: Array, sample_start: int | None, *, is_local: bool
-    ) -> list[Part]:
-        """Return the parts of a batch that this rank computes. Collective if it needs counts."""
-        if self.leaves is not None:
-            return self.leaves.cut(x, y, sample_start)
-        if sample_start is None:
-            asks = self.program.is_random
-            sample_start = self.round.sample_start(len(x), is_local=is_local) if asks else 0
-        return [(x, y, sample_start)]
+    def update(self, rule: Rule, reduced: Reduced) -> None:
+        """Run ``rule`` on the pieces that this rank updates, publish, and count the step.
 
-    def _step(
-        self, batches: Sequence[Part], rule: Rule, settings: Mapping[str, Any], *, is_local: bool,
-        apart: bool,
-    ) -> StepReport:  # fmt: skip
-        round_ = self.round
-        is_whole = apart and self.replica.across is None  # this rank is a replica
-        # Replicated and deferred gradients are reduced in a round's last pass alone, and sharded
-        # ones in each pass. A gradient that stays on this rank has no last pass.
-        ends = not (round_.accumulates or is_local or is_whole)
-        loss = weight = 0.0
-        for number, (x, y, sample_start) in enumerate(batches, start=1):
-            own_loss, own_weight = self.run_pass(
-                x, y, self.gradients, is_first=not round_.is_open,
-                is_last=ends and number == len(batches), sample_start=sample_start,
-            )  # fmt: skip
-            round_.add(own_loss, own_weight)
-            loss, weight = loss + own_loss, weight + own_weight
-        if is_local:
-            return self._local_update(loss, weight, rule)
-        step = self.step_number + 1
-        if round_.accumulates:
-            total, total_weight, _ = round_.totals([loss, weight, 0.0], loss, settings, step)
-            return StepReport(self.mean(total, total_weight), total_weight, None)
-        if apart:
-            return self._step_apart(rule, loss, settings, step)
-        # Each rank adds the squares of its own piece only, even if the gradient is replicated.
-        counted = self.gradients.owned(self._counted())
-        if self.leaves is None:
-            # In one message, because the cost of a small all-reduce is its latency.
-            message = [round_.loss, round_.weight, squared_norm(counted)]
-            total, total_weight, squared = round_.totals(message, loss, settings, step)
-        else:
-            message = self.leaves.message(round_.parts, counted)
-            total, total_weight, squared = round_.totals(
-                message, round_.loss, settings, step, self.leaves.fold
-            )
-        # The weight is a sum over all ranks, so that every rank raises this or none.
-        if total_weight == 0:
-            raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
-        report = self._report(total, total_weight, squared)
-        self._update(rule, report)
-        return report
-
-    def _report(self, total: float, weight: float, squared: float) -> StepReport:
-        """Make a report from summed losses and weights, and the summed gradient's squared norm."""
-        # The norm of the mean gradient is reported and clipped, not that of the sum.
-        norm = math.sqrt(squared) / weight if weight else 0.0
-        return StepReport(self.mean(total, weight), weight, norm)
-
-    def _counted(self) -> Sequence[Piece]:
-        """Return this rank's pieces in a norm over all ranks, which count each element once."""
-        counted, across = self.pieces.counted, self.replica.across
-        return counted if across is None else dealt(counted, across.world_size, across.rank)
-
-    def _update(self, rule: Rule, report: StepReport) -> None:
-        """Update with the reduced gradients in the store. Collective."""
-        try:
-            self._change(rule, report)
-        finally:  # a rule that failed here may still read gradients elsewhere
-            self.gradients.finish()
-        self.parameters.publish(self.pieces.published)
-        self._end_round()
-
-    def update_again(self, rule: Rule, weight: float) -> None:
-        """Make one more update, with sums that were written to the store since. Collective.
-
-        ``weight`` is the total weight of their samples.
-
-        Raises
-        ------
-        NonFiniteLossError
-            On every rank, if they are not finite.
+        Collective. An error leaves the parameters unchanged, unless ``rule`` itself raises it.
         """
-        squared = np.array([squared_norm(self.gradients.owned(self._counted()))])
-        total = self.world.all_reduce(squared, subject=self.layout.subject)
-        norm = math.sqrt(float(total[0])) / weight
-        if not math.isfinite(norm):
-            self.round.refuse_nonfinite("the gradient is not finite", self.step_number + 1)
-        self._update(rule, StepReport(math.nan, weight, norm))
-
-    def _step_apart(
-        self, rule: Rule, loss: float, settings: Mapping[str, Any], step: int
-    ) -> StepReport:
-        """Update this replica with its own gradient, if all ranks have finite ones. Collective."""
-        own = np.array([self.round.loss, self.round.weight, 0.0])
-        if self.replica.across is None:
-            assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
-            gradients = self.gradients.local(self.pieces.updated)
-            own[2] = squared_norm(gradients)
-            replica = own
-        else:
-            gradients = self.gradients.owned(self.pieces.updated)
-            own[2] = squared_norm(self.gradients.owned(self.pieces.counted))
-            replica = self.replica.together.all_reduce(own.copy())
-        total, weight, _ = self.round.totals(own, loss, settings, step)
-        if weight == 0:
-            raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
-        mine = self._report(*map(float, replica))
         try:
-            if mine.weight:
-                self._change(rule, mine, gradients)
-                self.replicas.drift(mine.weight)
-        finally:
-            if self.replica.across is not None:
-                self.gradients.finish()
+            self.change(rule, reduced)
+        except BaseException:
+            self.abandon()
+            raise
+        self.round.end()
+        self.step_number += 1
+
+    def step(
+        self, x: Array, y: Array, rule: Rule, settings: Mapping[str, Any] | None = None, *,
+        sample_start: int | None = None, passes: Passes | None = None,
+    ) -> StepReport:  # fmt: skip
+        """Update with the `gradient` of a batch; inside `accumulate` only add to the round.
+
+        Collective. Arguments and errors are those of `gradient`.
+        """
+        began = time.perf_counter()
+        with step_span(self.step_number + 1):
+            reduced = self.gradient(x, y, settings, sample_start=sample_start, passes=passes)
+            if reduced.is_complete:
+                self.update(rule, reduced)
+        if reduced.is_complete:
+            self.record.add(reduced.report, time.perf_counter() - began)
+        return reduced.report
+
+    def change(self, rule: Rule, reduced: Reduced) -> None:
+        """Let ``rule`` change the parameters, and publish them, but count no step. Collective.
+
+        An observer sees the parameters before and after it.
+        """
+        pieces, stage = self.pieces.updated, self._stage
+        owned = self.parameters.owned(pieces), list(reduced.gradients)
+        try:
+            # An offloaded state is updated in host memory: gradients are copied there, and the new
+            # parameters back.
+            with nullcontext(owned) if stage is None else stage.staged(*owned) as (own, gradients):
+                updates = list(starmap(Update, zip(pieces, own, gradients, strict=True)))
+                watched = nullcontext() if self.observer is None else self.observer(updates)
+                with watched, span("update"):
+                    rule(updates, reduced.applied or reduced.report)
+        finally:  # a rule that failed here may still read gradients elsewhere
+            reduced.finish()
         self.parameters.publish(self.pieces.published)
-        self._end_round()
-        return StepReport(self.mean(total, weight), weight, mine.gradient_norm)
+        self.changed()
 
-    def apply(self, gradient: Array, rule: Rule) -> None:
-        """Update with a given gradient of the mean loss instead of computing one.
-
-        ``gradient`` is the full vector, the same on every rank. Collective if state is sharded.
+    def given(self, gradient: Array) -> Reduced:
+        """Return a given gradient of the mean loss, a full vector, the same on every rank.
 
         Raises
         ------
@@ -393,48 +299,19 @@ class Engine:
             self.round.refuse_nonfinite("the given gradient is not finite", self.step_number + 1)
         pieces = [placement.part(gradient, p.start, p.stop) for p in self.pieces.updated]
         # It is the gradient of a mean already: with a weight of 1 the rule does not divide it.
-        self._change(rule, StepReport(math.nan, 1.0, norm), pieces)
-        self.parameters.publish(self.pieces.published)
-        self._end_round()
+        return Reduced(pieces, StepReport(math.nan, 1.0, norm))
 
-    def move(self, rule: Rule) -> None:
-        """Let ``rule`` change the parameters without a gradient. Collective.
-
-        Its updates have no gradient, and its report has no loss.
-        """
-        # Such a rule reads no gradient. The parameters take its place, so that none is allocated.
+    def no_gradient(self) -> Reduced:
+        """Return the input of a rule that reads no gradient."""
+        # The parameters take its place, so that none is allocated.
         unused = self.parameters.owned(self.pieces.updated)
-        self._change(rule, StepReport(math.nan, 1.0, 0.0), unused)
-        self.parameters.publish(self.pieces.published)
-        self.changed()
+        return Reduced(unused, StepReport(math.nan, 1.0, 0.0))
 
-    def _change(self, rule: Rule, report: StepReport, gradients: list[Array] | None = None) -> None:
-        """Run ``rule`` with ``gradients``, or the reduced ones in the store.
-
-        An observer sees the parameters before and after it.
-        """
-        pieces = self.pieces.updated
-        reduced = self.gradients.owned(pieces) if gradients is None else gradients
-        owned = self.parameters.owned(pieces), reduced
-        stage = self._stage
-        # An offloaded state is updated in host memory: gradients are copied there, and the new
-        # parameters back.
-        with nullcontext(owned) if stage is None else stage.staged(*owned) as (own, reduced):
-            updates = list(starmap(Update, zip(pieces, own, reduced, strict=True)))
-            watched = nullcontext() if self.observer is None else self.observer(updates)
-            with watched, span("update"):
-                rule(updates, report)
-
-    def descend(self, gradient: Array, rate: float) -> None:
-        """Subtract ``rate * gradient``, a full vector, the same on every rank. Collective."""
-        pieces = self.pieces.updated
-        # In place: the arrays are views of the store.
-        for piece, owned in zip(pieces, self.parameters.owned(pieces), strict=True):
-            target = owned
-            part = self.placement.part(gradient, piece.start, piece.stop)
-            target -= rate * beside(part, target)
-        self.parameters.publish(self.pieces.published)
-        self.changed()
+    def report(self, total: float, weight: float, squared: float) -> StepReport:
+        """Return the report of summed losses and weights, and the summed gradient's squares."""
+        # The norm of the mean gradient is reported and clipped, not that of the sum.
+        norm = math.sqrt(squared) / weight if weight else 0.0
+        return StepReport(self.mean(total, weight), weight, norm)
 
     def zeros_for_state(self, pieces: Sequence[Piece]) -> Array:
         """Return zeros for an optimizer's state: one for each element of ``pieces``."""
@@ -444,31 +321,6 @@ class Engine:
         vector = self.state_layout.allocate(MemoryCategory.OPTIMIZER_STATE, length)
         vector.fill(0)
         return vector
-
-    def _end_round(self) -> None:
-        self.changed()
-        self.round.end()
-        self.step_number += 1
-
-    def _local_update(self, loss: float, weight: float, rule: Rule) -> StepReport:
-        """Update this rank's replica with its own gradient. Communicates nothing."""
-        assert isinstance(self.gradients, ReplicatedGradients | OffloadedGradients)
-        if self.round.accumulates:
-            return StepReport(self.mean(loss, weight), weight, None)
-        total, total_weight = self.round.loss, self.round.weight
-        if total_weight == 0:
-            raise ValueError("this rank has no sample that counts in this step; all weights are 0")
-        gradients = self.gradients.local(self.pieces.updated)
-        squared = squared_norm(gradients)
-        if not (math.isfinite(total) and math.isfinite(squared)):
-            what = f"the loss or the gradient of rank {self.backend.rank} is not finite"
-            self.round.refuse_nonfinite(what, self.step_number + 1)
-        report = self._report(total, total_weight, squared)
-        self._change(rule, report, gradients)
-        # `synchronize_replicas` weighs each replica by the samples that it has used.
-        self.replicas.drift(total_weight)
-        self._end_round()
-        return report
 
     def run_pass(
         self, x: Array, y: Array, gradients: GradientStore, *, is_first: bool, is_last: bool,
@@ -482,10 +334,6 @@ class Engine:
         batch = Batch(x, y, loss or self.loss, context)
         total, weight = self.program.train(self.parameters, gradients, batch)
         gradients.settle()
-        # Only models that are computed whole have state that a pass changes.
-        settles = is_last and self.program.needs_whole_parameters
-        if settles and self.program.settle(self.backend) and self.leaves is not None:
-            self.leaves.refuse_changes()
         return total, weight
 
     @property
@@ -514,7 +362,7 @@ class Engine:
     def abandon(self) -> None:
         """Drop an unfinished round, and the units in use. Communicates nothing."""
         self.round.end()
-        self.gradients.abandon()
+        self.passes.abandon()
         self.parameters.abandon()
 
     def predict(self, x: Array) -> Array:

@@ -78,7 +78,7 @@ def global_gradient(engine: Engine, x: Array, y: Array) -> tuple[float, Array]:
     engine.replica.require_one_batch("compute_gradients", x, y, everywhere=True)
     sample_start = 0
     if engine.program.is_random:
-        sample_start = engine.round.sample_start(len(inputs), is_local=False)
+        sample_start = engine.round.sample_start(len(inputs))
         engine.round.end()
     local_gradient(engine, x, y, None, sample_start)
     found = synchronize_gradient(engine)

@@ -16,7 +16,6 @@ from mpishard.callbacks.run import Wishes
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.layout import ShardLayout
-from mpishard.models.programs.leaves import GradientLeaves
 from mpishard.models.programs.program import Program, Replica
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.sharding import Piece, Placement, ShardingConfiguration, pieces_within
@@ -191,19 +190,20 @@ class Round:
                 "accumulate() block first"
             )
 
-    def sample_start(self, samples: int, *, is_local: bool) -> int:
-        """Return the index of this rank's first sample among those of all ranks. Collective.
-
-        With ``is_local`` it is the index among this rank's samples, and nothing is communicated.
-        """
+    def sample_start(self, samples: int) -> int:
+        """Return the index of this rank's first sample among those of all ranks. Collective."""
+        if self._axis.world_size == 1:
+            return self.own_sample_start(samples)
         before = self._samples
-        # In a local step the other ranks do not make this call.
-        if is_local or self._axis.world_size == 1:
-            self._samples += samples
-            return before
         counts = self._axis.all_gather(np.array([samples]), subject=self._subject)
         self._samples += int(counts.sum())
         return before + int(counts[: self._axis.rank].sum())
+
+    def own_sample_start(self, samples: int) -> int:
+        """Return the index of the first of new samples among those of this rank."""
+        before = self._samples
+        self._samples += samples
+        return before
 
     def totals(
         self,
@@ -346,19 +346,15 @@ class UpdatePieces:
     counted: tuple[Piece, ...]
 
     @classmethod
-    def of(
-        cls, program: Program, layout: StoreLayout, policy: Policy, leaves: GradientLeaves | None
-    ) -> UpdatePieces:
-        """Return the pieces of a program's trained parameters; ``leaves`` record them, too."""
+    def of(cls, program: Program, layout: StoreLayout, policy: Policy) -> UpdatePieces:
+        """Return the pieces of a program's trained parameters."""
         without_gradient, trained = program.frozen_units, program.trained
         own, every = (
             tuple(piece for piece in pieces if piece.unit.index not in without_gradient)
             for pieces in (layout.pieces(), layout.pieces_of_all())
         )
         owned = counted = trained(own)
-        if leaves is not None:
-            counted = leaves.count_in(trained(every), owned)
-        elif not program.vector.placement.is_whole:
+        if not program.vector.placement.is_whole:
             counted = pieces_within(owned, program.vector.placement.counted_ranges)
         if not policy.shards_state:
             return cls((), owned, trained(every), counted)

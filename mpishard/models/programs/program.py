@@ -85,6 +85,11 @@ class Replica:
         self.data, self.dealt = mesh.data, mesh.samples
         self.together, self.across = mesh.together, mesh.replica
 
+    @property
+    def is_writer(self) -> bool:
+        """True if this rank writes its pieces to checkpoints: only the first replica's ranks do."""
+        return self.across is None or self.across.rank == 0
+
     def owners(self, *, shards_state: bool) -> CommunicationBackend | None:
         """Return the ranks that together update every parameter once; None if each updates all."""
         return self.data if shards_state else None

@@ -11,9 +11,9 @@ import numpy as np
 from mpishard.communication import ProcessMesh
 from mpishard.communication.mesh import AXES
 from mpishard.contracts import ILayeredModel, ModelMetadata
+from mpishard.models.engine.leaves import check_leaves
 from mpishard.models.engine.replicas import ALONE_ON_A_MESH
 from mpishard.models.engine.update import Policy
-from mpishard.models.programs.leaves import check_leaves
 from mpishard.models.programs.mesh_program import MeshProgram
 from mpishard.models.programs.mesh_replica import MeshReplica
 from mpishard.models.programs.program import Program, WholeProgram

@@ -34,8 +34,8 @@ from mpishard.models.engine.evaluation import (
     mean_loss,
     synchronize_gradient,
 )
+from mpishard.models.engine.leaves import check_leaves, check_leaves_of, say_what_may_differ
 from mpishard.models.engine.update import Policy, descent
-from mpishard.models.programs.leaves import check_leaves, check_leaves_of, say_what_may_differ
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.offload import say_what_is_ignored
 from mpishard.models.wrapper.files import ModelFiles
@@ -49,6 +49,7 @@ from mpishard.models.wrapper.wrapped import (
 )
 from mpishard.models.wrapper.wrapping import (
     build_engine,
+    deal,
     give_up_ownership,
     is_owned_by,
     program_of,
@@ -187,7 +188,7 @@ class ShardedModelBase(IShardedModel):
         say_what_is_slow(self._config, program)
         if self.gradient_leaves is not None:
             say_what_may_differ(self._config, program.dtype)
-        self.engine.deal(program.fill)
+        deal(self.engine, program.fill)
         program.deal_constants(self.backend)
         store = self.engine.parameters
         reason = program.take_over(store, f"a {type(self).__name__}")
@@ -367,9 +368,9 @@ class ShardedModelBase(IShardedModel):
             hold replicas of their own (``replica_size``).
         """
         self.engine.replicas.require_one("train()")
-        if self.engine.gradients.is_late:
+        if self.engine.passes.is_late:
             raise ShardingError(
-                f"{self.engine.gradients_user} has not yet applied all gradients of this model: "
+                f"{self.engine.passes.user} has not yet applied all gradients of this model: "
                 "train with its step(), or call its reset() first"
             )
         rate = self._config.learning_rate
@@ -377,7 +378,7 @@ class ShardedModelBase(IShardedModel):
             _log.info("train: plain gradient descent with learning rate %g", rate)
             self._said_train = True
 
-        return self.engine.step(x, y, descent(rate), settings={"learning_rate": rate}).loss
+        return self.engine.step(x, y, descent(rate), {"learning_rate": rate}).loss
 
     @contextlib.contextmanager
     def accumulate(self, *, defer: bool = False) -> Iterator[None]:
@@ -497,7 +498,8 @@ class ShardedModelBase(IShardedModel):
             raise ValueError(f"learning_rate must be finite, got {rate}")
         self.engine.replicas.require_equal("apply_gradients")
         self.engine.round.require_none("apply_gradients()")
-        self.engine.descend(agreed_vector(self.engine, gradients, "apply_gradients", rate), rate)
+        vector = agreed_vector(self.engine, gradients, "apply_gradients", rate)
+        self.engine.change(descent(rate), self.engine.given(vector))
 
     def synchronize_gradients(self) -> Array | None:
         """Average the gradients, or the replicas, that ranks have computed alone. Collective.

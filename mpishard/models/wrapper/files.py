@@ -23,8 +23,8 @@ from mpishard.checkpoint.format.content import COUNT, NUMBER, TEXT, Form, Kind, 
 from mpishard.checkpoint.format.tensor_file import tensors_of
 from mpishard.contracts import ILayeredModel
 from mpishard.models.engine.engine import Engine
+from mpishard.models.engine.leaves import NUMERICS
 from mpishard.models.engine.update import TrainingRecord
-from mpishard.models.programs.leaves import NUMERICS
 from mpishard.models.programs.placed_program import IPlaceableModel
 from mpishard.models.wrapper.wrapped import require_alike
 from mpishard.sharding import ParameterEntry, Piece, numerics_differences
@@ -82,7 +82,7 @@ class ModelFiles:
         self.engine.replicas.require_equal("a checkpoint")
         # Of replicas that are trained apart one is saved; the others' ranks write nothing, but take
         # part in the collectives.
-        pieces = self.engine.own_pieces if self.engine.is_writer else ()
+        pieces = self.engine.own_pieces if self.engine.replica.is_writer else ()
         return self._regions(pieces, written=True)
 
     def arrays_to_read(self) -> checkpoint.Pieces:

@@ -5,33 +5,27 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import reuse_freed_memory
+from mpishard.arrays import Array, reuse_freed_memory
 from mpishard.bfloat16 import BFLOAT16
 from mpishard.checkpoint.format.consensus import differences
-from mpishard.communication import CommunicationBackend
 from mpishard.compilation import numba_module
 from mpishard.contracts import ILayeredModel, IShardedModel
 from mpishard.devices import HOST
 from mpishard.errors import ShardingError
 from mpishard.models.engine.engine import Engine
+from mpishard.models.engine.leaves import GradientLeaves, LeafGradients, LeafPasses
+from mpishard.models.engine.passes import Passes
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.layered_program import LayeredProgram
-from mpishard.models.programs.leaves import LeafGradients
 from mpishard.models.programs.opaque_program import OpaqueProgram
 from mpishard.models.programs.placed_program import OWN_DTYPE, IPlaceableModel, PlacedProgram
 from mpishard.models.programs.program import Program
-from mpishard.models.stores.exchanged_gradients import (
-    ExchangedGradients,
-    Part,
-    SumExchange,
-    parts_of,
-)
 from mpishard.models.stores.gradient_store import (
     GradientStore,
     NodeGradients,
@@ -52,7 +46,7 @@ from mpishard.nn.layers.layer import Layer
 from mpishard.nn.layers.products import products_per_second
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.onednn import library, reason_for_none
-from mpishard.sharding import Piece, ShardingConfiguration, first_names
+from mpishard.sharding import ShardingConfiguration, first_names
 from mpishard.sharding.configuration import shared_choices
 
 _log = logging.getLogger("mpishard")
@@ -251,9 +245,10 @@ def build_engine(
     )  # fmt: skip
     on_gpu = device.is_gpu  # otherwise everything is in host memory already
 
+    in_leaves = config.gradient_leaves is not None
+
     def make_gradients(layout: StoreLayout) -> GradientStore:
         is_offloaded = on_gpu and config.cpu_offload_gradients
-        in_leaves = config.gradient_leaves is not None
         store = make_gradient_store(
             layout.on_host if is_offloaded else layout, policy, in_leaves=in_leaves
         )
@@ -270,7 +265,25 @@ def build_engine(
     else:
         parameters = make_parameter_store(layout, policy)
     state_layout = layout.on_host if on_gpu and config.cpu_offload_optimizer else layout
-    return Engine(program, parameters, make_gradients, state_layout, policy, config)
+    passes = Passes(make_gradients)
+    if in_leaves:
+        leaves = GradientLeaves(config, parameters.backend, program.dtype)
+        passes = LeafPasses(make_gradients, leaves, config)
+    return Engine(program, parameters, passes, state_layout, policy, config)
+
+
+def deal(engine: Engine, fill: Callable[[int, Array], None]) -> None:
+    """Distribute rank 0's values, which ``fill(start, out)`` writes on rank 0. Collective."""
+    across = engine.replica.across
+    # Each group of ranks with a replica first distributes the values of its own first rank. Then
+    # all groups take those of the first group.
+    is_grouped = across is not None and not engine.replica.is_on_mesh
+    root = engine.backend if is_grouped else engine.world
+    engine.program.vector.deal(engine.parameters, root, fill)
+    if across is not None and is_grouped:
+        for values in engine.parameters.owned(engine.own_pieces):
+            across.broadcast(values, root=0)
+        engine.parameters.publish(engine.own_pieces)
 
 
 def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:
@@ -316,32 +329,3 @@ def make_gradient_store(
         spreads = not policy.shards_state and layout.backend.world_size > 1
         return ScatteredGradients(layout, slot, spreads=spreads)
     return ReplicatedGradients(layout, slot)
-
-
-def make_exchanged_store(
-    engine: Engine,
-    layout: StoreLayout,
-    make_exchange: Callable[[CommunicationBackend, tuple[Part, ...]], SumExchange],
-) -> ExchangedGradients:
-    """Make the store that sums gradients inside a replica, and exchanges them between replicas.
-
-    Without replicas of several ranks each rank is a replica. ``make_exchange(across, parts)`` gets
-    the ranks that hold the same parts of all replicas, and these parts. Collective.
-    """
-    replica = engine.replica
-    if replica.across is None:
-        whole = parts_of(_trained(layout, layout.pieces(sharded=False)))
-        exchange = make_exchange(engine.world, whole)
-        return ExchangedGradients(ReplicatedGradients(layout), exchange, is_alone=True)
-    inner = make_gradient_store(layout, engine.policy, in_leaves=True)
-    # Ranks that repeat the work on a black box must draw the same numbers: they have one key.
-    ranks = engine.backend if engine.program.needs_whole_parameters else replica.together
-    # A replica of one rank has the same keys with and without ``replica_size``.
-    place = () if ranks.world_size == 1 else (ranks.rank,)
-    alike = engine.program.vector.held_alike()
-    parts = parts_of(_trained(layout, layout.pieces()), *place, alike=alike)
-    return ExchangedGradients(inner, make_exchange(replica.across, parts), is_alone=False)
-
-
-def _trained(layout: StoreLayout, pieces: Sequence[Piece]) -> list[Piece]:
-    return [piece for piece in pieces if piece.unit.index not in layout.frozen]

@@ -81,7 +81,7 @@ class BestParameters(CheckpointState):
         return self._regions()
 
     def _regions(self, *, written: bool = False) -> Pieces:
-        pieces = self._pieces if self._engine.is_writer or not written else ()
+        pieces = self._pieces if self._engine.replica.is_writer or not written else ()
         parts = [(p.start, self._vector[p.in_shard]) for p in pieces]
         return {self.KIND: self._engine.placement.cut(parts, written=written)}
 

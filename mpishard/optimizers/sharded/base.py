@@ -167,7 +167,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         # The gradients go back to the store that the model's strategy chose, unless the model is
         # closed and has none.
         if state is not None and state.keeps_gradients and isinstance(state.engine, Engine):
-            state.engine.lend_gradients(None)
+            state.engine.lend(None)
 
     # -------------------------------------------------------------------------------------- steps
 
@@ -256,7 +256,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         vector = agreed_vector(model.engine, gradients, "apply_gradients")
         state = self.bind(model)
         state.last_gradient = None
-        model.engine.apply(vector, state.update)
+        model.engine.update(state.update, model.engine.given(vector))
 
     @property
     def last_computed_gradients(self) -> Array:
@@ -374,9 +374,9 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 f"the model's backend, {names[0]}, is not the optimizer's, {names[1]}{other}; use "
                 "one for both"
             )
-        if model.engine.gradients_user is not None:
+        if model.engine.passes.user is not None:
             raise ShardingError(
-                f"{model.engine.gradients_user} trains this model, and keeps errors or sums of "
+                f"{model.engine.passes.user} trains this model, and keeps errors or sums of "
                 "its gradients; call its reset() first"
             )
         if self._rule.searches:

@@ -14,14 +14,13 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import written_here
-from mpishard.models.stores.compressed_sums import CompressedSums, ErrorFeedback
-from mpishard.models.stores.compression import Code, Int8, Quantization, TopK
-from mpishard.models.stores.exchanged_gradients import ExchangedGradients, Part
 from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.models.wrapper.wrapping import make_exchanged_store
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
+from mpishard.optimizers.sharded.codes import Code, Int8, Quantization, TopK
+from mpishard.optimizers.sharded.compressed_sums import CompressedSums, ErrorFeedback
 from mpishard.optimizers.sharded.delayed_state import DelayedState
+from mpishard.optimizers.sharded.exchanged_passes import ExchangedPasses, Part
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.optimizers.sharded.strategies import model_of_replicas, require_replicas
 from mpishard.sharding import Piece, ShardingConfiguration
@@ -172,22 +171,19 @@ class _CompressedState(ModelState):
         self._across = model.engine.replica.across or model.backend
         self._writers = self._across.world_size  # number of replicas in a checkpoint that is read
         self._read: list[Array] = []
-        model.engine.lend_gradients("GradientCompressionOptimizer", self._make_store)
+        model.engine.lend(ExchangedPasses("GradientCompressionOptimizer", self._make_sums))
 
-    def _make_store(self, layout: StoreLayout) -> ExchangedGradients:
-        engine = self.engine
-        program = engine.program
+    def _make_sums(
+        self, layout: StoreLayout, across: CommunicationBackend, parts: tuple[Part, ...]
+    ) -> CompressedSums:
+        program = self.engine.program
         frozen = [(e.start, e.stop) for e in program.entries if e.name in program.frozen]
-
-        def make(across: CommunicationBackend, parts: tuple[Part, ...]) -> CompressedSums:
-            # Called again if other units are frozen: then the errors have other lengths.
-            self.errors = ErrorFeedback(layout, across, parts)
-            return CompressedSums(
-                across, parts, self._code, self.errors, lambda: (self._seed, self.steps),
-                frozen=frozen, **self._choices,
-            )  # fmt: skip
-
-        return make_exchanged_store(engine, layout, make)
+        # Made again if other units are frozen: then the errors have other lengths.
+        self.errors = ErrorFeedback(layout, across, parts)
+        return CompressedSums(
+            across, parts, self._code, self.errors, lambda: (self._seed, self.steps),
+            frozen=frozen, **self._choices,
+        )  # fmt: skip
 
     # Kinds: "error<r>" of replica r's gradients, and "reduced_error" of the sums.
 

@@ -14,11 +14,9 @@ from mpishard.checkpoint.format.consensus import differences
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport, Update
-from mpishard.models.stores.delayed_sums import DelayedSums
-from mpishard.models.stores.exchanged_gradients import ExchangedGradients
-from mpishard.models.stores.store_layout import StoreLayout
-from mpishard.models.wrapper.wrapping import make_exchanged_store
 from mpishard.optimizers.rules.rule import Optimizer
+from mpishard.optimizers.sharded.delayed_sums import DelayedSums
+from mpishard.optimizers.sharded.exchanged_passes import ExchangedPasses
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import Piece
 
@@ -57,25 +55,15 @@ class DelayedState(ModelState):
         self._weights: list[float] = []  # of the gradients under way, oldest first
         self._saved = 0  # number of gradients in a checkpoint that is read
         self._read: list[list[Array]] = []
-        model.engine.lend_gradients(user, self._make_store)
-
-    def _make_store(self, layout: StoreLayout) -> ExchangedGradients:
-        return make_exchanged_store(
-            self.engine, layout,
-            lambda across, parts: DelayedSums(across, parts, layout, self._delay),
-        )  # fmt: skip
-
-    @property
-    def _store(self) -> ExchangedGradients:
-        # Looked up in each call: the engine makes a new one if other parameters are frozen.
-        store = self.engine.gradients
-        assert isinstance(store, ExchangedGradients)
-        return store
+        self._passes = ExchangedPasses(
+            user, lambda layout, across, parts: DelayedSums(across, parts, layout, delay)
+        )
+        model.engine.lend(self._passes)
 
     @property
     def sums(self) -> DelayedSums:
         """The gradients under way."""
-        exchange = self._store.exchange
+        exchange = self._passes.exchange
         assert isinstance(exchange, DelayedSums)
         return exchange
 
@@ -107,7 +95,7 @@ class DelayedState(ModelState):
 
     def apply_pending(self) -> int:
         """Make an update of each gradient under way, oldest first; return how many. Collective."""
-        engine = self.model.engine
+        engine, passes = self.model.engine, self._passes
         engine.round.require_none("apply_pending_gradients()")
         pending = self.sums.pending
         # Without gradients there is no update, and the schedule may have ended.
@@ -118,10 +106,10 @@ class DelayedState(ModelState):
         weights = _newest(self._weights, pending)
         try:
             for weight in weights:
-                self._store.await_readers()
-                self.sums.take_oldest(self._store.sums())
-                self._store.spread()
-                engine.update_again(super().update, weight)
+                passes.store.await_readers()
+                self.sums.take_oldest(passes.sums())
+                passes.store.spread()
+                engine.update(super().update, passes.again(engine, weight))
         except BaseException:
             engine.abandon()
             raise

@@ -10,8 +10,8 @@ from mpishard.arrays import Array, copy_into, to_host
 from mpishard.communication import CommunicationBackend, ReductionOperation, Work
 from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.layout import ShardLayout
-from mpishard.models.stores.compression import Code
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
+from mpishard.optimizers.sharded.codes import Code
 from mpishard.sharding import Piece
 
 

@@ -12,12 +12,15 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace, beside, copy_into
 from mpishard.bfloat16 import BFLOAT16
 from mpishard.checkpoint import Pieces
-from mpishard.errors import ShardingError
+from mpishard.errors import NoSampleError, ShardingError
 from mpishard.models import ShardedModelBase
-from mpishard.models.engine.update import StepReport, written_here
-from mpishard.models.stores.compression import Code, Int8, Rounded
+from mpishard.models.engine.engine import Engine
+from mpishard.models.engine.passes import Passes, Reduced, local_gradients
+from mpishard.models.engine.update import StepReport, Update, written_here
+from mpishard.models.stores.gradient_store import squared_norm
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
+from mpishard.optimizers.sharded.codes import Code, Int8, Rounded
 from mpishard.optimizers.sharded.exchange import CodedExchange, Exchange
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import Piece
@@ -37,6 +40,52 @@ class LocalSettings:
     exchange: str | None
     start_step: int
     start_period: int
+
+
+class ReplicaPasses(Passes):
+    """Passes whose gradient is summed over the ranks of one replica.
+
+    All ranks agree on losses, settings and errors, and the report is about all ranks' samples. They
+    add to the store of the engine's passes.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        # Replicas of one rank reduce nothing.
+        self._is_grouped = engine.replica.across is not None
+
+    def require(self, engine: Engine) -> None:
+        engine.replicas.require_drifting()
+
+    def run(
+        self, engine: Engine, x: Any, y: Any, sample_start: int, *, is_last: bool
+    ) -> tuple[float, float]:
+        self.store = engine.gradients
+        is_last &= self._is_grouped
+        return super().run(engine, x, y, sample_start, is_last=is_last)
+
+    def reduced(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Reduced:
+        round_, store, pieces = engine.round, self.store, engine.pieces
+        own = np.array([round_.loss, round_.weight, 0.0])
+        if self._is_grouped:
+            gradients = store.owned(pieces.updated)
+            own[2] = squared_norm(store.owned(pieces.counted))
+            replica = engine.replica.together.all_reduce(own.copy())
+        else:
+            gradients = local_gradients(store, pieces.updated)
+            own[2] = squared_norm(gradients)
+            replica = own
+        total, weight, _ = round_.totals(own, loss, settings, engine.step_number + 1)
+        if weight == 0:
+            raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
+        mine = engine.report(*map(float, replica))
+        report = StepReport(engine.mean(total, weight), weight, mine.gradient_norm)
+
+        def finish() -> None:
+            if self._is_grouped:
+                store.finish()
+            engine.replicas.drift(mine.weight)
+
+        return Reduced(gradients, report, mine, finish)
 
 
 class LocalState(ModelState):
@@ -69,6 +118,7 @@ class LocalState(ModelState):
         self._pieces: tuple[Piece, ...] = ()  # the trained pieces that this rank owns
         self._exchanges = self._make_exchanges()
         self._outer_steps = 0
+        self.passes = ReplicaPasses(engine)
         names = () if self._outer is None else ("anchor", *self._outer.needed_state())
         self._outer_state = {name: engine.zeros_for_state(self._pieces) for name in names}
 
@@ -96,12 +146,15 @@ class LocalState(ModelState):
 
     # ---------------------------------------------------------------------------------- exchanges
 
+    def update(self, updates: list[Update], report: StepReport) -> None:
+        """Update this replica, if it has samples."""
+        if report.weight:
+            super().update(updates, report)
+
     def step(self, x: Array, y: Array, sample_start: int | None) -> StepReport:
         before = self.steps
         self._begin_period()
-        report = self.engine.step(
-            x, y, self.update, sample_start=sample_start, settings=self.settings(), apart=True
-        )
+        report = super().step(x, y, sample_start)
         if report.gradient_norm is not None:  # otherwise the step added to a round
             self.steps = before + 1  # also of a rank without samples
             self.since += 1
@@ -182,7 +235,7 @@ class LocalState(ModelState):
         outer.update_all(ranges, UpdateContext(
             step=self._outer_steps, learning_rate=outer.checked_rate(self._outer_steps - 1),
             gradient_scale=1.0, parameter_names=names,
-            sum_over_owners=partial(engine.sum_over_owners, of_all_replicas=True),
+            sum_over_owners=partial(engine.sum_over_owners, owners=engine.world),
         ))  # fmt: skip
         for owned, target in zip(ranges, targets, strict=True):
             copy_into(target, owned.parameters)

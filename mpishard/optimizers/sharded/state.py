@@ -16,6 +16,7 @@ from mpishard.checkpoint.format.content import require_form
 from mpishard.errors import NonFiniteLossError, ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
+from mpishard.models.engine.passes import Passes
 from mpishard.models.engine.update import StepReport, Update
 from mpishard.optimizers.rules.lbfgs import LBFGS
 from mpishard.optimizers.rules.ranges import (
@@ -66,7 +67,9 @@ class ModelState(CheckpointState):
     """
 
     keeps_gradients: ClassVar[bool] = False
-    """Whether this state provides the store of the model's gradients."""
+    """Whether this state has lent the model's engine a way of making gradients."""
+    passes: Passes | None = None
+    """Another way of making the gradients of a step than that of the engine."""
 
     def __init__(self, rule: Optimizer, model: ShardedModelBase, frozen: frozenset[str]) -> None:
         self.rule = rule
@@ -147,7 +150,7 @@ class ModelState(CheckpointState):
         if self.rule.searches:
             return search_step(self, x, y, sample_start)
         return self.engine.step(
-            x, y, self.update, sample_start=sample_start, settings=self.settings()
+            x, y, self.update, self.settings(), sample_start=sample_start, passes=self.passes
         )
 
     def settle(self) -> None:
@@ -285,7 +288,7 @@ class ModelState(CheckpointState):
     @property
     def _written_pieces(self) -> tuple[Piece, ...]:
         engine = self.engine
-        return engine.pieces.to_write(engine.program) if engine.is_writer else ()
+        return engine.pieces.to_write(engine.program) if engine.replica.is_writer else ()
 
     def _regions(
         self, pieces: Sequence[Piece], vectors: Mapping[str, Array] | None = None
@@ -358,14 +361,19 @@ def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None)
             "keeps no batch: give step the whole batch, outside of accumulate()"
         )
     before: float = state.numbers.get("value", math.nan)
-    engine.move(lambda updates, report: state.run(rule.begin, updates, report))
+
+    def move(function: Callable[..., None]) -> None:
+        """Let the rule change the parameters without a gradient."""
+        engine.change(
+            lambda updates, report: state.run(function, updates, report), engine.no_gradient()
+        )
+
+    move(rule.begin)
     found: StepReport | None = None
     while state.is_searching:
         is_first = "value" not in state.numbers
         try:
-            report = engine.step(
-                x, y, state.update, sample_start=sample_start, settings=state.settings()
-            )
+            report = engine.step(x, y, state.update, state.settings(), sample_start=sample_start)
         except NonFiniteLossError as error:
             error.add_note(
                 "A line search has no rate to lower, and takes no clipping: begin at other "
@@ -375,7 +383,7 @@ def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None)
                 # No value of the function is known yet: the next step evaluates it again.
                 state.numbers.clear()
                 raise
-            engine.move(lambda updates, report: state.run(rule.reject, updates, report))
+            move(rule.reject)
             if "stuck" in state.numbers:
                 raise
             continue

@@ -12,8 +12,9 @@ which are sums over parameters, are made of the same terms in every world: see
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,13 +24,17 @@ from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.errors import ShardingError
 from mpishard.layout import LeafLayout, ShardLayout
+from mpishard.models.engine.passes import Passes, Reduced
+from mpishard.models.engine.update import UpdatePieces
 from mpishard.models.programs.program import Program
 from mpishard.models.stores.gradient_store import (
     BackwardPass,
+    GradientStore,
     ScatteredGradients,
     ShardedGradients,
     WrappedGradients,
 )
+from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import (
     Piece,
@@ -38,6 +43,9 @@ from mpishard.sharding import (
     numerics_fingerprint,
     reproducing_worlds,
 )
+
+if TYPE_CHECKING:
+    from mpishard.models.engine.engine import Engine
 
 NUMERICS = "numerics"
 """Key of `GradientLeaves.numerics` in the metadata of a checkpoint."""
@@ -340,6 +348,62 @@ def _tree(slots: Array) -> float:
     while slots.size > 1:
         slots = slots[::2] + slots[1::2]
     return float(slots[0])
+
+
+class LeafPasses(Passes):
+    """Passes of one leaf each, whose sums do not depend on the number of ranks.
+
+    Parameters
+    ----------
+    make_store : callable
+        ``make_store(layout)`` makes a store that reduces to the owners of pieces. Collective.
+    leaves : GradientLeaves
+        The leaves of this rank.
+    config : ShardingConfiguration
+        Choices that may change between steps.
+    """
+
+    leaves: GradientLeaves
+
+    def __init__(
+        self,
+        make_store: Callable[[StoreLayout], GradientStore],
+        leaves: GradientLeaves,
+        config: ShardingConfiguration,
+    ) -> None:
+        super().__init__(make_store)
+        self.leaves = leaves
+        self._config = config
+
+    def pieces(self, engine: Engine, layout: StoreLayout) -> UpdatePieces:
+        pieces = super().pieces(engine, layout)
+        without_gradient = engine.program.frozen_units
+        every = [p for p in layout.pieces_of_all() if p.unit.index not in without_gradient]
+        counted = self.leaves.count_in(engine.program.trained(every), pieces.owned)
+        return replace(pieces, counted=counted)
+
+    def require(self, engine: Engine) -> None:
+        super().require(engine)
+        self.leaves.require(self._config, accumulates=engine.round.accumulates)
+
+    def gradient(
+        self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
+    ) -> Reduced:
+        batches = self.leaves.cut(x, y, sample_start)
+        for number, (inputs, targets, start) in enumerate(batches, start=1):
+            self.run(engine, inputs, targets, start, is_last=number == len(batches))
+        return self.reduced(engine, engine.round.loss, settings)
+
+    def settle_model(self, engine: Engine) -> None:
+        if engine.program.settle(engine.backend):
+            self.leaves.refuse_changes()
+
+    def reduced(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Reduced:
+        message = self.leaves.message(engine.round.parts, self.store.owned(self.counted(engine)))
+        totals = engine.round.totals(
+            message, loss, settings, engine.step_number + 1, self.leaves.fold
+        )
+        return self.complete(engine, *totals)
 
 
 class LeafGradients(WrappedGradients):

@@ -12,10 +12,10 @@ from mpishard.arrays import Array, copy_into, to_host
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.layout import ShardLayout
-from mpishard.models.stores.compression import Code
-from mpishard.models.stores.exchanged_gradients import Part, SumExchange
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
+from mpishard.optimizers.sharded.codes import Code
+from mpishard.optimizers.sharded.exchanged_passes import Part, SumExchange
 
 
 class ErrorFeedback:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from mpishard.arrays import Array, chunk_length
 from mpishard.communication import CommunicationBackend, Work
-from mpishard.models.stores.exchanged_gradients import Part, SumExchange
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
+from mpishard.optimizers.sharded.exchanged_passes import Part, SumExchange
 from mpishard.sharding import Piece
 
 

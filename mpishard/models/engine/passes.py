@@ -1,0 +1,212 @@
+"""Ways of making one reduced gradient: passes on a rank's samples, and the sum over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mpishard.arrays import Array
+from mpishard.errors import NoSampleError
+from mpishard.models.engine.update import StepReport, UpdatePieces
+from mpishard.models.stores.gradient_store import (
+    GradientStore,
+    ReplicatedGradients,
+    squared_norm,
+)
+from mpishard.models.stores.offload import OffloadedGradients
+from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.sharding import Piece
+
+if TYPE_CHECKING:
+    from mpishard.models.engine.engine import Engine
+    from mpishard.models.engine.leaves import GradientLeaves
+
+
+def _nothing() -> None:
+    """Do nothing, after an update whose gradients no other rank reads."""
+
+
+@dataclass(slots=True)
+class Reduced:
+    """A gradient that was summed over samples and ranks, for `Engine.update`.
+
+    Parameters
+    ----------
+    gradients : sequence of Array
+        The sums for each of `UpdatePieces.updated`. Read-only. Empty if the round goes on.
+    report : StepReport
+        Loss and weight of all ranks' samples, and the norm of the mean gradient. The norm is None
+        if the passes only added to a round.
+    applied : StepReport, optional
+        The report that the rule gets, if the gradients are sums of fewer samples. Default:
+        ``report``.
+    finish : callable
+        Called when the rule has read the gradients, also if it raised.
+    """
+
+    gradients: Sequence[Array]
+    report: StepReport
+    applied: StepReport | None = None
+    finish: Callable[[], None] = _nothing
+
+    @property
+    def is_complete(self) -> bool:
+        """False if the round goes on, so that there is nothing to update with."""
+        return self.report.gradient_norm is not None
+
+
+class Passes:
+    """Passes on each rank's samples, whose gradients are summed over all ranks.
+
+    A subclass sums otherwise: in leaves, over fewer ranks, or with an exchange between replicas. An
+    optimizer may lend the engine its own (`Engine.lend`).
+
+    Parameters
+    ----------
+    make_store : callable
+        ``make_store(layout)`` makes a store of gradients. Collective.
+
+    Attributes
+    ----------
+    store : GradientStore
+        The gradients.
+    leaves : GradientLeaves or None
+        Leaves of a batch, if its gradient is summed in these.
+    user : str or None
+        Class of the optimizer that has lent these passes.
+    is_late : bool
+        Whether the gradients are those of an earlier step.
+    """
+
+    store: GradientStore
+    leaves: GradientLeaves | None = None
+    user: str | None = None
+    is_late = False
+
+    def __init__(self, make_store: Callable[[StoreLayout], GradientStore]) -> None:
+        self._make_store = make_store
+
+    def prepare(self, engine: Engine, layout: StoreLayout) -> None:
+        """Make the store for other frozen units. Collective."""
+        self.store = self._make_store(layout)
+
+    def pieces(self, engine: Engine, layout: StoreLayout) -> UpdatePieces:
+        """Return the pieces of an update, if the units are frozen as in ``layout``."""
+        return UpdatePieces.of(engine.program, layout, engine.policy)
+
+    def require(self, engine: Engine) -> None:
+        """Refuse a step before anything is communicated: a sum over replicas that differ."""
+        engine.replicas.require_equal("a synchronised step")
+
+    def gradient(
+        self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
+    ) -> Reduced:
+        """Return the gradient of a checked batch: see `Engine.gradient`."""
+        round_ = engine.round
+        if sample_start is None:
+            sample_start = round_.sample_start(len(x)) if engine.program.is_random else 0
+        loss, weight = self.run(engine, x, y, sample_start, is_last=not round_.accumulates)
+        if not round_.accumulates:
+            return self.reduced(engine, loss, settings)
+        message = [loss, weight, 0.0]
+        total, total_weight, _ = round_.totals(message, loss, settings, engine.step_number + 1)
+        return Reduced((), StepReport(engine.mean(total, total_weight), total_weight, None))
+
+    def run(
+        self, engine: Engine, x: Any, y: Any, sample_start: int, *, is_last: bool
+    ) -> tuple[float, float]:
+        """Run a pass that adds to the round, and in the last one reduces; return loss and weight.
+
+        Collective if it reduces.
+        """
+        round_ = engine.round
+        own = engine.run_pass(
+            x, y, self.store, is_first=not round_.is_open, is_last=is_last,
+            sample_start=sample_start,
+        )  # fmt: skip
+        round_.add(*own)
+        # Only models that are computed whole have state that a pass changes.
+        if is_last and engine.program.needs_whole_parameters:
+            self.settle_model(engine)
+        return own
+
+    def settle_model(self, engine: Engine) -> None:
+        """Make a model's state equal that a pass has changed on each rank. Collective."""
+        engine.program.settle(engine.backend)
+
+    def counted(self, engine: Engine) -> Sequence[Piece]:
+        """Return this rank's pieces in a norm over all ranks, which count each element once."""
+        return engine.pieces.counted
+
+    def reduced(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Reduced:
+        """Add up losses, weights and squares over all ranks. Collective.
+
+        ``loss`` is this rank's in the last pass, for the error if it is not finite.
+        """
+        round_ = engine.round
+        # Each rank adds the squares of its own piece only, even if the gradient is replicated. In
+        # one message, because the cost of a small all-reduce is its latency.
+        squares = squared_norm(self.store.owned(self.counted(engine)))
+        totals = round_.totals(
+            [round_.loss, round_.weight, squares], loss, settings, engine.step_number + 1
+        )
+        return self.complete(engine, *totals)
+
+    def complete(self, engine: Engine, total: float, weight: float, squared: float) -> Reduced:
+        """Return the gradients of the store, with the sums over all ranks."""
+        # The weight is a sum over all ranks, so that every rank raises this or none.
+        if weight == 0:
+            raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
+        gradients = self.store.owned(engine.pieces.updated)
+        return Reduced(gradients, engine.report(total, weight, squared), finish=self.finish)
+
+    def finish(self) -> None:
+        """Let the gradients be overwritten: the rule has read them."""
+        self.store.finish()
+
+    def abandon(self) -> None:
+        """Drop the gradients of a round, after an error. Communicates nothing."""
+        self.store.abandon()
+
+
+class OwnPasses(Passes):
+    """Passes whose gradient stays on this rank: ``auto_sync_gradients=False``.
+
+    They communicate nothing, and the report is about this rank's samples. They add to the store of
+    the engine's passes.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.store = engine.gradients
+
+    def require(self, engine: Engine) -> None:
+        """Refuse a strategy whose ranks cannot update alone."""
+        engine.replicas.require_drifting()
+
+    def gradient(
+        self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
+    ) -> Reduced:
+        round_ = engine.round
+        if sample_start is None:
+            sample_start = round_.own_sample_start(len(x)) if engine.program.is_random else 0
+        loss, weight = self.run(engine, x, y, sample_start, is_last=False)
+        if round_.accumulates:
+            return Reduced((), StepReport(engine.mean(loss, weight), weight, None))
+        if round_.weight == 0:
+            raise ValueError("this rank has no sample that counts in this step; all weights are 0")
+        gradients = local_gradients(self.store, engine.pieces.updated)
+        squared = squared_norm(gradients)
+        if not (math.isfinite(round_.loss) and math.isfinite(squared)):
+            what = f"the loss or the gradient of rank {engine.backend.rank} is not finite"
+            round_.refuse_nonfinite(what, engine.step_number + 1)
+        report, used = engine.report(round_.loss, round_.weight, squared), round_.weight
+        # `synchronize_replicas` weighs each replica by the samples that it has used.
+        return Reduced(gradients, report, finish=lambda: engine.replicas.drift(used))
+
+
+def local_gradients(store: GradientStore, pieces: Sequence[Piece]) -> list[Array]:
+    """Return this rank's own gradients of ``pieces``, of a store that keeps them all."""
+    assert isinstance(store, ReplicatedGradients | OffloadedGradients)
+    return store.local(pieces)
