@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -84,42 +82,6 @@ class Buffers:
             self.broadcast(backend)
         return has_changed
 
-    def saved(self, *, with_parameters: bool) -> dict[str, Any]:
-        """Return copies of the buffers that a state dict has, by name.
-
-        With ``with_parameters``, those of the parameters outside of the vector are included.
-        """
-        found = self._in_state(with_parameters=with_parameters)
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
-
-    def _in_state(self, *, with_parameters: bool = True) -> dict[str, Any]:
-        own = {id(t) for t in [*self._tensors(), *(self._parameters if with_parameters else ())]}
-        state = self._module.state_dict(keep_vars=True)
-        return {name: tensor for name, tensor in state.items() if id(tensor) in own}
-
-    def check(self, saved: Mapping[str, Any]) -> None:
-        """Refuse tensors that this module does not have.
-
-        Raises
-        ------
-        ValueError
-            If the module has no tensor of the same name and shape. The message names one.
-        """
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._in_state().items()}
-        for name, tensor in saved.items():
-            if shapes.get(name) != tuple(tensor.shape):
-                raise ValueError(
-                    f"the checkpoint has {name!r} of shape {tuple(tensor.shape)}, "
-                    f"and this module has {shapes.get(name, 'none')}"
-                )
-
-    def take(self, saved: Mapping[str, Any]) -> None:
-        """Copy the tensors of `saved` to the module, which may have more."""
-        present = self._in_state()
-        with torch.no_grad():
-            for name, tensor in saved.items():
-                present[name].copy_(tensor)
-
 
 def _send(tensors: Sequence[Any], backend: CommunicationBackend) -> None:
     if not tensors or backend.world_size == 1:
@@ -137,19 +99,6 @@ def _send(tensors: Sequence[Any], backend: CommunicationBackend) -> None:
         if not np.array_equal(old, new):
             with torch.no_grad():
                 tensor.copy_(torch.from_numpy(new.copy()).view(tensor.dtype).view(tensor.shape))
-
-
-def to_text(values: Mapping[str, Any]) -> str:
-    """Return tensors and plain values as text for a checkpoint's metadata."""
-    buffer = io.BytesIO()
-    torch.save(values, buffer)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-def from_text(text: str) -> dict[str, Any]:
-    """Return the values of `to_text`."""
-    raw = io.BytesIO(base64.b64decode(text))
-    return torch.load(raw, weights_only=True)  # type: ignore[no-any-return]
 
 
 class PlacedModule:
