@@ -206,7 +206,7 @@ class BackwardPasses:
         if self.syncs:
             self._flags[-3] = self._buffers.have_changed()
             # The largest checksum and the smallest, as the complement, tell if all are equal.
-            checksum = self._training.checksum
+            checksum = self._training.checksum()
             self._flags[-2:] = checksum, 255 - checksum
             # A parameter that any rank used has a gradient on all ranks. After this all-reduce no
             # rank reads another's gradients.

@@ -34,20 +34,22 @@ class Training:
     def __init__(self) -> None:
         self.backwards = 0
         self.undecided: dict[DataLoader, int] = {}
+        self._compared: dict[DataLoader, int] = {}
 
-    @property
     def checksum(self) -> int:
-        """Checksum of the undecided passes, from 0 to 255, which ranks compare."""
-        made = [(len(loader), epoch) for loader, epoch in self.undecided.items()]
+        """Return a checksum of the undecided passes, from 0 to 255, which ranks compare."""
+        # A thread that loads ahead may end a pass before `end_backward`.
+        self._compared, self.undecided = self.undecided, {}
+        made = [(len(loader), epoch) for loader, epoch in self._compared.items()]
         return zlib.crc32(repr(made).encode()) & 255
 
     def end_backward(self, *, is_agreed: bool) -> None:
-        """Count a backward pass; the undecided passes are epochs if all ranks have made them."""
+        """Count a backward pass; compared passes are epochs if all ranks have made the same."""
         self.backwards += 1
         if is_agreed:
-            for loader, epoch in self.undecided.items():
+            for loader, epoch in self._compared.items():
                 loader.end_epoch(epoch)
-        self.undecided.clear()
+        self._compared.clear()
 
 
 # An entry belongs to one rank, as its backend does.
