@@ -8,19 +8,21 @@ Needs an environment with both PyTorch and mpishard.
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from harness import measure, options, positive
 
 import mpishard as ms
 from mpishard.adapters import TorchModel
-from mpishard.cli.outputs import write_json
+from mpishard.cli.wording import milliseconds
 from mpishard.observe import time_chain
 
 sys.path.append(str(Path(__file__).parent / "peers"))
 
 
-def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> None:
-    """Measure on every rank; rank 0 writes."""
+def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> tuple[Any, str]:
+    """Measure."""
     import models
 
     generator = np.random.default_rng(backend.rank)
@@ -35,15 +37,13 @@ def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> Non
     model = ms.as_distributed(wrapped, backend, "fsdp", precision=arguments.precision)
     optimizer = ms.as_distributed(ms.optimizers.AdamW(1e-3, weight_decay=0.01), backend, "fsdp")
     timing = time_chain(lambda: optimizer.step(model, x, y), arguments.steps, arguments.warmup)
-    if backend.rank == 0:
-        write_json(arguments.json, {"seconds": timing.seconds})
+    return {"seconds": timing.seconds}, f"{arguments.model}: {milliseconds(timing.median)} a step"
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--model", choices=["mlp", "gpt"], default="mlp")
     parser.add_argument("--precision", choices=["bfloat16"], default=None)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--json", type=Path, required=True)
-    ms.launch(main, parser.parse_args())
+    parser.add_argument("--steps", type=positive, default=20)
+    parser.add_argument("--warmup", type=positive, default=5)
+    measure(main, parser.parse_args())

@@ -158,8 +158,7 @@ def compare_checks(runner: Runner, samples: Samples) -> None:
 
 def compare_speedup(runner: Runner, samples: Samples) -> None:
     """One batch on two ranks together, tensor-parallel and as a pipeline, and on one alone."""
-    found = runner.ours("bench", "speedup", "-n", "--steps", "7", ranks=2)
-    for row in found["speedup"]:
+    for row in runner.speedup():
         samples[f"shared {row['way']}"].append(median(row["seconds"]))
 
 

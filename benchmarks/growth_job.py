@@ -5,15 +5,14 @@ mpishard run -n 2 benchmarks/growth_job.py --study parameters --json FILE
 
 import argparse
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import measure, options
 
 import mpishard as ms
 from mpishard.cli.bench.collectives import CollectiveBenchmark
 from mpishard.cli.bench.step import ALONE, StepBenchmark
-from mpishard.cli.outputs import write_json
 from mpishard.observe import Timing, time_chain
 from mpishard.sharding import build_units
 
@@ -45,7 +44,7 @@ STUDIES = {
 }
 
 
-def measure(backend: ms.CommunicationBackend, case: Case) -> dict[str, Any]:
+def figures(backend: ms.CommunicationBackend, case: Case) -> dict[str, Any]:
     """The step alone and under FSDP, and the update of all parameters."""
     steps = 12 if case.width <= 1024 else 6
     benchmark = StepBenchmark(
@@ -78,21 +77,18 @@ def update_seconds(backend: ms.CommunicationBackend, length: int) -> float:
     return update.median
 
 
-def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> None:
-    """Measure; rank 0 writes."""
+def main(backend: ms.CommunicationBackend, arguments: argparse.Namespace) -> tuple[Any, str]:
+    """Measure."""
     kinds = ("reduce_scatter", "all_gather")
     rows = (
         [] if backend.world_size == 1 else CollectiveBenchmark(kinds, SIZES, repeats=5).run(backend)
     )
-    collectives = [asdict(result) for result in rows]
-    cases = [measure(backend, case) for case in STUDIES[arguments.study]]
-    if backend.rank == 0:
-        found = {"world_size": backend.world_size, "collectives": collectives, "cases": cases}
-        write_json(arguments.json, found)
+    cases = [figures(backend, case) for case in STUDIES[arguments.study]]
+    found = {"collectives": [asdict(result) for result in rows], "cases": cases}
+    return found, f"{arguments.study}: {len(cases)} sizes"
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--study", choices=list(STUDIES), required=True)
-    parser.add_argument("--json", type=Path, required=True)
-    ms.launch(main, parser.parse_args())
+    measure(main, parser.parse_args())

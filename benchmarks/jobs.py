@@ -20,6 +20,7 @@ ADAPTER_STEP = Path(__file__).with_name("adapter_step.py")
 JAX_STEP = Path(__file__).with_name("jax_step.py")
 PRODUCTS = Path(__file__).with_name("products.py")
 PRECISION_MEMORY = Path(__file__).with_name("precision_memory.py")
+SPEEDUP = Path(__file__).with_name("speedup.py")
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,11 @@ class Runner:
         words = ["run", "-n", str(PRECISION_MEMORY), "--precision", precision]
         found: dict[str, int] = self.ours(*words, ranks=2)
         return found
+
+    def speedup(self) -> list[dict[str, Any]]:
+        """Times of one batch on two ranks together, in several ways, and on one alone."""
+        rows: list[dict[str, Any]] = self.ours("run", "-n", str(SPEEDUP), ranks=2)["speedup"]
+        return rows
 
     def products(self, library: str) -> dict[str, float]:
         """Seconds of each model's matrix products in NumPy or PyTorch, on one thread."""

@@ -7,14 +7,11 @@ memory of the ranks in a step, minus that of the same processes before they buil
 a small model has been trained, so that libraries are loaded and loops compiled.
 """
 
-import argparse
-from pathlib import Path
-
 import numpy as np
+from harness import measure, options, positive
 
 import mpishard as ms
 from mpishard.cli.bench.step import gpt, tokens, training_step
-from mpishard.cli.outputs import write_json
 from mpishard.models.programs.program import Batch
 from mpishard.observe import memory_while, proportional_memory
 
@@ -42,7 +39,7 @@ def prepare(backend, precision, layers, width, sequences, context):
 
 
 def main(backend, arguments):
-    """Measure; rank 0 writes."""
+    """Measure."""
     precision = None if arguments.precision == "float32" else arguments.precision
     _, _, step = prepare(backend, precision, 1, 64, 1, 16)
     step()
@@ -58,19 +55,15 @@ def main(backend, arguments):
     activations = saved_bytes(saved, set())
     engine.parameters.abandon()
     totals = backend.all_reduce(np.array([activations, peak - idle]))
-    if backend.rank == 0:
-        found = {"activations": int(totals[0]), "bytes": int(totals[1])}
-        texts = (f"{name} {nbytes / 2**20:.0f} MiB" for name, nbytes in found.items())
-        print(f"{arguments.precision}, all ranks: {', '.join(texts)}")
-        if arguments.json is not None:
-            write_json(arguments.json, found)
+    found = {"activations": int(totals[0]), "bytes": int(totals[1])}
+    texts = (f"{name} {nbytes / 2**20:.0f} MiB" for name, nbytes in found.items())
+    return found, f"{arguments.precision}, all ranks: {', '.join(texts)}"
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     for name, default in (("layers", 8), ("width", 768), ("batch", 4), ("tokens", 256)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    ms.launch(main, parser.parse_args())
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser.add_argument("--steps", type=positive, default=2)
+    measure(main, parser.parse_args())

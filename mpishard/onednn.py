@@ -23,7 +23,7 @@ from mpishard.arrays import Array
 from mpishard.bfloat16 import BFLOAT16
 from mpishard.blas import Processor
 
-_WHEEL = "onednn-cpu-gomp"
+WHEEL = "onednn-cpu-gomp"
 _VERSION = 3  # of the C API
 _CPU, _IN_ORDER = 1, 1  # dnnl_cpu, dnnl_stream_in_order
 _DTYPES = {BFLOAT16: 2, np.dtype(np.float32): 3}  # dnnl_bf16, dnnl_f32
@@ -84,7 +84,7 @@ def _places() -> Iterator[str]:
     import importlib.metadata
 
     try:
-        files = importlib.metadata.files(_WHEEL) or []
+        files = importlib.metadata.files(WHEEL) or []
     except importlib.metadata.PackageNotFoundError:
         files = []
     for file in files:

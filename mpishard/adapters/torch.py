@@ -19,7 +19,7 @@ from mpishard.data import Samples
 
 _log = logging.getLogger("mpishard")
 
-_BUFFERS = "buffers"  # Key of the module's buffers in saved choices.
+_BESIDE = "beside"  # Key of the module's state beside parameters in saved choices.
 
 
 class TorchModel(PlacedVectorModel):
@@ -34,7 +34,7 @@ class TorchModel(PlacedVectorModel):
     those of rank 0. Buffers are sent again after each step that has changed one, as batch
     normalisation does in train mode. Each rank normalises with its own samples or, after
     `mpishard.torch.convert_sync_batchnorm`, with those of all ranks. Checkpoints have the buffers
-    of ``state_dict()``, but no frozen parameters.
+    and extra state of ``state_dict()``, but no frozen parameters.
 
     Training uses each submodule's own mode, train or eval. `predict` and evaluation use eval mode.
     Random layers (dropout) draw from PyTorch's generator. When the model is sharded, each data rank
@@ -195,20 +195,24 @@ class TorchModel(PlacedVectorModel):
         return self._placed.computes_together
 
     def choices(self) -> dict[str, Any]:
-        """Return the buffers of ``state_dict()``, which training may have changed."""
-        from mpishard.torch.placed import to_text
+        """Return the state of the module beside parameters, which training may have changed."""
+        from mpishard.torch.beside import saved_state, to_text
 
-        buffers = self._placed.buffers.saved(with_parameters=False)
-        return {_BUFFERS: to_text(buffers)} if buffers else {}
+        state = saved_state(self._placed, with_frozen=False)
+        return {_BESIDE: to_text(state)} if state else {}
 
     def check_choices(self, choices: Mapping[str, Any]) -> None:
-        """Refuse buffers that the module does not have, naming one."""
-        super().check_choices({name: choices[name] for name in choices if name != _BUFFERS})
-        self._placed.buffers.check(_buffers_in(choices))
+        """Refuse state that the module does not have, naming one value."""
+        from mpishard.torch.beside import check_state
+
+        super().check_choices({name: choices[name] for name in choices if name != _BESIDE})
+        check_state(self._placed, _beside_in(choices))
 
     def take_choices(self, choices: Mapping[str, Any]) -> None:
-        """Restore the buffers of `choices`; without any, the module keeps its buffers."""
-        self._placed.buffers.take(_buffers_in(choices))
+        """Restore the state of `choices`; without any, the module keeps its state."""
+        from mpishard.torch.beside import take_state
+
+        take_state(self._placed, _beside_in(choices))
 
     # ---------------------------------------------------------------------------------- computing
 
@@ -301,10 +305,10 @@ class TorchModel(PlacedVectorModel):
         receive(index, flat_gradient(gradient))
 
 
-def _buffers_in(choices: Mapping[str, Any]) -> dict[str, Any]:
-    from mpishard.torch.placed import from_text
+def _beside_in(choices: Mapping[str, Any]) -> dict[str, Any]:
+    from mpishard.torch.beside import from_text
 
-    return from_text(choices[_BUFFERS]) if _BUFFERS in choices else {}
+    return from_text(choices[_BESIDE]) if _BESIDE in choices else {}
 
 
 class TorchLoss(ILossFunction):

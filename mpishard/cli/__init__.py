@@ -35,9 +35,7 @@ _COMMANDS = {
         "Compare sharded training of TARGET's model with training it in one process.",
     ),
     "plan": ("plan", "Simulate pipeline schedules: the cost of a run, before it starts."),
-    "bench": (
-        "bench.command", "Measure collectives, training steps and checkpoints on this machine."
-    ),
+    "bench": ("bench.command", "Measure collectives and training steps on these ranks."),
     "checkpoint": (
         "checkpoint", "Inspect checkpoints, check them, convert them for other programs."
     ),

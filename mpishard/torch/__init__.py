@@ -8,7 +8,8 @@ uses these two files, too.
 ``backward.py`` takes gradients from autograd. ``gathering.py`` gathers parameters if ranks share
 no memory. ``optimizer.py`` makes an optimizer of the parts, from PyTorch's or our own rules, with
 clipping and state dicts in PyTorch's form. It also records the steps that ``mpishard verify``
-compares. ``data.py`` loads batches, ``world.py`` has the rank's backend, ``files.py`` checkpoints.
+compares. ``data.py`` loads batches and knows their epochs, ``world.py`` has the rank's backend.
+``files.py`` has checkpoints, and ``beside.py`` the state that they have beside arrays.
 The room imports PyTorch, optimizers, and the rooms before them.
 """
 

@@ -2,22 +2,72 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader as PlainLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from mpishard.arguments import as_count
+from mpishard.communication import CommunicationBackend
 from mpishard.torch.world import current_world
+
+
+class Training:
+    """Backward passes of a rank, by which its loaders know an epoch from a look at some batches.
+
+    A look of one rank alone must not change that rank's next epoch. A pass over a loader is an
+    epoch if there was a ``backward()`` while it lasted. Other passes are epochs only if all ranks
+    have made them before the next ``backward()``: then ranks train with the batches of a pass that
+    has ended, and no rank has looked alone.
+
+    Attributes
+    ----------
+    backwards : int
+        Number of backward passes that have reduced gradients, which is the same on all ranks.
+    undecided : dict of DataLoader to int
+        Epochs of the passes since the last ``backward()`` that ended before it.
+    """
+
+    def __init__(self) -> None:
+        self.backwards = 0
+        self.undecided: dict[DataLoader, int] = {}
+        self._compared: dict[DataLoader, int] = {}
+
+    def checksum(self) -> int:
+        """Return a checksum of the undecided passes, from 0 to 255, which ranks compare."""
+        # A thread that loads ahead may end a pass before `end_backward`.
+        self._compared, self.undecided = self.undecided, {}
+        made = [(len(loader), epoch) for loader, epoch in self._compared.items()]
+        return zlib.crc32(repr(made).encode()) & 255
+
+    def end_backward(self, *, is_agreed: bool) -> None:
+        """Count a backward pass; compared passes are epochs if all ranks have made the same."""
+        self.backwards += 1
+        if is_agreed:
+            for loader, epoch in self._compared.items():
+                loader.end_epoch(epoch)
+        self._compared.clear()
+
+
+# An entry belongs to one rank, as its backend does.
+_trainings: WeakKeyDictionary[CommunicationBackend, Training] = WeakKeyDictionary()
+
+
+def training_of(backend: CommunicationBackend) -> Training:
+    """Return the record of the rank's backward passes."""
+    return _trainings.setdefault(backend, Training())
 
 
 class DataLoader(PlainLoader):  # type: ignore[misc]
     """``torch.utils.data.DataLoader`` that gives each rank its part of every batch.
 
     The order of the samples depends only on seed and epoch. The parts of all ranks make up the
-    global batch of one process, so that results do not depend on the number of ranks. Each
-    iteration over the loader is the next epoch.
+    global batch of one process, so that results do not depend on the number of ranks. Each pass
+    over the loader in which ranks train, by ``backward()`` of a sharded module, is the next epoch,
+    also if it is left early. Other passes do not count: an evaluation, or a look of one rank.
 
     Parameters
     ----------
@@ -31,14 +81,19 @@ class DataLoader(PlainLoader):  # type: ignore[misc]
         Seed of the random order.
     drop_last : bool
         True to leave out the last samples if they do not fill a batch. If False, and the number of
-        ranks does not divide the number of samples, some samples are used twice.
+        ranks does not divide the number of samples, the first samples are used again at the end:
+        see ``own_samples``.
     **options
         Options of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, and so on.
 
     Attributes
     ----------
     epoch : int
-        Number of the next epoch. Set it to resume.
+        Number of the present epoch or, between two passes, of the next. Set it, or call
+        ``sampler.set_epoch``, to resume. Every rank sets the same.
+    own_samples : int
+        Number of samples of this rank's pass that are not there for the second time. Only the last
+        sample of a pass may be; an evaluation leaves it out.
 
     Raises
     ------
@@ -87,9 +142,40 @@ class DataLoader(PlainLoader):  # type: ignore[misc]
         super().__init__(
             dataset, batch_size // world.world_size, sampler=order, drop_last=drop_last, **options
         )
-        self.epoch = 0
+        self.own_samples = len(range(world.rank, len(dataset), world.world_size))
+        self._training = training_of(world)
+        self._open_epochs = 0  # Passes in which ranks have trained, and that have not ended.
+
+    @property
+    def epoch(self) -> int:
+        return self.sampler.epoch  # type: ignore[no-any-return]
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(as_count("epoch", epoch, least=0))
+
+    def end_epoch(self, epoch: int) -> None:
+        """Go on to the epoch after ``epoch``, unless the loader has gone on, or the user set it."""
+        if self.epoch == epoch:
+            self.epoch += 1
 
     def __iter__(self) -> Iterator[Any]:
-        self.sampler.set_epoch(self.epoch)
-        self.epoch += 1
-        return super().__iter__()  # type: ignore[no-any-return]
+        # The sampler draws the order at the first batch, when the body of this generator begins.
+        epoch, is_epoch, training = self.epoch, False, self._training
+        before = training.backwards
+        try:
+            for batch in super().__iter__():
+                if training.backwards > before and not is_epoch:
+                    is_epoch = True
+                    self._open_epochs += 1
+                before = training.backwards
+                yield batch
+        finally:
+            has_trained = is_epoch or training.backwards > before
+            self._open_epochs -= is_epoch
+            # In the middle of an epoch another pass is a look.
+            if is_epoch or not self._open_epochs:
+                if has_trained:
+                    self.end_epoch(epoch)
+                else:
+                    training.undecided[self] = epoch

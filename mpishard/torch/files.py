@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,16 @@ from mpishard import checkpoint, settings
 from mpishard.arguments import as_integer
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
-from mpishard.errors import CheckpointError
 from mpishard.sharding import ParameterEntry
+from mpishard.torch.beside import (
+    check_state,
+    errors_of_loading,
+    from_text,
+    module_unchanged,
+    saved_state,
+    take_state,
+    to_text,
+)
 from mpishard.torch.optimizer import (
     is_elementwise,
     numbered_parts,
@@ -22,10 +32,9 @@ from mpishard.torch.optimizer import (
     states_of_numbers,
 )
 from mpishard.torch.parameters import Part
-from mpishard.torch.placed import from_text, to_text
 from mpishard.torch.sharded import ShardedModule, module_of
 
-_STATE, _STEP, _USER = "torch", "step", "user"  # Keys of the checkpoint's metadata.
+_BESIDE, _STEP, _USER = "beside", "step", "user"  # Keys of the checkpoint's metadata.
 
 
 def save(
@@ -40,8 +49,9 @@ def save(
     """Save a sharded model, with its optimizer and scheduler. Collective.
 
     The checkpoint is one of `mpishard.checkpoint`: each rank writes its part, and any number of
-    ranks, under any strategy, loads it. Parameters have the module's names. Buffers, and frozen
-    parameters of another dtype, are rank 0's. Under ``mpishard verify`` nothing is written.
+    ranks, under any strategy, loads it. Parameters have the module's names. All else that
+    ``state_dict()`` has is rank 0's: buffers, extra state, frozen parameters of another dtype.
+    Under ``mpishard verify`` nothing is written.
 
     Parameters
     ----------
@@ -64,7 +74,9 @@ def save(
     ShardingError
         If the model is not sharded, or a parameter is no longer in the store's memory.
     TypeError
-        If `mpishard.torch.optimizer` has not made the optimizer.
+        If `mpishard.torch.optimizer` has not made the optimizer. Also if the state of the module, a
+        parameter group or the scheduler has a value that `load` could not read, such as a function.
+        All ranks raise it, and the message gives the place.
     ValueError
         If the optimizer updates another model.
     ValueError, TypeError, CheckpointError
@@ -72,28 +84,20 @@ def save(
     """
     owner = module_of(model)
     owner.placed.require_placed()
-    beside: dict[str, Any] = {"buffers": owner.placed.buffers.saved(with_parameters=True)}
-    view = None
-    if optimizer is not None:
-        view = _OptimizerView(owner, optimizer)
-        beside["optimizer"] = view.settings()
-    if scheduler is not None:
-        beside["scheduler"] = scheduler.state_dict()
-    document = {
-        _STEP: as_integer("step", step),
-        # Only rank 0's metadata is saved.
-        _STATE: to_text(beside) if owner.backend.rank == 0 else "",
-        _USER: dict(metadata or {}),
-    }
+    view = None if optimizer is None else _OptimizerView(owner, optimizer)
+    document = {_STEP: as_integer("step", step), _USER: dict(metadata or {})}
     # `mpishard verify` runs the user's script, whose checkpoints it must not replace.
     if settings.verification() is None:
-        checkpoint.save(path, _ModelView(owner), view, metadata=document)
+        checkpoint.save(path, _ModelView(owner, view, scheduler), view, metadata=document)
 
 
 def load(
     path: str | os.PathLike[str], model: Any, optimizer: Any = None, scheduler: Any = None
 ) -> dict[str, Any]:
     """Restore a sharded model, with its optimizer and scheduler, from `save`. Collective.
+
+    If it raises, nothing has changed on any rank, unless a disk fails between two reads. To find
+    errors early, the state beside arrays is loaded twice. The first time is undone.
 
     Parameters
     ----------
@@ -114,42 +118,25 @@ def load(
     FileNotFoundError
         If there is no checkpoint.
     CheckpointError
-        If the checkpoint is damaged, does not fit, or was not saved by `save`. All ranks raise it.
+        If the checkpoint is damaged, does not fit, or was not saved by `save`; or the module, the
+        optimizer or the scheduler does not load its state. All ranks raise it.
     """
     owner = module_of(model)
     view = None if optimizer is None else _OptimizerView(owner, optimizer)
-    if view is not None:
-        # An optimizer of PyTorch makes its states at its first step. Until then only the checkpoint
-        # has their names and dtypes.
-        with checkpoint.CheckpointReader(path) as reader:
-            view.expect(reader.kinds)
-    document = checkpoint.load(path, _ModelView(owner), view)
-    if _STATE not in document:
-        raise CheckpointError(
-            f"the checkpoint {path} was not saved by mpishard.torch.save: its parameters are "
-            "loaded, and it holds neither buffers nor the state of an optimizer of PyTorch"
-        )
-    beside = from_text(document[_STATE])
-    buffers = owner.placed.buffers
-    try:
-        buffers.check(beside["buffers"])
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    buffers.take(beside["buffers"])
-    if view is not None:
-        view.finish(beside["optimizer"])
-    if scheduler is not None:
-        if "scheduler" not in beside:
-            raise CheckpointError(f"the checkpoint {path} was saved without a scheduler")
-        scheduler.load_state_dict(beside["scheduler"])
+    document = checkpoint.load(path, _ModelView(owner, view, scheduler), view)
     return {**document[_USER], "step": document[_STEP]}
 
 
 class _ModelView:
-    """Parameters of a sharded module, in the form that `mpishard.checkpoint` saves and loads."""
+    """Parameters of a sharded module, in the form that `mpishard.checkpoint` saves and loads.
 
-    def __init__(self, owner: ShardedModule) -> None:
-        self._owner = owner
+    Its metadata have, as text, all that the checkpoint has beside arrays.
+    """
+
+    def __init__(
+        self, owner: ShardedModule, optimizer: _OptimizerView | None, scheduler: Any
+    ) -> None:
+        self._owner, self._optimizer, self._scheduler = owner, optimizer, scheduler
         owner.let_go()
 
     @property
@@ -176,15 +163,74 @@ class _ModelView:
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         owner = self._owner
-        return {"strategy": owner.strategy, "world_size": owner.backend.world_size}
+        beside = {"model": saved_state(owner.placed, with_frozen=True)}
+        if self._optimizer is not None:
+            beside["optimizer"] = self._optimizer.settings()
+        if self._scheduler is not None:
+            beside["scheduler"] = self._scheduler.state_dict()
+        return {
+            "strategy": owner.strategy,
+            "world_size": owner.backend.world_size,
+            # Only rank 0's metadata are saved.
+            _BESIDE: to_text(beside) if owner.backend.rank == 0 else "",
+        }
 
     def check_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Accept any metadata, because parameters fit every strategy and world size."""
+        """Load the state beside arrays and undo it, so that errors come before any change."""
+        if _BESIDE not in metadata:
+            raise ValueError(
+                "it was not saved by mpishard.torch.save, and holds neither buffers nor the state "
+                "of an optimizer of PyTorch"
+            )
+        beside = from_text(metadata[_BESIDE])
+        check_state(self._owner.placed, beside["model"])
+        if self._scheduler is not None and "scheduler" not in beside:
+            raise ValueError("it was saved without a scheduler")
+        with ExitStack() as undone:
+            undone.enter_context(module_unchanged(self._owner.placed))
+            if self._optimizer is not None:
+                undone.enter_context(_attributes_unchanged(self._optimizer.optimizer))
+            if self._scheduler is not None:
+                undone.enter_context(_scheduler_unchanged(self._scheduler))
+            self._take(beside)
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
         self._owner.parameters.refresh()
         if self._owner.gathered is not None:
             self._owner.gathered.forget()
+        self._take(from_text(metadata[_BESIDE]))
+
+    def _take(self, beside: Mapping[str, Any]) -> None:
+        take_state(self._owner.placed, beside["model"])
+        if self._optimizer is not None:
+            self._optimizer.take(beside["optimizer"])
+        if self._scheduler is not None:
+            with errors_of_loading(self._scheduler):
+                self._scheduler.load_state_dict(beside["scheduler"])
+
+
+@contextmanager
+def _attributes_unchanged(changed: Any) -> Iterator[None]:
+    """Undo, after the ``with`` statement, assignments to attributes."""
+    before = dict(vars(changed))
+    try:
+        yield
+    finally:
+        vars(changed).clear()
+        vars(changed).update(before)
+
+
+@contextmanager
+def _scheduler_unchanged(scheduler: Any) -> Iterator[None]:
+    """Undo, after the ``with`` statement, what the scheduler has loaded."""
+    before = copy.deepcopy(scheduler.state_dict())
+    with _attributes_unchanged(scheduler):
+        try:
+            yield
+        finally:
+            # The attributes of a scheduler may be schedulers and functions with a state.
+            with errors_of_loading(scheduler):
+                scheduler.load_state_dict(before)
 
 
 class _OptimizerView:
@@ -196,7 +242,7 @@ class _OptimizerView:
 
     def __init__(self, owner: ShardedModule, optimizer: Any) -> None:
         self._owner = owner
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         parts = parts_of(optimizer)
         rule = getattr(optimizer, "rule", None)
         name = type(optimizer).__name__ if rule is None else f"mpishard.{type(rule).__name__}"
@@ -218,14 +264,14 @@ class _OptimizerView:
         return {}
 
     def restored(self, metadata: Mapping[str, Any]) -> None:
-        """Do nothing, because `finish` restores the optimizer."""
+        """Do nothing, because the model's view restores the optimizer by `take`."""
 
     def arrays_to_write(self) -> checkpoint.Pieces:
         # States that have a value for each element of a parameter.
         keys = dict.fromkeys(
             key
             for part in self._parts
-            for key, value in self._optimizer.state.get(part.tensor, {}).items()
+            for key, value in self.optimizer.state.get(part.tensor, {}).items()
             if is_elementwise(key, value, part.tensor.shape, self._of_numbers)
         )
         cut = self._owner.placement.cut
@@ -241,7 +287,7 @@ class _OptimizerView:
             stop = min(piece.stop, part.entry.stop)
             if start >= stop:
                 continue
-            value = self._optimizer.state.get(part.tensor, {}).get(key)
+            value = self.optimizer.state.get(part.tensor, {}).get(key)
             if value is None:
                 # A parameter has no state before its first gradient, but every element of every
                 # kind of array must be in the checkpoint.
@@ -251,7 +297,12 @@ class _OptimizerView:
                 yield start, flat[start - part.start : stop - part.start]
 
     def expect(self, kinds: Mapping[str, np.dtype[Any]]) -> None:
-        """Allocate this rank's parts of the states that a checkpoint has."""
+        """Allocate this rank's parts of the states that a checkpoint has.
+
+        An optimizer of PyTorch makes its states at its first step. Until then only the checkpoint
+        has their names and dtypes.
+        """
+        self._read.clear()
         for kind, dtype in kinds.items():
             if kind.startswith(self._prefix):
                 self._read[kind.removeprefix(self._prefix)] = {
@@ -275,32 +326,32 @@ class _OptimizerView:
                 key: None
                 if is_elementwise(key, value, part.tensor.shape, self._of_numbers)
                 else value
-                for key, value in self._optimizer.state[part.tensor].items()
+                for key, value in self.optimizer.state[part.tensor].items()
             }
             for part in self._parts
-            if part.tensor in self._optimizer.state
+            if part.tensor in self.optimizer.state
         }
-        return {"groups": self._groups(), "rest": rest}
+        return {"param_groups": self._groups(), "state": rest}
 
     def _groups(self) -> list[dict[str, Any]]:
         parts = iter(self._parts)
         return [
             {**group, "params": [next(parts).entry.name for _ in group["params"]]}
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
         ]
 
-    def finish(self, settings: Mapping[str, Any]) -> None:
+    def take(self, settings: Mapping[str, Any]) -> None:
         """Load the arrays that were read, and ``settings``, into the optimizer."""
-        saved = [group["params"] for group in settings["groups"]]
+        saved = [group["params"] for group in settings["param_groups"]]
         here = [group["params"] for group in self._groups()]
         if saved != here:
-            raise CheckpointError(
+            raise ValueError(
                 f"the parameter groups differ: the saved optimizer has groups of "
                 f"{[len(g) for g in saved]} parameters, this one of {[len(g) for g in here]}"
             )
         state = {}
         for number, part in enumerate(self._parts):
-            rest = settings["rest"].get(part.entry.name)
+            rest = settings["state"].get(part.entry.name)
             if rest is None:
                 continue
             state[number] = {
@@ -310,11 +361,12 @@ class _OptimizerView:
         numbers = iter(range(len(self._parts)))
         groups = [
             {**group, "params": [next(numbers) for _ in group["params"]]}
-            for group in settings["groups"]
+            for group in settings["param_groups"]
         ]
         # The states are this rank's parts already: the hook `slice_states` must not cut them again.
-        self._optimizer._mpishard_is_divided = True
+        self.optimizer._mpishard_is_divided = True
         try:
-            self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+            with errors_of_loading(self.optimizer):
+                self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         finally:
-            self._optimizer._mpishard_is_divided = False
+            self.optimizer._mpishard_is_divided = False

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,43 +134,6 @@ class Buffers:
             self.broadcast(backend)
         return has_changed
 
-    def saved(self, *, with_parameters: bool) -> dict[str, Any]:
-        """Return copies of the buffers that a state dict has, by name.
-
-        With ``with_parameters``, those of the parameters outside of the vector are included.
-        """
-        found = self._in_state(with_parameters=with_parameters)
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
-
-    def _in_state(self, *, with_parameters: bool = True) -> dict[str, Any]:
-        own = {id(tensor) for tensor in self._present().values()}
-        if with_parameters:
-            own.update(id(parameter) for parameter in self._parameters.values())
-        state = self._module.state_dict(keep_vars=True)
-        return {name: tensor for name, tensor in state.items() if id(tensor) in own}
-
-    def check(self, saved: Mapping[str, Any]) -> None:
-        """Refuse tensors that this module does not have.
-
-        Raises
-        ------
-        ValueError
-            If the module has no tensor of the same name and shape. The message names one.
-        """
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._in_state().items()}
-        for name, tensor in saved.items():
-            if shapes.get(name) != tuple(tensor.shape):
-                raise ValueError(
-                    f"the checkpoint has {name!r} of shape {tuple(tensor.shape)}, "
-                    f"and this module has {shapes.get(name, 'none')}"
-                )
-
-    def take(self, saved: Mapping[str, Any]) -> None:
-        """Copy the tensors of `saved` to the module, which may have more."""
-        present = self._in_state()
-        for name, tensor in saved.items():
-            _write(present[name], tensor)
-
 
 _OWN = (
     "keep a tensor of which each rank has its own as a plain attribute, without register_buffer()"
@@ -204,7 +165,7 @@ def _bytes_of(tensor: Any) -> Array:
     return values.reshape(-1).view(torch.uint8).numpy()
 
 
-def _write(tensor: Any, values: Any) -> None:
+def write(tensor: Any, values: Any) -> None:
     """Copy values to a tensor, which may be expanded, or of PyTorch's inference mode."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     is_expanded = any(size > 1 and not stride for size, stride in strides)
@@ -230,20 +191,7 @@ def _send(tensors: Sequence[Any], backend: CommunicationBackend) -> None:
         # Equal tensors are not written, because they may be read-only.
         if not np.array_equal(old, new):
             values = torch.from_numpy(new.copy()).view(tensor.dtype).view(tensor.shape)
-            _write(tensor, values)
-
-
-def to_text(values: Mapping[str, Any]) -> str:
-    """Return tensors and plain values as text for a checkpoint's metadata."""
-    buffer = io.BytesIO()
-    torch.save(values, buffer)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-def from_text(text: str) -> dict[str, Any]:
-    """Return the values of `to_text`."""
-    raw = io.BytesIO(base64.b64decode(text))
-    return torch.load(raw, weights_only=True)  # type: ignore[no-any-return]
+            write(tensor, values)
 
 
 class PlacedModule:

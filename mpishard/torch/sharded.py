@@ -328,12 +328,14 @@ def _explain(module: Any, _inputs: Any, output: Any) -> None:
         note_wide_buffers(error, module)
 
 
-def _refuse_load(module: Any, *_: Any) -> None:
-    raise ShardingError(
-        f'load_state_dict() of {type(module).__name__} with precision="bfloat16" would change the '
-        "rounded copies, and not the float32 parameters of their owners: call it before shard(), "
-        "or load a checkpoint with mpishard.torch.load"
-    )
+def _refuse_load(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
+    held = module._parameters.items()
+    if any(isinstance(p, SharedParameter) and prefix + name in state_dict for name, p in held):
+        raise ShardingError(
+            f'load_state_dict() of {type(module).__name__} with precision="bfloat16" would change '
+            "the rounded copies, and not the float32 parameters of their owners: call it before "
+            "shard(), or load a checkpoint with mpishard.torch.load"
+        )
 
 
 _ATTRIBUTE = "_mpishard"

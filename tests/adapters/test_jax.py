@@ -408,9 +408,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.spawned
-@pytest.mark.parametrize(
-    "command", [["run", "-n", "2"], ["verify", "--steps", "1", "--backend", "memory"]]
-)
+@pytest.mark.parametrize("command", [["run", "-n", "2"], ["verify", "--steps", "1"]])
 def test_processes(command: list[str], tmp_path: Path) -> None:
     """Ranks have as many threads as cores, with no warning; `verify` finds them equal to one."""
     program = tmp_path / "program.py"

@@ -1,5 +1,6 @@
 """The folder of the benchmarks is no package: its programs import each other by name."""
 
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,5 +14,17 @@ def _benchmarks_on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.syspath_prepend(str(FOLDER / "peers"))
     yield
-    for name in ("growth_job", "jax_gpt", "model", "models", "report", "rows"):
-        sys.modules.pop(name, None)
+    for path in FOLDER.rglob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Runs a script of the benchmarks in this process, on two thread-ranks."""
+
+    def run(name, *words):
+        path = str(FOLDER / f"{name}.py")
+        monkeypatch.setattr(sys, "argv", [path, *map(str, words)])
+        runpy.run_path(path, run_name="__main__")
+
+    return run

@@ -2,10 +2,8 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,14 +12,12 @@ from typer.testing import CliRunner
 from mpishard import run_in_threads
 from mpishard.cli import app
 from mpishard.cli.bench.collectives import CollectiveBenchmark, CollectiveResult
-from mpishard.cli.bench.step import ChecksBenchmark, StepBenchmark, training_step
+from mpishard.cli.bench.step import StepBenchmark, training_step
 from mpishard.cli.outputs import write_json
 from mpishard.cli.wording import bytes_text, counted, milliseconds, parse_bytes
 from mpishard.communication import InMemoryCommunicationBackend
-from mpishard.pipeline import SCHEDULE_NAMES
 from mpishard.testing.worlds import in_worlds
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--width", "16", "--layers", "3", "--batch", "4", "--steps", "2", "--warmup", "1",
          "--unit-size", "200"]  # fmt: skip
 FEW = ["--sizes", "8B,1KiB", "--repeats", "2"]
@@ -71,20 +67,6 @@ def test_tokens_are_the_length_of_sequences(monkeypatch):
     assert made == [(128, (4, 128), (4, 128)), (3, (4, 3), (4, 3))]
 
 
-def test_busy_processes_run_beside_the_ranks_and_end_with_them(monkeypatch):
-    started = []
-    start = subprocess.Popen
-
-    def popen(*arguments, **options):
-        started.append(start(*arguments, **options))
-        return started[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", popen)
-    few = ["--collective", "barrier", "--repeats", 1, "--world-size", 2]
-    assert bench("collectives", *few, "--busy", 2).exit_code == 0
-    assert [process.poll() for process in started] == [-9, -9]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")
 def test_memory_and_checks_in_turn(tmp_path):
     pytest.importorskip("matplotlib")
@@ -132,62 +114,6 @@ def test_a_size_that_is_given_twice_is_two_points_of_a_curve():
     (curve,) = panel.curves
     assert (curve.x, curve.y) == ([8, 8, 1024], [3e3, 3e3, 1e3])
     assert curve.spread == [(2.5e3, 3.5e3), (3e3, 3e3), (1e3, 1e3)]
-
-
-def test_checks(tmp_path):
-    path = tmp_path / "checks.json"
-    ended = bench("checks", "--steps", 1, "--world-size", 2, "--json", path)
-    assert ended.exit_code == 0, ended.output
-    found = json.loads(path.read_text())["checks"]
-    title = " ".join(ended.stdout.split(" a collective ")[0].split())
-    assert title.startswith("GPT, 4 layers of width 128, fsdp, 2 ranks: ")
-    assert title.endswith(f"a step, {found['collectives']} collectives in it")
-    assert found["limit"] == 0.02
-    assert found["record_share"] > 0
-    assert found["header_share"] > 0
-    assert [len(times) for times in found["steps"].values()] == [1, 1, 1]
-
-
-@in_worlds(1, 2)
-def test_checks_leave_the_backend_as_it_was(backend):
-    page = backend.status
-    result = ChecksBenchmark("ddp", layers=1, width=8, heads=2, context=4, steps=2).run(backend)
-    assert backend.status is page
-    assert backend.check_collectives
-    before = page.count
-    backend.barrier()
-    assert page.count == before + 1
-    assert result.collectives > 0
-    assert all(seconds > 0 for seconds in result.record_seconds)
-
-
-def test_checks_are_measured_on_the_example_s_model():
-    settings = runpy.run_path(str(EXAMPLES / "train_gpt.py"))["DEFAULTS"]
-    benchmark = ChecksBenchmark()
-    for name in ("layers", "width", "heads", "context", "batch"):
-        assert getattr(benchmark, name) == settings[name], name
-
-
-def no_constant(name):
-    raise AssertionError(f"{name} is no JSON")
-
-
-def test_speedup(tmp_path):
-    path = tmp_path / "speedup.json"
-    sizes = ["--width", 16, "--layers", 2, "--batch", 2, "--micro-batches", 2, "--steps", 1]
-    ended = bench("speedup", "--way", "all", *sizes, "--world-size", 2, "--json", path)
-    assert ended.exit_code == 0, ended.output
-    title = " ".join(ended.stdout.split("──")[0].split())
-    assert title.startswith("GPT, 2 layers of width 16, ")
-    assert "2 sequences of 128 tokens on 2 ranks together, 2 micro-batches, 1 step" in title
-    assert not title.endswith("steps")
-    found = json.loads(path.read_text(), parse_constant=no_constant)
-    rows = {row["way"]: row for row in found["speedup"]}
-    assert list(rows) == ["one rank", "tensor", *SCHEDULE_NAMES]
-    for way, row in rows.items():
-        assert f"\n{way} " in ended.stdout
-        assert (row["balance"] is None) == (way in ("one rank", "tensor"))
-        assert (row["bytes_sent"] == 0) == (way == "one rank")
 
 
 def test_numbers_that_json_does_not_know_are_refused(tmp_path):
@@ -253,12 +179,6 @@ def test_a_step_in_bfloat16_sends_half_of_what_is_gathered(backend, monkeypatch)
         (["collectives", "--collective", "gossip"], "one of all_reduce, reduce_scatter"),
         (["collectives", "--sizes", "8B,12 parsecs"], "got '12 parsecs'"),
         (["collectives", "--sizes", "0"], "got '0'"),
-        (["speedup"], "-n 2 starts two"),
-        (["speedup", "-n", "1"], "-n 2 starts two"),
-        (
-            ["speedup", "--way", "dual"],
-            "tensor, gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-h2, zb-v, all; got 'dual'",
-        ),
         (["collectives", "--dtype", "bool"], "'bool' is not one of 'float32'"),
         (["collectives", "--plot", "a.pdf"], "--plot: a PNG is drawn: give a name that ends with"),
     ],
@@ -287,7 +207,7 @@ def test_refuses_a_file_that_cannot_be_written_before_it_measures(tmp_path, flag
     assert message in ended.stderr
 
 
-@pytest.mark.parametrize("words", [["collectives", *FEW], ["checks"], ["step", *SMALL]])
+@pytest.mark.parametrize("words", [["collectives", *FEW], ["step", *SMALL]])
 def test_refuses_a_setting_that_ranks_would_refuse(monkeypatch, words):
     monkeypatch.setenv("MPISHARD_TIMEOUT", "soon")
     ended = bench(*words, "--world-size", 1)

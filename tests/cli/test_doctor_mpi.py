@@ -32,38 +32,27 @@ def by_name(findings):
 # ---------------------------------------------------------------------------------------------- MPI
 
 
-def test_a_strangers_launcher_first_on_path(programs, answers):
+def test_a_strangers_launcher_first_on_path(programs):
     stranger = programs("mpiexec", OPEN_MPI_SAYS)
     own = Path("/opt/mpich/bin/mpiexec")
-    asked = answers(doctor_mpi, {"level": "MULTIPLE", "agrees": True})
     found = by_name(look_at_mpi(MPIInstallation(MPICH, Launcher(own, MPICH))))
     assert found["mpi.mpiexec"].verdict is NOTE
     assert f"{stranger}, is Open MPI, and mpi4py loads MPICH 5.0.2" in found["mpi.mpiexec"].text
     assert found["mpi.mpiexec"].fix == f'export PATH={own.parent}:"$PATH"'
     assert "mpi.mpirun" not in found
-    assert found["mpi.ulfm"].value is False  # its launcher ends the job
-    assert asked[0][0][:3] == [str(own), "-n", "1"]
     programs("mpiexec", HYDRA_SAYS)
-    answers(doctor_mpi, {"level": "FUNNELED", "agrees": True})
     found = by_name(look_at_mpi(MPIInstallation(MPICH, Launcher(own, MPICH))))
-    assert found["mpi.mpiexec"].verdict is OK
-    assert "MPI_THREAD_FUNNELED and not MULTIPLE" in found["mpi.threads"].text
+    assert found.keys() == {"mpi.mpi4py", "mpi.launcher"}
 
 
-@pytest.mark.parametrize("knows_ulfm", [True, False])
-def test_open_mpi_as_root(monkeypatch, programs, knows_ulfm, answers):
+def test_open_mpi_as_root(monkeypatch, programs):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
     mpi = MPIInstallation(OPEN_MPI, Launcher(programs("mpiexec", OPEN_MPI_SAYS), OPEN_MPI))
-    level = {"level": "MULTIPLE", "agrees": True}
-    refused = Answer(1, "", "unrecognized option --with-ft\n", 20)
-    asked = answers(doctor_mpi, *([level] if knows_ulfm else [refused, level]))
     found = by_name(look_at_mpi(mpi))
     assert found["mpi.launcher"].fix == (
         "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
     )
-    assert asked[0][0][1:3] == ["--with-ft", "ulfm"]
-    assert found["mpi.ulfm"].value is knows_ulfm
 
 
 def test_mpi_that_is_not_there(monkeypatch, programs):
@@ -79,8 +68,7 @@ def test_mpi_that_is_not_there(monkeypatch, programs):
     monkeypatch.setenv("SLURM_JOB_ID", "17")  # where ranks are wanted, with the site's own MPI
     found = by_name(look_at_mpi(mpi))["mpi.mpi4py"]
     assert (found.verdict, found.fix[-18:]) == (PROBLEM, "pip install mpi4py")
-    (job,) = doctor_job.look_at_a_job(mpi)
-    assert job.text.startswith("not tried")
+    assert list(doctor_job.look_at_a_job(mpi)) == []
 
 
 def test_fixes_are_commands_without_holes(monkeypatch, programs):
@@ -161,15 +149,13 @@ def test_a_job_that_fails_and_one_that_ends_badly(monkeypatch, programs, answers
 def test_where_shared_memory_is_from(monkeypatch, programs, variable, taken, verdict, fix, answers):
     monkeypatch.setenv("MPISHARD_ARENA", variable)
     mpi = MPIInstallation(MPICH, Launcher(programs("mpiexec", HYDRA_SAYS), MPICH))
-    reply = {
-        "world_size": 2, "nodes": 1, "barrier": 2e-6, "arena": 1e-3 if taken else None,
-        "messages": {str(nbytes): 1e-3 for nbytes in doctor_job.SIZES},
-    }  # fmt: skip
+    reply = {"world_size": 2, "nodes": 1, "level": "FUNNELED", "is_shared": taken is not None}
     answers(doctor_job, reply)
     found = by_name(doctor_job.look_at_a_job(mpi))
     assert found["job.arena"].value["taken"] == taken
     assert (found["job.arena"].verdict, found["job.arena"].fix) == (verdict, fix)
-    assert "64 MiB 1.00 ms (67 GB/s)" in found["job.all_reduce"].text
+    assert "MPI_THREAD_FUNNELED and not MULTIPLE" in found["job.threads"].text
+    assert found["job.threads"].fix.startswith("unset MPI4PY_RC_THREAD_LEVEL")
 
 
 def test_settings_that_ranks_refuse(monkeypatch, programs):
@@ -177,8 +163,7 @@ def test_settings_that_ranks_refuse(monkeypatch, programs):
     found = by_name(doctor_host.look_at_host())["host.settings"]
     assert (found.verdict, found.fix) == (PROBLEM, "unset MPISHARD_ARENA")
     mpi = MPIInstallation(MPICH, Launcher(programs("mpiexec", HYDRA_SAYS), MPICH))
-    (job,) = doctor_job.look_at_a_job(mpi)
-    assert "not tried" in job.text
+    assert list(doctor_job.look_at_a_job(mpi)) == []
 
 
 # --------------------------------------------------------------------------------------------- GPUs
@@ -204,12 +189,12 @@ def test_a_gpu_without_cupy(monkeypatch, programs):
     assert "1 GPU: NVIDIA H200, 143771 MiB; driver 580.1, CUDA 13" in found["gpu.driver"].text
     assert found["gpu.cupy"].verdict is NOTE
     assert found["gpu.cupy"].fix.endswith("-m pip install 'cupy-cuda13x[ctk]'")
-    assert found["gpu.cuda_aware"].text == "not tested: no GPU"
+    assert "gpu.cuda_aware" not in found
 
 
 def test_no_gpu(monkeypatch, programs):
     with_cupy(monkeypatch)
-    assert {f.verdict for f in doctor_job.look_at_gpus(NO_MPI, quick=False)} == {OK}
+    assert list(doctor_job.look_at_gpus(NO_MPI, quick=False)) == []
     programs("nvidia-smi", "NVIDIA-SMI has failed", code=9)
     assert by_name(doctor_job.look_at_gpus(NO_MPI, quick=True))["gpu.driver"].verdict is NOTE
 
@@ -299,13 +284,12 @@ def test_the_plugin_of_a_cluster(
     programs("srun", listed)
     programs("scontrol", f"Configuration data\nMpiDefault              = {default}\nX = 1")
     found = by_name(doctor_mpi.look_at_slurm(MPIInstallation(library)))
-    assert found["slurm.allocation"].value == "17"
     assert found["slurm.plugin"].verdict is verdict
     assert (found["slurm.plugin"].fix or "").endswith(fix or "")
 
 
 def test_an_allocation_without_srun(monkeypatch, programs):
-    assert next(doctor_mpi.look_at_slurm(NO_MPI)).verdict is OK
+    assert list(doctor_mpi.look_at_slurm(NO_MPI)) == []
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert by_name(doctor_mpi.look_at_slurm(NO_MPI))["slurm.allocation"].verdict is NOTE
 

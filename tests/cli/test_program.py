@@ -115,7 +115,7 @@ def test_a_slip_of_the_finger_starts_no_million_ranks(monkeypatch: Any) -> None:
         monkeypatch.delenv(name, raising=False)
     many = 8 * usable_cores() + 1
     assert "--oversubscribe allows that" in refused("run", "-n", str(many), "train.py")
-    said = refused("verify", "-n", str(many), "file.py:factory", "--backend", "mpi")
+    said = refused("verify", "-n", str(many), "file.py:factory")
     assert "ranks for each of" in said
     assert said.rstrip().endswith("give fewer"), "verify has no such option"
     started: list[int] = []

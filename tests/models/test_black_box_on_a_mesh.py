@@ -158,8 +158,8 @@ def test_gradient_and_state_are_sharded_over_the_data_axis(
     assert ledger.held(MemoryCategory.PARAMETERS) == whole
     state = whole if data == "ddp" else share
     assert ledger.held(MemoryCategory.OPTIMIZER_STATE) == 2 * state
-    if data in ("ddp", "zero1"):
-        assert ledger.held(MemoryCategory.GRADIENTS) == whole
+    is_sharded = data in ("zero2", "fsdp")
+    assert ledger.held(MemoryCategory.GRADIENTS) == (share if is_sharded else whole)
 
 
 # ------------------------------------------------------------------------------------ what is sent

@@ -758,11 +758,15 @@ def test_a_rank_that_leaves_out_a_call_is_told_of_it_by_the_users_line(path, mis
 def test_the_loader_gives_the_batches_of_one_process(backend):
     mst.init()
     loader = mst.DataLoader(list(range(24)), 6, shuffle=True, seed=3)
+    model = mst.shard(nn.Linear(2, 1))  # A pass is an epoch if ranks train in it.
     alone = torch.utils.data.distributed.DistributedSampler(list(range(24)), 1, 0, seed=3)
     for epoch in range(2):
         alone.set_epoch(epoch)
         order = list(alone)
-        batches = [batch.tolist() for batch in loader]
+        batches = []
+        for batch in loader:
+            model(torch.ones(1, 2)).sum().backward()
+            batches.append(batch.tolist())
         assert len(batches) == 4
         for number, own in enumerate(batches):
             wanted = order[6 * number : 6 * number + 6]

@@ -1,23 +1,14 @@
-"""``mpishard bench collectives``: time of each collective, of MPI, of gloo and of a copy."""
+"""``mpishard bench collectives``: time of each collective, of MPI's own, and of a copy."""
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from rich.table import Table
 
-from mpishard import settings
-from mpishard.arrays import Array
-from mpishard.checkpoint.format.consensus import share_path
 from mpishard.cli.tables import figures_table, rate_cells
 from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, MPICommunicationBackend
@@ -30,14 +21,6 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "barrier")
 
 Way = Callable[[], object]
 """A function that performs a collective once."""
-
-# It ends with the rank that started it, even if that rank is killed.
-_BUSY_LOOP = "import os; rank = os.getppid()\nwhile os.getppid() == rank: sum(range(10**6))"
-
-_GLOO_NAMES = {
-    "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
-    "all_gather": ("all_gather_single", "all_gather_into_tensor"),
-}
 
 _IN_PLACE, _MPI_IN_PLACE = "ours, in place", "MPI, in place"
 
@@ -52,7 +35,7 @@ class CollectiveResult:
         One of `KINDS`.
     way : str
         ``ours``; ``ours, in place`` without an ``out``; ``ours, shared`` on arrays of
-        ``allocate_shared``; ``MPI`` and ``gloo``, that of these libraries; ``MPI, in place`` with
+        ``allocate_shared``; ``MPI``, that of the MPI library; ``MPI, in place`` with
         ``MPI_IN_PLACE``; ``memcpy``, a copy of the same number of bytes by every rank.
     nbytes : int
         Size of the whole array: the result of an all-gather, the input of the others.
@@ -80,34 +63,31 @@ class CollectiveBenchmark:
         Dtype of its elements.
     repeats : int
         Number of times of each way.
-    busy : int
-        Number of busy processes on each node meanwhile.
     """
 
     kinds: Sequence[str]
     sizes: Sequence[int]
     dtype: str = "float32"
     repeats: int = 15
-    busy: int = 0
     key: ClassVar[str] = "collectives"
 
     def run(self, backend: CommunicationBackend) -> list[CollectiveResult]:
         """Measure one collective at one size after the other, each in all its ways. Collective."""
-        mpi = load_mpi().COMM_WORLD if isinstance(backend, MPICommunicationBackend) else None
         results = []
-        with ExitStack() as stack:
-            torch = stack.enter_context(_gloo(backend)) if mpi is not None else None
-            # They take time of the cores, as programs of other users do.
-            for _ in range(self.busy if backend.local_rank == 0 else 0):
-                loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", _BUSY_LOOP]))
-                stack.callback(loop.kill)
-            for kind in self.kinds:
-                for nbytes in self.sizes if kind != "barrier" else (0,):
-                    ways = _ways(backend, mpi, torch, kind, nbytes, np.dtype(self.dtype))
-                    timings = time_alternately(backend, list(ways.values()), self.repeats)
-                    for way, timing in zip(ways, timings, strict=True):
-                        results.append(CollectiveResult(kind, way, nbytes, timing.seconds))
+        for kind in self.kinds:
+            for nbytes in self.sizes if kind != "barrier" else (0,):
+                ways = self.ways(backend, kind, nbytes)
+                timings = time_alternately(backend, list(ways.values()), self.repeats)
+                for way, timing in zip(ways, timings, strict=True):
+                    results.append(CollectiveResult(kind, way, nbytes, timing.seconds))
         return results
+
+    def ways(self, backend: CommunicationBackend, kind: str, nbytes: int) -> dict[str, Way]:
+        """Return the ways to perform a collective, after a check of the result of each."""
+        mpi = load_mpi().COMM_WORLD if isinstance(backend, MPICommunicationBackend) else None
+        if kind == "barrier":
+            return {"ours": backend.barrier} | ({"MPI": mpi.Barrier} if mpi is not None else {})
+        return _ways(backend, mpi, kind, nbytes, np.dtype(self.dtype))
 
     def table(self, results: Sequence[CollectiveResult], world_size: int) -> Table:
         """Return the results as a table.
@@ -157,13 +137,9 @@ class CollectiveBenchmark:
 
 
 def _ways(
-    backend: CommunicationBackend, mpi: Any, torch: Any, kind: str, nbytes: int, dtype: Any
+    backend: CommunicationBackend, mpi: Any, kind: str, nbytes: int, dtype: Any
 ) -> dict[str, Way]:
-    """Return the ways to perform a collective, after a check of the result of each."""
-    if kind == "barrier":
-        ways: dict[str, Way] = {"ours": backend.barrier}
-        ways |= {"MPI": mpi.Barrier} if mpi is not None else {}
-        return ways | ({"gloo": torch.distributed.barrier} if torch is not None else {})
+    """Return the ways of a collective that has an array."""
     world, rank, ours = backend.world_size, backend.rank, getattr(backend, kind)
     length, is_gather = max(1, nbytes // dtype.itemsize), kind == "all_gather"
     counts = list(ShardLayout(length, world).sizes)
@@ -196,8 +172,6 @@ def _ways(
     if mpi is not None and kind == "all_reduce":
         mpi_zeros, in_place = np.zeros_like(source), load_mpi().IN_PLACE
         found[_MPI_IN_PLACE] = (lambda: mpi.Allreduce(in_place, mpi_zeros), None)
-    if torch is not None and (kind == "all_reduce" or length % world == 0):
-        found["gloo"] = (_of_gloo(torch, kind, source, size), None)
     found["memcpy"] = (lambda: np.copyto(whole, out if is_gather else source), None)
     for way, (call, result) in found.items():
         if result is not None:
@@ -206,40 +180,3 @@ def _ways(
             if not (result == expected).all():
                 raise ArithmeticError(f"{way} gives {result[:4]}.. and not {expected[:4]}..")
     return {way: call for way, (call, _) in found.items()}
-
-
-@contextmanager
-def _gloo(backend: CommunicationBackend) -> Iterator[Any]:
-    """Yield torch with a gloo group; None on several nodes or without PyTorch. Collective."""
-    here = importlib.util.find_spec("torch") is not None
-    if backend.node_count > 1 or backend.all_gather(np.array([here])).min() == 0:
-        yield None
-        return
-    import torch
-    import torch.distributed
-
-    folder = tempfile.TemporaryDirectory(prefix="mpishard-") if backend.rank == 0 else None
-    place = share_path(backend, None if folder is None else Path(folder.name))
-    settings.write_default("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group(
-        "gloo", f"file://{place}/store", rank=backend.rank, world_size=backend.world_size
-    )
-    yield torch
-    # Not after an exception, because the other ranks may never come.
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    if folder is not None:
-        folder.cleanup()
-
-
-def _of_gloo(torch: Any, kind: str, source: Array, size: int) -> Way:
-    """Return gloo's collective, which sums zeros in place, or writes ``size`` elements."""
-    distributed = torch.distributed
-    if kind == "all_reduce":
-        zeros = torch.from_numpy(np.zeros_like(source))
-        return lambda: distributed.all_reduce(zeros)
-    # Newer versions have renamed it, and warn about the old name.
-    new, old = _GLOO_NAMES[kind]
-    call = getattr(distributed, new if hasattr(distributed, new) else old)
-    tensor, out = torch.from_numpy(source), torch.from_numpy(np.empty(size, source.dtype))
-    return lambda: call(out, tensor)

@@ -11,11 +11,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.main import get_command
 
-from mpishard import settings
-from mpishard.cli.bench.checkpoint import CheckpointBenchmark
 from mpishard.cli.bench.collectives import KINDS, CollectiveBenchmark
-from mpishard.cli.bench.speedup import TENSOR, SpeedupBenchmark
-from mpishard.cli.bench.step import CONTEXT, STRATEGIES, ChecksBenchmark, StepBenchmark
+from mpishard.cli.bench.step import CONTEXT, STRATEGIES, StepBenchmark
 from mpishard.cli.outputs import check_output, check_png, write_json
 from mpishard.cli.tables import show
 from mpishard.cli.wording import check_start, choice, parse_bytes, refuse, refusing
@@ -23,7 +20,6 @@ from mpishard.communication import CommunicationBackend
 from mpishard.distributed import launch
 from mpishard.errors import MPIUnavailableError
 from mpishard.observe import plot_panels
-from mpishard.pipeline import SCHEDULE_NAMES
 
 bench = typer.Typer(rich_markup_mode=None)
 
@@ -31,7 +27,6 @@ _RANK = "rank"
 """Context of a rank that ``mpishard bench -n`` has started with its own words."""
 
 _REPEATED = "One of {}; may be repeated. Default: all."
-_WAYS = [TENSOR, *SCHEDULE_NAMES]
 
 
 def _count(help_text: str, minimum: int = 1) -> Any:
@@ -69,35 +64,16 @@ def collectives(
         Literal["float32", "float64", "int32", "int64"], typer.Option(help="Dtype of the array.")
     ] = "float32",
     repeats: Annotated[int, _count("Number of times of each.")] = 15,
-    busy: Annotated[int, _count("Busy processes that share the node's cores meanwhile.", 0)] = 0,
     json: JSONOption = None,
     plot: PlotOption = None,
     ranks: RanksOption = 0,
     world_size: ThreadsOption = 0,
 ) -> None:
-    """Time collectives, those of the MPI library and of gloo, and a copy in memory.
-
-    gloo is measured if PyTorch is installed.
-    """
+    """Time collectives, those of the MPI library, and a copy in memory."""
     with refusing("bench", "--sizes: "):
         lengths = [parse_bytes(text) for text in sizes.split(",")]
-    benchmark = CollectiveBenchmark(collective or KINDS, lengths, dtype, repeats, busy)
+    benchmark = CollectiveBenchmark(collective or KINDS, lengths, dtype, repeats)
     _measure(context, benchmark, ranks, world_size, json, plot)
-
-
-@bench.command()
-def checks(
-    context: typer.Context,
-    strategy: Annotated[
-        Literal["ddp", "zero1", "zero2", "fsdp"], typer.Option(help="Strategy of the training.")
-    ] = "fsdp",
-    steps: Annotated[int, _count("Steps of each way that count.")] = 30,
-    json: JSONOption = None,
-    ranks: RanksOption = 0,
-    world_size: ThreadsOption = 0,
-) -> None:
-    """Measure the cost of checked and logged calls in a step of examples/train_gpt.py."""
-    _measure(context, ChecksBenchmark(strategy, steps=steps), ranks, world_size, json)
 
 
 @bench.command()
@@ -138,68 +114,18 @@ def step(
     _measure(context, benchmark, ranks, world_size, json, plot)
 
 
-@bench.command()
-def speedup(
-    context: typer.Context,
-    way: Annotated[
-        list[str] | None,
-        choice("bench", (*_WAYS, "all"), "{}; may be repeated. Default: tensor, 1f1b, zb-h1."),
-    ] = None,
-    width: Annotated[int, _count("Width of the GPT.")] = 512,
-    layers: Annotated[int, _count("Number of its blocks.")] = 4,
-    batch: Annotated[int, _count("Sequences of a step, of all ranks together.")] = 32,
-    micro_batches: Annotated[int, _count("Micro-batches of pipelines.")] = 8,
-    steps: Annotated[int, _count("Steps that count.")] = 7,
-    warmup: Annotated[int, _count("Steps before them.")] = 1,
-    json: JSONOption = None,
-    ranks: RanksOption = 0,
-    world_size: ThreadsOption = 0,
-) -> None:
-    """Time a step that tensor or pipeline parallelism divides, and the same step on one rank."""
-    chosen = way or [TENSOR, "1f1b", "zb-h1"]
-    if "all" in chosen:
-        chosen = _WAYS
-    size = ranks or world_size or settings.launched_world_size()
-    if size == 1 or (not size and settings.launcher_variable() is None):
-        refuse("bench", "speedup compares ranks that share a step with one alone: -n 2 starts two")
-    benchmark = SpeedupBenchmark(width, layers, batch, micro_batches, steps, warmup, chosen)
-    with refusing("bench"):  # sizes that do not fit each other
-        benchmark.build_model()
-    _measure(context, benchmark, ranks, world_size, json)
-
-
-@bench.command()
-def checkpoint(
-    context: typer.Context,
-    size: Annotated[str, typer.Option(help="Bytes of each rank's file, about.")] = "256MiB",
-    repeats: Annotated[int, _count("Number of times of each.", 2)] = 7,
-    folder: Annotated[
-        Path, typer.Option(file_okay=False, help="For files, which are removed; all ranks see it.")
-    ] = Path(),
-    json: JSONOption = None,
-    ranks: RanksOption = 0,
-    world_size: ThreadsOption = 0,
-) -> None:
-    """Time saving, saving beside training and loading, and plain writing and reading."""
-    with refusing("bench", "--size: "):
-        benchmark = CheckpointBenchmark(parse_bytes(size), repeats, folder)
-    with refusing("bench", "--folder: ", errors=(OSError,)):
-        _measure(context, benchmark, ranks, world_size, json)
-
-
 def _measure(
     context: typer.Context,
     benchmark: Any,
     ranks: int,
     threads: int,
     json: Path | None,
-    plot: Path | None = None,
+    plot: Path | None,
 ) -> None:
     """Run a benchmark on new MPI ranks, on threads, or on the ranks of the running job.
 
     Rank 0 shows the table and writes the files. A benchmark has a ``key`` in JSON,
-    ``run(backend)``, ``table(results, world_size)``, and ``panels(results, world_size)`` if it
-    can be plotted.
+    ``run(backend)``, ``table(results, world_size)`` and ``panels(results, world_size)``.
     """
     check_output("bench", "--json", json)
     check_png("bench", "--plot", plot)
@@ -218,8 +144,7 @@ def _measure(
             return
         show(benchmark.table(results, backend.world_size))
         if json is not None:
-            is_one = not isinstance(results, list)
-            rows = results.as_dict() if is_one else [asdict(result) for result in results]
+            rows = [asdict(result) for result in results]
             write_json(json, {"world_size": backend.world_size, benchmark.key: rows})
         if plot is not None:
             plot_panels(plot, benchmark.panels(results, backend.world_size))

@@ -25,9 +25,9 @@ def doctor(
 ) -> None:
     """Examine this environment, and name commands that fix it.
 
-    Looks at Python, cores and memory, NumPy and its BLAS, MPI and its launcher, shared memory,
-    GPUs and SLURM; measures matrix products; and starts two ranks that communicate. It changes
-    nothing.
+    Looks at Python, cores and memory, NumPy and its libraries, MPI and its launcher, shared
+    memory, GPUs and SLURM; measures matrix products; and starts two ranks that communicate. It
+    changes nothing. Each line is about something that you can change.
 
     --json prints {"schema": 2, "problems": N, "notes": N, "findings": [...]}. Each finding has a
     name (group.fact), a verdict (ok, note or problem), a value for programs, a text for people,
@@ -50,6 +50,7 @@ def _findings(quick: bool) -> Iterator[Finding]:
     yield from examined("host", host.look_at_host())
     yield from examined("numpy", host.look_at_numpy(quick))
     yield from examined("numpy", host.look_at_bfloat16(quick))
+    yield from examined("numpy", host.look_at_numba())
     mpi = MPIInstallation.of_this_python()
     yield from examined("mpi", look_at_mpi(mpi))
     yield from examined("memory", host.look_at_shared_memory())
@@ -57,4 +58,3 @@ def _findings(quick: bool) -> Iterator[Finding]:
         yield from examined("job", look_at_a_job(mpi))
     yield from examined("gpu", look_at_gpus(mpi, quick))
     yield from examined("slurm", look_at_slurm(mpi))
-    yield from examined("packages", host.look_at_packages())

@@ -19,13 +19,12 @@ from mpishard.cli.wording import counted
 
 _TITLES = {
     "host": "Python and this machine",
-    "numpy": "NumPy",
+    "numpy": "NumPy and its libraries",
     "mpi": "MPI",
     "memory": "Shared memory",
     "gpu": "GPUs",
     "slurm": "SLURM",
     "job": "Two ranks that communicate",
-    "packages": "Optional packages",
 }
 _VERDICT, _LABEL = 9, 14
 _INDENT = 2 + _VERDICT + _LABEL

@@ -1,4 +1,4 @@
-"""Findings about Python, the machine, NumPy and its BLAS, shared memory and optional packages."""
+"""Findings about Python, the machine, NumPy and its libraries, and shared memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import platform
 import resource
 import shlex
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,9 +21,9 @@ from mpishard.cli.machine import available_memory, core_quota, installed_version
 from mpishard.cli.probe import Answer, ask, python_command
 from mpishard.cli.run.shared_memory import SHARED_MEMORY, leftovers
 from mpishard.cli.wording import bytes_text, counted
-from mpishard.onednn import processor_has_unit
+from mpishard.onednn import WHEEL, processor_has_unit
 
-_LIMIT_SECONDS = {"name": 5, "memfd": 10, "import": 30, "measure": 30}
+_LIMIT_SECONDS = {"import": 30, "measure": 30}
 _FEW_FILES = 1024
 _LOW_MEMORY = 2**30
 _LIMITS = "sudo tee -a /etc/security/limits.conf  # then log in again"
@@ -33,13 +32,12 @@ _LIMITS = "sudo tee -a /etc/security/limits.conf  # then log in again"
 
 
 def look_at_host() -> Iterator[Finding]:
-    """Yield versions, cores, memory, the address of this machine and the limits of the shell."""
-    number, place = platform.python_version(), sys.executable
-    yield Finding("host.python", f"{number}, {place}", {"version": number, "executable": place})
-    number = installed_version("mpishard") or "not installed"
-    place = str(Path(mpishard.__file__).parent)
-    yield Finding("host.mpishard", f"{number}, {place}", {"version": number, "folder": place})
-    yield Finding("host.system", platform.platform(), platform.platform())
+    """Yield the two installations, settings, cores, memory, and the limits of the shell."""
+    version, number = platform.python_version(), installed_version("mpishard")
+    folder = str(Path(mpishard.__file__).parent)
+    value = {"python": version, "executable": sys.executable, "mpishard": number, "folder": folder}
+    text = f"{version}, {sys.executable}; mpishard {number or 'not installed'}, {folder}"
+    yield Finding("host.python", text, value)
     try:
         settings.check()
         yield Finding("host.settings", "every MPISHARD_ variable is valid")
@@ -47,20 +45,7 @@ def look_at_host() -> Iterator[Finding]:
         name = str(error).partition(" ")[0]
         yield Finding("host.settings", str(error), name, f"unset {name}", is_problem=True)
     yield from _cores_and_memory()
-    name = socket.gethostname()
-    # In another process, because a lookup that hangs cannot be interrupted.
-    look_up = python_command(f"import socket; socket.getaddrinfo({name!r}, None)")
-    if ask(look_up, _LIMIT_SECONDS["name"]).code == 0:
-        yield Finding("host.name", f"{name} has an address", name)
-    else:
-        text = f"{name} has no address, and some MPI libraries look it up when a job starts"
-        yield Finding("host.name", text, name, name_host(name))
     yield from _limits_of_the_shell()
-
-
-def name_host(name: str) -> str:
-    """Return the command that gives this machine's name an address."""
-    return f"echo '127.0.0.1 {name}' | sudo tee -a /etc/hosts"
 
 
 def _cores_and_memory() -> Iterator[Finding]:
@@ -102,37 +87,6 @@ def _limits_of_the_shell() -> Iterator[Finding]:
         yield Finding("host.locked_memory", text, most, f"echo '* - memlock unlimited' | {_LIMITS}")
 
 
-# ------------------------------------------------------------------------------- optional packages
-
-_PACKAGES = {
-    "autograd": "gradients of losses written in NumPy (AutogradModel)",
-    "h5py": "data sets that are read from a file sample by sample",
-    "jax": "losses written in JAX (JaxModel), and transformations of optax (OptaxRule)",
-    "matplotlib": "plots of losses, traces and benchmarks",
-    "numba": "update rules, attention, GELU, layer norms and copies of saves as compiled loops",
-    "torch": "PyTorch loops (mpishard.torch), and modules as models (TorchModel)",
-}
-"""Optional packages and their features. CuPy is in the group of GPUs, mpi4py in that of MPI."""
-
-
-def look_at_packages() -> Iterator[Finding]:
-    """Yield the version of each optional package, or its absence."""
-    for package, gives in _PACKAGES.items():
-        number, fix = installed_version(package), None
-        text = f"{number}: {gives}" if number else f"not installed; it provides {gives}"
-        if package == "numba" and number and not settings.numba_is_allowed():
-            text = f"{number}, and MPISHARD_NUMBA=off: {gives}"
-            fix = "unset MPISHARD_NUMBA"
-        elif package == "numba" and number:
-            # numba refuses to be imported with releases of NumPy that it does not know.
-            answer = ask(python_command("import numba"), _LIMIT_SECONDS["import"])
-            if answer.code != 0:
-                reason = shortened(answer.reason)
-                text = f"{number} cannot be imported, so that loops run in NumPy: {reason}"
-                fix = pip_install("--upgrade", "numba")
-        yield Finding(f"packages.{package}", text, number, fix)
-
-
 # ------------------------------------------------------------------------------------------- NumPy
 
 _FASTER = 1.5
@@ -167,13 +121,13 @@ Rates = dict[str, dict[str, float]]
 
 
 def look_at_numpy(quick: bool) -> Iterator[Finding]:
-    """Yield the versions of NumPy and BLAS, kernels, threads and, unless ``quick``, the speed."""
-    number, fix = installed_version("numpy"), None
-    yield Finding("numpy.version", str(number), number)
+    """Yield BLAS, kernels, threads and, unless ``quick``, the speed of products."""
+    fix = None
     answer = _ask_blas(measures=not quick)
     reinstall = pip_install("--force-reinstall", "--only-binary=numpy", "numpy")
     if answer.found is None:
-        text = f"a new process cannot load NumPy: {answer.reason}"
+        number = installed_version("numpy")
+        text = f"a new process cannot load NumPy {number}: {answer.reason}"
         yield Finding("numpy.blas", text, None, reinstall, is_problem=True)
         return
     libraries, rates = answer.found
@@ -266,26 +220,47 @@ answer({"library": found and [found.version, found.path], "reason": reason_for_n
 
 
 def look_at_bfloat16(quick: bool) -> Iterator[Finding]:
-    """Yield the unit and library that multiply bfloat16 and, unless ``quick``, their speed."""
+    """Yield whether bfloat16 is faster here than float32, if the processor multiplies it."""
     name, unit = "numpy.bfloat16", processor_has_unit()
-    value: dict[str, Any] = {"unit": unit, "library": None}
-    text = f"this processor has {'a' if unit else 'no'} bfloat16 unit"
-    if quick:
-        yield Finding(name, text, value)
+    if quick or not unit:
         return
     answer = ask(python_command(_MEASURE_BFLOAT16), _LIMIT_SECONDS["measure"])
     found = answer.found
     if found is None:
-        text += f", and products fail: {shortened(answer.reason)}"
-        yield Finding(name, text, value, "export MPISHARD_ONEDNN=off")
+        text = f"products of bfloat16 fail: {shortened(answer.reason)}"
+        yield Finding(name, text, None, "export MPISHARD_ONEDNN=off")
         return
-    reason = found.pop("reason")
+    reason, fix = found.pop("reason"), None
+    rates = f"{found['bfloat16']:.0f} and {found['float32']:.0f} GFLOP/s of bfloat16 and float32"
     if found["library"] is None:
-        text += f'; precision="bfloat16" is computed as float32: {reason}'
+        text = f'precision="bfloat16" does not use the processor\'s unit: {reason}'
+        fix = pip_install(WHEEL)
+        if settings.onednn_library() == "off":
+            fix = "unset MPISHARD_ONEDNN"
     else:
-        text += ", oneDNN {} at {}".format(*found["library"])
-    text += f"; {found['bfloat16']:.0f} GFLOP/s of bfloat16 and {found['float32']:.0f} of float32"
-    yield Finding(name, f"{text} matrices on 1 thread", value | found)
+        text = 'precision="bfloat16" uses the processor\'s unit, oneDNN {} at {}; {}'.format(
+            *found["library"], rates
+        )
+    yield Finding(name, text, found, fix)
+
+
+def look_at_numba() -> Iterator[Finding]:
+    """Yield whether the installed numba compiles loops; nothing if it is not installed."""
+    number, fix = installed_version("numba"), None
+    if number is None:
+        return
+    text = f"{number} compiles update rules, attention, GELU, layer norms and copies of saves"
+    if not settings.numba_is_allowed():
+        text = f"{number} compiles nothing, because of MPISHARD_NUMBA=off"
+        fix = "unset MPISHARD_NUMBA"
+    else:
+        # numba refuses to be imported with releases of NumPy that it does not know.
+        answer = ask(python_command("import numba"), _LIMIT_SECONDS["import"])
+        if answer.code != 0:
+            text = f"{number} cannot be imported, so that loops run in NumPy: "
+            text += shortened(answer.reason)
+            fix = pip_install("--upgrade", "numba")
+    yield Finding("numpy.numba", text, number, fix)
 
 
 # ----------------------------------------------------------------------------------- shared memory
@@ -295,16 +270,12 @@ NEEDED_BYTES = 64 * 2**20
 
 _MOST_NAMED = 20
 
-# Opens the memory of another process in the way that a rank does.
-_OPEN = "import os, sys; answer(os.pread(os.open(sys.argv[1], os.O_RDWR), 8, 0).decode())"
-
 
 def look_at_shared_memory() -> Iterator[Finding]:
-    """Yield findings about the folder /dev/shm, anonymous memory, and files of killed jobs."""
-    yield _folder()
-    yield _memfd()
+    """Yield findings about the folder /dev/shm, and files of killed jobs in it."""
     if not SHARED_MEMORY.is_dir():
         return
+    yield _folder()
     dead, fix = leftovers(), None
     nbytes = sum(path.stat().st_size for path in dead if path.exists())
     text = f"no killed job has left files in {SHARED_MEMORY}"
@@ -336,8 +307,6 @@ def larger_folder() -> str:
 
 def _folder() -> Finding:
     name, fix, free = "memory.folder", larger_folder(), free_bytes()
-    if not SHARED_MEMORY.is_dir():
-        return Finding(name, f"this system has no {SHARED_MEMORY}")
     if free is None:
         return Finding(name, f"{SHARED_MEMORY} cannot be read", None, fix, is_problem=True)
     total = shutil.disk_usage(SHARED_MEMORY).total
@@ -353,25 +322,6 @@ def _folder() -> Finding:
         return Finding(name, text, value)
     text += ": Open MPI takes 16 MiB for each rank, and MPICH crashes without enough"
     return Finding(name, text, value, fix)
-
-
-def _memfd() -> Finding:
-    """Test whether a process can open anonymous memory of another one, as ranks do."""
-    name = "memory.memfd"
-    if not hasattr(os, "memfd_create"):
-        return Finding(name, "this system has no memfd", value=False)
-    try:
-        with os.fdopen(os.memfd_create("mpishard-doctor"), "wb", 0) as file:
-            file.write(b"mpishard")
-            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-            answer = ask(python_command(_OPEN, path), _LIMIT_SECONDS["memfd"])
-        if answer.found == "mpishard":
-            return Finding(name, "can be made, and be opened by other processes", value=True)
-        text = f"cannot be opened by another process ({answer.reason})"
-    except OSError as error:
-        text = f"cannot be made ({error.strerror})"
-    text += ": ranks send messages instead, which is several times slower"
-    return Finding(name, text, value=False, fix=open_processes())
 
 
 def open_processes() -> str:

@@ -1,8 +1,8 @@
 """Findings about two ranks that communicate and about GPUs, and the program of these ranks.
 
-Without an argument the ranks communicate through mpishard and measure it. With the name of an MPI
-operation they test it on GPU memory. A library that is not built for CUDA crashes there, or moves
-wrong bytes: each operation has a job of its own. Rank 0 prints the answer.
+Without an argument the ranks communicate through mpishard. With the name of an MPI operation they
+test it on GPU memory. A library that is not built for CUDA crashes there, or moves wrong bytes:
+each operation has a job of its own. Rank 0 prints the answer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mpishard.cli.doctor.host import open_processes
 from mpishard.cli.doctor.mpi import why_it_failed
 from mpishard.cli.probe import answer_line, ask, python_command
 from mpishard.cli.run.launcher import Launcher, MPIInstallation
-from mpishard.cli.wording import bytes_text, counted, milliseconds
+from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend, init
+from mpishard.communication.mpi.library import load_mpi
 from mpishard.devices import load_cupy
-from mpishard.observe import time_alternately
 
-SIZES = (8, 2**20, 64 * 2**20)
-"""Sizes of the arrays that are all-reduced, in bytes."""
+_SIZES = (8, 2**20, 64 * 2**20)
+"""Sizes of the arrays that are all-reduced, in bytes: each travels in another way."""
 
 _LIMIT_SECONDS = {"two ranks": 30, "driver": 15, "cupy": 60}  # CuPy may compile
 
@@ -38,15 +38,15 @@ _VARIABLES = {"MPISHARD_TIMEOUT": "20", "MPISHARD_WARN_AFTER": "0", "MPISHARD_TR
 
 
 def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
-    """Yield the end of a job of two ranks, the speed of its sums, and the memory that it shares."""
-    name = "job.round_trip"
+    """Yield the end of a job of two ranks, its thread level, and the memory that they share.
+
+    Nothing without a launcher, or with settings that ranks refuse: other findings say so.
+    """
     if mpi.launcher is None:
-        yield Finding(name, "not tried: MPI or its launcher is missing")
         return
     try:
         settings.check()
     except ValueError:
-        yield Finding(name, "not tried: ranks refuse the settings, see above")
         return
     command = mpi.launcher.command(2, [sys.executable, "-m", "mpishard.cli.doctor.job"])
     answer = ask(command, _LIMIT_SECONDS["two ranks"], _VARIABLES)
@@ -55,16 +55,18 @@ def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
         cause = why_it_failed(answer, command)
         how = "do not communicate" if found is None else "communicate, and do not end well"
         text = f"two ranks {how}: {cause.text}"
-        yield Finding(name, text, answer.code, cause.fix, is_problem=True)
+        yield Finding("job.round_trip", text, answer.code, cause.fix, is_problem=True)
         return
     text = f"two ranks of {mpi.library} start, compute right sums and end"
-    yield Finding(name, text, {key: found[key] for key in ("world_size", "nodes")})
-    yield Finding("job.barrier", milliseconds(found["barrier"]), found["barrier"])
-    messages, arena = found["messages"], {str(SIZES[-1]): found["arena"]}
-    is_shared, fix = found["arena"] is not None, None
-    text = f"by messages: {_speeds(messages)}"
-    text += f"; in the arena: {_speeds(arena)}" if is_shared else ""
-    yield Finding("job.all_reduce", text, {"messages": messages, "arena": arena})
+    yield Finding("job.round_trip", text, {key: found[key] for key in ("world_size", "nodes")})
+    level, fix = found["level"], None
+    text = f"MPI_THREAD_{level}"
+    if level != "MULTIPLE":
+        text += " and not MULTIPLE: no thread moves data while a rank computes"
+        # mpi4py asks for MULTIPLE unless one of these is set, or the library was built without it.
+        fix = "unset MPI4PY_RC_THREAD_LEVEL MPI4PY_RC_THREADS MPICH_MAX_THREAD_SAFETY"
+    yield Finding("job.threads", text, level, fix)
+    is_shared, fix = found["is_shared"], None
     text = "the ranks of a machine share memory (memfd)"
     if not is_shared:
         why, fix = "MPISHARD_ARENA is off", "unset MPISHARD_ARENA"
@@ -72,14 +74,6 @@ def look_at_a_job(mpi: MPIInstallation) -> Iterator[Finding]:
             why, fix = "one rank cannot open the other's memory (memfd)", open_processes()
         text = f"{why}: ranks of a machine send messages, which is several times slower"
     yield Finding("job.arena", text, {"taken": "memfd" if is_shared else None}, fix)
-
-
-def _speeds(seconds: dict[str, float]) -> str:
-    texts = []
-    for size, time in seconds.items():
-        rate = f" ({int(size) / time / 1e9:.2g} GB/s)" if int(size) >= SIZES[1] else ""
-        texts.append(f"{bytes_text(int(size))} {milliseconds(time)}{rate}")
-    return ", ".join(texts)
 
 
 # -------------------------------------------------------------------------------------------- GPUs
@@ -104,23 +98,27 @@ answer({"runtime": runtime.runtimeGetVersion(), "driver": runtime.driverGetVersi
 
 
 def look_at_gpus(mpi: MPIInstallation, quick: bool) -> Iterator[Finding]:
-    """Yield GPUs, CuPy and, unless ``quick``, the MPI operations that work on GPU memory."""
+    """Yield GPUs, CuPy and, unless ``quick``, the MPI operations that work on GPU memory.
+
+    Nothing on a machine without a driver and without CuPy.
+    """
     driver = _driver()
-    yield driver
-    cupy = _cupy(driver.value and driver.value["cuda"])
+    if driver is not None:
+        yield driver
+    cupy = _cupy(driver.value["cuda"] if driver is not None and driver.value else None)
+    if cupy is None:
+        return
     yield cupy
     has_gpu = isinstance(cupy.value, dict) and cupy.value["memory"]
     if has_gpu and mpi.launcher is not None and not quick:
         yield _cuda_aware(mpi.launcher)
-    elif not quick:
-        yield Finding("gpu.cuda_aware", f"not tested: no {'MPI' if has_gpu else 'GPU'}")
 
 
-def _driver() -> Finding:
-    """Find the GPUs, and the newest major version of CUDA that their driver supports."""
+def _driver() -> Finding | None:
+    """Find the GPUs, and the newest major version of CUDA of their driver; None without one."""
     name, program = "gpu.driver", shutil.which("nvidia-smi")
     if program is None:
-        return Finding(name, "no CUDA driver (no nvidia-smi on PATH)")
+        return None
     query = "--query-gpu=name,memory.total,driver_version"
     answer = ask([program, query, "--format=csv,noheader"], _LIMIT_SECONDS["driver"])
     gpus = [line.strip() for line in answer.out.splitlines() if line.count(",") >= 2]
@@ -138,8 +136,8 @@ def _driver() -> Finding:
     return Finding(name, text, {"gpus": gpus, "cuda": cuda})
 
 
-def _cupy(cuda: int | None) -> Finding:
-    """Find the packages of CuPy, and test whether it computes with this version of CUDA."""
+def _cupy(cuda: int | None) -> Finding | None:
+    """Find the packages of CuPy, and test whether it computes; None without CuPy and GPU."""
     packages = sorted({
         (distribution.name.lower(), distribution.version)
         for distribution in distributions()
@@ -149,7 +147,7 @@ def _cupy(cuda: int | None) -> Finding:
     names = ", ".join(f"{name} {version}" for name, version in packages)
     uninstall = pip_install().replace(" install ", " uninstall -y ")
     if not packages and cuda is None:
-        return Finding("gpu.cupy", "not installed, and there is no GPU")
+        return None
     install = pip_install(f"{fitting}[ctk]")  # ctk: parts of the CUDA toolkit, as wheels
     if not packages:
         text = "not installed, so that models cannot use the GPU"
@@ -198,8 +196,6 @@ def _cuda_aware(launcher: Launcher) -> Finding:
 
 # ---------------------------------------------------------------------------- program of the ranks
 
-_REPEATS = dict(zip(SIZES, (50, 20, 3), strict=True))
-
 
 def main() -> None:
     """Run as one rank."""
@@ -207,32 +203,33 @@ def main() -> None:
         _try_on_gpu(sys.argv[1])
         return
     backend = init("mpi")
+    for nbytes in _SIZES:
+        _all_reduce(backend, np.empty(nbytes // 8))
+    # Both ranks can read all of it; each has its input in one half.
+    shared = backend.allocate_shared(2 * _SIZES[-1] // 8, np.float64)
+    if shared is not None:
+        _all_reduce(backend, np.split(shared, 2)[backend.rank])
+    mpi = load_mpi()
+    levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
     found = {
         "world_size": backend.world_size,
         "nodes": len(set(backend.nodes)),
-        "barrier": time_alternately(backend, [backend.barrier], 50)[0].median,
-        "messages": {str(n): _all_reduce(backend, np.empty(n // 8)) for n in SIZES},
-        "arena": None,
+        "level": next(n for n in levels if getattr(mpi, f"THREAD_{n}") == mpi.Query_thread()),
+        "is_shared": shared is not None,
     }
-    # Both ranks can read all of it; each has its input in one half.
-    shared = backend.allocate_shared(2 * SIZES[-1] // 8, np.float64)
-    if shared is not None:
-        found["arena"] = _all_reduce(backend, np.split(shared, 2)[backend.rank])
     if backend.rank == 0:
         print(answer_line(found), flush=True)  # noqa: T201 - the doctor reads it
     backend.shutdown()
 
 
-def _all_reduce(backend: CommunicationBackend, own: Any) -> float:
-    """Return the seconds of an all-reduce of float64, after a check of its sum."""
+def _all_reduce(backend: CommunicationBackend, own: Any) -> None:
+    """Sum float64 over the ranks, and check the result."""
     own[:] = backend.rank + 1.0
     total = backend.all_reduce(own)
     expected = backend.world_size * (backend.world_size + 1) / 2
     if not np.all(total == expected):
         text = f"an all-reduce of {own.nbytes} bytes gave {total[:4]}, not {expected}"
         raise ArithmeticError(text)
-    calls = [lambda: backend.all_reduce(own, out=total)]
-    return time_alternately(backend, calls, _REPEATS[own.nbytes])[0].median
 
 
 def _try_on_gpu(operation: str) -> None:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from mpishard import settings
 from mpishard.cli.doctor.finding import Finding, pip_install, shortened
-from mpishard.cli.doctor.host import NEEDED_BYTES, free_bytes, larger_folder, name_host
+from mpishard.cli.doctor.host import NEEDED_BYTES, free_bytes, larger_folder
 from mpishard.cli.machine import installed_version
-from mpishard.cli.probe import Answer, ask, python_command
-from mpishard.cli.run.launcher import Launcher, MPIFamily, MPIInstallation, launcher_family
+from mpishard.cli.probe import Answer, ask
+from mpishard.cli.run.launcher import MPIFamily, MPIInstallation, launcher_family
 from mpishard.communication.mpi.library import launcher_name
 
 
@@ -48,7 +48,8 @@ _KNOWN = (
      Cause("each rank found itself alone, because the launcher does not work with this MPI library",
            _REINSTALL)),
     (r"getaddrinfo|gethostbyname|Name or service not known|[Cc]ould not resolve|name resolution",
-     Cause(f"the name of this machine, {_HOST}, has no address", name_host(_HOST))),
+     Cause(f"the name of this machine, {_HOST}, has no address",
+           f"echo '127.0.0.1 {_HOST}' | sudo tee -a /etc/hosts")),
     (r"Permission denied \(publickey|Host key verification failed|ssh: connect to host",
      Cause("the launcher cannot log in to a machine of the job", f"ssh-copy-id {_HOST}")),
 )  # fmt: skip
@@ -80,20 +81,9 @@ _UNUSABLE = "mpi4py cannot be used here: "
 _REBUILD = "pip install --force-reinstall --no-cache-dir --no-binary mpi4py mpi4py"
 _PLUGIN = re.compile(r"(?:none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi|mpich\w*|lam)")
 
-_LEVELS = """
-from mpi4py import MPI
-names = "SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE"
-level = next(name for name in names if getattr(MPI, "THREAD_" + name) == MPI.Query_thread())
-try:
-    agrees = MPI.COMM_WORLD.Agree(1) == 1
-except (AttributeError, NotImplementedError, MPI.Exception):
-    agrees = False
-answer({"level": level, "agrees": agrees})
-"""
-
 
 def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
-    """Yield mpi4py, its library, launcher and thread level, and whether ranks survive others."""
+    """Yield mpi4py with its library, and the launcher, if one is wrong."""
     has_slurm = settings.is_slurm_allocation()
     bindings, started_by = installed_version("mpi4py"), settings.launcher_variable()
     if bindings is None:
@@ -110,10 +100,10 @@ def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
         install = _REBUILD if has_slurm else pip_install("mpich")
         yield Finding("mpi.mpi4py", text, bindings, install, is_problem=True)
         return
-    yield Finding("mpi.mpi4py", bindings, bindings)
     file = library.file and str(library.file)
-    text = f"{library}, {file or 'in a file that this system does not name'}"
-    yield Finding("mpi.library", text, {"version": library.version.strip(), "file": file})
+    text = f"{bindings} loads {library}, {file or 'in a file that this system does not name'}"
+    value = {"bindings": bindings, "version": library.version.strip(), "file": file}
+    yield Finding("mpi.mpi4py", text, value)
     if launcher is None:
         yield Finding("mpi.launcher", reason, None, _REINSTALL, is_problem=True)
     else:
@@ -126,19 +116,16 @@ def look_at_mpi(mpi: MPIInstallation) -> Iterator[Finding]:
         yield Finding("mpi.launcher", text, str(launcher.program), fix)
     if launcher is None or not launcher.is_slurm:  # users type srun there
         yield from _first_on_path(mpi, library.family)
-    if started_by is not None:
-        size, fix = settings.launched_world_size(), None
-        text = f"{launcher_name()} started this process"
-        if size is not None and size > 1:
-            text += f", one of {size}: only the first reports, and it sees the cores of one rank"
-            fix = "mpishard doctor  # without a launcher: it starts its own ranks"
+    size = settings.launched_world_size()
+    if started_by is not None and size is not None and size > 1:
+        text = f"{launcher_name()} started this process, one of {size}: only the first reports"
+        text += ", and it sees the cores of one rank"
+        fix = "mpishard doctor  # without a launcher: it starts its own ranks"
         yield Finding("mpi.started_by", text, {"variable": started_by, "world_size": size}, fix)
-    if launcher is not None:
-        yield from _started(launcher)
 
 
 def _first_on_path(mpi: MPIInstallation, wanted: MPIFamily | None) -> Iterator[Finding]:
-    """Yield whether the ``mpiexec`` and ``mpirun`` on PATH start ranks of the MPI library."""
+    """Yield an ``mpiexec`` or ``mpirun`` on PATH that starts no ranks of the MPI library."""
     fix, launcher = _REINSTALL, mpi.launcher
     if launcher is not None:
         fix = f'export PATH={shlex.quote(str(launcher.program.parent))}:"$PATH"'
@@ -146,56 +133,23 @@ def _first_on_path(mpi: MPIInstallation, wanted: MPIFamily | None) -> Iterator[F
     for program in ("mpiexec", "mpirun"):
         name, first = f"mpi.{program}", shutil.which(program)
         family = first and launcher_family(Path(first))
-        if first is not None and family is wanted:
-            yield Finding(name, f"{first} is the first on PATH", first)
-        elif first is not None:
-            text = f"the first on PATH, {first}, is {family or 'of an unknown MPI'}, and mpi4py "
-            text += (
-                f"loads {mpi.library}: each rank would be in a world of one. mpishard run takes "
-            )
-            yield Finding(name, f"{text}the right one", first, fix)
-        elif launcher is not None and program == launcher.program.name:
-            yield Finding(name, "not on PATH; mpishard run finds it", None, fix)
-
-
-def _started(launcher: Launcher) -> Iterator[Finding]:
-    """Start one rank, and yield the abilities of its library."""
-    command = launcher.command(1, python_command(_LEVELS))
-    is_open_mpi = launcher.library.family is MPIFamily.OPEN_MPI and not launcher.is_slurm
-    tolerant = [command[0], "--with-ft", "ulfm", *command[1:]]
-    answer = ask(tolerant if is_open_mpi else command, _LIMIT_SECONDS)
-    survives = is_open_mpi and answer.found is not None and bool(answer.found["agrees"])
-    if is_open_mpi and answer.found is None:  # an old launcher without that option
-        answer = ask(command, _LIMIT_SECONDS)
-    if answer.found is None:
-        cause = why_it_failed(answer, command)
-        text = f"one rank alone does not start: {cause.text}"
-        yield Finding("mpi.start", text, None, cause.fix, is_problem=True)
-        return
-    level = answer.found["level"]
-    text, fix = f"MPI_THREAD_{level}", None
-    if level != "MULTIPLE":
-        text += " and not MULTIPLE: no thread moves data while a rank computes"
-        # mpi4py asks for MULTIPLE unless one of these is set, or the library was built without it.
-        fix = "unset MPI4PY_RC_THREAD_LEVEL MPI4PY_RC_THREADS MPICH_MAX_THREAD_SAFETY"
-    yield Finding("mpi.threads", text, level, fix)
-    text = "yes (mpishard run --on-failure shrink)" if survives else "no: a dead rank ends the job"
-    yield Finding("mpi.ulfm", text, survives)
+        if first is None or family is wanted:
+            continue
+        text = f"the first on PATH, {first}, is {family or 'of an unknown MPI'}, and mpi4py loads "
+        text += f"{mpi.library}: each rank would be in a world of one. mpishard run takes the right"
+        yield Finding(name, f"{text} one", first, fix)
 
 
 # ------------------------------------------------------------------------------------------ SLURM
 
 
 def look_at_slurm(mpi: MPIInstallation) -> Iterator[Finding]:
-    """Yield the SLURM allocation, and whether srun has a plugin for the MPI library."""
-    job, srun, fix = settings.slurm_job(), shutil.which("srun"), None
-    text = f"inside job {job}" if job else "outside an allocation: mpishard run takes mpiexec"
-    if srun is None and job is None:
-        text = "no SLURM here"
-    elif srun is None:
-        text += ", and srun is not on PATH: mpishard run takes mpiexec"
+    """Yield whether srun is there inside an allocation, and has a plugin for the MPI library."""
+    job, srun = settings.slurm_job(), shutil.which("srun")
+    if srun is None and job is not None:
+        text = f"inside job {job}, and srun is not on PATH: mpishard run takes mpiexec"
         fix = "module load slurm  # or add the folder of srun to PATH"
-    yield Finding("slurm.allocation", text, job, fix)
+        yield Finding("slurm.allocation", text, job, fix)
     if srun is not None and mpi.library is not None:
         yield _plugin(srun, mpi.library.family)
 

@@ -12,8 +12,9 @@ import numpy as np
 from mpishard.arrays import Array
 from mpishard.bfloat16 import UNIT_ROUNDOFF
 from mpishard.cli.verify.comparison import Comparison, default_tolerance, relative_error
-from mpishard.cli.verify.job import WRAPPERS, Problem, VerifyJob, build_problem, load_factory
-from mpishard.cli.verify.reference import RULES, Reference
+from mpishard.cli.verify.job import VerifyJob
+from mpishard.cli.verify.problem import Problem, build_problem, load_factory
+from mpishard.cli.verify.reference import Reference
 from mpishard.communication import CommunicationBackend
 from mpishard.data import take
 from mpishard.distributed import as_distributed, launch
@@ -51,13 +52,12 @@ _LEAST_EXPONENT = -125  # of normal float32 numbers, whose mantissa is in [0.5, 
 
 
 def compare(
-    backend: CommunicationBackend, job: VerifyJob, problem: Problem, reference: Reference,
-    schedule: str = "",
-) -> Comparison:  # fmt: skip
+    backend: CommunicationBackend, job: VerifyJob, problem: Problem, reference: Reference
+) -> Comparison:
     """Train ``problem`` sharded and compare after each step. Collective; the same on all ranks."""
     start = problem.model.get_parameters()
     entries = problem.entries(start.size)
-    model, optimizer = _wrapped(backend, job, problem, schedule)
+    model, optimizer = _wrapped(backend, job, problem)
     # Norms under mixed precision, because `rounding_bounds` knows a bound for norms alone.
     size: Any = np.linalg.norm if job.precision else _largest
     columns = {"parameters": len(entries), "own gradients": len(entries)}
@@ -73,7 +73,8 @@ def compare(
             if own.shape != expected.shape:  # The factory has built another model here.
                 mine["own gradients"][step + 1] = np.inf
             else:
-                error, whole = np.subtract(own, expected, dtype=np.float64), size(expected)
+                error = reference.trained * np.subtract(own, expected, dtype=np.float64)
+                whole = size(reference.trained * expected)
                 sizes = [size(error[entry.start : entry.stop]) for entry in entries]
                 mine["own gradients"][step + 1] = [relative_error(s, 0.0, whole) for s in sizes]
         loss = optimizer.step_report(model, x, y, sample_start=begin).loss
@@ -105,29 +106,19 @@ def compare(
     )
 
 
-def _wrapped(
-    backend: CommunicationBackend, job: VerifyJob, problem: Problem, schedule: str
-) -> tuple[Any, Any]:
+def _wrapped(backend: CommunicationBackend, job: VerifyJob, problem: Problem) -> tuple[Any, Any]:
     """Return the sharded model and its optimizer. Collective."""
     config = ShardingConfiguration(
         backend,
         # Small enough for several units in a small model, too.
         minimum_parameter_group_size=min(1024, max(1, problem.model.get_parameters().size // 4)),
         precision=job.precision,
-        replica_size=job.replica_size,
     )
-    options = {**job.mesh.options, **({"schedule": schedule} if schedule else {})}
-    if job.replica_size is not None:  # the flag gives the data axis of all replicas together
-        options.pop("data_parallel_size", None)
+    options = job.options(problem)
     model = as_distributed(problem.model, config, job.strategy, **options)
     if problem.loss is not None:
         model.engine.loss = problem.loss
-    rule = RULES[job.optimizer](job.learning_rate)
-    if job.wrapper is None:
-        return model, as_distributed(rule, config, job.strategy, **options)
-    make, _ = WRAPPERS[job.wrapper]
-    late = {"allow_staleness": job.delay} if job.wrapper == "async" else {}
-    return model, make(rule, config, strategy=job.strategy, **late)
+    return model, as_distributed(problem.optimizer, config, job.strategy, **options)
 
 
 def _wrong_copies(model: ShardedModelBase) -> int:
@@ -192,13 +183,10 @@ def main() -> None:
     factory = load_factory(job.target)
 
     def train(backend: CommunicationBackend) -> None:
-        for schedule in job.mesh.schedules:
-            dtype = "float32" if job.precision else job.dtype
-            # A new one each time, because wrapping takes the arrays of the model.
-            problem = build_problem(factory, job.seed, dtype)
-            found = compare(backend, job, problem, Reference.read(job.folder), schedule)
-            if backend.rank == 0:
-                job.write(found, f"comparison-{schedule}")
+        problem = build_problem(factory, job.seed, "float32" if job.precision else None)
+        found = compare(backend, job, problem, Reference.read(job.folder))
+        if backend.rank == 0:
+            job.write(found, "comparison")
 
     launch(train, backend=job.backend, world_size=job.world_size)
 

@@ -29,7 +29,6 @@ from mpishard.models.strategies.mesh_options import (
     replica_count,
 )
 from mpishard.models.wrapper.base import ShardedModelBase
-from mpishard.models.wrapper.wrapping import require_bfloat16
 from mpishard.pipeline import (
     ActivationCheckpointConfig,
     GPipeSchedule,
@@ -87,11 +86,9 @@ class MeshModel(ShardedModelBase):
         check_leaves(self._config, self.world_size, model_size=pipeline * tensor)
 
     def _on_before_initialize_sharding(self) -> None:
-        model, config, options = self._wrapped_model, self._config, self._options
-        if not config.auto_sync_gradients:
+        model, options = self._wrapped_model, self._options
+        if not self._config.auto_sync_gradients:
             raise ValueError(ALONE_ON_A_MESH)
-        if config.precision is not None:
-            require_bfloat16(model)  # before the ranks exchange anything
         if isinstance(model, ILayeredModel):
             return
         name = type(model).__name__

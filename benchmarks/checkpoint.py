@@ -1,17 +1,23 @@
-"""``mpishard bench checkpoint``: time of saving, saving beside training, and loading."""
+"""Time of saving, of saving beside training and of loading, and of plain writing and reading.
 
-from __future__ import annotations
+    mpishard run -n 2 benchmarks/checkpoint.py
+    mpishard run -n 2 benchmarks/checkpoint.py --size 1GiB --folder /scratch --json FILE
 
+All ranks must see the folder. The files are removed.
+"""
+
+import argparse
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
+from harness import measure, options, positive, size
 from rich.table import Table
 
 from mpishard import checkpoint, nn
@@ -85,7 +91,6 @@ class CheckpointBenchmark:
     nbytes: int
     repeats: int
     folder: Path
-    key: ClassVar[str] = "checkpoint"
 
     def layers(self, world_size: int) -> int:
         """Return the number of layers of 1024 x 1024 that make up the size."""
@@ -236,3 +241,21 @@ def _read(file: Path, out: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     with file.open("rb", buffering=0) as opened:
         for start in range(0, out.size, _PART):
             opened.readinto(out[start : start + _PART].data)
+
+
+def main(backend: CommunicationBackend, arguments: argparse.Namespace) -> tuple[Any, Table]:
+    """Measure."""
+    benchmark = CheckpointBenchmark(arguments.size, arguments.repeats, arguments.folder)
+    results = benchmark.run(backend)
+    rows = [asdict(result) for result in results]
+    return {"checkpoint": rows}, benchmark.table(results, backend.world_size)
+
+
+if __name__ == "__main__":
+    parser = options(__doc__)
+    parser.add_argument(
+        "--size", type=size, default="256MiB", help="of each rank's file, about; default: 256MiB"
+    )
+    parser.add_argument("--repeats", type=positive, default=7, help="of each; default: 7")
+    parser.add_argument("--folder", type=Path, default=Path(), help="default: this folder")
+    measure(main, parser.parse_args())

@@ -1,13 +1,19 @@
-"""``mpishard bench speedup``: one batch on all ranks together, and on one rank."""
+"""Time of a step that tensor or pipeline parallelism divides, and of the same step on one rank.
 
-from __future__ import annotations
+mpishard run -n 2 benchmarks/speedup.py
+mpishard run -n 2 benchmarks/speedup.py --way gpipe 1f1b --layers 6 --batch 16 --json FILE
 
+All ways take turns in one job. While rank 0 steps alone, the other ranks sleep.
+"""
+
+import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+from harness import measure, options, positive
 from rich.table import Table
 
 from mpishard import nn
@@ -17,12 +23,14 @@ from mpishard.cli.wording import bytes_text, counted
 from mpishard.communication import CommunicationBackend
 from mpishard.models.programs.mesh_program import MeshProgram
 from mpishard.models.strategies.mesh_parallel import MeshModel
-from mpishard.pipeline import measured_layer_costs
+from mpishard.pipeline import SCHEDULE_NAMES, measured_layer_costs
 from mpishard.sharding import ShardingConfiguration
 from mpishard.tensor import TensorParallelLayerPartitioner
 
 TENSOR = "tensor"
 """The way without a pipeline: the tensor axis."""
+
+WAYS = (TENSOR, *SCHEDULE_NAMES)
 
 _ONE = "one rank"
 _HEAD_SIZE = 64
@@ -91,7 +99,6 @@ class SpeedupBenchmark:
     steps: int = 10
     warmup: int = 2
     ways: Sequence[str] = ()
-    key: ClassVar[str] = "speedup"
 
     def build_model(self) -> nn.GPT:
         """Return the model, without arrays yet.
@@ -212,3 +219,42 @@ def _sent(model: Any) -> int:
         return 0
     groups = {id(g): g for g in (model.mesh.pipeline, model.mesh.tensor, model.mesh.world)}
     return sum(group.traffic.total_bytes for group in groups.values())
+
+
+def main(backend: CommunicationBackend, arguments: argparse.Namespace) -> tuple[Any, Table]:
+    """Measure.
+
+    Raises
+    ------
+    ValueError
+        For one rank, which shares a step with nobody.
+    """
+    if backend.world_size == 1:
+        text = "ranks that share a step are compared with one alone: start two or more, as -n 2"
+        raise ValueError(text)
+    sizes = (arguments.width, arguments.layers, arguments.batch, arguments.micro_batches)
+    ways = WAYS if "all" in arguments.way else arguments.way
+    benchmark = SpeedupBenchmark(*sizes, arguments.steps, arguments.warmup, ways)
+    results = benchmark.run(backend)
+    return {"speedup": [asdict(result) for result in results]}, benchmark.table(
+        results, backend.world_size
+    )
+
+
+if __name__ == "__main__":
+    parser = options(__doc__)
+    parser.add_argument(
+        "--way", nargs="+", choices=[*WAYS, "all"], default=[TENSOR, "1f1b", "zb-h1"]
+    )
+    for name, default, text in (
+        ("width", 512, "width of the GPT"),
+        ("layers", 4, "number of its blocks"),
+        ("batch", 32, "sequences of a step, of all ranks together"),
+        ("micro-batches", 8, "micro-batches of pipelines"),
+        ("steps", 7, "steps that count"),
+        ("warmup", 1, "steps before them"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=positive, default=default, help=f"{text}; default: {default}"
+        )
+    measure(main, parser.parse_args())
