@@ -45,7 +45,7 @@ SPARED = {
         "not called: no other rank reads a private vector, which needs no fence",
     ("LayerChain._forward", "parameters.backend.progress()"): _PROGRESS,
     ("LayerChain.backward", "parameters.backend.progress()"): _PROGRESS,
-    ("ExchangedGradients.reduce", "self.exchange.across.progress()"): _PROGRESS,
+    ("_Progressing.reduce", "self._across.progress()"): _PROGRESS,
     ("UpdateStage.staged", "synchronize(near[0] if self._is_on_gpu else parameters[0])"):
         "a second wait: copies to the host block, and collectives wait for the GPU themselves",
     ("TrainingRun._hooks", "data.progress"): "a flag of the user's, of the same name",
@@ -58,15 +58,15 @@ _MANY_LATE = f"{_LATE}::test_many_steps_are_the_textbooks_on_every_rank"
 _DROPPED = f"{_LATE}::test_a_buffer_is_written_to_when_its_dropped_message_has_ended"
 _COMPRESSED = "optimizers/test_compression.py::test_many_steps_are_the_textbooks"
 TESTED = {
-    ("Engine.update_again", "self.world.all_reduce(squared)"):
+    ("ExchangedPasses.again", "engine.world.all_reduce(squares, subject=engine.layout.subject)"):
         f"{_LATE}::test_what_is_pending_is_applied_as_by_later_steps",
     ("CompressedSums.exchange", "self.across.all_reduce_async(array)"): _COMPRESSED,
     ("CompressedSums.exchange", "work.wait()"):
         "optimizers/test_compression.py::test_whole_gradients_of_the_first_steps_are_waited_for",
     ("CompressedSums._exchange_unit", "self.across.all_reduce(part.values)"): _COMPRESSED,
-    ("ExchangedGradients.reduce", "self._inner.reduce(unit)"): _COMPRESSED,
-    ("ExchangedGradients.settle", "self._inner.settle()"): _COMPRESSED,
-    ("ExchangedGradients.finish", "self._inner.finish()"): _COMPRESSED,
+    ("_Progressing.reduce", "self._inner.reduce(unit)"): _COMPRESSED,
+    ("DelayedState.apply_pending", "passes.store.spread()"):
+        f"{_LATE}::test_what_is_pending_is_applied_as_by_later_steps",
     ("DelayedSums.exchange", "self._stale[0].wait()"): _DROPPED,
     ("DelayedSums.expect", "self._stale.pop().wait()"): _DROPPED,
     ("DelayedSums.exchange", "self.across.all_reduce_async(array)"): _MANY_LATE,

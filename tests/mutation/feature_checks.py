@@ -81,7 +81,7 @@ def late_gradients_that_one_rank_has_dropped(problems: Any) -> None:
         model, optimizer = delayed(backend)
         optimizer.step(model, *problems.local_batch(backend, "mlp", 0))
         if backend.rank == 1:
-            model.engine.gradients.abandon()
+            model.engine.passes.abandon()
         refused(ShardingError, "other gradients under way", optimizer.apply_pending_gradients)
 
     run(body)

@@ -32,7 +32,9 @@ def reference(backend: Any, name: str) -> Callable[..., Any]:
     return functools.partial(globals()[name], backend)
 
 
-def all_reduce(backend: Any, array: Any, operation: Any = None, *, out: Any = None) -> Any:
+def all_reduce(
+    backend: Any, array: Any, operation: Any = None, *, out: Any = None, subject: int = 0
+) -> Any:
     """The array as it is."""
     if out is None:
         return array
@@ -53,12 +55,12 @@ def all_to_all_async(*arguments: Any) -> Done:
     return Done(all_to_all(*arguments))
 
 
-def reduce_scatter(backend: Any, array: Any) -> Any:
+def reduce_scatter(backend: Any, array: Any, *, subject: int = 0) -> Any:
     """This rank's own part."""
     return array[ShardLayout(len(array), backend.world_size).slice(backend.rank)].copy()
 
 
-def reduce_scatter_async(backend: Any, array: Any, *, out: Any = None) -> Done:
+def reduce_scatter_async(backend: Any, array: Any, *, out: Any = None, subject: int = 0) -> Done:
     """This rank's own part."""
     mine = reduce_scatter(backend, array)
     if out is None:
@@ -67,7 +69,7 @@ def reduce_scatter_async(backend: Any, array: Any, *, out: Any = None) -> Done:
     return Done(out)
 
 
-def all_gather(backend: Any, array: Any, *, out: Any = None) -> Any:
+def all_gather(backend: Any, array: Any, *, out: Any = None, subject: int = 0) -> Any:
     """As if all ranks had what this one has; of an ``out``, this rank's part alone."""
     if out is None:
         return np.concatenate([array] * backend.world_size)
@@ -79,16 +81,18 @@ def all_gather_async(*arguments: Any, **options: Any) -> Done:
     return Done(all_gather(*arguments, **options))
 
 
-def broadcast(backend: Any, array: Any, root: int = 0) -> Any:
+def broadcast(backend: Any, array: Any, root: int = 0, *, subject: int = 0) -> Any:
     return array
 
 
-def scatter(backend: Any, array: Any, root: int = 0, *, counts: Sequence[int]) -> Any:
+def scatter(
+    backend: Any, array: Any, root: int = 0, *, counts: Sequence[int], subject: int = 0
+) -> Any:
     """The root's own part, and zeros elsewhere."""
     return np.zeros(counts[backend.rank]) if array is None else array[: counts[0]].copy()
 
 
-def gather(backend: Any, array: Any, root: int = 0) -> Any:
+def gather(backend: Any, array: Any, root: int = 0, *, subject: int = 0) -> Any:
     return array if backend.rank == root else None
 
 
@@ -105,16 +109,16 @@ def allocate_arena(backend: Any, length: int, dtype: Any) -> None:
     """As where nothing can be shared."""
 
 
-def reduce_into(arena: Any, out: Any, part: slice = slice(None)) -> Done:
+def reduce_into(arena: Any, out: Any, part: slice = slice(None), *, subject: int = 0) -> Done:
     """This rank's own part."""
     return reduce_scatter_async(arena._reduce_scatter.__self__, arena.mine[part], out=out)
 
 
-def barrier_async(backend: Any) -> Done:
+def barrier_async(backend: Any, *, subject: int = 0) -> Done:
     return Done()
 
 
-def fence(arena: Any) -> Done:
+def fence(arena: Any, *, subject: int = 0) -> Done:
     return Done()
 
 
@@ -142,10 +146,10 @@ def sum_over_owners(context: Any, array: Any) -> Any:
     return array
 
 
-def nothing(*arguments: Any) -> None:
+def nothing(*arguments: Any, **options: Any) -> None:
     """Of what gives nothing back, nothing is left."""
 
 
 barrier = progress = wait = nothing
 _share = _finish_oldest = deal_constants = fill = finish = publish = nothing
-reduce = refresh = settle = synchronize = nothing
+reduce = refresh = settle = spread = synchronize = nothing

@@ -394,9 +394,8 @@ class LeafPasses(Passes):
             self.run(engine, inputs, targets, start, is_last=number == len(batches))
         return self.reduced(engine, engine.round.loss, settings)
 
-    def settle_model(self, engine: Engine) -> None:
-        if engine.program.settle(engine.backend):
-            self.leaves.refuse_changes()
+    def model_changed(self) -> None:
+        self.leaves.refuse_changes()
 
     def reduced(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Reduced:
         message = self.leaves.message(engine.round.parts, self.store.owned(self.counted(engine)))

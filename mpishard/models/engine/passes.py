@@ -127,14 +127,18 @@ class Passes:
             sample_start=sample_start,
         )  # fmt: skip
         round_.add(*own)
-        # Only models that are computed whole have state that a pass changes.
-        if is_last and engine.program.needs_whole_parameters:
+        if is_last:
             self.settle_model(engine)
         return own
 
     def settle_model(self, engine: Engine) -> None:
         """Make a model's state equal that a pass has changed on each rank. Collective."""
-        engine.program.settle(engine.backend)
+        # Only models that are computed whole have such state.
+        if engine.program.needs_whole_parameters and engine.program.settle(engine.backend):
+            self.model_changed()
+
+    def model_changed(self) -> None:
+        """Hook: the last pass has changed the model's state, such as batch statistics."""
 
     def counted(self, engine: Engine) -> Sequence[Piece]:
         """Return this rank's pieces in a norm over all ranks, which count each element once."""
@@ -184,6 +188,8 @@ class OwnPasses(Passes):
     def require(self, engine: Engine) -> None:
         """Refuse a strategy whose ranks cannot update alone."""
         engine.replicas.require_drifting()
+        if engine.leaves is not None:
+            engine.passes.require(engine)  # which refuses it
 
     def gradient(
         self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None

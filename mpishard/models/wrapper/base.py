@@ -49,7 +49,6 @@ from mpishard.models.wrapper.wrapped import (
 )
 from mpishard.models.wrapper.wrapping import (
     build_engine,
-    deal,
     give_up_ownership,
     is_owned_by,
     program_of,
@@ -188,7 +187,7 @@ class ShardedModelBase(IShardedModel):
         say_what_is_slow(self._config, program)
         if self.gradient_leaves is not None:
             say_what_may_differ(self._config, program.dtype)
-        deal(self.engine, program.fill)
+        program.vector.deal(self.engine.parameters, self.backend, program.fill)
         program.deal_constants(self.backend)
         store = self.engine.parameters
         reason = program.take_over(store, f"a {type(self).__name__}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mpishard.arrays import Array, reuse_freed_memory
+from mpishard.arrays import reuse_freed_memory
 from mpishard.bfloat16 import BFLOAT16
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.compilation import numba_module
@@ -270,20 +270,6 @@ def build_engine(
         leaves = GradientLeaves(config, parameters.backend, program.dtype)
         passes = LeafPasses(make_gradients, leaves, config)
     return Engine(program, parameters, passes, state_layout, policy, config)
-
-
-def deal(engine: Engine, fill: Callable[[int, Array], None]) -> None:
-    """Distribute rank 0's values, which ``fill(start, out)`` writes on rank 0. Collective."""
-    across = engine.replica.across
-    # Each group of ranks with a replica first distributes the values of its own first rank. Then
-    # all groups take those of the first group.
-    is_grouped = across is not None and not engine.replica.is_on_mesh
-    root = engine.backend if is_grouped else engine.world
-    engine.program.vector.deal(engine.parameters, root, fill)
-    if across is not None and is_grouped:
-        for values in engine.parameters.owned(engine.own_pieces):
-            across.broadcast(values, root=0)
-        engine.parameters.publish(engine.own_pieces)
 
 
 def make_parameter_store(layout: StoreLayout, policy: Policy) -> ParameterStore:

@@ -168,8 +168,12 @@ class ExchangedPasses(Passes):
             inner: GradientStore = ReplicatedGradients(layout)
         else:
             inner = make_gradient_store(layout, engine.policy, in_leaves=True)
+            # Ranks that repeat the work on a black box must draw the same numbers: they have one
+            # key.
+            is_whole = engine.program.needs_whole_parameters
+            ranks = engine.backend if is_whole else replica.together
             # A replica of one rank has the same keys with and without ``replica_size``.
-            place = () if replica.together.world_size == 1 else (replica.together.rank,)
+            place = () if ranks.world_size == 1 else (ranks.rank,)
             alike = engine.program.vector.held_alike()
         pieces = layout.pieces(sharded=not self._is_alone)
         trained = [piece for piece in pieces if piece.unit.index not in layout.frozen]
@@ -192,8 +196,7 @@ class ExchangedPasses(Passes):
         if is_last:
             self.exchange.exchange(self.sums())
             self.store.spread()
-            if engine.program.needs_whole_parameters:
-                self.settle_model(engine)
+            self.settle_model(engine)
         return own
 
     def sums(self) -> list[Array]:
