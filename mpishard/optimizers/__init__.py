@@ -1,12 +1,13 @@
-"""Update rules, schedules, sharded optimizers, and the training loop, in three chapters.
+"""Update rules, schedules, sharded optimizers, and the training loop, in four chapters.
 
 `rules` has the arithmetic of updates: begin with `rules.elementwise`. `sharded` runs a rule on the
 part of a model that each rank owns: `sharded.base`, and `sharded.strategies` for the table of
-strategies. `loop` is `optimize`: epochs, evaluation, early stopping, checkpoints and resume, in
+strategies. `replicas` has the optimizers whose replicas exchange little, or late. `loop` is
+`optimize`: epochs, evaluation, early stopping, checkpoints and resume, in
 `loop.loop`. Other modules: `plain` runs a rule on plain models and vectors in one process,
 and `minimization` is `minimize`, which runs L-BFGS on a function.
 
-The order is loop, rules, sharded, and plain or minimization; a chapter imports from those before
+The order is loop, rules, sharded, and plain, replicas or minimization; a chapter imports from those before
 it. Only this module joins a rule to its holder in `plain`, because a rule's own `optimize` runs all
 other chapters.
 """
@@ -16,6 +17,9 @@ from mpishard.optimizers.loop.evaluation import DatasetResult
 from mpishard.optimizers.loop.result import FitDetectionResult, FitType, OptimizationResult
 from mpishard.optimizers.minimization import OptimizeResult, minimize
 from mpishard.optimizers.plain import PlainTraining
+from mpishard.optimizers.replicas.asynchronous import AsyncSGDOptimizer
+from mpishard.optimizers.replicas.compression import GradientCompressionOptimizer
+from mpishard.optimizers.replicas.local_sgd import LocalSGDOptimizer
 from mpishard.optimizers.rules.elementwise import SGD, Adagrad, Adam, AdamW, Lion, RMSprop
 from mpishard.optimizers.rules.lamb import LAMB
 from mpishard.optimizers.rules.lbfgs import LBFGS
@@ -34,10 +38,7 @@ from mpishard.optimizers.rules.schedules import (
     StepDecay,
     WarmUp,
 )
-from mpishard.optimizers.sharded.asynchronous import AsyncSGDOptimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
-from mpishard.optimizers.sharded.compression import GradientCompressionOptimizer
-from mpishard.optimizers.sharded.local_sgd import LocalSGDOptimizer
 from mpishard.optimizers.sharded.strategies import (
     DDPOptimizer,
     ElasticOptimizer,

@@ -17,7 +17,7 @@ from mpishard import nn
 from mpishard.checkpoint.format.consensus import all_texts
 from mpishard.errors import CheckpointError, NonFiniteLossError, ShardingError
 from mpishard.optimizers import LBFGS, GradientCompressionOptimizer
-from mpishard.optimizers.sharded.codes import Int8, Quantization, TopK
+from mpishard.optimizers.replicas.codes import Int8, Quantization, TopK
 from mpishard.sharding.regions import put_region
 from mpishard.testing.worlds import in_worlds
 

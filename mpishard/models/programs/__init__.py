@@ -4,7 +4,6 @@ Begin with `program`, the interface, and `layered_program`, which runs a chain o
 unshards, computes and reduces unit by unit: the heart of FSDP. `opaque_program` calls a black box,
 `placed_program` a model that computes with the store's own memory. `mesh_program` computes pipeline
 stages and tensor slices, laid out by `stage_layout`. `mesh_replica` is the ranks that compute one
-batch together, `leaves` the parts of a batch and of its gradient whose sums do not depend on the
-number of ranks.
+batch together.
 Imports `stores`.
 """

@@ -3,8 +3,6 @@
 Begin with `parameter_store` and `gradient_store`: an interface each, and a class for each way to
 hold a flat vector: replicated, sharded, once per node. `store_layout` says how a rank's flat vector
 is divided and where memory is booked; `vector` distributes the model's vector and gathers it.
-`exchanged_gradients` sums inside replicas and lets an optimizer send less between them, or later:
-`compressed_sums`, whose codes are in `compression`, and `delayed_sums`. `offload` keeps a GPU
-model's vectors in host memory.
+`offload` keeps a GPU model's vectors in host memory.
 Imports no other chapter of models.
 """

@@ -4,9 +4,6 @@ Begin with `base.ShardedOptimizerBase`, which has every member, and `state.Model
 state for one model, the update of a step, and the step that evaluates a batch several times.
 `strategies` is the table of the optimizers, one for each strategy, and the one whose number of
 ranks may change. `state_bytes` has what a checkpoint has of the state, in memory or as bytes.
-`compression` and `local_sgd` are the optimizers that send little, with `local_state` and
-`exchange`, the state and the messages of the latter. `asynchronous` uses late gradients, with
-`delayed_state`, those under way.
 
 This chapter imports from `rules` and `loop`.
 """

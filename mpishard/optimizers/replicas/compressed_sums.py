@@ -14,8 +14,8 @@ from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.layout import ShardLayout
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
-from mpishard.optimizers.sharded.codes import Code
-from mpishard.optimizers.sharded.exchanged_passes import Part, SumExchange
+from mpishard.optimizers.replicas.codes import Code
+from mpishard.optimizers.replicas.exchanged_passes import Part, SumExchange
 
 
 class ErrorFeedback:

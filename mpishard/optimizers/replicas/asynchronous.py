@@ -5,8 +5,8 @@ from __future__ import annotations
 from mpishard.arguments import as_count
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
+from mpishard.optimizers.replicas.delayed_state import DelayedState
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
-from mpishard.optimizers.sharded.delayed_state import DelayedState
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.optimizers.sharded.strategies import model_of_replicas, require_replicas
 from mpishard.sharding import ShardingConfiguration

@@ -18,10 +18,10 @@ from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.passes import Passes, Reduced, local_gradients
 from mpishard.models.engine.update import StepReport, Update, written_here
 from mpishard.models.stores.gradient_store import squared_norm
+from mpishard.optimizers.replicas.codes import Code, Int8, Rounded
+from mpishard.optimizers.replicas.exchange import CodedExchange, Exchange
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.sharded.codes import Code, Int8, Rounded
-from mpishard.optimizers.sharded.exchange import CodedExchange, Exchange
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import Piece
 

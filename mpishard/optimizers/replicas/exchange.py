@@ -11,7 +11,7 @@ from mpishard.communication import CommunicationBackend, ReductionOperation, Wor
 from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.layout import ShardLayout
 from mpishard.observe.ledger import MemoryCategory, MemoryLedger
-from mpishard.optimizers.sharded.codes import Code
+from mpishard.optimizers.replicas.codes import Code
 from mpishard.sharding import Piece
 
 

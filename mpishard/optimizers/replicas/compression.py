@@ -15,12 +15,12 @@ from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import written_here
 from mpishard.models.stores.store_layout import StoreLayout
+from mpishard.optimizers.replicas.codes import Code, Int8, Quantization, TopK
+from mpishard.optimizers.replicas.compressed_sums import CompressedSums, ErrorFeedback
+from mpishard.optimizers.replicas.delayed_state import DelayedState
+from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses, Part
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
-from mpishard.optimizers.sharded.codes import Code, Int8, Quantization, TopK
-from mpishard.optimizers.sharded.compressed_sums import CompressedSums, ErrorFeedback
-from mpishard.optimizers.sharded.delayed_state import DelayedState
-from mpishard.optimizers.sharded.exchanged_passes import ExchangedPasses, Part
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.optimizers.sharded.strategies import model_of_replicas, require_replicas
 from mpishard.sharding import Piece, ShardingConfiguration

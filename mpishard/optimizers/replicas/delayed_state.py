@@ -14,9 +14,9 @@ from mpishard.checkpoint.format.consensus import differences
 from mpishard.errors import ShardingError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.update import StepReport, Update
+from mpishard.optimizers.replicas.delayed_sums import DelayedSums
+from mpishard.optimizers.replicas.exchanged_passes import ExchangedPasses
 from mpishard.optimizers.rules.rule import Optimizer
-from mpishard.optimizers.sharded.delayed_sums import DelayedSums
-from mpishard.optimizers.sharded.exchanged_passes import ExchangedPasses
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.sharding import Piece
 

@@ -9,9 +9,9 @@ from typing import Any
 from mpishard.arguments import as_count, require_type
 from mpishard.contracts import IOptimizer
 from mpishard.models import ShardedModelBase
+from mpishard.optimizers.replicas.local_state import CODES, LocalSettings, LocalState
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
-from mpishard.optimizers.sharded.local_state import CODES, LocalSettings, LocalState
 from mpishard.optimizers.sharded.state import ModelState
 from mpishard.optimizers.sharded.strategies import model_of_replicas
 from mpishard.sharding import ShardingConfiguration

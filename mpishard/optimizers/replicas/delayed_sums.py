@@ -8,7 +8,7 @@ from mpishard.arrays import Array, chunk_length
 from mpishard.communication import CommunicationBackend, Work
 from mpishard.models.stores.store_layout import StoreLayout
 from mpishard.observe.ledger import MemoryCategory
-from mpishard.optimizers.sharded.exchanged_passes import Part, SumExchange
+from mpishard.optimizers.replicas.exchanged_passes import Part, SumExchange
 from mpishard.sharding import Piece
 
 
