@@ -22,14 +22,14 @@ from mpishard import contracts, optimizers
 from mpishard.nn import ComputationNode, Loss
 
 COLLECTIVES = """
-    all_reduce(array, operation=SUM, *, out=None)
-    reduce_scatter(array, operation=SUM, *, counts=None, strict=False, out=None)
-    all_gather(array, *, out=None)
-    broadcast(array, root=0)
-    scatter(array, root=0, *, counts=None, strict=False)
-    gather(array, root=0)
+    all_reduce(array, operation=SUM, *, out=None, subject=0)
+    reduce_scatter(array, operation=SUM, *, counts=None, strict=False, out=None, subject=0)
+    all_gather(array, *, out=None, subject=0)
+    broadcast(array, root=0, *, subject=0)
+    scatter(array, root=0, *, counts=None, strict=False, subject=0)
+    gather(array, root=0, *, subject=0)
     all_to_all(parts)
-    barrier()
+    barrier(*, subject=0)
 """
 TWINS = re.sub(r"(\w+)\(", r"\1_async(", COLLECTIVES)
 BACKEND = f"""

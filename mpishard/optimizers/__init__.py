@@ -7,9 +7,9 @@ strategies. `replicas` has the optimizers whose replicas exchange little, or lat
 `loop.loop`. Other modules: `plain` runs a rule on plain models and vectors in one process,
 and `minimization` is `minimize`, which runs L-BFGS on a function.
 
-The order is loop, rules, sharded, and plain, replicas or minimization; a chapter imports from those before
-it. Only this module joins a rule to its holder in `plain`, because a rule's own `optimize` runs all
-other chapters.
+The order is loop, rules, sharded, and plain, replicas or minimization; a chapter imports from those
+before it. Only this module joins a rule to its holder in `plain`, because a rule's own `optimize`
+runs all other chapters.
 """
 
 from mpishard.optimizers.loop.data import OptimizationInputData
