@@ -150,6 +150,6 @@ def nothing(*arguments: Any, **options: Any) -> None:
     """Of what gives nothing back, nothing is left."""
 
 
-barrier = progress = wait = nothing
+barrier = progress = wait = wait_until_over = nothing
 _share = _finish_oldest = deal_constants = fill = finish = publish = nothing
 reduce = refresh = settle = spread = synchronize = nothing
