@@ -233,7 +233,7 @@ class Engine:
         elif self.replicas.weight:
             self.replicas.require_equal("a synchronised step")
         if self.leaves is not None:
-            self.leaves.require(self._config, accumulates=self.round.accumulates)
+            self.leaves.require(self._config)
         try:
             if self.replica.is_on_mesh:
                 self.replica.require_one_batch("step", x, y, everywhere=True)

@@ -11,7 +11,6 @@ import numpy as np
 from mpishard.communication import ProcessMesh
 from mpishard.communication.mesh import AXES
 from mpishard.contracts import ILayeredModel, ModelMetadata
-from mpishard.models.engine.replicas import ALONE_ON_A_MESH
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.leaves import check_leaves
 from mpishard.models.programs.mesh_program import MeshProgram
@@ -39,6 +38,7 @@ from mpishard.pipeline import (
     partition_layers,
 )
 from mpishard.sharding import Placement, ShardingConfiguration
+from mpishard.sharding.refusals import refuse_for_model, refuse_updates_alone
 from mpishard.tensor import check_sequence
 
 _log = logging.getLogger("mpishard")
@@ -89,7 +89,7 @@ class MeshModel(ShardedModelBase):
     def _on_before_initialize_sharding(self) -> None:
         model, config, options = self._wrapped_model, self._config, self._options
         if not config.auto_sync_gradients:
-            raise ValueError(ALONE_ON_A_MESH)
+            refuse_updates_alone("here ranks hold parts of one")
         if config.precision is not None:
             require_bfloat16(model)  # before the ranks exchange anything
         if isinstance(model, ILayeredModel):
@@ -100,19 +100,13 @@ class MeshModel(ShardedModelBase):
             f"schedule={options.schedule.name!r}": not isinstance(options.schedule, GPipeSchedule),
             "partition_strategy": options.partition_strategy is not None,
             "sequence_parallel=True": options.sequence_parallel,
+            "checkpoint_config": self._recomputes,
         }
-        refused = [option for option, is_given in for_layers.items() if is_given]
-        if refused:
-            raise ValueError(
-                f"{', '.join(refused)}: this divides the work on layers, and {name} is a black "
-                "box, which each rank computes whole: leave it out, or give a model that "
-                "implements ILayeredModel (mpishard.nn)"
-            )
-        if self._recomputes:
-            raise NotImplementedError(
-                f"{name} is a black box, of whose activations nothing is known: give "
-                "checkpoint_config=None, or a model that implements ILayeredModel (mpishard.nn)"
-            )
+        if refused := [option for option, is_given in for_layers.items() if is_given]:
+            refuse_for_model(
+                ", ".join(refused), name, "is a black box without layers: leave it out, or give a "
+                "model that implements ILayeredModel (mpishard.nn)",
+            )  # fmt: skip
 
     def _initialize_sharding(self) -> None:
         super()._initialize_sharding()
