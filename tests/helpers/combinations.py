@@ -1,13 +1,17 @@
-"""Each choice of a user, alone and with others: accepted and right, or refused, and with which words.
+"""Trials of a user's choices together: accepted and right, or refused, and with which words.
 
-A trial trains a tiny model for a few steps on four thread-ranks. Trained parameters are compared with those of
-single-process training, which is written anew here. ``scripts/make_combinations.py`` makes tables of trials.
+A trial trains a tiny model for two steps on four thread-ranks. If the choices are accepted, the
+parameters are compared with those of training in one process, which is written anew here; if they
+are refused, all ranks must raise the same error before the refused call has communicated.
+``scripts/make_combinations.py`` makes the tables of docs/combinations.md from trials.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,53 +26,51 @@ import mpishard as ms
 from mpishard import nn
 from mpishard.arrays import beside, to_host
 from mpishard.devices import Device
-from mpishard.errors import ShardingError
+from mpishard.pipeline import ActivationCheckpointConfig
 
 RANKS = 4
-STEPS = 3
+STEPS = 2
 RATE = 0.1
-REFUSALS = (TypeError, ValueError, NotImplementedError, ShardingError)
+EXACT = 1e-12
+ROUNDED = 0.05  # of the way that the parameters went
 
 STRATEGIES: dict[str, Mapping[str, int]] = {
-    "ddp": {},
-    "zero1": {},
-    "zero2": {},
-    "fsdp": {},
-    "tensor": {},
-    "pipeline": {},
-    "hybrid": {"pipeline_parallel_size": 2, "tensor_parallel_size": 1},
-}
-"""Strategy -> options. The axes of "hybrid" make up two ranks, a replica in some trials."""
+    "ddp": {}, "zero1": {}, "zero2": {}, "fsdp": {}, "tensor": {}, "pipeline": {},
+    "hybrid": {"pipeline_parallel_size": 2},
+}  # fmt: skip
+"""Strategy -> its options. The pipeline of "hybrid" fits into a replica of two ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Something that a user may choose beside a strategy and a model.
+    """A choice beside the strategy and the model.
 
     Attributes
     ----------
     code : str
         The choice as a user writes it.
     kind : str
-        Only one choice of a kind can be made.
-    config : mapping
-        Arguments of `ShardingConfiguration`.
+        Of each kind one choice can be made.
+    config, options : mapping
+        Arguments of `ShardingConfiguration`, and of the strategy.
     wraps : callable, optional
         ``wraps(rule, config, strategy)`` makes the optimizer.
     tolerance : float
-        Largest difference from single-process training: absolute if 1e-12, and relative to the distance that
-        the parameters moved if the choice rounds.
+        Largest difference from training in one process.
+    delay : int
+        Steps by which gradients are late.
     """
 
     code: str
     kind: str
     config: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     wraps: Callable[[Any, Any, str], Any] | None = None
-    tolerance: float = 1e-12
+    tolerance: float = EXACT
     delay: int = 0
 
 
-def _local(rule: Any, config: Any, strategy: str) -> Any:
+def _local_steps(rule: Any, config: Any, strategy: str) -> Any:
     return ms.LocalSGDOptimizer(rule, config, 1, strategy=strategy)
 
 
@@ -80,53 +82,44 @@ def _late(rule: Any, config: Any, strategy: str) -> Any:
     return ms.AsyncSGDOptimizer(rule, config, 1, strategy=strategy)
 
 
-_ALL_OFFLOAD = {f"cpu_offload_{name}": True for name in ("optimizer", "gradients", "parameters")}
-_OF_TWO = {"replica_size": 2}
+def _wrapper(name: str, wraps: Any, size: int | None = None, **others: Any) -> Choice:
+    code = f"{name}`, `replica_size" if size else name
+    return Choice(code=code, kind="optimizer", config={"replica_size": size}, wraps=wraps, **others)
+
+
 CHOICES: dict[str, Choice] = {
     "bfloat16": Choice(
-        code='precision="bfloat16"',
-        kind="precision",
-        config={"precision": "bfloat16"},
-        tolerance=0.05,
+        code='precision="bfloat16"', kind="precision", config={"precision": "bfloat16"},
+        tolerance=ROUNDED,
     ),
     "accumulate": Choice(code="accumulate()", kind="accumulation"),
     "defer": Choice(code="accumulate(defer=True)", kind="accumulation"),
     "leaves": Choice(code="gradient_leaves", kind="leaves", config={"gradient_leaves": RANKS}),
-    "rounded": Choice(
-        code="enable_gradient_compression",
-        kind="rounding",
-        config={"enable_gradient_compression": True},
-        tolerance=0.05,
+    "compression": Choice(
+        code="enable_gradient_compression", kind="compression",
+        config={"enable_gradient_compression": True}, tolerance=ROUNDED,
     ),
-    "offload": Choice(code="cpu_offload_*", kind="offload", config=_ALL_OFFLOAD),
+    "offload": Choice(
+        code="cpu_offload_...", kind="offload",
+        config={f"cpu_offload_{n}": True for n in ("optimizer", "gradients", "parameters")},
+    ),
     "alone": Choice(
         code="auto_sync_gradients=False", kind="alone", config={"auto_sync_gradients": False}
     ),
+    "micro": Choice(code="micro_batch_count", kind="micro", options={"micro_batch_count": 2}),
+    "recompute": Choice(
+        code="checkpoint_config", kind="recompute",
+        options={"checkpoint_config": ActivationCheckpointConfig(True)},
+    ),
     "lbfgs": Choice(code="LBFGS", kind="rule"),
-    "local": Choice(code="LocalSGDOptimizer", kind="optimizer", wraps=_local),
-    "int8": Choice(
-        code="GradientCompressionOptimizer", kind="optimizer", wraps=_int8, tolerance=0.05
-    ),
-    "late": Choice(code="AsyncSGDOptimizer", kind="optimizer", wraps=_late, delay=1),
-    "local groups": Choice(
-        code="LocalSGDOptimizer, replica_size", kind="optimizer", config=_OF_TWO, wraps=_local
-    ),
-    "int8 groups": Choice(
-        code="GradientCompressionOptimizer, replica_size",
-        kind="optimizer",
-        config=_OF_TWO,
-        wraps=_int8,
-        tolerance=0.05,
-    ),
-    "late groups": Choice(
-        code="AsyncSGDOptimizer, replica_size",
-        kind="optimizer",
-        config=_OF_TWO,
-        wraps=_late,
-        delay=1,
-    ),
-    "groups": Choice(code="replica_size", kind="optimizer", config=_OF_TWO),
-}
+    "local": _wrapper("LocalSGDOptimizer", _local_steps),
+    "int8": _wrapper("GradientCompressionOptimizer", _int8, tolerance=ROUNDED),
+    "late": _wrapper("AsyncSGDOptimizer", _late, delay=1),
+    "local groups": _wrapper("LocalSGDOptimizer", _local_steps, 2),
+    "int8 groups": _wrapper("GradientCompressionOptimizer", _int8, 2, tolerance=ROUNDED),
+    "late groups": _wrapper("AsyncSGDOptimizer", _late, 2, delay=1),
+    "groups": Choice(code="replica_size", kind="optimizer", config={"replica_size": 2}),
+}  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------- models
@@ -155,15 +148,11 @@ class LeastSquares:
         return regression(self.theta, x, y)[1]
 
 
-def _vector(rank: int, device: str) -> Any:
+def _vector(rank: int, device: str = "cpu") -> Any:
     return Device.parse(device).put(np.random.default_rng(rank).standard_normal(6))
 
 
-def _layers(rank: int, device: str, dtype: str) -> Any:
-    return nn.MLP([3, 8, 8, 8, 2], "tanh", seed=rank, dtype=dtype, device=device)
-
-
-def _module(rank: int, device: str, dtype: str) -> Any:
+def _torch_model(rank: int, dtype: str) -> Any:
     import torch
 
     chain = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
@@ -173,32 +162,47 @@ def _module(rank: int, device: str, dtype: str) -> Any:
     return ms.adapters.TorchModel(chain.to(getattr(torch, dtype)), torch.nn.functional.mse_loss)
 
 
-def _jax_loss(parameters: Any, x: Any, y: Any) -> Any:
-    import jax.numpy as jnp
-
-    return jnp.mean((x @ parameters["weight"] - y) ** 2)
-
-
-def _of_jax(rank: int, device: str, dtype: str) -> Any:
+def _jax_model(rank: int, dtype: str) -> Any:
     import jax
 
+    def loss(parameters: Any, x: Any, y: Any) -> Any:
+        return jax.numpy.mean((x @ parameters["weight"] - y) ** 2)
+
     jax.config.update("jax_enable_x64", True)
-    return ms.adapters.JaxModel(
-        _jax_loss, {"weight": _vector(rank, "cpu").reshape(3, 2).astype(dtype)}
-    )
+    return ms.adapters.JaxModel(loss, {"weight": _vector(rank).reshape(3, 2).astype(dtype)})
 
 
-MODELS: dict[str, Callable[[int, str, str], Any]] = {
-    "layers": _layers,
-    "torch": _module,
-    "jax": _of_jax,
-    "function": lambda rank, device, dtype: ms.FunctionModel(regression, _vector(rank, device)),
-    "black box": lambda rank, device, dtype: LeastSquares(_vector(rank, device)),
+MODELS = {
+    "layers": "layers of `mpishard.nn`",
+    "torch": "`TorchModel`",
+    "jax": "`JaxModel`",
+    "function": "`FunctionModel`",
+    "black box": "other object",
 }
+"""Kind of model -> its name in tables."""
 ON_HOST_ALONE = ("torch", "jax")
 
 
-# ------------------------------------------------------------------------------- what should come out
+def can_make(model: str) -> bool:
+    """Whether the package that a kind of model needs is installed."""
+    return model not in ON_HOST_ALONE or importlib.util.find_spec(model) is not None
+
+
+def make(model: str, rank: int, device: str = "cpu", dtype: str = "float64") -> Any:
+    """Return a plain model; of the values of several ranks, those of rank 0 count."""
+    match model:
+        case "layers":
+            return nn.MLP([3, 8, 8, 8, 2], "tanh", seed=rank, dtype=dtype, device=device)
+        case "torch":
+            return _torch_model(rank, dtype)
+        case "jax":
+            return _jax_model(rank, dtype)
+        case "function":
+            return ms.FunctionModel(regression, _vector(rank, device))
+    return LeastSquares(_vector(rank, device))
+
+
+# ---------------------------------------------------------------------------- what should come out
 
 
 def batch(step: int, part: int) -> tuple[Any, Any]:
@@ -209,8 +213,11 @@ def batch(step: int, part: int) -> tuple[Any, Any]:
 
 @functools.cache
 def expected(model: str, parts: int, delay: int) -> tuple[Any, Any]:
-    """Parameters before and after plain descent in one process, ``delay`` steps late."""
-    plain = MODELS[model](0, "cpu", "float64")
+    """Parameters before and after plain descent in one process, by gradients ``delay`` steps old.
+
+    The batch of a step has ``parts`` parts.
+    """
+    plain = make(model, 0)
     theta = first = np.array(plain.get_parameters())
     gradients: list[Any] = []
     for step in range(STEPS):
@@ -224,49 +231,56 @@ def expected(model: str, parts: int, delay: int) -> tuple[Any, Any]:
 
 
 @functools.cache
-def found_by_lbfgs(model: str) -> Any:
+def expected_of_lbfgs(model: str) -> Any:
+    """Parameters after steps of L-BFGS on one rank: the rule has tests of its own."""
     return ms.run_in_threads(1, train, "ddp", model, ("lbfgs",))[0]
 
 
-# ------------------------------------------------------------------------------------ what comes out
+# --------------------------------------------------------------------------------- what comes out
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outcome:
     """The end of a trial.
 
-    ``reason`` is None if the choices combine, and otherwise why they do not, or have no effect. ``site`` is the
-    place in the source that says so.
+    Attributes
+    ----------
+    reason : str, optional
+        Why the choices do not combine, or have no effect.
+    rule : str
+        The function that says so.
+    is_accepted : bool
+        Whether the choices are accepted.
     """
 
     reason: str | None = None
-    site: str = ""
-    has_sent: bool = False
+    rule: str = ""
+    is_accepted: bool = True
 
 
 def train(backend: Any, strategy: str, model: str, choices: Sequence[str]) -> Any:
-    """Return the trained parameters, or the refusal and whether its call had communicated."""
+    """Return the trained parameters, or an `Outcome` if the choices are refused."""
     made = [CHOICES[name] for name in choices]
     flags = {name: value for choice in made for name, value in choice.config.items()}
+    options = dict(STRATEGIES[strategy])
+    for choice in made:
+        options |= choice.options
     device = "cuda" if "offload" in choices and model not in ON_HOST_ALONE else "cpu"
     dtype = "float32" if "bfloat16" in choices else "float64"
-    options = STRATEGIES[strategy]
-    sent: dict[str, int] = {}
+    parts = 1 + bool({"accumulate", "defer"} & set(choices))
+    wraps = next((choice.wraps for choice in made if choice.wraps), None)
+    sent: Mapping[str, int] = {}
     try:
         config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=8, **flags)
-        sharded = ms.as_distributed(
-            MODELS[model](backend.rank, device, dtype), config, strategy, **options
-        )
+        plain = make(model, backend.rank, device, dtype)
+        sharded = ms.as_distributed(plain, config, strategy, **options)
         sent = dict(backend.traffic.calls)
         rule = ms.optimizers.LBFGS() if "lbfgs" in choices else ms.optimizers.SGD(RATE)
-        wraps = next((choice.wraps for choice in made if choice.wraps), None)
         if wraps is None:
             optimizer = ms.as_distributed(rule, config, strategy, **options)
         else:
             optimizer = wraps(rule, config, strategy)
-        parts = 1 + bool({"accumulate", "defer"} & set(choices))
         for step in range(STEPS):
-            sent = dict(backend.traffic.calls)
             for part in range(parts):
                 x, y = batch(step, part)
                 mine = sharded.batch_indices(len(x))
@@ -276,20 +290,24 @@ def train(backend: Any, strategy: str, model: str, choices: Sequence[str]) -> An
             if "alone" in choices:
                 sharded.synchronize_gradients()
         return to_host(sharded.gather_full_parameters())
-    except REFUSALS as error:
-        has_sent = dict(backend.traffic.calls) != sent
+    except (TypeError, ValueError) as error:
+        if dict(backend.traffic.calls) != sent:
+            raise AssertionError("refused after it had communicated") from error
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        site = f"{Path(frame.filename).relative_to(Path(ms.__file__).parent)}:{frame.lineno}"
-        return Outcome(f"{type(error).__name__}: {error}", site, has_sent)
+        return Outcome(str(error), f"{Path(frame.filename).stem}.{frame.name}", is_accepted=False)
 
 
 class _Messages(logging.Handler):
+    """Messages of the ranks of this trial, which are threads that it starts."""
+
     def __init__(self) -> None:
         super().__init__()
+        self._others = set(threading.enumerate())
         self.found: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
+        if threading.current_thread() not in self._others:
+            self.found.append(record.getMessage())
 
 
 def attempt(strategy: str, model: str, *choices: str) -> Outcome:
@@ -298,30 +316,31 @@ def attempt(strategy: str, model: str, *choices: str) -> Outcome:
     Raises
     ------
     AssertionError
-        If ranks disagree, or trained parameters are wrong.
+        If trained parameters are wrong, or ranks refuse differently, or too late.
     """
+    what = f"{strategy}, {model}, {', '.join(choices)}"
     messages, logger = _Messages(), logging.getLogger("mpishard")
-    level = logger.level
-    logger.addHandler(messages)
+    level, propagates, handlers = logger.level, logger.propagate, logger.handlers[:]
+    logger.handlers[:], logger.propagate = [messages], False
     logger.setLevel(logging.INFO)
     try:
         with installed() if "offload" in choices else nullcontext():
             results = ms.run_in_threads(RANKS, train, strategy, model, choices, timeout=20)
     finally:
-        logger.removeHandler(messages)
+        logger.handlers[:], logger.propagate = handlers, propagates
         logger.setLevel(level)
     if isinstance(results[0], Outcome):
-        assert all(each == results[0] for each in results), results
+        assert all(each == results[0] for each in results), f"{what}: {results}"
         return results[0]
-    made = [CHOICES[name] for name in choices]
     parts = 1 + bool({"accumulate", "defer"} & set(choices))
-    first, wanted = expected(model, parts, max([0, *(choice.delay for choice in made)]))
+    delay = max((CHOICES[name].delay for name in choices), default=0)
+    first, wanted = expected(model, parts, delay)
     if "lbfgs" in choices:
-        wanted = found_by_lbfgs(model)
-    tolerance = max([1e-12, *(choice.tolerance for choice in made)])
-    limit = tolerance if tolerance == 1e-12 else tolerance * np.linalg.norm(wanted - first)
+        wanted = expected_of_lbfgs(model)
+    tolerance = max([EXACT, *(CHOICES[name].tolerance for name in choices)])
+    limit = tolerance if tolerance == EXACT else tolerance * np.linalg.norm(wanted - first)
     for theta in results:
         difference = float(np.abs(theta - wanted).max())
-        assert difference <= limit, f"{strategy}, {model}, {choices}: {difference} > {limit}"
+        assert difference <= limit, f"{what}: parameters differ by {difference:.1e} > {limit:.1e}"
     ignored = [text for text in messages.found if "has no effect" in text]
-    return Outcome(ignored[0]) if ignored else Outcome()
+    return Outcome(*ignored[:1], rule="no effect" if ignored else "")

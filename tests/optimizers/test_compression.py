@@ -593,7 +593,7 @@ def test_arguments_and_settings(backend):
         with pytest.raises(ValueError, match=match):
             GradientCompressionOptimizer(rule, config, strategy=strategy)
     alone = ms.ShardingConfiguration(backend, auto_sync_gradients=False)
-    with pytest.raises(ValueError, match="^auto_sync_gradients=False .*leave out one of the two"):
+    with pytest.raises(ValueError, match=r"^auto_sync_gradients=False .*leave out one of the two"):
         GradientCompressionOptimizer(rule, alone).bind(ms.DDPModel(plain(), alone))
     replicas = ms.ShardingConfiguration(backend, replica_size=1)
     inside = GradientCompressionOptimizer(rule, replicas, strategy="fsdp")

@@ -259,7 +259,7 @@ def test_arguments(backend):
     for choice, match in (
         (
             {"gradient_leaves": 2},
-            "=2 gives the same bits .* LocalSGDOptimizer would .* leave out one",
+            "=2 gives the same bits .* LocalSGDOptimizer would .* leave out",
         ),
         ({"auto_sync_gradients": False}, "LocalSGDOptimizer synchronizes the ranks: leave out one"),
     ):

@@ -255,6 +255,26 @@ def test_others_than_local_sgd_are_refused(backend):
             LocalSGDOptimizer(SGD(), alone, strategy=strategy)
 
 
+@pytest.mark.parametrize(
+    "kind", [LocalSGDOptimizer, ms.GradientCompressionOptimizer, ms.AsyncSGDOptimizer]
+)
+def test_a_model_of_one_replica_is_refused_where_nodes_are_replicas(kind, monkeypatch):
+    monkeypatch.setenv("MPISHARD_VIRTUAL_NODES", "2")
+
+    def main(backend):
+        config = ms.ShardingConfiguration(backend)
+        model = ms.FSDPModel(plain(), config)
+        optimizer = kind(SGD(), config, 1, strategy="fsdp")
+        sent = dict(backend.traffic.calls)
+        with pytest.raises(
+            ValueError, match="this FSDPModel, wrapped without replica_size, is one"
+        ):
+            optimizer.step(model, X, Y)
+        assert dict(backend.traffic.calls) == sent
+
+    ms.run_in_threads(4, main)
+
+
 @in_worlds(2)
 def test_replicas_are_made_equal_before_they_are_compared(backend):
     optimizer = LocalSGDOptimizer(SGD(1e-3), ms.ShardingConfiguration(backend), 100)
