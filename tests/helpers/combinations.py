@@ -33,6 +33,8 @@ STEPS = 2
 RATE = 0.1
 EXACT = 1e-12
 ROUNDED = 0.05  # of the way that the parameters went
+OF_ONE_ARGUMENT = {"distributed._options", "strategies.data_model_class"}
+"""Functions besides those of `mpishard.sharding.refusals` that refuse: they list known values."""
 
 STRATEGIES: dict[str, Mapping[str, int]] = {
     "ddp": {}, "zero1": {}, "zero2": {}, "fsdp": {}, "tensor": {}, "pipeline": {},
@@ -316,7 +318,7 @@ def attempt(strategy: str, model: str, *choices: str) -> Outcome:
     Raises
     ------
     AssertionError
-        If trained parameters are wrong, or ranks refuse differently, or too late.
+        If trained parameters are wrong, or ranks refuse differently, too late, or by a raw error.
     """
     what = f"{strategy}, {model}, {', '.join(choices)}"
     messages, logger = _Messages(), logging.getLogger("mpishard")
@@ -331,6 +333,8 @@ def attempt(strategy: str, model: str, *choices: str) -> Outcome:
         logger.setLevel(level)
     if isinstance(results[0], Outcome):
         assert all(each == results[0] for each in results), f"{what}: {results}"
+        is_known = results[0].rule.startswith("refusals.") or results[0].rule in OF_ONE_ARGUMENT
+        assert is_known, f"{what}: a raw error, {results[0]}"
         return results[0]
     parts = 1 + bool({"accumulate", "defer"} & set(choices))
     delay = max((CHOICES[name].delay for name in choices), default=0)
