@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,9 @@ def test_steps_in_another_order_are_refused_and_change_nothing(
     assert "every rank must use its models, and the layers of each, in the same order" in (
         message.lower()
     )
-    line = wrapped.__code__.co_firstlineno + 4
-    assert message.count(f"of MLP (made at {__file__}:{line})") >= 2
+    place = re.escape(f"made at {__file__}:{wrapped.__code__.co_firstlineno + 4}")
+    # One line makes both models, which have their numbers there.
+    assert len(set(re.findall(rf"of MLP(?: number \d+)? \({place}\)", message))) == 2
     for (model, _), values in zip(models, before, strict=True):
         assert (model.get_parameters() == values).all()
 
@@ -75,7 +77,16 @@ def test_a_copy_is_another_model(backend: Any, strategy: str) -> None:
     other = model.deep_copy()
     used = other if backend.rank == 1 else model
     message = refused(lambda: optimizer.step(used, *data(backend, 1.0)))
-    assert f"of MLP (made at {__file__}:" in message
+    assert re.search(rf"of MLP(?: number \d+)? \(made at {re.escape(__file__)}:", message)
+
+
+@in_worlds(2)
+def test_models_made_without_collectives_have_numbers_of_their_own(backend: Any) -> None:
+    """Models of two worlds are copied alternately, after the same collective of each."""
+    group = backend.split(0)
+    numbers = [world.number_model("copy") for world in (backend, group) * 3]
+    assert len(set(numbers)) == 6
+    assert (backend.all_gather(np.array([numbers])) == numbers).all()
 
 
 @pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
