@@ -144,6 +144,10 @@ class _ModelView:
         return self._owner.backend
 
     @property
+    def checkpoint_subject(self) -> int:
+        return self._owner.layout.subject
+
+    @property
     def checkpoint_dtype(self) -> np.dtype[Any]:
         return self._owner.layout.dtype
 

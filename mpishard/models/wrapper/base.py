@@ -780,6 +780,11 @@ class ShardedModelBase(IShardedModel):
         return self.backend
 
     @property
+    def checkpoint_subject(self) -> int:
+        """The model's number in collectives."""
+        return self.engine.layout.subject
+
+    @property
     def checkpoint_dtype(self) -> np.dtype[Any]:
         """Dtype of the arrays in files."""
         return self.dtype

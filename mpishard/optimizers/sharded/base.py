@@ -135,6 +135,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         return None if self._state is None else self._state.model
 
     @property
+    def _subject(self) -> int:
+        """The number of `model` in collectives."""
+        return 0 if self._state is None else self._state.model.checkpoint_subject
+
+    @property
     def state(self) -> Mapping[str, Array]:
         """The rank's state vectors by name, each as long as the part that the rank updates."""
         return {} if self._state is None else self._state.vectors
@@ -438,9 +443,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 "that no other rank has, so there is nothing to synchronise"
             )
         for vector in self.state.values():
-            (across or self.backend).broadcast(vector, root=0)
+            (across or self.backend).broadcast(vector, root=0, subject=self._subject)
         # Adam's bias corrections depend on the number of updates, too.
-        steps = int(self.backend.broadcast(np.array([self.steps]), root=0)[0])
+        own = np.array([self.steps])
+        steps = int(self.backend.broadcast(own, root=0, subject=self._subject)[0])
         if self._state is not None:
             self._state.steps = steps
 
@@ -505,7 +511,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._state is not None:
             self._state.require_fit(saved)
         # Ranks with different bytes would train different models unnoticed.
-        found = differences(self.backend, {"their checksum": zlib.crc32(data)})
+        found = differences(self.backend, {"their checksum": zlib.crc32(data)}, self._subject)
         if found:
             raise ValueError(
                 f"deserialize: the bytes differ between ranks, {found}; every rank must pass the "

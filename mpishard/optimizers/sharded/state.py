@@ -238,7 +238,7 @@ class ModelState(CheckpointState):
         model = self.model
         return StateBytes.gather(
             model.backend, self.arrays_to_write(), self.checkpoint_metadata(),
-            self._trained_entries, model.dtype,
+            self._trained_entries, model.dtype, model.checkpoint_subject,
         )  # fmt: skip
 
     def require_fit(self, saved: StateBytes) -> None:
