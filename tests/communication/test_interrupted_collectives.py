@@ -8,9 +8,11 @@ import time
 import numpy as np
 import pytest
 
-from mpishard import MPICommunicationBackend, run_in_threads
+from mpishard import MPICommunicationBackend, as_distributed, nn, optimizers, run_in_threads
+from mpishard.communication.contract.backoff import Backoff
 from mpishard.communication.contract.reduction import TreeReducer
 from mpishard.communication.contract.work import Waitable, Work
+from mpishard.communication.failure.watchdog import Wait, watchdog
 from mpishard.communication.mpi.messages import MessageChannel
 from mpishard.communication.mpi.node_memory import RowChannel
 from mpishard.communication.threads.world import Rendezvous
@@ -162,6 +164,22 @@ def test_works_under_way_on_the_rank_itself_do_not_go_on(strike):
         else:
             is_issued.set()
             assert after(backend, lambda _: backend.barrier()).rank == 0
+
+    run_in_threads(2, body)
+
+
+def test_a_training_step_that_is_tried_again_raises_what_ended_the_world(strike):
+    def body(backend):
+        model = as_distributed(nn.MLP([3, 1], seed=0), backend, "ddp")
+        optimizer = as_distributed(optimizers.SGD(learning_rate=1e-3), backend, "ddp")
+        x = np.ones((4, 3))
+        if backend.rank == 1:
+            strike(MemoryError("4 GiB"))
+            with pytest.raises(MemoryError):
+                optimizer.step(model, x, x[:, :1])
+        for _ in range(2):
+            ended = after(backend, lambda _: optimizer.step(model, x, x[:, :1]))
+            assert "rank 1 was interrupted by MemoryError: 4 GiB" in str(ended)
 
     run_in_threads(2, body)
 
@@ -412,6 +430,112 @@ def test_no_rank_is_left_in_a_split_that_blocks(backend, make_world, when, of_gr
     seconds = assert_ended(own, odd, "AlarmError", "split", COLLECTIVES["split"], world=world)
     assert min(backend.all_gather(np.array([seconds]))) < 1
     own.shutdown()
+
+
+@pytest.mark.mpi
+def test_a_training_step_that_is_tried_again_tells_the_others(backend, make_world, change_steps):
+    """The step waits again for the reduction that the exception cut off."""
+    own, odd = make_world(), backend.world_size - 1
+    model = as_distributed(nn.MLP([8, 40, 1], seed=0), own, "ddp")
+    optimizer = as_distributed(optimizers.SGD(learning_rate=1e-3), own, "ddp")
+    x = np.ones((4, 8))
+
+    def step(_):
+        optimizer.step(model, x, x[:, :1])
+
+    step(own)
+    own.barrier()
+    if own.rank == odd:
+        change_steps(lambda steps: struck_steps(steps, 1, AlarmError("10 s"), inside=False))
+        with pytest.raises(AlarmError):
+            step(own)
+    is_in_rows = isinstance(own._group.channel, RowChannel)
+    assert_ended(own, odd, "AlarmError", "reduce_scatter" if is_in_rows else "all_reduce", step)
+    own.shutdown()
+
+
+@pytest.mark.mpi
+def test_what_cuts_off_another_collective_during_a_wait_is_raised_at_once(
+    backend, make_world, change_steps
+):
+    """The others issue the second only after the first, which this rank does not complete."""
+    is_armed = threading.Event()
+
+    class Late(Waitable):
+        def test(self):
+            if is_armed.is_set():
+                raise AlarmError
+            return False
+
+    def late_steps(steps):
+        next(steps)
+        yield Late()
+
+    own, odd = make_world(), backend.world_size - 1
+    own.barrier()
+    if own.rank == odd:
+        change_steps(late_steps)
+        cut_off = own.all_reduce_async(np.ones(LARGE))
+        later = own.barrier_async()
+        is_armed.set()
+        with pytest.raises(AlarmError):
+            later.wait()
+        for work in (later, cut_off):
+            with pytest.raises(CommunicationError, match=f"rank {odd} was cut off by AlarmError"):
+                work.wait()
+    else:
+        error = after(own, lambda b: (b.all_reduce(np.ones(LARGE)), b.barrier()), BUSY_SECONDS)
+        assert f"rank {odd} was cut off in a collective" in str(error)
+    own.shutdown()
+
+
+@pytest.mark.mpi
+def test_the_next_message_of_a_rank_that_was_cut_off_tells_the_others(
+    backend, make_world, change_steps
+):
+    own, odd = make_world(), backend.world_size - 1
+    if own.rank == odd:
+        change_steps(lambda steps: struck_steps(steps, 0, AlarmError("10 s"), inside=False))
+        with pytest.raises(AlarmError):
+            own.barrier()
+        for call in (lambda: own.receive(0, 1), lambda: own.send(np.ones(1), 0)):
+            with pytest.raises(CommunicationError, match=f"rank {odd} was cut off by AlarmError"):
+                call()
+        backend.barrier()
+    else:
+        error = after(own, COLLECTIVES["barrier"], BUSY_SECONDS)
+        assert f"rank {odd} was cut off in a collective" in str(error)
+        backend.barrier()
+    own.shutdown()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("end", ["__enter__", "__exit__"])
+def test_an_exception_as_a_wait_begins_or_ends_leaves_no_wait_to_the_watchdog(
+    backend, monkeypatch, end
+):
+    """The world goes on after a receive that was interrupted, and so must the job."""
+    if backend.world_size == 1:
+        pytest.skip("needs two ranks")
+    enter = Wait.__enter__
+
+    def struck(wait, *_):
+        if end == "__enter__":
+            enter(wait)
+        raise AlarmError
+
+    if backend.rank == 0:
+        with monkeypatch.context() as patch:
+            patch.setattr(Wait, end, struck)
+            patch.setattr(Backoff, "pause", struck)  # no message comes to end the wait
+            with pytest.raises(AlarmError):
+                backend.receive(1, 1)
+        assert watchdog.waits == []
+    backend.barrier()
+    if backend.rank == 1:
+        backend.send(np.full(1, 5.0), 0)
+    elif backend.rank == 0:
+        assert backend.receive(1, 1)[0] == 5.0
 
 
 @pytest.mark.mpi

@@ -15,7 +15,7 @@ import mpishard as ms
 from mpishard import nn
 from mpishard.adapters import FunctionModel
 from mpishard.communication import run_in_threads
-from mpishard.errors import NonFiniteLossError, PeerError, ShardingError
+from mpishard.errors import CollectiveMismatchError, NonFiniteLossError, PeerError, ShardingError
 from mpishard.models import DDPModel, FSDPModel, ShardedModelBase, TensorParallelModel
 from mpishard.models.engine.update import Policy
 from mpishard.models.wrapper import wrapping
@@ -300,6 +300,31 @@ def test_a_failure_in_mid_pass_leaves_nothing_behind(
     plain = problems.MODELS["gpt"](0)
     plain.set_parameters(2 * theta)
     np.testing.assert_allclose(model.predict(TOKENS), plain.predict(TOKENS), rtol=0, atol=1e-12)
+
+
+@by_strategy
+@in_worlds(2)
+def test_a_step_that_met_another_call_can_be_tried_again(backend: Any, strategy: str) -> None:
+    def train(odd: int) -> tuple[Any, int]:
+        model = ms.as_distributed(nn.MLP([5, 40, 1], seed=0), backend, strategy)
+        optimizer = ms.as_distributed(SGD(0.1), backend, strategy)
+        refused = 0
+        for number in range(4):
+            try:
+                if number == 1 and backend.rank == odd:
+                    backend.broadcast(np.ones(1))
+                else:
+                    optimizer.step(model, X, X[:, :1])
+            except CollectiveMismatchError:
+                refused += 1
+                optimizer.step(model, X, X[:, :1])
+        return model.gather_full_parameters(), refused
+
+    expected, refused = train(odd=-1)
+    assert refused == 0
+    again, refused = train(odd=1)
+    assert refused == 1
+    np.testing.assert_array_equal(again, expected)
 
 
 def test_one_rank_that_fails_fails_all(problems: Any) -> None:

@@ -26,6 +26,8 @@ class Done:
     def wait(self) -> Any:
         return self._result
 
+    wait_until_over = wait
+
 
 def reference(backend: Any, name: str) -> Callable[..., Any]:
     """A collective that somebody else is to call."""
@@ -146,6 +148,6 @@ def nothing(*arguments: Any) -> None:
     """Of what gives nothing back, nothing is left."""
 
 
-barrier = progress = wait = nothing
+barrier = progress = wait = wait_until_over = nothing
 _share = _finish_oldest = deal_constants = fill = finish = publish = nothing
 reduce = refresh = settle = synchronize = nothing

@@ -1017,6 +1017,7 @@ class CommunicationBackend(ITransport):
         transfer = Transfer(self, steps, in_flight, message)
         try:
             with self._session:
+                self._require_whole()
                 self._transfers.append(transfer)
                 transfer.advance()
                 self._forget_done()
@@ -1095,9 +1096,7 @@ class CommunicationBackend(ITransport):
         if not self._initialized:
             raise self._not_ready_error()
         with self._session as session:
-            if session.broken is not None:
-                self._tell_of_break()
-                raise session.broken
+            self._require_whole()
             if self._ended is not None:
                 raise self._ended
             sequence = call.sequence = self._sequence + 1

@@ -133,6 +133,7 @@ class Work:
         """Whether `wait` would return at once. To read this does not advance the operation."""
         self._result: Any = None
         self._error: BaseException | None = None
+        self._has_raised = False
         self._in_flight = in_flight  # None unless a trace is recorded
         self.awaited = awaited
         """The entry in the rank's status while the rank waits for it."""
@@ -155,12 +156,16 @@ class Work:
                     self._driver.traffic.add(self.awaited.sends)
                 if self._in_flight is not None:
                     self._in_flight.done(None, stop.value)
-            except Exception as error:  # noqa: BLE001 - wait() raises it
-                self._end(self._driver._explain(error, self.where))
             except BaseException as error:
-                # Such as Ctrl-C, which may strike while a wait advances another collective.
-                self._end(error)
-                raise
+                cause = error
+                if isinstance(error, Exception):
+                    cause = self._driver._explain(error, self.where)
+                self._end(cause)
+                # Others may need the rest of this one before they come to what this rank waits
+                # for. So only errors that leave the world whole are kept for its own wait().
+                if not isinstance(cause, MpishardError):
+                    self._has_raised = True
+                    raise
         return True
 
     def wait(self) -> Any:
@@ -171,10 +176,13 @@ class Work:
         CollectiveMismatchError, CommunicationError, PeerError, CollectiveTimeoutError
             As the blocking call does.
         """
+        if self._error is not None:
+            self._driver._require_whole()
         if not self.done:
             in_flight = self._in_flight
             since = 0 if in_flight is None else in_flight.now()
             with self._driver._session:
+                self._driver._require_whole()
                 try:
                     self._driver._drive(self)
                 except MpishardError:
@@ -186,19 +194,26 @@ class Work:
                     if in_flight is not None:
                         in_flight.blocked(since)
         if self._error is not None:
+            self._has_raised = True
             raise self._error
         return self._result
+
+    def wait_until_over(self) -> None:
+        """Wait until it uses its arrays no more; an error that was raised is not raised again."""
+        if not self._has_raised:
+            self.wait()
 
     def fail(self, error: BaseException) -> None:
         """End the operation without a result, so that `wait` raises ``error``."""
         self.done, self._error, self.waitable = True, error, None
 
     def _end(self, error: BaseException) -> None:
-        self.fail(error)
-        if self._in_flight is not None:
-            self._in_flight.done(error, None)
         if not isinstance(error, MpishardError):
             self._interrupted(error)
+        if not self.done:  # else with the error of the world, which has ended
+            self.fail(error)
+        if self._in_flight is not None:
+            self._in_flight.done(error, None)
 
     def _interrupted(self, error: BaseException) -> None:
         """Break the world after ``error``, which only this rank raises."""
@@ -288,6 +303,12 @@ class ITransport(ABC):
 
     def _tell_of_break(self) -> None:
         """Notify the other ranks, if `_break` has not, that the script caught the exception."""
+
+    def _require_whole(self) -> None:
+        """Raise if a call was cut off: its rank is out of step, so nothing more can complete."""
+        if self._session.broken is not None:
+            self._tell_of_break()
+            raise self._session.broken
 
     def _admit(self, call: Call) -> None:
         """Refuse a collective before it is recorded, if nothing can be called any more."""

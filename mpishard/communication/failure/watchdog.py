@@ -226,7 +226,12 @@ class Wait:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.watchdog.waits.remove(self)
+        self.end()
+
+    def end(self) -> None:
+        """End the wait. Idempotent."""
+        if self in self.watchdog.waits:
+            self.watchdog.waits.remove(self)
 
 
 class Watchdog:

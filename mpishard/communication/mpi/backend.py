@@ -24,7 +24,7 @@ from mpishard.communication.contract.backend import CommunicationBackend
 from mpishard.communication.contract.backoff import LONG_POLL, SHARES_CORE_SECONDS, Backoff
 from mpishard.communication.contract.call import Call, place_after
 from mpishard.communication.contract.status import RankRecord
-from mpishard.communication.contract.work import Condition, Steps, Work
+from mpishard.communication.contract.work import Condition, Steps, Transfer, Work
 from mpishard.communication.failure import hooks
 from mpishard.communication.failure.hooks import helper_error, is_helper
 from mpishard.communication.failure.report import OnFailure, check_on_failure
@@ -284,8 +284,9 @@ class MPICommunicationBackend(CommunicationBackend):
             backoff = Backoff(job.crowded, lambda: self._look_round(work), dozes=dozes)
             polls = 0
             self.status.wait(work.awaited)
+            wait = job.wait(lambda: work.where)
             try:
-                with job.wait(lambda: work.where):
+                with wait:
                     while not work.done:
                         backoff.pause()
                         advance()
@@ -294,6 +295,9 @@ class MPICommunicationBackend(CommunicationBackend):
                         if polls % _STIR_EVERY == 0:
                             job.stir()
             finally:
+                # Ended again, because an exception of a signal handler may have struck as it began
+                # or ended. The watchdog would end the job at the time limit.
+                wait.end()
                 self.status.go_on()
                 if backoff.dozes and not (dozes or job.crowded):
                     job.shares_core_until = time.monotonic() + SHARES_CORE_SECONDS
@@ -310,7 +314,7 @@ class MPICommunicationBackend(CommunicationBackend):
         group = self._joined()[1]
         group.mail.reap()
         departures = group.departures()
-        if departures:
+        if departures and isinstance(work, Transfer):
             # A message that a rank sent before it left has arrived before its notice.
             self.progress()
         for rank, last in departures.items():

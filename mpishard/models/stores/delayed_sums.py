@@ -54,7 +54,7 @@ class DelayedSums(SumExchange):
 
     def exchange(self, values: Sequence[Array]) -> None:
         while self._stale:  # reductions that an error has left under way write to these buffers
-            self._stale[0].wait()
+            self._stale[0].wait_until_over()
             del self._stale[0]
         self.pending += 1
         if not self._delay:
@@ -108,7 +108,7 @@ class DelayedSums(SumExchange):
         """Set the number of gradients under way; the caller writes them to `under_way`."""
         self.abandon()
         while self._stale:
-            self._stale.pop().wait()
+            self._stale.pop().wait_until_over()
         for vector in self._ring:
             vector.fill(0)
         self.pending = pending

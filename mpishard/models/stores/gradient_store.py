@@ -79,7 +79,7 @@ class GradientStore(ABC):
         """Open a backward pass."""
         # Each is removed only after its wait: if the wait raises, the next pass waits again.
         while self._stale:
-            self._stale[0].work.wait()
+            self._stale[0].work.wait_until_over()
             self._stale[0].give_back()
             del self._stale[0]
         self._is_last = this.is_last
@@ -327,7 +327,7 @@ class NodeGradients(ScatteredGradients):
 
     def await_readers(self) -> None:
         if self._reading is not None:
-            self._reading.wait()
+            self._reading.wait_until_over()
             self._reading = None
 
     def _reduce(self, unit: Unit, full: Array, carrier: Arena, part: slice) -> _Reduction:

@@ -314,7 +314,7 @@ class ShardedParameters(ParameterStore):
             return
         while self._stale:
             work, index, free = self._stale[0]
-            work.wait()
+            work.wait_until_over()
             # Removed only after its wait: if the wait raises, the next gather waits again.
             del self._stale[0]
             self._pool.give(index, free)
