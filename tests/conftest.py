@@ -57,6 +57,7 @@ import pytest
 from _pytest.assertion import rewrite
 from _pytest.doctest import DoctestModule
 from cupy_stand_in import installed
+from time_limits import pytest_timeout_set_timer  # noqa: F401 - a hook
 
 from mpishard import settings
 from mpishard.cli.machine import usable_cores
