@@ -260,12 +260,26 @@ def test_ranks_that_choose_other_precisions_are_told(backend: Any) -> None:
         wrapped(backend, "fsdp", "bfloat16" if backend.rank else None)
 
 
-def test_one_warning_says_what_the_missing_unit_costs(caplog: Any) -> None:
+@pytest.mark.parametrize(
+    ("has_unit", "setting", "reason"),
+    [
+        (False, "auto", "the processor has no unit for bfloat16 (AVX512-BF16 or AMX-BF16)"),
+        (True, "off", "MPISHARD_ONEDNN=off"),
+        (True, "auto", "no oneDNN library was found: pip install 'mpishard[bf16]'"),
+    ],
+)
+def test_one_warning_says_what_the_missing_unit_costs(
+    caplog: Any, monkeypatch: Any, has_unit: bool, setting: str, reason: str
+) -> None:
+    monkeypatch.setattr(onednn, "processor_has_unit", lambda: has_unit)
+    monkeypatch.setattr(onednn, "_places", lambda: iter(()))
+    monkeypatch.setenv("MPISHARD_ONEDNN", setting)
+    onednn.library.cache_clear()
     with caplog.at_level(logging.WARNING, "mpishard"):
         ms.run_in_threads(2, lambda backend: wrapped(backend, "fsdp"))
     told = [m for m in caplog.messages if "bfloat16" in m]
     assert len(told) == 1
-    assert "MPISHARD_ONEDNN=off" in told[0]
+    assert reason in told[0]
     assert "GFLOP/s" in told[0]
 
 
