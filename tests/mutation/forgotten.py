@@ -26,6 +26,8 @@ class Done:
     def wait(self) -> Any:
         return self._result
 
+    wait_until_over = wait
+
 
 def reference(backend: Any, name: str) -> Callable[..., Any]:
     """A collective that somebody else is to call."""

@@ -312,7 +312,7 @@ def test_a_buffer_is_written_to_when_its_dropped_message_has_ended(call):
             self.array, self.sent, self.has_ended = array, array.copy(), False
             made.append(self)
 
-        def wait(self):
+        def wait_until_over(self):
             assert (self.array == self.sent).all(), "its buffer was written to"
             self.has_ended = True
 
