@@ -316,7 +316,7 @@ def test_a_buffer_is_written_to_when_its_dropped_message_has_ended(call):
             assert (self.array == self.sent).all(), "its buffer was written to"
             self.has_ended = True
 
-        wait_until_over = wait
+        wait = wait_until_over
 
     def body(backend):
         model, optimizer = build(backend, allow_staleness=2)
