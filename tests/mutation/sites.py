@@ -53,7 +53,6 @@ METHODS: dict[str, set[str] | None] = {
     "reduce_into": None,
     "refresh": {"parameters", "_inner", "self"},
     "settle": {"gradients", "_inner", "program"},
-    "spread": {"store"},
     "sum_over_owners": {"context"},
     "synchronize": {"replicas"},
 }
