@@ -313,16 +313,22 @@ class PlacedModule:
 
     def normalise_over(self, ranks: CommunicationBackend | None) -> None:
         """Let converted batch normalisation use the samples of ``ranks``; None: of this rank."""
-        for part in self._normalisations():
-            part.ranks = None if ranks is None else Ranks(ranks)
+        for name, part in self._normalisations().items():
+            part.ranks = None
+            if ranks is not None:
+                layer = f"layer {name!r} of {type(self.module).__name__}"
+                part.ranks = Ranks(ranks, ranks.number_model(layer))
 
     @property
     def computes_together(self) -> bool:
         """True if a forward pass communicates, so that every rank must make one."""
-        return any(part.training and part.ranks is not None for part in self._normalisations())
+        parts = self._normalisations().values()
+        return any(part.training and part.ranks is not None for part in parts)
 
-    def _normalisations(self) -> list[SyncBatchNorm]:
-        return [part for part in self.module.modules() if isinstance(part, SyncBatchNorm)]
+    def _normalisations(self) -> dict[str, SyncBatchNorm]:
+        return {
+            n: part for n, part in self.module.named_modules() if isinstance(part, SyncBatchNorm)
+        }
 
 
 # Seeds are cut to 63 bits.
