@@ -204,40 +204,6 @@ class GradientLeaves:
         self._places: dict[int, int] = {}  # start of each trained cell -> its index in a norm
         self._own: list[int] = []
 
-    def require(self, config: ShardingConfiguration, *, accumulates: bool) -> None:
-        """Refuse later choices that do not go with leaves. Communicates nothing.
-
-        Raises
-        ------
-        ValueError
-            If each rank is to update alone, or gradients are to be compressed.
-        ShardingError
-            Inside ``accumulate()``.
-        """
-        _check_choices(self.count, config)
-        if accumulates:
-            raise ShardingError(
-                f"gradient_leaves={self.count} already computes a batch in {self.count} parts, and "
-                "accumulate() would sum them in another order than one step: pass the larger "
-                "batch to one step. If a leaf then needs too much memory, use a larger "
-                "gradient_leaves"
-            )
-
-    def refuse_changes(self) -> None:
-        """Refuse a model with state that a pass changes, such as batch statistics.
-
-        Raises
-        ------
-        ShardingError
-            Always.
-        """
-        raise ShardingError(
-            f"gradient_leaves={self.count} computes a batch in parts that do not depend on the "
-            "number of ranks, and a pass of this model changes its buffers, as batch normalisation "
-            "in train mode does: rank 0's parts alone would decide them. Put those modules in "
-            "eval mode, replace them, or give gradient_leaves=None"
-        )
-
     def cut(self, x: Any, y: Any, sample_start: int | None) -> list[tuple[Any, Any, int]]:
         """Return inputs, targets and first sample's index of this rank's leaves. Collective.
 
@@ -359,32 +325,35 @@ class LeafPasses(Passes):
         ``make_store(layout)`` makes a store that reduces to the owners of pieces. Collective.
     leaves : GradientLeaves
         The leaves of this rank.
-    config : ShardingConfiguration
-        Choices that may change between steps.
     """
 
     leaves: GradientLeaves
 
     def __init__(
-        self,
-        make_store: Callable[[StoreLayout], GradientStore],
-        leaves: GradientLeaves,
-        config: ShardingConfiguration,
+        self, make_store: Callable[[StoreLayout], GradientStore], leaves: GradientLeaves
     ) -> None:
         super().__init__(make_store)
         self.leaves = leaves
-        self._config = config
 
-    def pieces(self, engine: Engine, layout: StoreLayout) -> UpdatePieces:
-        pieces = super().pieces(engine, layout)
+    def prepare(self, engine: Engine, layout: StoreLayout) -> UpdatePieces:
+        pieces = super().prepare(engine, layout)
         without_gradient = engine.program.frozen_units
         every = [p for p in layout.pieces_of_all() if p.unit.index not in without_gradient]
         counted = self.leaves.count_in(engine.program.trained(every), pieces.owned)
         return replace(pieces, counted=counted)
 
     def require(self, engine: Engine) -> None:
+        """Refuse a step before anything is communicated: also choices that changed since."""
         super().require(engine)
-        self.leaves.require(self._config, accumulates=engine.round.accumulates)
+        count = self.leaves.count
+        _check_choices(count, engine.config)
+        if engine.round.accumulates:
+            raise ShardingError(
+                f"gradient_leaves={count} already computes a batch in {count} parts, and "
+                "accumulate() would sum them in another order than one step: pass the larger "
+                "batch to one step. If a leaf then needs too much memory, use a larger "
+                "gradient_leaves"
+            )
 
     def gradient(
         self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
@@ -395,14 +364,17 @@ class LeafPasses(Passes):
         return self.reduced(engine, engine.round.loss, settings)
 
     def model_changed(self) -> None:
-        self.leaves.refuse_changes()
-
-    def reduced(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Reduced:
-        message = self.leaves.message(engine.round.parts, self.store.owned(self.counted(engine)))
-        totals = engine.round.totals(
-            message, loss, settings, engine.step_number + 1, self.leaves.fold
+        raise ShardingError(
+            f"gradient_leaves={self.leaves.count} computes a batch in parts that do not depend on "
+            "the number of ranks, and a pass of this model changes its buffers, as batch "
+            "normalisation in train mode does: rank 0's parts alone would decide them. Put those "
+            "modules in eval mode, replace them, or give gradient_leaves=None"
         )
-        return self.complete(engine, *totals)
+
+    def totals(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Sums:
+        round_, counted = engine.round, self.store.owned(engine.pieces.counted)
+        message = self.leaves.message(round_.parts, counted)
+        return round_.totals(message, loss, settings, engine.step_number + 1, self.leaves.fold)
 
 
 class LeafGradients(WrappedGradients):
