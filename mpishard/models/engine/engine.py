@@ -13,7 +13,6 @@ from typing import Any
 from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
-from mpishard.models.engine.leaves import GradientLeaves
 from mpishard.models.engine.passes import OwnPasses, Passes, Reduced
 from mpishard.models.engine.replicas import Replicas
 from mpishard.models.engine.update import (
@@ -39,8 +38,6 @@ from mpishard.observe import span, step_span
 from mpishard.observe.ledger import MemoryCategory
 from mpishard.sharding import Piece, ShardingConfiguration
 
-Part = tuple[Any, Any, int]  # inputs, targets, and the first sample's place among all ranks'
-
 
 class Engine:
     """Runs the forward and backward passes of a program, reduces, checks, updates, publishes.
@@ -64,6 +61,10 @@ class Engine:
     ----------
     loss : ILossFunction or None
         Loss to minimise; None if a black box has its own.
+    leaves : GradientLeaves or None
+        Leaves of a batch, if its gradient is summed in these.
+    pieces : UpdatePieces
+        The pieces of an update, for the parameters that are trained now.
     layout : StoreLayout
         Units, ranks, and the ledger in which memory is booked.
     own_pieces : tuple of Piece
@@ -103,10 +104,11 @@ class Engine:
         self._is_on_gpu = parameters.layout.device.is_gpu
         self.backend = parameters.backend
         self.world = config.communication_backend
-        self._config = config
+        self.config = config
         # The first ones are kept: `lend` returns to them.
         self.passes = self._first_passes = passes
-        self.state_layout = state_layout
+        self.leaves = passes.leaves
+        self._state_layout = state_layout
         # Copies parameters and gradients to the device of the state, and parameters back.
         self._stage = UpdateStage(state_layout) if self._is_on_gpu else None
         self.replica = program.replica
@@ -137,18 +139,12 @@ class Engine:
         # A new store of gradients, because frozen units have no memory in it.
         self._gradient += 1
         layout = replace(self.layout, frozen=self.program.frozen_units)
-        self.passes.prepare(self, layout)
-        self.pieces = self._first_passes.pieces(self, layout)
+        self.pieces = self.passes.prepare(self, layout)
 
     @property
     def gradients(self) -> GradientStore:
         """The store of the gradients."""
         return self.passes.store
-
-    @property
-    def leaves(self) -> GradientLeaves | None:
-        """Leaves of a batch, if its gradient is summed in these."""
-        return self._first_passes.leaves
 
     def lend(self, passes: Passes | None) -> None:
         """Make gradients by the passes of an optimizer, or with None by the first. Collective."""
@@ -216,7 +212,7 @@ class Engine:
         # Before the first collective: a rank that refuses its batch leaves no other rank waiting.
         inputs, targets = self.program.check_pair(x, y, self.loss)
         if passes is None:
-            passes = self.passes if self._config.auto_sync_gradients else OwnPasses(self)
+            passes = self.passes if self.config.auto_sync_gradients else OwnPasses(self)
         passes.require(self)
         try:
             if self.replica.is_on_mesh:
@@ -253,10 +249,10 @@ class Engine:
         began = time.perf_counter()
         with step_span(self.step_number + 1):
             reduced = self.gradient(x, y, settings, sample_start=sample_start, passes=passes)
-            if reduced.is_complete:
-                self.update(rule, reduced)
-        if reduced.is_complete:
-            self.record.add(reduced.report, time.perf_counter() - began)
+            if not reduced.is_complete:
+                return reduced.report
+            self.update(rule, reduced)
+        self.record.add(reduced.report, time.perf_counter() - began)
         return reduced.report
 
     def change(self, rule: Rule, reduced: Reduced) -> None:
@@ -320,18 +316,16 @@ class Engine:
         length = sum(piece.length for piece in pieces)
         # In the layout of the state: with offloading it lies in host memory, and the parameters on
         # a GPU.
-        vector = self.state_layout.allocate(MemoryCategory.OPTIMIZER_STATE, length)
+        vector = self._state_layout.allocate(MemoryCategory.OPTIMIZER_STATE, length)
         vector.fill(0)
         return vector
 
     def run_pass(
-        self, x: Array, y: Array, gradients: GradientStore, *, is_first: bool, is_last: bool,
+        self, x: Array, y: Array, gradients: GradientStore, *, this: BackwardPass,
         sample_start: int = 0, loss: ILossFunction | None = None,
     ) -> tuple[float, float]:  # fmt: skip
         """Run one forward and backward pass; return this rank's loss sum and weight."""
-        # Another store is for a caller's own gradient, which a pass never sends.
-        compresses = gradients is self.gradients and self._config.enable_gradient_compression
-        gradients.begin(BackwardPass(is_first, is_last, self.round.defers, compresses))
+        gradients.begin(this)
         context = Context(seed=self.program.seed, step=self.step_number, sample_start=sample_start)
         batch = Batch(x, y, loss or self.loss, context)
         total, weight = self.program.train(self.parameters, gradients, batch)

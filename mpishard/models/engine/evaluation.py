@@ -9,7 +9,7 @@ from mpishard.contracts import ILossFunction
 from mpishard.errors import NoSampleError
 from mpishard.models.engine.engine import Engine
 from mpishard.models.programs.program import Batch
-from mpishard.models.stores.gradient_store import ReplicatedGradients
+from mpishard.models.stores.gradient_store import BackwardPass, ReplicatedGradients
 from mpishard.nn.layers.layer import Context
 
 
@@ -31,7 +31,7 @@ def local_gradient(
     # With is_last=False nothing is reduced.
     with engine.leaving_no_unit():
         total, weight = engine.run_pass(
-            inputs, targets, sink, is_first=True, is_last=False, loss=loss,
+            inputs, targets, sink, this=BackwardPass(is_first=True, is_last=False), loss=loss,
             sample_start=sample_start,
         )  # fmt: skip
         program.finish_local(sink)

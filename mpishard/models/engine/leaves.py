@@ -195,30 +195,6 @@ class GradientLeaves:
         self._places: dict[int, int] = {}  # start of each trained cell -> its index in a norm
         self._own: list[int] = []
 
-    def require(self, config: ShardingConfiguration) -> None:
-        """Refuse later choices that do not go with leaves. Communicates nothing.
-
-        Raises
-        ------
-        ValueError
-            If each rank is to update alone, or gradients are to be compressed.
-        """
-        _check_choices(self.count, config)
-
-    def refuse_changes(self) -> None:
-        """Refuse a model with state that a pass changes, such as batch statistics.
-
-        Raises
-        ------
-        ValueError
-            Always.
-        """
-        # The parts of rank 0 alone would decide the buffers.
-        refuse_with_leaves(
-            self.count, "buffers that a pass changes, as of batch normalisation in train mode,",
-            "put those modules in eval mode, replace them, or give gradient_leaves=None",
-        )  # fmt: skip
-
     def cut(self, x: Any, y: Any, sample_start: int | None) -> list[tuple[Any, Any, int]]:
         """Return inputs, targets and first sample's index of this rank's leaves. Collective.
 
@@ -340,32 +316,27 @@ class LeafPasses(Passes):
         ``make_store(layout)`` makes a store that reduces to the owners of pieces. Collective.
     leaves : GradientLeaves
         The leaves of this rank.
-    config : ShardingConfiguration
-        Choices that may change between steps.
     """
 
     leaves: GradientLeaves
 
     def __init__(
-        self,
-        make_store: Callable[[StoreLayout], GradientStore],
-        leaves: GradientLeaves,
-        config: ShardingConfiguration,
+        self, make_store: Callable[[StoreLayout], GradientStore], leaves: GradientLeaves
     ) -> None:
         super().__init__(make_store)
         self.leaves = leaves
-        self._config = config
 
-    def pieces(self, engine: Engine, layout: StoreLayout) -> UpdatePieces:
-        pieces = super().pieces(engine, layout)
+    def prepare(self, engine: Engine, layout: StoreLayout) -> UpdatePieces:
+        pieces = super().prepare(engine, layout)
         without_gradient = engine.program.frozen_units
         every = [p for p in layout.pieces_of_all() if p.unit.index not in without_gradient]
         counted = self.leaves.count_in(engine.program.trained(every), pieces.owned)
         return replace(pieces, counted=counted)
 
     def require(self, engine: Engine) -> None:
+        """Refuse a step before anything is communicated: also choices that changed since."""
         super().require(engine)
-        self.leaves.require(self._config)
+        _check_choices(self.leaves.count, engine.config)
 
     def gradient(
         self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
@@ -376,14 +347,17 @@ class LeafPasses(Passes):
         return self.reduced(engine, engine.round.loss, settings)
 
     def model_changed(self) -> None:
-        self.leaves.refuse_changes()
-
-    def reduced(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Reduced:
-        message = self.leaves.message(engine.round.parts, self.store.owned(self.counted(engine)))
-        totals = engine.round.totals(
-            message, loss, settings, engine.step_number + 1, self.leaves.fold
+        # The parts of rank 0 alone would decide the buffers.
+        refuse_with_leaves(
+            self.leaves.count,
+            "buffers that a pass changes, as of batch normalisation in train mode,",
+            "put those modules in eval mode, replace them, or give gradient_leaves=None",
         )
-        return self.complete(engine, *totals)
+
+    def totals(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Sums:
+        round_, counted = engine.round, self.store.owned(engine.pieces.counted)
+        message = self.leaves.message(round_.parts, counted)
+        return round_.totals(message, loss, settings, engine.step_number + 1, self.leaves.fold)
 
 
 class LeafGradients(WrappedGradients):

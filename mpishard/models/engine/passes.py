@@ -11,6 +11,7 @@ from mpishard.arrays import Array
 from mpishard.errors import NoSampleError
 from mpishard.models.engine.update import StepReport, UpdatePieces
 from mpishard.models.stores.gradient_store import (
+    BackwardPass,
     GradientStore,
     ReplicatedGradients,
     squared_norm,
@@ -88,12 +89,12 @@ class Passes:
     def __init__(self, make_store: Callable[[StoreLayout], GradientStore]) -> None:
         self._make_store = make_store
 
-    def prepare(self, engine: Engine, layout: StoreLayout) -> None:
-        """Make the store for other frozen units. Collective."""
-        self.store = self._make_store(layout)
+    def prepare(self, engine: Engine, layout: StoreLayout) -> UpdatePieces:
+        """Make the store, and return the pieces of an update, for other frozen units. Collective.
 
-    def pieces(self, engine: Engine, layout: StoreLayout) -> UpdatePieces:
-        """Return the pieces of an update, if the units are frozen as in ``layout``."""
+        They are frozen as in ``layout``.
+        """
+        self.store = self._make_store(layout)
         return UpdatePieces.of(engine.program, layout, engine.policy)
 
     def require(self, engine: Engine) -> None:
@@ -122,49 +123,40 @@ class Passes:
         Collective if it reduces.
         """
         round_ = engine.round
-        own = engine.run_pass(
-            x, y, self.store, is_first=not round_.is_open, is_last=is_last,
-            sample_start=sample_start,
-        )  # fmt: skip
+        compresses = engine.config.enable_gradient_compression
+        this = BackwardPass(not round_.is_open, is_last, round_.defers, compresses)
+        own = engine.run_pass(x, y, self.store, this=this, sample_start=sample_start)
         round_.add(*own)
-        if is_last:
-            self.settle_model(engine)
         return own
 
-    def settle_model(self, engine: Engine) -> None:
-        """Make a model's state equal that a pass has changed on each rank. Collective."""
-        # Only models that are computed whole have such state.
-        if engine.program.needs_whole_parameters and engine.program.settle(engine.backend):
-            self.model_changed()
-
-    def model_changed(self) -> None:
-        """Hook: the last pass has changed the model's state, such as batch statistics."""
-
-    def counted(self, engine: Engine) -> Sequence[Piece]:
-        """Return this rank's pieces in a norm over all ranks, which count each element once."""
-        return engine.pieces.counted
-
     def reduced(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Reduced:
-        """Add up losses, weights and squares over all ranks. Collective.
+        """Return the gradients of the store, with the sums over all ranks. Collective.
 
         ``loss`` is this rank's in the last pass, for the error if it is not finite.
         """
-        round_ = engine.round
-        # Each rank adds the squares of its own piece only, even if the gradient is replicated. In
-        # one message, because the cost of a small all-reduce is its latency.
-        squares = squared_norm(self.store.owned(self.counted(engine)))
-        totals = round_.totals(
-            [round_.loss, round_.weight, squares], loss, settings, engine.step_number + 1
-        )
-        return self.complete(engine, *totals)
-
-    def complete(self, engine: Engine, total: float, weight: float, squared: float) -> Reduced:
-        """Return the gradients of the store, with the sums over all ranks."""
+        # Batch statistics, for example, which each rank's passes have changed.
+        if engine.program.settle(engine.backend):
+            self.model_changed()
+        total, weight, squared = self.totals(engine, loss, settings)
         # The weight is a sum over all ranks, so that every rank raises this or none.
         if weight == 0:
             raise NoSampleError("no rank has a sample that counts in this step; all weights are 0")
         gradients = self.store.owned(engine.pieces.updated)
         return Reduced(gradients, engine.report(total, weight, squared), finish=self.finish)
+
+    def model_changed(self) -> None:
+        """Hook: the passes have changed the model's state besides parameters."""
+
+    def totals(
+        self, engine: Engine, loss: float, settings: Mapping[str, Any]
+    ) -> tuple[float, float, float]:
+        """Return sums over all ranks: of losses, of weights, and the gradient's squares."""
+        round_ = engine.round
+        # Each rank adds the squares of its own piece only, even if the gradient is replicated. In
+        # one message, because the cost of a small all-reduce is its latency.
+        squares = squared_norm(self.store.owned(engine.pieces.counted))
+        message = [round_.loss, round_.weight, squares]
+        return round_.totals(message, loss, settings, engine.step_number + 1)
 
     def finish(self) -> None:
         """Let the gradients be overwritten: the rule has read them."""

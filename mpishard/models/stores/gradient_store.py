@@ -60,11 +60,7 @@ class GradientStore(ABC):
     ----------
     in_flight : deque
         Reductions under way.
-    is_late : bool
-        Whether `owned` returns gradients of an earlier step.
     """
-
-    is_late = False
 
     def __init__(self, layout: StoreLayout) -> None:
         self.layout = layout

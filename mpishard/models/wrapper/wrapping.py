@@ -269,7 +269,7 @@ def build_engine(
     passes = Passes(make_gradients)
     if in_leaves:
         leaves = GradientLeaves(config, parameters.backend, program.dtype)
-        passes = LeafPasses(make_gradients, leaves, config)
+        passes = LeafPasses(make_gradients, leaves)
     return Engine(program, parameters, passes, state_layout, policy, config)
 
 

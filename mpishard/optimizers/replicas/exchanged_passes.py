@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.passes import Passes, Reduced
-from mpishard.models.engine.update import StepReport, dealt
+from mpishard.models.engine.update import StepReport, UpdatePieces, dealt
 from mpishard.models.stores.gradient_store import (
     GradientStore,
     ReplicatedGradients,
@@ -158,7 +158,7 @@ class ExchangedPasses(Passes):
         self.user = user
         self._make_exchange = make_exchange
 
-    def prepare(self, engine: Engine, layout: StoreLayout) -> None:
+    def prepare(self, engine: Engine, layout: StoreLayout) -> UpdatePieces:
         replica = engine.replica
         self._is_alone = replica.across is None
         across = replica.across or engine.world
@@ -182,21 +182,21 @@ class ExchangedPasses(Passes):
         self.is_late = self.exchange.is_late
         self._inner = inner
         self.store = _Progressing(inner, across)
+        found = UpdatePieces.of(engine.program, layout, engine.policy)
+        if replica.across is None:
+            return found
+        # All replicas have the same sums: each counts a part.
+        return replace(found, counted=tuple(dealt(found.counted, across.world_size, across.rank)))
 
     def run(
         self, engine: Engine, x: Any, y: Any, sample_start: int, *, is_last: bool
     ) -> tuple[float, float]:
-        round_ = engine.round
         self.exchange.begin()
-        own = engine.run_pass(
-            x, y, self.store, is_first=not round_.is_open,
-            is_last=is_last and not self._is_alone, sample_start=sample_start,
-        )  # fmt: skip
-        round_.add(*own)
+        reduces = is_last and not self._is_alone
+        own = super().run(engine, x, y, sample_start, is_last=reduces)
         if is_last:
             self.exchange.exchange(self.sums())
             self.store.spread()
-            self.settle_model(engine)
         return own
 
     def sums(self) -> list[Array]:
@@ -206,12 +206,6 @@ class ExchangedPasses(Passes):
             return self._inner.local(pieces)
         return self._inner.owned(pieces)
 
-    def counted(self, engine: Engine) -> Sequence[Piece]:
-        across = engine.replica.across
-        counted = engine.pieces.counted
-        # All replicas have the same sums: each counts a part.
-        return counted if across is None else dealt(counted, across.world_size, across.rank)
-
     def again(self, engine: Engine, weight: float) -> Reduced:
         """Return sums that were written to `sums` since, of samples of this weight. Collective.
 
@@ -220,7 +214,7 @@ class ExchangedPasses(Passes):
         NonFiniteLossError
             On every rank, if they are not finite.
         """
-        squares = np.array([squared_norm(self.store.owned(self.counted(engine)))])
+        squares = np.array([squared_norm(self.store.owned(engine.pieces.counted))])
         total = engine.world.all_reduce(squares, subject=engine.layout.subject)
         norm = math.sqrt(float(total[0])) / weight
         if not math.isfinite(norm):

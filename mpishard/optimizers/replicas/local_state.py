@@ -68,6 +68,7 @@ class ReplicaPasses(Passes):
         round_, store, pieces = engine.round, self.store, engine.pieces
         own = np.array([round_.loss, round_.weight, 0.0])
         if self._is_grouped:
+            engine.program.settle(engine.backend)
             gradients = store.owned(pieces.updated)
             own[2] = squared_norm(store.owned(pieces.counted))
             replica = engine.replica.together.all_reduce(own.copy())
