@@ -72,7 +72,7 @@ def save(
     """
     owner = module_of(model)
     owner.placed.require_placed()
-    beside: dict[str, Any] = {"buffers": owner.placed.buffers.saved(with_parameters=True)}
+    beside: dict[str, Any] = {"buffers": owner.placed.buffers.saved()}
     view = None
     if optimizer is not None:
         view = _OptimizerView(owner, optimizer)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from mpishard.arrays import Array
 from mpishard.bfloat16 import is_bfloat16
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
-from mpishard.sharding import ParameterEntry
+from mpishard.sharding import ParameterEntry, Unit
 from mpishard.torch.batch_norm import Ranks, SyncBatchNorm
-from mpishard.torch.parameters import SharedParameter
+from mpishard.torch.parameters import Place, PlacedParameter, native_gradient
 
 
 class Buffers:
@@ -136,18 +139,12 @@ class Buffers:
             self.broadcast(backend)
         return has_changed
 
-    def saved(self, *, with_parameters: bool) -> dict[str, Any]:
-        """Return copies of the buffers that a state dict has, by name.
+    def saved(self) -> dict[str, Any]:
+        """Return copies of the tensors that a state dict has, by name."""
+        return {name: tensor.detach().clone() for name, tensor in self._in_state().items()}
 
-        With ``with_parameters``, those of the parameters outside of the vector are included.
-        """
-        found = self._in_state(with_parameters=with_parameters)
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
-
-    def _in_state(self, *, with_parameters: bool = True) -> dict[str, Any]:
-        own = {id(tensor) for tensor in self._present().values()}
-        if with_parameters:
-            own.update(id(parameter) for parameter in self._parameters.values())
+    def _in_state(self) -> dict[str, Any]:
+        own = {id(tensor) for tensor in [*self._present().values(), *self._parameters.values()]}
         state = self._module.state_dict(keep_vars=True)
         return {name: tensor for name, tensor in state.items() if id(tensor) in own}
 
@@ -249,12 +246,13 @@ def from_text(text: str) -> dict[str, Any]:
 class PlacedModule:
     """Parameters of a module as parts of a flat vector, and its other tensors.
 
+    A PyTorch loop and `mpishard.adapters.TorchModel` have the same vector: the trained parameters,
+    and the frozen ones of their dtype.
+
     Parameters
     ----------
     module : torch.nn.Module
         The user's module.
-    with_frozen : bool
-        True if the vector also has the frozen parameters of its dtype.
 
     Attributes
     ----------
@@ -276,7 +274,7 @@ class PlacedModule:
         If the module cannot be placed, or is sharded already. Nothing has changed then.
     """
 
-    def __init__(self, module: Any, *, with_frozen: bool) -> None:
+    def __init__(self, module: Any) -> None:
         _check(module)
         self.module = module
         first = next(p.dtype for p in module.parameters() if p.requires_grad and p.numel())
@@ -288,8 +286,7 @@ class PlacedModule:
                 if parameter is None or id(parameter) in seen:
                     continue
                 seen.add(id(parameter))
-                is_held = parameter.requires_grad or with_frozen
-                if not is_held or parameter.dtype != first or not parameter.numel():
+                if parameter.dtype != first or not parameter.numel():
                     continue
                 full_name, shape = f"{prefix}.{name}" if prefix else name, tuple(parameter.shape)
                 entries.append(ParameterEntry(full_name, shape, start, parameter.requires_grad))
@@ -300,6 +297,7 @@ class PlacedModule:
         self.dtype = np.dtype(str(first).removeprefix("torch."))
         self.buffers = Buffers(module, {id(parameter) for parameter in self.parameters})
         self._storages = [0] * len(self.parameters)
+        self._kinds = [type(parameter) for parameter in self.parameters]
 
     def fill(self, start: int, out: Array) -> None:
         """Copy the range of the flat vector that begins at ``start`` to ``out``."""
@@ -311,9 +309,64 @@ class PlacedModule:
                 out[first - start : last - start] = values[first - entry.start : last - entry.start]
 
     def place(self, index: int, flat: Any) -> None:
-        """Make a parameter a view of ``flat``, a tensor of shape (size,)."""
-        self.parameters[index].data = flat.view(self.entries[index].shape)
-        self._storages[index] = _storage_of(self.parameters[index])
+        """Make a parameter, which nobody holds then, a view of ``flat``, a tensor of shape (size,).
+
+        The object stays the same and changes its class, because the module and the user refer to
+        it.
+        """
+        parameter = self.parameters[index]
+        parameter.__class__ = self._kinds[index]
+        vars(parameter).pop("_part", None)
+        parameter.data = flat.view(self.entries[index].shape)
+        self._storages[index] = _storage_of(parameter)
+
+    def hold(
+        self, units: Sequence[Unit], make_part: Callable[..., Place],
+        kind: type[PlacedParameter] = PlacedParameter,
+    ) -> None:  # fmt: skip
+        """Let ranks change the parameters, which were placed, together, as parameters of ``kind``.
+
+        ``make_part(index, entry, unit, parameter)`` returns the place of each.
+        """
+        numbered = iter(range(len(self.entries)))
+        for unit in units:
+            for entry, index in zip(unit.entries_of(self.entries), numbered, strict=False):
+                parameter = self.parameters[index]
+                parameter._part = make_part(index, entry, unit, parameter)
+                parameter.__class__ = kind
+                parameter._part.note_version()
+
+    def hook(self, index: int, take: Callable[[Array | None], None]) -> Any:
+        """Give each gradient of a parameter to ``take``, as a vector, in place of its ``grad``.
+
+        Autograd may give none, for instance if an ``autograd.Function`` returns None. The parameter
+        then counts as unused by this rank, and ``take`` gets None.
+
+        Returns
+        -------
+        object
+            Handle with a method ``remove``.
+        """
+        hook = functools.partial(_take_gradient, take)
+        return self.parameters[index].register_post_accumulate_grad_hook(hook)
+
+    def require_roundable(self) -> None:
+        """Refuse a module that cannot compute with parameters rounded to bfloat16.
+
+        Raises
+        ------
+        ValueError
+            If a parameter is complex, or neither float32 nor a frozen one of bfloat16.
+        """
+        named = dict(self.module.named_parameters())
+        require_real(named.items())
+        kept = (torch.float32, torch.bfloat16)
+        odd = [n for n, p in named.items() if p.is_floating_point() and p.dtype not in kept]
+        if odd:
+            raise ValueError(
+                f'precision="bfloat16" rounds float32 parameters, and {odd[0]!r} of this '
+                f"{type(self.module).__name__} is {named[odd[0]].dtype}: use module.float()"
+            )
 
     def require_placed(self) -> None:
         """Refuse to train a module whose parameters are not those that were placed.
@@ -321,12 +374,14 @@ class PlacedModule:
         Raises
         ------
         ShardingError
-            If a parameter was moved, replaced or added, or requires a gradient only now. The
-            message names it.
+            If a parameter was moved, replaced or added, or requires a gradient only now, or was
+            changed in a way that is not counted. The message names it.
         """
         trained = set()
         for index, (module, name) in enumerate(self.places):
             entry, parameter = self.entries[index], self.parameters[index]
+            if isinstance(parameter, PlacedParameter):
+                parameter._part.require_counted()
             if not entry.trainable:
                 continue
             trained.add(id(parameter))
@@ -388,10 +443,16 @@ def _storage_of(parameter: Any) -> int:
 
 def _check(module: Any) -> None:
     """Refuse a module that cannot be placed, before anything is changed."""
-    taken = [name for name, p in module.named_parameters() if isinstance(p, SharedParameter)]
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if hasattr(module, "_orig_mod"):
+        raise TypeError(
+            "mpishard takes the module itself; call torch.compile() afterwards, or module.compile()"
+        )
+    taken = [name for name, p in module.named_parameters() if isinstance(p, PlacedParameter)]
     if taken:
         raise ShardingError(
-            f"parameter {taken[0]!r} is sharded already; shard() a module once, and each part of "
+            f"parameter {taken[0]!r} is sharded already; shard a module once, and each part of "
             "two modules by one of them"
         )
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -451,14 +512,19 @@ def require_real(parameters: Iterable[tuple[str, Any]]) -> None:
         )
 
 
-def wide_floats(named: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return the names of floating-point tensors of other than 16 bits."""
-    return [name for name, t in named if t.is_floating_point() and t.itemsize != 2]
+def rounded(tree: Any) -> Any:
+    """Return a tree whose floating-point tensors are bfloat16, as PyTorch does not mix dtypes."""
+
+    def rounded_one(x: Any) -> Any:
+        return x.bfloat16() if x.is_floating_point() else x
+
+    return tree_map_only(torch.Tensor, rounded_one, tree)
 
 
 def note_wide_buffers(error: BaseException, module: Any) -> None:
     """Name, in an error of a module with rounded parameters, the buffers that may be the cause."""
-    if wide := wide_floats(module.named_buffers()):
+    wide = [name for name, t in module.named_buffers() if t.is_floating_point() and t.itemsize != 2]
+    if wide:
         error.add_note(
             f'precision="bfloat16" rounds parameters, and no buffers: {some(wide)} may have to be '
             "given in torch.bfloat16 before the module is sharded. Batch normalisation computes "
@@ -479,8 +545,13 @@ def tensor_of(array: Array) -> Any:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
-def flat_gradient(gradient: Any) -> Array:
-    """Return a gradient as a dense vector; a 16-bit gradient is converted to float32."""
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
-    gradient = gradient.float() if gradient.itemsize == 2 else gradient
-    return gradient.detach().reshape(-1).numpy()
+@called_as("backward()")
+def _take_gradient(take: Callable[[Array | None], None], parameter: Any) -> None:
+    """Give a parameter's gradient to ``take``, dense and of 32 bits or more, as its hook."""
+    gradient = native_gradient.__get__(parameter)
+    native_gradient.__set__(parameter, None)
+    if gradient is not None:
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        gradient = gradient.float() if gradient.itemsize == 2 else gradient
+        gradient = gradient.detach().reshape(-1).numpy()
+    take(gradient)

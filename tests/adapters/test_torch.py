@@ -477,7 +477,8 @@ def test_frozen_parameters_and_buffers_are_rank_0s(backend: Any) -> None:
     assert (everyone == everyone[0]).all()
     before = [plain.module.frozen.weight.clone(), plain.module.scale.clone()]
     optimizer_for(model).step(model, x, y)
-    assert [entry.name for entry in model.parameter_entries] == ["turned"]
+    frozen = {entry.name: not entry.trainable for entry in model.parameter_entries}
+    assert frozen == {"turned": False, "frozen.weight": True, "frozen.bias": True}
     assert torch.equal(plain.module.frozen.weight, before[0])
     assert plain.module.scale == before[1] == 1.0
     assert model.predict(np.ones((0, 5))).shape == (0, 2)
@@ -755,16 +756,24 @@ def test_a_mesh_computes_in_bfloat16_as_its_data_axis_does(backend: Any, data: s
 
 
 @in_worlds(2)
-def test_a_module_with_frozen_float32_parameters_is_refused_in_bfloat16(backend: Any) -> None:
-    module = perceptron()
-    module[0].requires_grad_(False)
-    config = ShardingConfiguration(backend, precision="bfloat16")
-    with pytest.raises(NotImplementedError, match=r"frozen parameters in another .*'0.weight'"):
-        FSDPModel(TorchModel(module, nn.functional.mse_loss), config)
-    module[0].bfloat16()
-    model = FSDPModel(TorchModel(module, nn.functional.mse_loss), config)
+def test_frozen_parameters_are_rounded_or_bfloat16_already(backend: Any) -> None:
     x = np.ones((2, 5), np.float32)
-    assert np.isfinite(model.train(x, x[:, :2]))
+    for dtype in (torch.float32, torch.bfloat16):
+        module = perceptron()
+        module[0].requires_grad_(False).to(dtype)
+        everyone = backend.all_gather(module[0].weight.detach().float().numpy()[None])
+        config = ShardingConfiguration(backend, precision="bfloat16")
+        model = FSDPModel(TorchModel(module, nn.functional.mse_loss), config)
+        assert np.isfinite(model.train(x, x[:, :2]))
+        assert torch.equal(
+            module[0].weight.float(), torch.from_numpy(everyone[0]).bfloat16().float()
+        )
+    module = perceptron()
+    module[0].requires_grad_(False).double()
+    with pytest.raises(
+        ValueError, match=r"rounds float32 .*'0\.weight' of .* is torch.float64: use"
+    ):
+        FSDPModel(TorchModel(module, nn.functional.mse_loss), config)
 
 
 @in_worlds(2)
