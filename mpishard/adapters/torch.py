@@ -128,7 +128,7 @@ class TorchModel(PlacedVectorModel):
         # deepcopy takes objects from its memo. With the new parameters there, it copies only
         # buffers and other state.
         memo = {
-            id(old): torch.nn.Parameter(torch.from_numpy(values).view(old.shape))
+            id(old): torch.nn.Parameter(torch.from_numpy(values).view(old.shape), old.requires_grad)
             for old, values in zip(self._placed.parameters, self._cut(parameters), strict=True)
         }
         model._hold(copy.deepcopy(self._module, memo))
@@ -184,7 +184,7 @@ class TorchModel(PlacedVectorModel):
 
     def _require_trained(self, frozen: Collection[str]) -> None:
         """Refuse parameters that were frozen meanwhile, as updates would still change them."""
-        from mpishard.torch.placed import some
+        from mpishard.torch.buffers import some
 
         late = [
             entry.name
@@ -199,7 +199,7 @@ class TorchModel(PlacedVectorModel):
 
     def _name_unused(self, ranks: CommunicationBackend, frozen: Collection[str]) -> None:
         """Name the parameters that no rank used in the first step. Collective."""
-        from mpishard.torch.placed import some
+        from mpishard.torch.buffers import some
 
         used, self._used = ranks.all_reduce(self._used, ReductionOperation.MAX), None
         unused = [
@@ -221,7 +221,7 @@ class TorchModel(PlacedVectorModel):
 
     def choices(self) -> dict[str, Any]:
         """Return the tensors of ``state_dict()`` that are not in the flat vector."""
-        from mpishard.torch.placed import to_text
+        from mpishard.torch.buffers import to_text
 
         buffers = self._placed.buffers.saved()
         return {_BUFFERS: to_text(buffers)} if buffers else {}
@@ -324,7 +324,7 @@ class TorchModel(PlacedVectorModel):
 
 
 def _buffers_in(choices: Mapping[str, Any]) -> dict[str, Any]:
-    from mpishard.torch.placed import from_text
+    from mpishard.torch.buffers import from_text
 
     return from_text(choices[_BUFFERS]) if _BUFFERS in choices else {}
 

@@ -24,9 +24,9 @@ from mpishard.models.stores.gradient_store import (
 )
 from mpishard.observe.trace import span
 from mpishard.sharding import ParameterEntry, Piece
+from mpishard.torch.buffers import Buffers
 from mpishard.torch.gathering import GatheredUnits
 from mpishard.torch.parameters import Part
-from mpishard.torch.placed import Buffers
 
 
 class BackwardPasses:

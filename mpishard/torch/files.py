@@ -15,6 +15,7 @@ from mpishard.arrays import Array
 from mpishard.communication import CommunicationBackend
 from mpishard.errors import CheckpointError
 from mpishard.sharding import ParameterEntry
+from mpishard.torch.buffers import from_text, to_text
 from mpishard.torch.optimizer import (
     is_elementwise,
     numbered_parts,
@@ -22,7 +23,6 @@ from mpishard.torch.optimizer import (
     states_of_numbers,
 )
 from mpishard.torch.parameters import Part
-from mpishard.torch.placed import from_text, to_text
 from mpishard.torch.sharded import ShardedModule, module_of
 
 _STATE, _STEP, _USER = "torch", "step", "user"  # Keys of the checkpoint's metadata.

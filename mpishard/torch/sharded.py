@@ -36,9 +36,10 @@ from mpishard.observe.ledger import MemoryLedger
 from mpishard.observe.trace import span, step_span
 from mpishard.sharding import Placement, first_names, owned_pieces
 from mpishard.torch.backward import BackwardPasses
+from mpishard.torch.buffers import form_of
 from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
 from mpishard.torch.parameters import Part, SharedParameter, Uncopied, native_gradient
-from mpishard.torch.placed import PlacedModule, form_of, note_wide_buffers, rounded, tensor_of
+from mpishard.torch.placed import PlacedModule, note_wide_buffers, rounded, tensor_of
 from mpishard.torch.world import current_world
 
 POLICIES = {

@@ -220,6 +220,17 @@ def test_a_node_holds_frozen_parameters_once(backend: Any, house: Any) -> None:
 
 
 @in_worlds(2)
+def test_frozen_parameters_of_copies_are_frozen(backend: Any) -> None:
+    made = start(Model, backend, "fsdp", partly_frozen())
+    with made.model.unsharded() as plain:
+        twins = [plain.module, made.model.deep_copy().wrapped_model.module]
+    twins += [made.model.release().module, copy.deepcopy(made.module)]
+    for module in twins:
+        trained = [p.requires_grad for p in module.parameters()]
+        assert trained == [True, True, False, False, True, True]
+
+
+@in_worlds(2)
 def test_a_parameter_that_is_frozen_later_is_refused_where_updates_would_change_it(
     backend: Any,
 ) -> None:
