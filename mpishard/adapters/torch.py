@@ -51,9 +51,9 @@ class TorchModel(PlacedVectorModel):
     module, checkpointed segments and tied parameters work. After each pass ``.grad`` of the
     parameters is None.
 
-    A parameter that no rank used has the gradient 0, so that weight decay and momentum change it:
-    rules of mpishard update all that is trained. Optimizers of PyTorch, and loops, skip such a
-    parameter. A warning names those of the first step.
+    A parameter that no rank used has the gradient 0, and a sharded optimizer updates all that is
+    trained, so that weight decay and momentum change it. A loop leaves it out. A warning names
+    those of the first step.
 
     Parameters
     ----------
@@ -141,6 +141,7 @@ class TorchModel(PlacedVectorModel):
         self._placed.fill(start, out)
 
     def obstacle_to_bfloat16(self) -> str | None:
+        """Return None, or refuse parameters as `mpishard.torch.shard` does, by a ValueError."""
         self._placed.require_roundable()
         return None
 

@@ -266,11 +266,13 @@ def _explain(module: Any, _inputs: Any, output: Any) -> None:
 
 
 def _refuse_load(module: Any, *_: Any) -> None:
-    raise ShardingError(
-        f'load_state_dict() of {type(module).__name__} with precision="bfloat16" would change the '
-        "rounded copies, and not the float32 parameters of their owners: call it before shard(), "
-        "or load a checkpoint with mpishard.torch.load"
-    )
+    # A copy of the module has this hook, too, and plain parameters.
+    if any(isinstance(parameter, SharedParameter) for parameter in module.parameters()):
+        raise ShardingError(
+            f'load_state_dict() of {type(module).__name__} with precision="bfloat16" would change '
+            "the rounded copies, and not the float32 parameters of their owners: call it before "
+            "shard(), or load a checkpoint with mpishard.torch.load"
+        )
 
 
 _ATTRIBUTE = "_mpishard"
