@@ -9,7 +9,7 @@ from torch.nn.functional import batch_norm
 
 from mpishard.communication import CommunicationBackend
 from mpishard.errors import ShardingError
-from mpishard.torch.parameters import SharedParameter, Uncopied
+from mpishard.torch.parameters import PlacedParameter, Uncopied
 
 
 class Ranks(Uncopied):
@@ -121,12 +121,12 @@ def convert_sync_batchnorm(module: Any) -> Any:
     Raises
     ------
     ShardingError
-        If `shard` has already sharded the module.
+        If the module is sharded already.
     """
-    if any(isinstance(parameter, SharedParameter) for parameter in module.parameters()):
+    if any(isinstance(parameter, PlacedParameter) for parameter in module.parameters()):
         raise ShardingError(
             f"this {type(module).__name__} is sharded already; call convert_sync_batchnorm() "
-            "before shard()"
+            "before shard(), or before TorchModel is wrapped"
         )
     if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
         converted = SyncBatchNorm.__new__(SyncBatchNorm)

@@ -25,7 +25,7 @@ from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.observe.trace import span
 from mpishard.optimizers import Constant, Optimizer, OwnedRange, Segment, UpdateContext
-from mpishard.torch.parameters import GradientPiece, Part, SharedParameter
+from mpishard.torch.parameters import GradientPiece, Part, PlacedParameter
 from mpishard.torch.sharded import ShardedModule, module_of, part_of
 
 
@@ -435,8 +435,6 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
     for owner in owners:
         owner.require_reduced("step()")
         owner.placed.require_placed()
-        for parameter in owner.placed.parameters:
-            parameter._part.require_counted()
         owner.let_go()
     chosen = [
         sorted(
@@ -505,12 +503,8 @@ def _refuse_others(made: Any, *_: Any) -> None:
         return
     for group in made.param_groups:
         for parameter in group["params"]:
-            if isinstance(parameter, SharedParameter) and parameter._part.owner.shards_state:
-                raise ShardingError(
-                    f"{type(made).__name__} would update parameter {parameter._part.entry.name!r} "
-                    "whole, and this rank owns a part of it; make the optimizer with "
-                    f"mpishard.torch.optimizer(torch.optim.{type(made).__name__}, model, ...)"
-                )
+            if isinstance(parameter, PlacedParameter):
+                parameter._part.refuse_optimizer(type(made).__name__)
 
 
 register_optimizer_step_pre_hook(_refuse_others)
