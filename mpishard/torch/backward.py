@@ -89,8 +89,8 @@ class BackwardPasses:
         # Gradients that the user has assigned in place of the store's. This pass adds to them.
         self._assigned: list[tuple[Part, Any]] = []
         self._training = training_of(self._backend)
-        # One flag for each part that has a gradient, one for changed buffers, and a checksum twice.
-        self._flags = np.zeros(len(parts) + 3, np.uint8)
+        # One flag for each part that has a gradient, and a last one for changed buffers.
+        self._flags = np.zeros(len(parts) + 1, np.uint8)
 
     def receive(self, place: int, gradient: Array | None) -> None:
         """Take the gradient of a parameter from autograd. ``place`` is its index in the parts.
@@ -117,7 +117,7 @@ class BackwardPasses:
         self.part_of_step.enter_context(span("backward"))
         gradients = self._gradients
         live = [part.tensor.grad is not None for part in self._parts]
-        self._flags[:-3] = live
+        self._flags[:-1] = live
         for place, part in enumerate(self._parts):
             gradient = part.tensor.grad
             if live[place] and gradient.data_ptr() != self._view(part).data_ptr():
@@ -208,16 +208,12 @@ class BackwardPasses:
         self._has_local = not self.syncs
         self._is_reduced = self.syncs
         if self.syncs:
-            self._flags[-3] = self._buffers.have_changed()
-            # The largest checksum and the smallest, as the complement, tell if all are equal.
-            checksum = self._training.checksum()
-            self._flags[-2:] = checksum, 255 - checksum
+            self._flags[-1] = self._buffers.have_changed()
+            message = np.concatenate([self._flags, self._training.marks()])
             # A parameter that any rank used has a gradient on all ranks. After this all-reduce no
             # rank reads another's gradients.
-            self._backend.all_reduce(
-                self._flags, ReductionOperation.MAX, subject=self._layout.subject
-            )
-            self._training.end_backward(is_agreed=self._flags[-2:].sum() == 255)
+            self._backend.all_reduce(message, ReductionOperation.MAX, subject=self._layout.subject)
+            self._flags, of_loaders = np.split(message, [self._flags.size])
         if self._gathered is not None:
             self._gathered.release()
         for part, gradient in self._assigned:
@@ -225,9 +221,11 @@ class BackwardPasses:
         self._assigned.clear()
         for place, part in enumerate(self._parts):
             part.tensor.grad = part.as_gradient(self._view(part)) if self._flags[place] else None
-        # Last, because it refuses buffers that differ, and gradients are complete then.
-        if self.syncs and self._flags[-3]:
+        # Last, because they refuse buffers or batches, and gradients are complete then.
+        if self.syncs and self._flags[-1]:
             self._buffers.broadcast(self._backend)
+        if self.syncs:
+            self._training.end_backward(of_loaders)
         self.part_of_step.close()
 
     def _view(self, part: Part) -> Any:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from torch.utils.data import DataLoader as PlainLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from mpishard.arguments import as_count
 from mpishard.communication import CommunicationBackend
+from mpishard.errors import ShardingError
 from mpishard.torch.world import current_world
 
 
@@ -35,21 +38,53 @@ class Training:
         self.backwards = 0
         self.undecided: dict[DataLoader, int] = {}
         self._compared: dict[DataLoader, int] = {}
+        # Size and order of the passes that have given a batch since the last backward().
+        self._taken: set[tuple[tuple[int, int], tuple[int, int] | None]] = set()
+        self._thread = threading.get_ident()
 
-    def checksum(self) -> int:
-        """Return a checksum of the undecided passes, from 0 to 255, which ranks compare."""
+    def take(self, loader: DataLoader, epoch: int) -> None:
+        """Record that a pass over a loader gives a batch."""
+        # Ranks may differ in the number of batches that a thread has loaded ahead.
+        if threading.get_ident() == self._thread:
+            order = (epoch, loader.sampler.seed) if loader.sampler.shuffle else None
+            self._taken.add(((len(loader.dataset), loader.batch_size), order))
+
+    def marks(self) -> np.ndarray[Any, Any]:
+        """Return the bytes that ranks compare, which compute the maximum of each."""
         # A thread that loads ahead may end a pass before `end_backward`.
         self._compared, self.undecided = self.undecided, {}
-        made = [(len(loader), epoch) for loader, epoch in self._compared.items()]
-        return zlib.crc32(repr(made).encode()) & 255
+        taken, self._taken = sorted(self._taken, key=repr), set()
+        ended = [(len(loader), epoch) for loader, epoch in self._compared.items()]
+        sizes = [size for size, _ in taken]
+        texts = [repr(values).encode() for values in (ended, sizes, taken)]
+        own = np.array([zlib.crc32(text) for text in texts], np.uint32).view(np.uint8)
+        # The maximum of the complements tells if all ranks have the same.
+        is_unclear = len(set(sizes)) < len(sizes)
+        return np.concatenate([own, 255 - own, np.array([is_unclear], np.uint8)])
 
-    def end_backward(self, *, is_agreed: bool) -> None:
-        """Count a backward pass; compared passes are epochs if all ranks have made the same."""
+    def end_backward(self, largest: np.ndarray[Any, Any]) -> None:
+        """Count a backward pass. ``largest`` is the maximum of all ranks' `marks`.
+
+        Compared passes are epochs if all ranks have made the same.
+
+        Raises
+        ------
+        ShardingError
+            On every rank, if the ranks train with different orders of the samples.
+        """
         self.backwards += 1
-        if is_agreed:
+        own, complements = largest[:-1].reshape(2, 3, 4)
+        has_ended, has_sizes, has_orders = (own + complements == 255).all(axis=1)
+        if has_ended:
             for loader, epoch in self._compared.items():
                 loader.end_epoch(epoch)
         self._compared.clear()
+        if has_sizes and not has_orders and not largest[-1]:
+            raise ShardingError(
+                "the ranks train with batches of different orders of mst.DataLoader, so that some "
+                "samples are used several times and others never: give the loaders one seed and "
+                "shuffle on all ranks, and set loader.epoch to the same number"
+            )
 
 
 # An entry belongs to one rank, as its backend does.
@@ -169,6 +204,7 @@ class DataLoader(PlainLoader):  # type: ignore[misc]
                     is_epoch = True
                     self._open_epochs += 1
                 before = training.backwards
+                training.take(self, epoch)
                 yield batch
         finally:
             has_trained = is_epoch or training.backwards > before

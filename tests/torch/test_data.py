@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from mpishard.errors import ShardingError
 from mpishard.testing.worlds import in_worlds
 
 torch = pytest.importorskip(
@@ -209,3 +211,53 @@ def test_an_evaluation_counts_each_sample_once(backend, samples):
     rows = rows[: loader.own_samples]
     found = backend.all_reduce(np.bincount(rows.numpy(), minlength=samples))
     assert found.tolist() == [1] * samples
+
+
+def sets_another_epoch(backend: Any, loader: Any, step: Callable[[], None]) -> Any:
+    loader.epoch = backend.rank
+    return loader
+
+
+def has_another_seed(backend: Any, loader: Any, step: Callable[[], None]) -> Any:
+    return mst.DataLoader(list(range(SAMPLES)), BATCH, shuffle=True, seed=backend.rank)
+
+
+def trains_beside_a_look(backend: Any, loader: Any, step: Callable[[], None]) -> Any:
+    """Rank 0 keeps an iterator that it has begun while the ranks trained with another loader."""
+    kept = iter(loader)
+    if backend.rank == 0:
+        next(kept)
+    list(train(mst.DataLoader(list(range(10)), BATCH), step))
+    return loader
+
+
+@pytest.mark.parametrize("habit", [sets_another_epoch, has_another_seed, trains_beside_a_look])
+@in_worlds(2, 3)
+def test_ranks_that_train_with_different_orders_are_refused(backend, habit):
+    loader, step = start()
+    loader = habit(backend, loader, step)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(ShardingError, match="different orders of mst"):
+        step()
+    loader.epoch = 5
+    if habit is not has_another_seed:
+        assert list(train(loader, step)) == own(backend, 5)
+
+
+@in_worlds(2, 3)
+def test_orders_are_not_compared_of_looks_threads_and_loaders_in_sequence(backend):
+    loader, step = start()
+    other = mst.DataLoader(list(range(SAMPLES)), BATCH, shuffle=True, seed=8)
+    in_sequence = mst.DataLoader(list(range(10)), BATCH)
+    in_sequence.epoch = backend.rank
+    for _ in train(loader, step):
+        if backend.rank == 0:
+            next(iter(other))
+    list(train(in_sequence, step))
+    # Threads have loaded ahead, and that of rank 0 is in the next epoch.
+    loader.epoch = int(backend.rank == 0)
+    thread = threading.Thread(target=lambda: next(iter(loader)))
+    thread.start()
+    thread.join()
+    step()
