@@ -54,7 +54,7 @@ files=(
     tests/torch tests/adapters/test_torch.py tests/adapters/test_jax.py tests/adapters/test_optax.py
     tests/adapters/test_function_model.py tests/test_arrays.py
     tests/examples/test_train_torch.py tests/examples/test_train_jax.py
-    tests/exports/test_gpt2.py tests/docs/test_reference.py
+    tests/exports/test_gpt2.py tests/docs/test_reference.py tests/docs/test_combinations.py
     tests/test_array_subclasses.py::test_in_torch_models
     tests/benchmarks/test_compare.py::test_peers_compute_the_same_loss
     'tests/docs/test_pages.py::test_blocks_run_and_print_what_they_say[torch-loop]'

@@ -15,9 +15,9 @@ from mpishard.adapters.parameter_tree import ParameterTree, flat_leaves
 from mpishard.adapters.placed_vector import TreeModel, described
 from mpishard.arguments import optional_package
 from mpishard.arrays import Array
-from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples, tree_of
+from mpishard.models.stores.parameter_store import ParameterStore
 
 _log = logging.getLogger("mpishard")
 
@@ -168,10 +168,8 @@ class JaxModel(TreeModel):
         self._loss = _on_host(jax.jit(loss))
         self._predict = None if predict is None else _on_host(jax.jit(predict))
 
-    def place_parameters(
-        self, arrays: Sequence[Array], holder: str, ranks: CommunicationBackend
-    ) -> None:
-        super().place_parameters(arrays, holder, ranks)
+    def place_parameters(self, arrays: Sequence[Array], holder: str, store: ParameterStore) -> None:
+        super().place_parameters(arrays, holder, store)
         allowed = settings.xla_threads()
         names = []
         for task in Path("/proc/self/task").glob("*"):

@@ -13,11 +13,11 @@ from mpishard.adapters.parameter_tree import ParameterTree
 from mpishard.arguments import as_loss
 from mpishard.arrays import Array, array_namespace, copy_into, require_plain
 from mpishard.checkpoint.exchange.plain import PlainModelFiles
-from mpishard.communication import CommunicationBackend
 from mpishard.contracts import IFullModel, ILossFunction, ModelMetadata
 from mpishard.data import tree_of
 from mpishard.errors import MissingMemberError, StructureOnlyError
 from mpishard.models.programs.placed_program import IPlaceableModel
+from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.sharding import ParameterEntry
 
 
@@ -110,9 +110,7 @@ class PlacedVectorModel(FlatVectorModel, IPlaceableModel):
     def fill_parameters(self, start: int, out: Array) -> None:
         out[...] = self._flat_vector()[start : start + out.size]
 
-    def place_parameters(
-        self, arrays: Sequence[Array], holder: str, ranks: CommunicationBackend
-    ) -> None:
+    def place_parameters(self, arrays: Sequence[Array], holder: str, store: ParameterStore) -> None:
         self._place(arrays)
         self._vector, self._holder = None, holder
 

@@ -16,25 +16,33 @@ from mpishard.arrays import Array, require_plain
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.contracts import ILossFunction
 from mpishard.data import Samples
+from mpishard.errors import ShardingError
+from mpishard.models.stores.parameter_store import ParameterStore
 
 _log = logging.getLogger("mpishard")
 
-_BESIDE = "beside"  # Key of the module's state beside parameters in saved choices.
+_BESIDE = "beside"  # Key in saved choices of the module's state beside the vector.
+_FREEZE = (
+    "call requires_grad_(False) before the module is given to TorchModel, or set "
+    "parameter_options={%r: {'frozen': True}}"
+)
 
 
 class TorchModel(PlacedVectorModel):
     """Model of a ``torch.nn.Module`` on the CPU, for mpishard's optimizers.
 
-    The parameters that require gradients, in the order of ``module.named_parameters()``, are the
-    flat vector. The module's parameters become views of it. When the model is sharded they become
-    views of memory that the ranks of a node share, and no step copies a parameter. Autograd's
-    gradients are reduced unit by unit during the backward pass.
+    It has the parts of a loop with `mpishard.torch`. The flat vector has the trained parameters,
+    and the frozen ones of their dtype, in the order of ``module.named_parameters()``. The module's
+    parameters become views of it. When the model is sharded they become views of memory that the
+    ranks of a node share, and no step copies a parameter. A change in place that every rank makes,
+    such as ``p.mul_(0.9)``, is then made once. Autograd's gradients are reduced unit by unit during
+    the backward pass.
 
-    Frozen parameters and buffers stay the module's own. When the model is sharded every rank gets
-    those of rank 0. Buffers are sent again after each step that has changed one, as batch
-    normalisation does in train mode. Each rank normalises with its own samples or, after
-    `mpishard.torch.convert_sync_batchnorm`, with those of all ranks. Checkpoints have the buffers
-    and extra state of ``state_dict()``, but no frozen parameters.
+    Buffers, and frozen parameters of another dtype, stay the module's own. When the model is
+    sharded every rank gets those of rank 0. Buffers are sent again after each step that has changed
+    one, as batch normalisation does in train mode. Each rank normalises with its own samples or,
+    after `mpishard.torch.convert_sync_batchnorm`, with those of all ranks. Checkpoints have all of
+    ``state_dict()``.
 
     Training uses each submodule's own mode, train or eval. `predict` and evaluation use eval mode.
     Random layers (dropout) draw from PyTorch's generator. When the model is sharded, each data rank
@@ -43,8 +51,9 @@ class TorchModel(PlacedVectorModel):
     module, checkpointed segments and tied parameters work. After each pass ``.grad`` of the
     parameters is None.
 
-    A parameter that no rank used has the gradient 0, so that weight decay and momentum change it.
-    Optimizers of PyTorch skip such a parameter. A warning names those of the first step.
+    A parameter that no rank used has the gradient 0, and a sharded optimizer updates all that is
+    trained, so that weight decay and momentum change it. A loop leaves it out. A warning names
+    those of the first step.
 
     Parameters
     ----------
@@ -66,13 +75,11 @@ class TorchModel(PlacedVectorModel):
         If the trained parameters are not all float32 or all float64, or a tensor is not on the CPU.
         Nothing has changed then.
     ShardingError
-        If `mpishard.torch.shard` has sharded the module.
+        If the module is sharded already.
     """
 
     def __init__(self, module: Any, loss: Callable[[Any, Any], Any] | ILossFunction) -> None:
-        torch = optional_package("torch", "TorchModel", "torch")
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        optional_package("torch", "TorchModel", "torch")
         if not isinstance(loss, ILossFunction) and not callable(loss):
             raise TypeError("loss must be loss(output, y), or a loss of mpishard.nn")
         self._loss = loss if isinstance(loss, ILossFunction) else TorchLoss(loss)
@@ -86,7 +93,7 @@ class TorchModel(PlacedVectorModel):
     def _hold(self, module: Any) -> None:
         from mpishard.torch.placed import PlacedModule
 
-        self._placed = PlacedModule(module, with_frozen=False)
+        self._placed = PlacedModule(module)
         self._module, self._entries = module, self._placed.entries
         # One flag for each parameter that this rank has used; None after the first step.
         self._used: np.ndarray[Any, Any] | None = np.zeros(len(self._entries), np.uint8)
@@ -121,7 +128,7 @@ class TorchModel(PlacedVectorModel):
         # deepcopy takes objects from its memo. With the new parameters there, it copies only
         # buffers and other state.
         memo = {
-            id(old): torch.nn.Parameter(torch.from_numpy(values).view(old.shape))
+            id(old): torch.nn.Parameter(torch.from_numpy(values).view(old.shape), old.requires_grad)
             for old, values in zip(self._placed.parameters, self._cut(parameters), strict=True)
         }
         model._hold(copy.deepcopy(self._module, memo))
@@ -134,24 +141,17 @@ class TorchModel(PlacedVectorModel):
         self._placed.fill(start, out)
 
     def obstacle_to_bfloat16(self) -> str | None:
-        from mpishard.torch.placed import some, wide_floats
+        """Return None, or refuse parameters as `mpishard.torch.shard` does, by a ValueError."""
+        self._placed.require_roundable()
+        return None
 
-        parameters = self._module.named_parameters()
-        other = wide_floats((name, p) for name, p in parameters if not p.requires_grad)
-        if not other:
-            return None
-        return (
-            f"has frozen parameters in another dtype ({some(other)}), beside which PyTorch does "
-            "not compute in bfloat16: give them .data in torch.bfloat16, or leave precision=None"
-        )
-
-    def place_parameters(
-        self, arrays: Sequence[Array], holder: str, ranks: CommunicationBackend
-    ) -> None:
+    def place_parameters(self, arrays: Sequence[Array], holder: str, store: ParameterStore) -> None:
+        from mpishard.torch.parameters import Place
         from mpishard.torch.world import prepare_torch
 
-        super().place_parameters(arrays, holder, ranks)
-        self._placed.normalise_over(ranks)
+        super().place_parameters(arrays, holder, store)
+        self._placed.hold(store.layout.units, functools.partial(Place, holder, store))
+        self._placed.normalise_over(store.backend)
         prepare_torch()
 
     def reclaim_parameters(self, parameters: Array) -> None:
@@ -171,34 +171,60 @@ class TorchModel(PlacedVectorModel):
         self._is_first = world.rank == 0
 
     def settle(self, ranks: CommunicationBackend, frozen: Collection[str]) -> bool:
-        if self._used is not None:
-            from mpishard.torch.placed import some
+        """Take the buffers that rank 0's passes have changed. Collective.
 
-            used, self._used = ranks.all_reduce(self._used, ReductionOperation.MAX), None
-            unused = [
-                entry.name for entry, is_used in zip(self._entries, used, strict=True)
-                if not is_used and entry.name not in frozen
-            ]  # fmt: skip
-            # Without any sample no rank uses a parameter.
-            if self._is_first and used.any() and unused:
-                _log.warning(
-                    "no rank used parameter %s of %s in the first step. Unlike PyTorch, a "
-                    "parameter without a gradient is updated with a gradient of 0: weight decay "
-                    "and momentum still change it. To leave it out, call requires_grad_(False) "
-                    "before the module is given to TorchModel, or set parameter_options={%r: "
-                    "{'frozen': True}}", some(unused), self._name, unused[0],
-                )  # fmt: skip
+        Raises
+        ------
+        ShardingError
+            If a trained parameter requires no gradient any more, or as `Buffers.broadcast`.
+        """
+        self._require_trained(frozen)
+        if self._used is not None:
+            self._name_unused(ranks, frozen)
         return self._placed.buffers.settle(ranks)
+
+    def _require_trained(self, frozen: Collection[str]) -> None:
+        """Refuse parameters that were frozen meanwhile, as updates would still change them."""
+        from mpishard.torch.buffers import some
+
+        late = [
+            entry.name
+            for entry, parameter in zip(self._entries, self._placed.parameters, strict=True)
+            if entry.trainable and not parameter.requires_grad and entry.name not in frozen
+        ]
+        if late:
+            raise ShardingError(
+                f"parameter {some(late)} of {self._name} requires no gradient any more, but weight "
+                f"decay and momentum would still change it: {_FREEZE % late[0]}"
+            )
+
+    def _name_unused(self, ranks: CommunicationBackend, frozen: Collection[str]) -> None:
+        """Name the parameters that no rank used in the first step. Collective."""
+        from mpishard.torch.buffers import some
+
+        used, self._used = ranks.all_reduce(self._used, ReductionOperation.MAX), None
+        unused = [
+            entry.name for entry, is_used in zip(self._entries, used, strict=True)
+            if not is_used and entry.name not in frozen
+        ]  # fmt: skip
+        # Without any sample no rank uses a parameter.
+        if self._is_first and used.any() and unused:
+            _log.warning(
+                "no rank used parameter %s of %s in the first step. Unlike PyTorch, a parameter "
+                "without a gradient is updated with a gradient of 0: weight decay and momentum "
+                "still change it. To leave it out, %s", some(unused), self._name,
+                _FREEZE % unused[0],
+            )  # fmt: skip
 
     @property
     def computes_together(self) -> bool:
         return self._placed.computes_together
 
     def choices(self) -> dict[str, Any]:
-        """Return the state of the module beside parameters, which training may have changed."""
+        """Return the state of the module beside the flat vector, which training may change."""
         from mpishard.torch.beside import saved_state, to_text
 
-        state = saved_state(self._placed, with_frozen=False)
+        state = saved_state(self._placed)
         return {_BESIDE: to_text(state)} if state else {}
 
     def check_choices(self, choices: Mapping[str, Any]) -> None:
@@ -240,20 +266,17 @@ class TorchModel(PlacedVectorModel):
         """
         import torch
 
-        # The dtype is bfloat16 if a sharded wrapper has placed rounded parameters.
-        dtype = self._placed.parameters[0].dtype
+        from mpishard.torch.placed import note_wide_buffers, rounded
 
-        def given(array: Array) -> Any:
-            tensor = _tensor(array, self._dtype)
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-        tree = x.map(given) if isinstance(x, Samples) else [given(x)]
+        convert = functools.partial(_tensor, dtype=self._dtype)
+        tree = x.map(convert) if isinstance(x, Samples) else [convert(x)]
+        # A sharded wrapper may have placed rounded parameters.
+        is_rounded = self._placed.parameters[0].dtype == torch.bfloat16
+        tree = rounded(tree) if is_rounded else tree
         try:
             output = self._module(**tree) if isinstance(tree, dict) else self._module(*tree)
         except RuntimeError as error:
-            from mpishard.torch.placed import note_wide_buffers
-
-            if dtype == torch.bfloat16:
+            if is_rounded:
                 note_wide_buffers(error, self._module)
             raise
         if not isinstance(output, torch.Tensor):
@@ -285,24 +308,24 @@ class TorchModel(PlacedVectorModel):
         try:
             for index, parameter in enumerate(self._placed.parameters):
                 parameter.grad = None
-                hook = functools.partial(self._hand_over, receive, index)
-                handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                if parameter.requires_grad:
+                    take = functools.partial(self._hand_over, receive, index)
+                    handles.append(self._placed.hook(index, take))
             output.backward(torch.from_numpy(loss.backward(saved)).to(output.dtype))
         finally:
-            for handle, parameter in zip(handles, self._placed.parameters, strict=False):
+            for handle in handles:
                 handle.remove()
+            for parameter in self._placed.parameters:
                 parameter.grad = None
 
-    def _hand_over(self, receive: Callable[[int, Array], None], index: int, parameter: Any) -> None:
-        """Pass autograd's gradient of a parameter to ``receive``, as the parameter's hook."""
-        from mpishard.torch.placed import flat_gradient
-
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:  # as from an autograd.Function that returns None
+    def _hand_over(
+        self, receive: Callable[[int, Array], None], index: int, gradient: Array | None
+    ) -> None:
+        if gradient is None:
             return
         if self._used is not None:
             self._used[index] = 1
-        receive(index, flat_gradient(gradient))
+        receive(index, gradient)
 
 
 def _beside_in(choices: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from mpishard.optimizers.loop.saving import RunCheckpoints, checkpoint_to_resume
 from mpishard.optimizers.rules.lbfgs import LBFGS
 from mpishard.optimizers.sharded.strategies import ZeRO2Optimizer
 from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding.refusals import refuse_with_leaves
 
 _DEFAULTS = {"maxiter": 15_000, "maxfun": 15_000, "gtol": 1e-5, "ftol": 2.2204460492503131e-09}
 # SciPy's name -> the rule's
@@ -139,10 +140,8 @@ def minimize(
         )
     rule, limits, leaves = _checked_options(options)
     if leaves is not None and local_data:
-        raise ValueError(
-            "the option gradient_leaves needs the same args on every rank, but with "
-            "local_data=True each rank has its own: give every rank the same args, or leave out "
-            "one of the two options"
+        refuse_with_leaves(
+            leaves, "local_data=True", "give every rank the same args, or leave out one of the two"
         )
     box = _checked_bounds(bounds, theta, rule)
     function = _checked_functions(fun, jac, callback)

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from mpishard.arguments import as_count, as_flag, as_integer, as_positive, require_attribute
 from mpishard.communication import CommunicationBackend
+from mpishard.sharding.refusals import refuse_with_leaves
 
 
 def shared_choices(config: ShardingConfiguration) -> dict[str, bool | int | str | None]:
@@ -41,10 +42,10 @@ def by_node(config: ShardingConfiguration) -> ShardingConfiguration:
         return config
     # Refused here, because a later refusal would name a replica_size that the user has not given.
     if config.gradient_leaves is not None:
-        raise ValueError(
-            f"this optimizer makes each of the {backend.node_count} nodes a replica, and "
-            f"gradient_leaves={config.gradient_leaves} fixes the order of sums over all ranks: "
-            "leave out gradient_leaves"
+        refuse_with_leaves(
+            config.gradient_leaves,
+            f"an optimizer that makes each of the {backend.node_count} nodes a replica",
+            "leave out gradient_leaves",
         )
     # A copy: the user's configuration may serve other models, of one replica.
     found = copy.copy(config)

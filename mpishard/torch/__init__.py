@@ -1,10 +1,11 @@
 """PyTorch loops on ranks, by ``model = mst.shard(model)`` and ``mst.optimizer(AdamW, model)``.
 
-Begin with ``sharded.py``: `shard` makes stores, and this rank's parts of the parameters, whose
-types are in ``parameters.py``. ``placed.py`` makes a module's parameters parts of a flat vector,
-and sends its buffers. ``batch_norm.py`` normalises over all ranks. `mpishard.adapters.TorchModel`
-uses these two files, too.
+Begin with ``placed.py``: it makes a module's parameters parts of a flat vector in a store's memory,
+checks the module, and hooks its gradients. ``parameters.py`` has the types of such parameters,
+which ranks change together. ``buffers.py`` sends the other tensors, and ``batch_norm.py``
+normalises over all ranks. `mpishard.adapters.TorchModel` is made of the same four.
 
+Loops: ``sharded.py`` has `shard`, which makes stores, and this rank's parts of the parameters.
 ``backward.py`` takes gradients from autograd. ``gathering.py`` gathers parameters if ranks share
 no memory. ``optimizer.py`` makes an optimizer of the parts, from PyTorch's or our own rules, with
 clipping and state dicts in PyTorch's form. It also records the steps that ``mpishard verify``

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpishard.arrays import Array
 from mpishard.communication import ReductionOperation
 from mpishard.communication.contract.status import called_as
 from mpishard.errors import CollectiveMismatchError, ShardingError
@@ -23,10 +24,10 @@ from mpishard.models.stores.gradient_store import (
 )
 from mpishard.observe.trace import span
 from mpishard.sharding import ParameterEntry, Piece
+from mpishard.torch.buffers import Buffers
 from mpishard.torch.data import training_of
 from mpishard.torch.gathering import GatheredUnits
-from mpishard.torch.parameters import Part, native_gradient
-from mpishard.torch.placed import Buffers, flat_gradient
+from mpishard.torch.parameters import Part
 
 
 class BackwardPasses:
@@ -91,14 +92,11 @@ class BackwardPasses:
         # One flag for each part that has a gradient, one for changed buffers, and a checksum twice.
         self._flags = np.zeros(len(parts) + 3, np.uint8)
 
-    def receive(self, place: int, parameter: Any) -> None:
+    def receive(self, place: int, gradient: Array | None) -> None:
         """Take the gradient of a parameter from autograd. ``place`` is its index in the parts.
 
-        Autograd may give none, for instance if an ``autograd.Function`` returns None. The parameter
-        then counts as unused by this rank, which takes part in the pass all the same.
+        A rank without a gradient for the parameter takes part in the pass all the same.
         """
-        gradient = native_gradient.__get__(parameter)
-        native_gradient.__set__(parameter, None)
         if self._has_raised():
             self._drop_raised()
         if self._arrivals is None:
@@ -107,7 +105,7 @@ class BackwardPasses:
             return
         assert self._arrivals is not None
         self._flags[place] = 1
-        self._arrivals.receive(self._parts[place].index, flat_gradient(gradient))
+        self._arrivals.receive(self._parts[place].index, gradient)
 
     def _begin(self) -> None:
         """Begin a backward pass, which has reached its first parameter."""

@@ -9,7 +9,7 @@ from torch.nn.functional import batch_norm
 
 from mpishard.communication import CommunicationBackend
 from mpishard.errors import ShardingError
-from mpishard.torch.parameters import SharedParameter, Uncopied
+from mpishard.torch.parameters import PlacedParameter, Uncopied
 
 
 class Ranks(Uncopied):
@@ -19,26 +19,29 @@ class Ranks(Uncopied):
     ----------
     backend : CommunicationBackend
         Ranks that compute different samples.
+    subject : int
+        The layer's number in collectives, so that ranks cannot mix two layers.
     """
 
-    def __init__(self, backend: CommunicationBackend) -> None:
+    def __init__(self, backend: CommunicationBackend, subject: int) -> None:
         self.backend = backend
+        self.subject = subject
 
 
 class _SumOverRanks(torch.autograd.Function):  # type: ignore[misc]
     """Sum over ranks, whose backward pass sums the gradients over ranks, at every order."""
 
     @staticmethod
-    def forward(context: Any, backend: Any, values: Any) -> Any:
-        context.backend = backend
+    def forward(context: Any, ranks: Ranks, values: Any) -> Any:
+        context.ranks = ranks
         # The copy is overwritten by the sum.
         copied = values.detach().clone(memory_format=torch.contiguous_format)
-        return torch.from_numpy(backend.all_reduce(copied.numpy()))
+        return torch.from_numpy(ranks.backend.all_reduce(copied.numpy(), subject=ranks.subject))
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        return None, _SumOverRanks.apply(context.backend, gradient)
+        return None, _SumOverRanks.apply(context.ranks, gradient)
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]
@@ -93,7 +96,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc
         return y.to(dtype)
 
     def _over_ranks(self, values: Any) -> Any:
-        return values if self.ranks is None else _SumOverRanks.apply(self.ranks.backend, values)
+        return values if self.ranks is None else _SumOverRanks.apply(self.ranks, values)
 
 
 def convert_sync_batchnorm(module: Any) -> Any:
@@ -118,12 +121,12 @@ def convert_sync_batchnorm(module: Any) -> Any:
     Raises
     ------
     ShardingError
-        If `shard` has already sharded the module.
+        If the module is sharded already.
     """
-    if any(isinstance(parameter, SharedParameter) for parameter in module.parameters()):
+    if any(isinstance(parameter, PlacedParameter) for parameter in module.parameters()):
         raise ShardingError(
             f"this {type(module).__name__} is sharded already; call convert_sync_batchnorm() "
-            "before shard()"
+            "before shard(), or before TorchModel is wrapped"
         )
     if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
         converted = SyncBatchNorm.__new__(SyncBatchNorm)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpishard.torch.placed import PlacedModule, write
+from mpishard.torch.buffers import write
+from mpishard.torch.placed import PlacedModule
 
 # Only keys of objects that represent a NumPy scalar or array, as a tensor, and a path, as a string.
 _NUMPY, _PATH = "$numpy", "$path"
@@ -123,11 +124,11 @@ def _restored(value: Any) -> Any:
 # -------------------------------------------------------------------------------- state of modules
 
 
-def saved_state(placed: PlacedModule, *, with_frozen: bool) -> dict[str, Any]:
+def saved_state(placed: PlacedModule) -> dict[str, Any]:
     """Return all that the ``state_dict()`` of a module has beside the parameters in the vector.
 
-    These are buffers, extra state, and the values of modules that save in a way of their own. With
-    ``with_frozen``, also the parameters outside of the vector.
+    These are buffers, parameters outside of the vector, extra state, and the values of modules that
+    save in a way of their own.
 
     Returns
     -------
@@ -139,7 +140,7 @@ def saved_state(placed: PlacedModule, *, with_frozen: bool) -> dict[str, Any]:
     TypeError
         If no module would load one of the values. The message names it.
     """
-    tensors, others, versions = _divided(placed, with_frozen=with_frozen)
+    tensors, others, versions = _divided(placed)
     for name in others:
         _require_reader(placed.module, name)
     values = {**tensors, **others}
@@ -223,23 +224,21 @@ def module_unchanged(placed: PlacedModule) -> Iterator[None]:
                     tensor.resize_(values.shape).copy_(values)
 
 
-def _divided(
-    placed: PlacedModule, *, with_frozen: bool = True
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def _divided(placed: PlacedModule) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return a state dict without the vector's parameters: tensors, other values, and versions.
 
     The tensors are buffers and parameters themselves.
     """
     module = placed.module
     state = module.state_dict(keep_vars=True)
-    left_out = {id(p) for p in (placed.parameters if with_frozen else module.parameters())}
+    in_vector = {id(parameter) for parameter in placed.parameters}
     names = module.named_parameters(remove_duplicate=False)
-    left_out_names = {name for name, p in names if id(p) in left_out}
+    names_in_vector = {name for name, p in names if id(p) in in_vector}
     plain = {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, value in state.items():
-        if id(value) not in left_out and name not in left_out_names:
+        if id(value) not in in_vector and name not in names_in_vector:
             (tensors if id(value) in plain else others)[name] = value
     return tensors, others, dict(getattr(state, "_metadata", {}))
 

@@ -144,6 +144,10 @@ class _ModelView:
         return self._owner.backend
 
     @property
+    def checkpoint_subject(self) -> int:
+        return self._owner.layout.subject
+
+    @property
     def checkpoint_dtype(self) -> np.dtype[Any]:
         return self._owner.layout.dtype
 
@@ -163,7 +167,7 @@ class _ModelView:
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
         owner = self._owner
-        beside = {"model": saved_state(owner.placed, with_frozen=True)}
+        beside = {"model": saved_state(owner.placed)}
         if self._optimizer is not None:
             beside["optimizer"] = self._optimizer.settings()
         if self._scheduler is not None:

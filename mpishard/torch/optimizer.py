@@ -19,12 +19,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpishard import settings
-from mpishard.communication import ReductionOperation
+from mpishard.checkpoint.format.consensus import differences
+from mpishard.communication import CommunicationBackend
 from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.observe.trace import span
 from mpishard.optimizers import Constant, Optimizer, OwnedRange, Segment, UpdateContext
-from mpishard.torch.parameters import GradientPiece, Part, SharedParameter
+from mpishard.torch.parameters import GradientPiece, Part, PlacedParameter
 from mpishard.torch.sharded import ShardedModule, module_of, part_of
 
 
@@ -43,11 +44,18 @@ def norm_of(parts: Sequence[Part], order: float = 2.0) -> float:
     # Only split gradients are summed over ranks. Whole gradients are equal on every rank, and would
     # count several times.
     if any(part.owner.shards_state for part in parts):
-        operation = ReductionOperation.MAX if is_largest else ReductionOperation.SUM
-        row = np.array([sums[True]])
-        owner = parts[0].owner
-        subject = owner.layout.subject
-        sums[True] = float(owner.backend.all_reduce(row, operation, subject=subject)[0])
+        # Ranks may give the parameters in any order.
+        given = sorted((part.owner.layout.subject, part.index) for part in parts)
+        mark = zlib.crc32(np.array(given).tobytes())
+        row = np.array([[sums[True], mark]])
+        rows = parts[0].owner.backend.all_gather(row, subject=given[0][0])
+        if (rows[:, 1] != mark).any():
+            raise ShardingError(
+                "the ranks compute the norm of the gradients of different parameters: give "
+                "clip_grad_norm_() the same on every rank"
+            )
+        norms = rows[:, 0]
+        sums[True] = float(norms.max() if is_largest else norms.sum())
     total: float = add(sums[True], sums[False])
     return total if is_largest else total ** (1 / order)
 
@@ -81,7 +89,7 @@ def clip_grad_norm_(
         If ``norm_type`` is not above 0.
     ShardingError
         If a parameter is not one of a sharded model, or the last ``backward()`` was inside
-        `no_sync`.
+        `no_sync`. On every rank, if ranks give different parameters, except under DDP.
     RuntimeError
         If the norm is not finite and ``error_if_nonfinite`` is True. Every rank raises it, and
         nothing has changed.
@@ -427,8 +435,6 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
     for owner in owners:
         owner.require_reduced("step()")
         owner.placed.require_placed()
-        for parameter in owner.placed.parameters:
-            parameter._part.require_counted()
         owner.let_go()
     chosen = [
         sorted(
@@ -440,13 +446,14 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
     ]
     backend, subject = owners[0].backend, owners[0].layout.subject
     # Each rank updates other elements, so that different settings would raise no error.
-    mark = np.array([zlib.crc32(repr(chosen).encode())])
-    everyone = backend.all_gather(mark, subject=subject)
-    if (everyone != everyone[0]).any():
+    mine = np.array([[zlib.crc32(repr(chosen).encode()), _checksum_of_parameters(made)]])
+    of_settings, of_parameters = backend.all_gather(mine, subject=subject).T
+    _refuse_other_parameters(of_parameters, made, backend)
+    if (of_settings != of_settings[0]).any():
         raise ShardingError(
             "the settings of the update, such as the learning rate, differ between ranks "
-            f"(checksums by rank: {everyone.tolist()}; here {chosen}). Nothing was updated; give "
-            "every rank the same settings, and ReduceLROnPlateau the same value"
+            f"(checksums by rank: {of_settings.tolist()}; here {chosen}). Nothing was updated; "
+            "give every rank the same settings, and ReduceLROnPlateau the same value"
         )
     with torch._C.DisableTorchFunctionSubclass():
         for part in made._mpishard_parts.values():
@@ -455,6 +462,31 @@ def _before_step(owners: list[ShardedModule], made: Any, args: Any, kwargs: Any)
                 part.tensor.grad = gradient.as_subclass(torch.Tensor)
     record("gradients", made)
     owners[0].passes.part_of_step.enter_context(span("update"))
+
+
+def _checksum_of_parameters(made: Any) -> int:
+    """Return a checksum of the parameters in each group, in their order."""
+    parts = [part for _, part in numbered_parts(made._mpishard_parts, made)]
+    lengths = [len(group["params"]) for group in made.param_groups]
+    numbers = [(part.owner.layout.subject, part.index) for part in parts]
+    return zlib.crc32(repr((lengths, numbers)).encode())
+
+
+def _refuse_other_parameters(checksums: Any, made: Any, backend: CommunicationBackend) -> None:
+    """Refuse parameters that differ between ranks, by the ranks' checksums. Collective then."""
+    if (checksums == checksums[0]).all():
+        return
+    parts = iter(numbered_parts(made._mpishard_parts, made))
+    names = {
+        f"parameter {place} of group {number}": next(parts)[1].entry.name
+        for number, group in enumerate(made.param_groups)
+        for place in range(len(group["params"]))
+    }
+    found = differences(backend, names) or "they have the same names in other models"
+    raise ShardingError(
+        f"the ranks' optimizers differ in their parameters: by rank, {found}. Nothing was changed; "
+        "give mpishard.torch.optimizer the same parameters, groups and order on every rank"
+    )
 
 
 @called_as("optimizer.step()")
@@ -471,12 +503,8 @@ def _refuse_others(made: Any, *_: Any) -> None:
         return
     for group in made.param_groups:
         for parameter in group["params"]:
-            if isinstance(parameter, SharedParameter) and parameter._part.owner.shards_state:
-                raise ShardingError(
-                    f"{type(made).__name__} would update parameter {parameter._part.entry.name!r} "
-                    "whole, and this rank owns a part of it; make the optimizer with "
-                    f"mpishard.torch.optimizer(torch.optim.{type(made).__name__}, model, ...)"
-                )
+            if isinstance(parameter, PlacedParameter):
+                parameter._part.refuse_optimizer(type(made).__name__)
 
 
 register_optimizer_step_pre_hook(_refuse_others)
@@ -568,6 +596,11 @@ def _changed_states(
 @called_as("optimizer.state_dict()")
 def gather_states(parts: Mapping[int, Part], made: Any, state_dict: dict[str, Any]) -> Any:
     """Return a state dict with whole states, from the states of all ranks' parts. Collective."""
+    owner = next((part.owner for part in parts.values() if part.owner.shards_state), None)
+    if owner is not None:
+        mine = np.array([_checksum_of_parameters(made)])
+        everyone = owner.backend.all_gather(mine, subject=owner.layout.subject)
+        _refuse_other_parameters(everyone, made, owner.backend)
 
     def whole(part: Part, key: str, value: Any) -> Any:
         if not (part.owner.shards_state and is_elementwise(key, value, part.tensor.shape, ())):

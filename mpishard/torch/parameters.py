@@ -1,4 +1,4 @@
-"""Parameters with shared values, whose gradient is only this rank's part."""
+"""Parameters in a store's memory, which ranks may share, and the parts that a rank updates."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
 from mpishard.layout import ShardLayout
+from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.sharding import ParameterEntry, Piece, Unit
 
 native_gradient = torch.Tensor.grad
@@ -30,13 +31,15 @@ class Uncopied:
         return type(None), ()
 
 
-class Part:
-    """A user's parameter, and the part of it that this rank updates.
+class Place:
+    """A parameter of a module, and the store whose memory it has.
 
     Parameters
     ----------
-    owner : ShardedModule
-        Module of the parameter.
+    holder : str
+        Name of the wrapper that trains the parameter, for messages.
+    store : ParameterStore
+        The store. Its ranks change the parameter together.
     index : int
         Index of the entry in the flat vector's table.
     entry : ParameterEntry
@@ -45,6 +48,102 @@ class Part:
         Unit that contains the parameter.
     parameter : torch.nn.Parameter
         The user's parameter.
+    """
+
+    def __init__(
+        self, holder: str, store: ParameterStore, index: int, entry: ParameterEntry, unit: Unit,
+        parameter: Any,
+    ) -> None:  # fmt: skip
+        self.holder = holder
+        self.store = store
+        self.index = index
+        self.entry = entry
+        self.unit = unit
+        self.parameter = parameter
+
+    def note_version(self) -> None:
+        """Remember the parameter's number of changes in place, all of which are counted."""
+        self._version = self.parameter._version
+
+    def require_counted(self) -> None:
+        """Refuse a parameter that was changed in place other than by `ChangedOnce`.
+
+        Raises
+        ------
+        ShardingError
+            If ranks share the parameter's memory, in which each may have made the change.
+        """
+        if self.parameter._version == self._version or not self.store.once_per_node:
+            return
+        if self.store.backend.world_size > self.store.backend.node_count:
+            raise ShardingError(
+                f"parameter {self.entry.name!r} was changed in place by an operation on a view of "
+                "it, by a function such as torch._foreach_mul_, or with out=. Each rank of the "
+                "node made this change in the memory that they share, so that the values may be "
+                "wrong. Use methods of the parameter or of its data, such as p.mul_(0.9), "
+                "p[0] = 0 or p.data[0].mul_(0.9), or change it before the module is sharded"
+            )
+
+    def change(self, tensor: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Change the parameter, or its values, by a method that every rank calls.
+
+        Collective if the ranks of a node share the memory: it is changed once there. Also if the
+        method draws random numbers: every rank gets rank 0's.
+
+        Raises
+        ------
+        ShardingError
+            If the module has rounded copies of its parameters, or the parameter was changed in a
+            way that is not counted.
+        """
+        store = self.store
+        if store.computed is not store:
+            raise ShardingError(
+                f"{method.__name__}() of parameter {self.entry.name!r} with "
+                'precision="bfloat16" would change the rounded copies, and not the float32 '
+                "parameters of their owners: change parameters before the module is sharded"
+            )
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return method(tensor, *args, **kwargs)  # PyTorch refuses it.
+        self.require_counted()
+        backend, subject = store.backend, store.layout.subject_of(self.unit)
+        if method.__name__ in RANDOM:
+            drawn = torch.Tensor.clone(tensor.detach(), memory_format=torch.contiguous_format)
+            method(drawn, *args, **kwargs)
+            values = torch.from_numpy(backend.broadcast(drawn.numpy(), subject=subject))
+            method, args, kwargs = torch.Tensor.copy_, (values,), {}
+        if not store.once_per_node or method.__name__ in REPEATABLE:
+            result = method(tensor, *args, **kwargs)
+        else:
+            changed = tensor.detach().clone()
+            is_operator = method(changed, *args, **kwargs) is None
+            backend.barrier(subject=subject)  # all ranks have read the old values
+            if backend.local_rank == 0:
+                torch.Tensor.copy_(tensor.detach(), changed)
+            else:  # for autograd, which refuses a backward pass through changed values
+                torch.autograd.graph.increment_version(tensor)
+            backend.barrier(subject=subject)
+            result = None if is_operator else tensor
+        self.note_version()
+        return result
+
+    def refuse_optimizer(self, kind: str) -> None:
+        """Refuse an optimizer that is not the holder's, and would update the whole parameter."""
+        raise ShardingError(
+            f"{kind} would update parameter {self.entry.name!r}, which {self.holder} holds and "
+            "updates itself: call step() of the wrapper's optimizer, or release() the module first"
+        )
+
+
+class Part(Place):
+    """A user's parameter, and the part of it that this rank updates.
+
+    Parameters
+    ----------
+    owner : ShardedModule
+        Module of the parameter.
+    index, entry, unit, parameter
+        As in `Place`.
 
     Attributes
     ----------
@@ -60,11 +159,8 @@ class Part:
     def __init__(
         self, owner: Any, index: int, entry: ParameterEntry, unit: Unit, parameter: Any
     ) -> None:
+        super().__init__("mpishard.torch", owner.parameters, index, entry, unit, parameter)
         self.owner = owner
-        self.index = index
-        self.entry = entry
-        self.unit = unit
-        self.parameter = parameter
         self.start, self.stop = entry.start, entry.stop
         if owner.shards_state:
             backend = owner.backend
@@ -78,6 +174,11 @@ class Part:
         """The flat range as a piece of the unit, for stores."""
         return Piece(self.unit, self.start, self.stop, self.start)
 
+    @property
+    def in_parameter(self) -> slice:
+        """Slice of the flattened parameter that the range covers."""
+        return slice(self.start - self.entry.start, self.stop - self.entry.start)
+
     def as_gradient(self, values: Any) -> Any:
         """Return a new tensor in the same memory, to be the ``grad`` of `tensor`.
 
@@ -85,33 +186,14 @@ class Part:
         """
         return values.as_subclass(GradientPiece if self.owner.shards_state else torch.Tensor)
 
-    def note_version(self) -> None:
-        """Remember the parameter's number of changes in place, all of which are counted."""
-        self._version = self.parameter._version
-
-    def require_counted(self) -> None:
-        """Refuse a parameter that was changed in place other than by `ChangedOnce`.
-
-        Raises
-        ------
-        ShardingError
-            If ranks share the parameter's memory, in which each may have made the change.
-        """
-        if self.parameter._version == self._version or not self.owner.parameters.once_per_node:
-            return
-        if self.owner.backend.world_size > self.owner.backend.node_count:
+    def refuse_optimizer(self, kind: str) -> None:
+        """Refuse an optimizer of whole parameters if this rank owns only a part."""
+        if self.owner.shards_state:
             raise ShardingError(
-                f"parameter {self.entry.name!r} was changed in place by an operation on a view of "
-                "it, by a function such as torch._foreach_mul_, or with out=. Each rank of the "
-                "node made this change in the memory that they share, so that the values may be "
-                "wrong. Use methods of the parameter or of its data, such as p.mul_(0.9), "
-                "p[0] = 0 or p.data[0].mul_(0.9), or change it before shard()"
+                f"{kind} would update parameter {self.entry.name!r} whole, and this rank owns a "
+                f"part of it; make the optimizer with mpishard.torch.optimizer(torch.optim.{kind}, "
+                "model, ...)"
             )
-
-    @property
-    def in_parameter(self) -> slice:
-        """Slice of the flattened parameter that the range covers."""
-        return slice(self.start - self.entry.start, self.stop - self.entry.start)
 
 
 class ChangedOnce:
@@ -120,7 +202,7 @@ class ChangedOnce:
     Every rank calls the method, such as ``mul_``, and the tensor is changed once.
     """
 
-    _part: Part
+    _part: Place
 
 
 # Methods that change more than a tensor's values.
@@ -152,7 +234,7 @@ def _once(name: str) -> Callable[..., Any]:
     @called_as("a change of a parameter in place")
     @functools.wraps(method)
     def change(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._part.owner.change(self, method, args, kwargs)
+        return self._part.change(self, method, args, kwargs)
 
     return change
 
@@ -168,7 +250,7 @@ class SharedValues(ChangedOnce, torch.Tensor):  # type: ignore[misc]
     """The ``.data`` of a parameter, or a view of it; copies are plain tensors."""
 
     @classmethod
-    def of(cls, part: Part, tensor: Any) -> Any:
+    def of(cls, part: Place, tensor: Any) -> Any:
         """Return a plain tensor in the parameter's memory as one of this class, others as given."""
         # A graph has plain tensors, whether it is made with gradients or without.
         makes_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
@@ -214,12 +296,8 @@ def _form(tensor: Any) -> Any:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-class SharedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
-    """A parameter of a sharded module, in the memory where the module's owner put it.
-
-    ``.grad`` is this rank's part of the reduced gradient, as a flat tensor; under DDP it is the
-    whole gradient. It may be set to None, replaced by a tensor of its shape, or changed in place.
-    """
+class PlacedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
+    """A parameter of a module, in the memory where the module's holder put it."""
 
     @property
     def data(self) -> Any:
@@ -256,6 +334,16 @@ class SharedParameter(ChangedOnce, torch.nn.Parameter):  # type: ignore[misc]
     def __reduce_ex__(self, protocol: Any) -> Any:
         copied = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied.__reduce_ex__(protocol)
+
+
+class SharedParameter(PlacedParameter):
+    """A parameter of a module in a PyTorch loop.
+
+    ``.grad`` is this rank's part of the reduced gradient, as a flat tensor; under DDP it is the
+    whole gradient. It may be set to None, replaced by a tensor of its shape, or changed in place.
+    """
+
+    _part: Part
 
     @property
     def grad(self) -> Any:

@@ -1,208 +1,36 @@
-"""Module whose parameters are views of a store's memory, and its buffers."""
+"""Module whose parameters are views of a store's memory, for loops and for `TorchModel`."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from mpishard.arrays import Array
 from mpishard.bfloat16 import is_bfloat16
-from mpishard.checkpoint.format.consensus import differences
-from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.communication import CommunicationBackend
+from mpishard.communication.contract.status import called_as
 from mpishard.errors import ShardingError
-from mpishard.sharding import ParameterEntry
+from mpishard.sharding import ParameterEntry, Unit
 from mpishard.torch.batch_norm import Ranks, SyncBatchNorm
-from mpishard.torch.parameters import SharedParameter
-
-
-class Buffers:
-    """Buffers of a module, and its parameters outside of the flat vector.
-
-    After `deal` every rank has the values of rank 0. If a rank changes buffers in a forward pass,
-    such as running means, they are sent again at the end of the backward pass. Like with PyTorch's
-    DDP, all ranks therefore have equal buffers at the next forward pass. A pass may also replace a
-    buffer, set it to None, delete it or register another one, if it does so on every rank.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The user's module.
-    placed : set of int
-        Ids of the parameters that are in the flat vector.
-    """
-
-    def __init__(self, module: Any, placed: set[int]) -> None:
-        self._module = module
-        self._holders = list(module.named_modules())
-        others = {n: p for n, p in module.named_parameters() if id(p) not in placed}
-        self._parameters = {name: others[name] for name in sorted(others)}
-        self._is_empty = not self._tensors()
-        self._known = self._checksum()
-
-    def deal(self, backend: CommunicationBackend) -> None:
-        """Send all tensors of rank 0 to every rank. Collective.
-
-        Raises
-        ------
-        ValueError
-            On every rank, if names, shapes or dtypes differ between ranks. The message names the
-            tensors, and nothing has changed.
-        """
-        forms = {f"parameter {name!r}": form_of(p) for name, p in self._parameters.items()}
-        if differing := differences(backend, forms | self._forms()):
-            raise ValueError(f"every rank must have the same module; by rank, {differing}")
-        _send([*self._parameters.values()], backend)
-        self._take_rank_zeros(backend)
-
-    def _tensors(self) -> dict[str, Any]:
-        """Return the buffers that the module has now, by name; some may be None."""
-        found = {
-            f"{prefix}.{name}" if prefix else name: tensor
-            for prefix, holder in self._holders
-            for name, tensor in holder._buffers.items()
-        }
-        # Ranks may have registered them in another order.
-        return {name: found[name] for name in sorted(found)}
-
-    def _present(self) -> dict[str, Any]:
-        return {name: tensor for name, tensor in self._tensors().items() if tensor is not None}
-
-    def _forms(self) -> dict[str, str]:
-        return {f"buffer {name!r}": form_of(tensor) for name, tensor in self._tensors().items()}
-
-    def _checksum(self) -> int:
-        # Of the values, because PyTorch does not count changes of ``buffer.data``.
-        checksum = zlib.crc32(repr(self._forms()).encode())
-        for tensor in self._present().values():
-            if _is_sendable(tensor):
-                checksum = zlib.crc32(_bytes_of(tensor), checksum)
-        return checksum
-
-    def have_changed(self) -> bool:
-        """Return True if a buffer has changed on this rank since the last broadcast."""
-        return self._checksum() != self._known
-
-    def broadcast(self, backend: CommunicationBackend) -> None:
-        """Send the buffers of rank 0 to every rank. Collective.
-
-        Raises
-        ------
-        ShardingError
-            On every rank, if names, shapes or dtypes differ between ranks, or if a buffer is no
-            plain strided tensor any more. The message names the buffers, and none has changed.
-        """
-        if differing := differences(backend, self._forms()):
-            raise ShardingError(
-                "the ranks' buffers differ, so that not all ranks can have rank 0's values: by "
-                f"rank, {differing}. Give each buffer one shape and dtype on all ranks, such as "
-                f"that of the longest; {_OWN}"
-            )
-        odd = [name for name, tensor in self._present().items() if not _is_sendable(tensor)]
-        if odd:
-            raise ShardingError(
-                f"buffer {some(odd)} has become a tensor that mpishard cannot send to all ranks, "
-                f"which is no plain strided tensor on the CPU; {_OWN}"
-            )
-        self._take_rank_zeros(backend)
-
-    def _take_rank_zeros(self, backend: CommunicationBackend) -> None:
-        _send([*self._present().values()], backend)
-        self._known = self._checksum()
-
-    def settle(self, backend: CommunicationBackend) -> bool:
-        """Send the buffers of rank 0 to every rank if any rank's have changed. Collective.
-
-        Returns
-        -------
-        bool
-            True if a buffer has changed on any rank.
-
-        Raises
-        ------
-        ShardingError
-            As for `broadcast`.
-        """
-        if self._is_empty:
-            return False
-        flag = np.array([self.have_changed()], np.uint8)
-        has_changed = bool(backend.all_reduce(flag, ReductionOperation.MAX)[0])
-        if has_changed:
-            self.broadcast(backend)
-        return has_changed
-
-
-_OWN = (
-    "keep a tensor of which each rank has its own as a plain attribute, without register_buffer()"
-)
-
-
-def form_of(tensor: Any) -> str:
-    """Return dtype and shape of a tensor, and its kind if it is not plain; or "None"."""
-    if tensor is None:
-        return "None"
-    kind = "" if is_plain(tensor) else f" ({type(tensor).__name__}, {tensor.layout})"
-    return f"{tensor.dtype}{list(tensor.shape)}{kind}".replace("torch.", "")
-
-
-def is_plain(tensor: Any) -> bool:
-    """Return True if a tensor is strided, neither quantised nor of a subclass (distributed)."""
-    # The data of a plain parameter have the type Tensor.
-    is_whole = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
-    return is_whole and not tensor.is_quantized
-
-
-def _is_sendable(tensor: Any) -> bool:
-    return is_plain(tensor) and tensor.device.type == "cpu"
-
-
-def _bytes_of(tensor: Any) -> Array:
-    """Return the bytes of a plain tensor, without a copy if it is contiguous."""
-    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return values.reshape(-1).view(torch.uint8).numpy()
-
-
-def write(tensor: Any, values: Any) -> None:
-    """Copy values to a tensor, which may be expanded, or of PyTorch's inference mode."""
-    strides = zip(tensor.shape, tensor.stride(), strict=True)
-    is_expanded = any(size > 1 and not stride for size, stride in strides)
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        if is_expanded:  # Several elements have the same memory.
-            tensor.data = values.to(tensor.dtype, copy=True)
-        else:
-            tensor.copy_(values)
-
-
-def _send(tensors: Sequence[Any], backend: CommunicationBackend) -> None:
-    if not tensors or backend.world_size == 1:
-        return
-    # All tensors are sent as bytes in one message, whatever their dtypes and strides.
-    raw = [_bytes_of(tensor) for tensor in tensors]
-    packed = backend.broadcast(np.concatenate(raw), root=0)
-    if backend.rank == 0:
-        return
-    position = 0
-    for tensor, old in zip(tensors, raw, strict=True):
-        new = packed[position : position + old.size]
-        position += old.size
-        # Equal tensors are not written, because they may be read-only.
-        if not np.array_equal(old, new):
-            values = torch.from_numpy(new.copy()).view(tensor.dtype).view(tensor.shape)
-            write(tensor, values)
+from mpishard.torch.buffers import Buffers, is_plain, some
+from mpishard.torch.parameters import Place, PlacedParameter, native_gradient
 
 
 class PlacedModule:
     """Parameters of a module as parts of a flat vector, and its other tensors.
 
+    A PyTorch loop and `mpishard.adapters.TorchModel` have the same vector: the trained parameters,
+    and the frozen ones of their dtype.
+
     Parameters
     ----------
     module : torch.nn.Module
         The user's module.
-    with_frozen : bool
-        True if the vector also has the frozen parameters of its dtype.
 
     Attributes
     ----------
@@ -224,7 +52,7 @@ class PlacedModule:
         If the module cannot be placed, or is sharded already. Nothing has changed then.
     """
 
-    def __init__(self, module: Any, *, with_frozen: bool) -> None:
+    def __init__(self, module: Any) -> None:
         _check(module)
         self.module = module
         first = next(p.dtype for p in module.parameters() if p.requires_grad and p.numel())
@@ -236,8 +64,7 @@ class PlacedModule:
                 if parameter is None or id(parameter) in seen:
                     continue
                 seen.add(id(parameter))
-                is_held = parameter.requires_grad or with_frozen
-                if not is_held or parameter.dtype != first or not parameter.numel():
+                if parameter.dtype != first or not parameter.numel():
                     continue
                 full_name, shape = f"{prefix}.{name}" if prefix else name, tuple(parameter.shape)
                 entries.append(ParameterEntry(full_name, shape, start, parameter.requires_grad))
@@ -248,6 +75,7 @@ class PlacedModule:
         self.dtype = np.dtype(str(first).removeprefix("torch."))
         self.buffers = Buffers(module, {id(parameter) for parameter in self.parameters})
         self._storages = [0] * len(self.parameters)
+        self._kinds = [type(parameter) for parameter in self.parameters]
 
     def fill(self, start: int, out: Array) -> None:
         """Copy the range of the flat vector that begins at ``start`` to ``out``."""
@@ -259,9 +87,64 @@ class PlacedModule:
                 out[first - start : last - start] = values[first - entry.start : last - entry.start]
 
     def place(self, index: int, flat: Any) -> None:
-        """Make a parameter a view of ``flat``, a tensor of shape (size,)."""
-        self.parameters[index].data = flat.view(self.entries[index].shape)
-        self._storages[index] = _storage_of(self.parameters[index])
+        """Make a parameter, which nobody holds then, a view of ``flat``, a tensor of shape (size,).
+
+        The object stays the same and changes its class, because the module and the user refer to
+        it.
+        """
+        parameter = self.parameters[index]
+        parameter.__class__ = self._kinds[index]
+        vars(parameter).pop("_part", None)
+        parameter.data = flat.view(self.entries[index].shape)
+        self._storages[index] = _storage_of(parameter)
+
+    def hold(
+        self, units: Sequence[Unit], make_part: Callable[..., Place],
+        kind: type[PlacedParameter] = PlacedParameter,
+    ) -> None:  # fmt: skip
+        """Let ranks change the parameters, which were placed, together, as parameters of ``kind``.
+
+        ``make_part(index, entry, unit, parameter)`` returns the place of each.
+        """
+        numbered = iter(range(len(self.entries)))
+        for unit in units:
+            for entry, index in zip(unit.entries_of(self.entries), numbered, strict=False):
+                parameter = self.parameters[index]
+                parameter._part = make_part(index, entry, unit, parameter)
+                parameter.__class__ = kind
+                parameter._part.note_version()
+
+    def hook(self, index: int, take: Callable[[Array | None], None]) -> Any:
+        """Give each gradient of a parameter to ``take``, as a vector, in place of its ``grad``.
+
+        Autograd may give none, for instance if an ``autograd.Function`` returns None. The parameter
+        then counts as unused by this rank, and ``take`` gets None.
+
+        Returns
+        -------
+        object
+            Handle with a method ``remove``.
+        """
+        hook = functools.partial(_take_gradient, take)
+        return self.parameters[index].register_post_accumulate_grad_hook(hook)
+
+    def require_roundable(self) -> None:
+        """Refuse a module that cannot compute with parameters rounded to bfloat16.
+
+        Raises
+        ------
+        ValueError
+            If a parameter is complex, or neither float32 nor a frozen one of bfloat16.
+        """
+        named = dict(self.module.named_parameters())
+        require_real(named.items())
+        kept = (torch.float32, torch.bfloat16)
+        odd = [n for n, p in named.items() if p.is_floating_point() and p.dtype not in kept]
+        if odd:
+            raise ValueError(
+                f'precision="bfloat16" rounds float32 parameters, and {odd[0]!r} of this '
+                f"{type(self.module).__name__} is {named[odd[0]].dtype}: use module.float()"
+            )
 
     def require_placed(self) -> None:
         """Refuse to train a module whose parameters are not those that were placed.
@@ -269,12 +152,14 @@ class PlacedModule:
         Raises
         ------
         ShardingError
-            If a parameter was moved, replaced or added, or requires a gradient only now. The
-            message names it.
+            If a parameter was moved, replaced or added, or requires a gradient only now, or was
+            changed in a way that is not counted. The message names it.
         """
         trained = set()
         for index, (module, name) in enumerate(self.places):
             entry, parameter = self.entries[index], self.parameters[index]
+            if isinstance(parameter, PlacedParameter):
+                parameter._part.require_counted()
             if not entry.trainable:
                 continue
             trained.add(id(parameter))
@@ -313,16 +198,22 @@ class PlacedModule:
 
     def normalise_over(self, ranks: CommunicationBackend | None) -> None:
         """Let converted batch normalisation use the samples of ``ranks``; None: of this rank."""
-        for part in self._normalisations():
-            part.ranks = None if ranks is None else Ranks(ranks)
+        for name, part in self._normalisations().items():
+            part.ranks = None
+            if ranks is not None:
+                layer = f"layer {name!r} of {type(self.module).__name__}"
+                part.ranks = Ranks(ranks, ranks.number_model(layer))
 
     @property
     def computes_together(self) -> bool:
         """True if a forward pass communicates, so that every rank must make one."""
-        return any(part.training and part.ranks is not None for part in self._normalisations())
+        parts = self._normalisations().values()
+        return any(part.training and part.ranks is not None for part in parts)
 
-    def _normalisations(self) -> list[SyncBatchNorm]:
-        return [part for part in self.module.modules() if isinstance(part, SyncBatchNorm)]
+    def _normalisations(self) -> dict[str, SyncBatchNorm]:
+        return {
+            n: part for n, part in self.module.named_modules() if isinstance(part, SyncBatchNorm)
+        }
 
 
 # Seeds are cut to 63 bits.
@@ -336,10 +227,16 @@ def _storage_of(parameter: Any) -> int:
 
 def _check(module: Any) -> None:
     """Refuse a module that cannot be placed, before anything is changed."""
-    taken = [name for name, p in module.named_parameters() if isinstance(p, SharedParameter)]
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if hasattr(module, "_orig_mod"):
+        raise TypeError(
+            "mpishard takes the module itself; call torch.compile() afterwards, or module.compile()"
+        )
+    taken = [name for name, p in module.named_parameters() if isinstance(p, PlacedParameter)]
     if taken:
         raise ShardingError(
-            f"parameter {taken[0]!r} is sharded already; shard() a module once, and each part of "
+            f"parameter {taken[0]!r} is sharded already; shard a module once, and each part of "
             "two modules by one of them"
         )
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -399,25 +296,24 @@ def require_real(parameters: Iterable[tuple[str, Any]]) -> None:
         )
 
 
-def wide_floats(named: Iterable[tuple[str, Any]]) -> list[str]:
-    """Return the names of floating-point tensors of other than 16 bits."""
-    return [name for name, t in named if t.is_floating_point() and t.itemsize != 2]
+def rounded(tree: Any) -> Any:
+    """Return a tree whose floating-point tensors are bfloat16, as PyTorch does not mix dtypes."""
+
+    def rounded_one(x: Any) -> Any:
+        return x.bfloat16() if x.is_floating_point() else x
+
+    return tree_map_only(torch.Tensor, rounded_one, tree)
 
 
 def note_wide_buffers(error: BaseException, module: Any) -> None:
     """Name, in an error of a module with rounded parameters, the buffers that may be the cause."""
-    if wide := wide_floats(module.named_buffers()):
+    wide = [name for name, t in module.named_buffers() if t.is_floating_point() and t.itemsize != 2]
+    if wide:
         error.add_note(
             f'precision="bfloat16" rounds parameters, and no buffers: {some(wide)} may have to be '
             "given in torch.bfloat16 before the module is sharded. Batch normalisation computes "
             "beside float32 statistics after mpishard.torch.convert_sync_batchnorm(module)"
         )
-
-
-def some(names: Sequence[str]) -> str:
-    """Return the first of some names, and the number of others."""
-    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]!r}{rest}"
 
 
 def tensor_of(array: Array) -> Any:
@@ -427,8 +323,13 @@ def tensor_of(array: Array) -> Any:
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
-def flat_gradient(gradient: Any) -> Array:
-    """Return a gradient as a dense vector; a 16-bit gradient is converted to float32."""
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
-    gradient = gradient.float() if gradient.itemsize == 2 else gradient
-    return gradient.detach().reshape(-1).numpy()
+@called_as("backward()")
+def _take_gradient(take: Callable[[Array | None], None], parameter: Any) -> None:
+    """Give a parameter's gradient to ``take``, dense and of 32 bits or more, as its hook."""
+    gradient = native_gradient.__get__(parameter)
+    native_gradient.__set__(parameter, None)
+    if gradient is not None:
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        gradient = gradient.float() if gradient.itemsize == 2 else gradient
+        gradient = gradient.detach().reshape(-1).numpy()
+    take(gradient)

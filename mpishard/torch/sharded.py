@@ -6,24 +6,22 @@ import functools
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 from mpishard.arguments import as_count
-from mpishard.arrays import reuse_freed_memory
+from mpishard.arrays import Array, reuse_freed_memory
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import CommunicationBackend
-from mpishard.communication.contract.status import called_as
 from mpishard.communication.tracing.recorder import current_recorder
 from mpishard.errors import ShardingError
 from mpishard.models.engine.update import Policy
-from mpishard.models.programs.placed_program import units_of_modules
+from mpishard.models.programs.placed_program import units_of_modules, views_of_entries
 from mpishard.models.stores.gradient_store import ReplicatedGradients
 from mpishard.models.stores.parameter_store import ShardedParameters
 from mpishard.models.stores.store_layout import StoreLayout
@@ -38,22 +36,10 @@ from mpishard.observe.ledger import MemoryLedger
 from mpishard.observe.trace import span, step_span
 from mpishard.sharding import Placement, first_names, owned_pieces
 from mpishard.torch.backward import BackwardPasses
+from mpishard.torch.buffers import form_of
 from mpishard.torch.gathering import GatheredParameter, GatheredUnits, give_whole_tensors
-from mpishard.torch.parameters import (
-    RANDOM,
-    REPEATABLE,
-    Part,
-    SharedParameter,
-    Uncopied,
-    native_gradient,
-)
-from mpishard.torch.placed import (
-    PlacedModule,
-    form_of,
-    note_wide_buffers,
-    require_real,
-    tensor_of,
-)
+from mpishard.torch.parameters import Part, SharedParameter, Uncopied, native_gradient
+from mpishard.torch.placed import PlacedModule, note_wide_buffers, rounded, tensor_of
 from mpishard.torch.world import current_world
 
 POLICIES = {
@@ -114,7 +100,9 @@ class ShardedModule(Uncopied):
         self.backend = backend
         policy = POLICIES[strategy]
         self.shards_state = policy.shards_state
-        self.placed = PlacedModule(module, with_frozen=True)
+        self.placed = PlacedModule(module)
+        if precision is not None:
+            self.placed.require_roundable()
         self.entries = self.placed.entries
         self.placement = Placement.whole(self.entries)
         self.units = units_of_modules(self.entries, minimum_unit_size)
@@ -203,76 +191,30 @@ class ShardedModule(Uncopied):
         Each also gets this rank's part of it and, if it is trained, a hook for its gradient.
         """
         gathered, placed = self.gathered, self.placed
-        whole = owned_pieces(self.units, 1, 0)
-        vectors = [] if gathered is not None else self.parameters.computed.owned(whole)
-        numbered = iter(range(len(self.entries)))
-        for unit in self.units:
-            full = gathered.tensor(unit.index) if gathered else tensor_of(vectors[unit.index])
-            for entry, index in zip(unit.entries_of(self.entries), numbered, strict=False):
-                placed.place(index, full[entry.start - unit.start : entry.stop - unit.start])
-                parameter = placed.parameters[index]
-                if gathered is not None:
-                    # The object stays the same and changes its class, because the module and the
-                    # user refer to it.
-                    parameter.__class__ = GatheredParameter
-                    parameter._units = gathered, unit.index
-                else:
-                    parameter.__class__ = SharedParameter
-                part = parameter._part = Part(self, index, entry, unit, parameter)
-                part.note_version()
-                (own,) = self.parameters.owned([part.piece])
-                shape = own.shape if self.shards_state else entry.shape
-                part.tensor = torch.nn.Parameter(torch.from_numpy(own).view(shape), entry.trainable)
-                if entry.trainable:
-                    native_gradient.__set__(parameter, None)
-                    hook = functools.partial(_receive, weakref.ref(self), len(self.parts))
-                    parameter.register_post_accumulate_grad_hook(hook)
-                    self.parts.append(part)
+        if gathered is not None:
+            vectors = [gathered.tensor(unit.index) for unit in self.units]
+        else:
+            whole = owned_pieces(self.units, 1, 0)
+            vectors = [tensor_of(vector) for vector in self.parameters.computed.owned(whole)]
+        for index, view in enumerate(views_of_entries(self.units, self.entries, vectors)):
+            placed.place(index, view)
+        kind = SharedParameter if gathered is None else GatheredParameter
+        placed.hold(self.units, functools.partial(Part, self), kind)
+        for parameter in placed.parameters:
+            part = parameter._part
+            if gathered is not None:
+                parameter._units = gathered, part.unit.index
+            (own,) = self.parameters.owned([part.piece])
+            shape = own.shape if self.shards_state else part.entry.shape
+            trained = part.entry.trainable
+            part.tensor = torch.nn.Parameter(torch.from_numpy(own).view(shape), trained)
+            if trained:
+                native_gradient.__set__(parameter, None)
+                take = functools.partial(_receive, weakref.ref(self), len(self.parts))
+                placed.hook(part.index, take)
+                self.parts.append(part)
         if gathered is not None:
             gathered.forget()
-
-    def change(self, tensor: Any, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Change a parameter, or its values, by a method that every rank calls.
-
-        Collective if the ranks of a node share the memory: it is changed once there. Also if the
-        method draws random numbers: every rank gets rank 0's.
-
-        Raises
-        ------
-        ShardingError
-            If the module has rounded copies of its parameters, or the parameter was changed in a
-            way that is not counted.
-        """
-        store, part = self.parameters, tensor._part
-        if store.computed is not store:
-            raise ShardingError(
-                f"{method.__name__}() of a parameter of {type(self.module).__name__} with "
-                'precision="bfloat16" would change the rounded copies, and not the float32 '
-                "parameters of their owners: change parameters before shard()"
-            )
-        if tensor.requires_grad and torch.is_grad_enabled():
-            return method(tensor, *args, **kwargs)  # PyTorch refuses it.
-        part.require_counted()
-        subject = self.layout.subject_of(part.unit)
-        if method.__name__ in RANDOM:
-            drawn = torch.Tensor.clone(tensor.detach(), memory_format=torch.contiguous_format)
-            method(drawn, *args, **kwargs)
-            values = torch.from_numpy(self.backend.broadcast(drawn.numpy(), subject=subject))
-            method, args, kwargs = torch.Tensor.copy_, (values,), {}
-        if not store.once_per_node or method.__name__ in REPEATABLE:
-            result = method(tensor, *args, **kwargs)
-        else:
-            changed = tensor.detach().clone()
-            is_operator = method(changed, *args, **kwargs) is None
-            self.backend.barrier(subject=subject)  # all ranks have read the old values
-            if self.backend.local_rank == 0:
-                torch.Tensor.copy_(tensor.detach(), changed)
-            else:  # for autograd, which refuses a backward pass through changed values
-                torch.autograd.graph.increment_version(tensor)
-            self.backend.barrier(subject=subject)
-            result = None if is_operator else tensor
-        part.note_version()
-        return result
 
     def require_reduced(self, purpose: str) -> None:
         """See `BackwardPasses.require_reduced`."""
@@ -301,24 +243,19 @@ class ShardedModule(Uncopied):
         self._step.enter_context(step_span(self._updates))
 
 
-@called_as("backward()")
-def _receive(owner: weakref.ref[ShardedModule], place: int, parameter: Any) -> None:
-    """Pass a parameter's gradient to the backward passes, as the parameter's hook.
+def _receive(owner: weakref.ref[ShardedModule], place: int, gradient: Array | None) -> None:
+    """Pass a parameter's gradient to the backward passes.
 
     The garbage collector cannot see references of a PyTorch hook, so that it has only a weak one.
     """
     sharded = owner()
     assert sharded is not None
-    sharded.passes.receive(place, parameter)
+    sharded.passes.receive(place, gradient)
 
 
 def _round_inputs(_module: Any, arguments: Any, options: Any) -> Any:
-    """Round floating-point inputs before a forward pass, as PyTorch does not mix dtypes."""
-
-    def rounded(x: Any) -> Any:
-        return x.bfloat16() if x.is_floating_point() else x
-
-    return tree_map_only(torch.Tensor, rounded, (arguments, options))
+    """Round floating-point inputs before a forward pass, as the module's hook."""
+    return rounded((arguments, options))
 
 
 def _explain(module: Any, _inputs: Any, output: Any) -> None:
@@ -399,21 +336,10 @@ def shard(
     rank. Thread-ranks share one generator, which does not change.
     """
     backend = current_world()
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     if strategy not in POLICIES:
         raise ValueError(f"strategy must be one of {', '.join(POLICIES)}, got {strategy!r}")
-    if hasattr(module, "_orig_mod"):
-        raise TypeError("shard() takes the module itself; call torch.compile() afterwards")
     if precision not in (None, "bfloat16"):
         raise ValueError(f'precision must be None or "bfloat16", got {precision!r}')
-    odd = [name for name, p in module.named_parameters() if p.dtype != torch.float32]
-    if precision is not None and odd:
-        require_real(module.named_parameters())
-        raise ValueError(
-            f'precision="bfloat16" rounds float32 parameters, and {odd[0]!r} of this '
-            f"{type(module).__name__} is {module.get_parameter(odd[0]).dtype}: use module.float()"
-        )
     minimum_unit_size = as_count("minimum_unit_size", minimum_unit_size)
     sharded = ShardedModule(module, strategy, backend, minimum_unit_size, precision)
     module.__dict__[_ATTRIBUTE] = sharded

@@ -375,8 +375,9 @@ def test_parameters_are_views_of_the_store_in_every_step(
     assert not any(parameter.detach().any() for parameter in module.parameters())
 
 
+@pytest.mark.parametrize("path", ["arena"], indirect=True)
 @in_worlds(2)
-def test_a_node_holds_parameters_once_and_says_so(backend: Any) -> None:
+def test_a_node_holds_parameters_once_and_says_so(backend: Any, path: str) -> None:
     model = wrap(backend, "mlp", "fsdp")
     held = model.memory.as_dict()
     total = sum(p.numel() for p in perceptron().parameters()) * 8
@@ -477,7 +478,8 @@ def test_frozen_parameters_and_buffers_are_rank_0s(backend: Any) -> None:
     assert (everyone == everyone[0]).all()
     before = [plain.module.frozen.weight.clone(), plain.module.scale.clone()]
     optimizer_for(model).step(model, x, y)
-    assert [entry.name for entry in model.parameter_entries] == ["turned"]
+    frozen = {entry.name: not entry.trainable for entry in model.parameter_entries}
+    assert frozen == {"turned": False, "frozen.weight": True, "frozen.bias": True}
     assert torch.equal(plain.module.frozen.weight, before[0])
     assert plain.module.scale == before[1] == 1.0
     assert model.predict(np.ones((0, 5))).shape == (0, 2)
@@ -493,7 +495,7 @@ def test_ranks_of_a_mesh_that_repeat_work_draw_the_same_masks(backend: Any) -> N
     model = HybridShardedModel(plain, config, -(-backend.world_size // data_size), 1, data_size)
     draws = backend.all_gather(torch.rand(1).numpy())
     model.train(np.ones((3, 5)), np.ones((3, 2)))
-    assert model.check_replicas() == 1
+    assert model.check_replicas() == len(model.parameter_entries) == 3
     groups = {model.data_rank_of(rank): draws[rank] for rank in range(backend.world_size)}
     for rank, drawn in enumerate(draws):
         assert drawn == groups[model.data_rank_of(rank)]
@@ -755,16 +757,24 @@ def test_a_mesh_computes_in_bfloat16_as_its_data_axis_does(backend: Any, data: s
 
 
 @in_worlds(2)
-def test_a_module_with_frozen_float32_parameters_is_refused_in_bfloat16(backend: Any) -> None:
-    module = perceptron()
-    module[0].requires_grad_(False)
-    config = ShardingConfiguration(backend, precision="bfloat16")
-    with pytest.raises(NotImplementedError, match=r"frozen parameters in another .*'0.weight'"):
-        FSDPModel(TorchModel(module, nn.functional.mse_loss), config)
-    module[0].bfloat16()
-    model = FSDPModel(TorchModel(module, nn.functional.mse_loss), config)
+def test_frozen_parameters_are_rounded_or_bfloat16_already(backend: Any) -> None:
     x = np.ones((2, 5), np.float32)
-    assert np.isfinite(model.train(x, x[:, :2]))
+    for dtype in (torch.float32, torch.bfloat16):
+        module = perceptron()
+        module[0].requires_grad_(False).to(dtype)
+        everyone = backend.all_gather(module[0].weight.detach().float().numpy()[None])
+        config = ShardingConfiguration(backend, precision="bfloat16")
+        model = FSDPModel(TorchModel(module, nn.functional.mse_loss), config)
+        assert np.isfinite(model.train(x, x[:, :2]))
+        assert torch.equal(
+            module[0].weight.float(), torch.from_numpy(everyone[0]).bfloat16().float()
+        )
+    module = perceptron()
+    module[0].requires_grad_(False).double()
+    with pytest.raises(
+        ValueError, match=r"rounds float32 .*'0\.weight' of .* is torch.float64: use"
+    ):
+        FSDPModel(TorchModel(module, nn.functional.mse_loss), config)
 
 
 @in_worlds(2)

@@ -60,6 +60,7 @@ class Rank:
         stage, rest = divmod(rank, tensor * data)
         part, place = divmod(rest, data)
         self.checkpoint_backend = backend
+        self.checkpoint_subject = 0
         self.checkpoint_dtype = kinds["parameters"].dtype
         self.entries = fakes.entries(SHAPES)
         names = STAGES[stage] if pipeline == 2 else [*SHAPES] if stage == 0 else []

@@ -113,6 +113,7 @@ class Model(State):
     ) -> None:
         super().__init__(backend, {"parameters": vector}, {"kind": "fake"}, shapes)
         self.checkpoint_backend = backend
+        self.checkpoint_subject = 0
         self.checkpoint_dtype = vector.dtype
 
     def checkpoint_parameters(self) -> Sequence[ParameterEntry]:

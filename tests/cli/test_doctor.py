@@ -174,7 +174,6 @@ def blas(architecture, measured=None):
 
 
 def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
-    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     monkeypatch.setattr(doctor_host, "better_kernel", lambda loaded: "SkylakeX")
     asked = answers(doctor_host, blas("Haswell", rates(122)), blas("SkylakeX", rates(235)))
     found = by_name(doctor_host.look_at_numpy(quick=False))
@@ -185,7 +184,6 @@ def test_a_faster_kernel_is_named_and_measured(monkeypatch, answers):
 
 
 def test_a_kernel_that_is_hardly_faster_is_no_advice(monkeypatch, answers):
-    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     monkeypatch.setattr(doctor_host, "better_kernel", lambda loaded: "SkylakeX")
     answers(doctor_host, blas("Haswell", rates(100)), blas("SkylakeX", rates(105)))
     found = by_name(doctor_host.look_at_numpy(quick=False))["numpy.kernel"]

@@ -239,19 +239,19 @@ def test_one_warning_names_the_remedy(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"micro_batch_count": 2}, "micro_batch_count=2: "),
-        ({"schedule": "1f1b"}, "schedule='1F1B': "),
-        ({"partition_strategy": ms.pipeline.UniformPartitionStrategy()}, "partition_strategy: "),
+        ({"micro_batch_count": 2}, "micro_batch_count=2 "),
+        ({"schedule": "1f1b"}, "schedule='1F1B' "),
+        ({"partition_strategy": ms.pipeline.UniformPartitionStrategy()}, "partition_strategy "),
         ({"partition_strategy": [1.0, 2.0], "micro_batch_count": 4},
-         "micro_batch_count=4, partition_strategy: "),
-        ({"sequence_parallel": True}, "sequence_parallel=True: "),
+         "micro_batch_count=4, partition_strategy "),
+        ({"sequence_parallel": True}, "sequence_parallel=True "),
     ],
 )  # fmt: skip
 def test_options_that_divide_layers_are_refused(mesh: Any, options: Any, words: str) -> None:
     def wrap(backend: Any) -> None:
         HybridShardedModel(Ten(), ShardingConfiguration(backend), *mesh, **options)
 
-    with pytest.raises(ValueError, match=f"^{words}.* Ten is a black box.*ILayeredModel"):
+    with pytest.raises(ValueError, match=f"^{words}.* Ten, .* a black box.*ILayeredModel"):
         run_in_threads(2, wrap)
 
 
@@ -260,7 +260,7 @@ def test_recomputation_is_refused() -> None:
         options = {"checkpoint_config": ms.pipeline.ActivationCheckpointConfig(enabled=True)}
         PipelineParallelModel(Ten(), ShardingConfiguration(backend), **options)
 
-    with pytest.raises(NotImplementedError, match=r"Ten is a black box.*ILayeredModel"):
+    with pytest.raises(ValueError, match=r"checkpoint_config .* Ten, .* black box.*ILayeredModel"):
         run_in_threads(2, wrap)
 
 

@@ -39,6 +39,8 @@ class Done:
     def wait(self) -> None:
         return None
 
+    wait_until_over = wait
+
 
 def reduce_scatter_without_reduction(patch: Patch) -> None:
     def mutant(self: Any, array: Any, *_: Any, out: Any, **options: Any) -> Done:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mpishard as ms
+from mpishard.checkpoint.format.consensus import share_text
 from mpishard.errors import CollectiveMismatchError
 from mpishard.testing.worlds import in_worlds
 
@@ -48,8 +51,9 @@ def test_steps_in_another_order_are_refused_and_change_nothing(
     assert "every rank must use its models, and the layers of each, in the same order" in (
         message.lower()
     )
-    line = wrapped.__code__.co_firstlineno + 4
-    assert message.count(f"of MLP (made at {__file__}:{line})") >= 2
+    place = re.escape(f"made at {__file__}:{wrapped.__code__.co_firstlineno + 4}")
+    # One line makes both models, which have their numbers there.
+    assert len(set(re.findall(rf"of MLP(?: number \d+)? \({place}\)", message))) == 2
     for (model, _), values in zip(models, before, strict=True):
         assert (model.get_parameters() == values).all()
 
@@ -75,7 +79,16 @@ def test_a_copy_is_another_model(backend: Any, strategy: str) -> None:
     other = model.deep_copy()
     used = other if backend.rank == 1 else model
     message = refused(lambda: optimizer.step(used, *data(backend, 1.0)))
-    assert f"of MLP (made at {__file__}:" in message
+    assert re.search(rf"of MLP(?: number \d+)? \(made at {re.escape(__file__)}:", message)
+
+
+@in_worlds(2)
+def test_models_made_without_collectives_have_numbers_of_their_own(backend: Any) -> None:
+    """Models of two worlds are copied alternately, after the same collective of each."""
+    group = backend.split(0)
+    numbers = [world.number_model("copy") for world in (backend, group) * 3]
+    assert len(set(numbers)) == 6
+    assert (backend.all_gather(np.array([numbers])) == numbers).all()
 
 
 @pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
@@ -94,3 +107,52 @@ def test_other_collectives_of_a_model_are_compared_too(backend: Any, path: str, 
     if call == "gather" and path == "arena":
         pytest.skip("shared parameters are read in place, and nothing is gathered")
     refused(calls[call])
+
+
+STATE = {
+    "save": lambda model, optimizer, place: ms.checkpoint.save(place, model, optimizer),
+    "load": lambda model, optimizer, place: ms.checkpoint.load(place, model),
+    "check_replicas": lambda model, optimizer, place: model.check_replicas(),
+    "serialize": lambda model, optimizer, place: optimizer.serialize(),
+    "write": lambda model, optimizer, place: setattr(model, "_local_shard", model._local_shard + 1),
+    "set_parameters": lambda model, optimizer, place: model.set_parameters(np.zeros(41)),
+}
+
+
+@pytest.mark.parametrize("call", STATE)
+@pytest.mark.parametrize("path", ["arena", "messages"], indirect=True)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@in_worlds(2)
+def test_state_of_two_models_is_not_mixed(
+    backend: Any, path: str, strategy: str, call: str, tmp_path: Any
+) -> None:
+    """Rank 1 saves, loads or writes the other model."""
+    if call == "check_replicas" and strategy == "fsdp" and path == "arena":
+        pytest.skip("the ranks share one copy, and nothing is compared")
+    models = [wrapped(backend, strategy) for _ in range(2)]
+    for number, (model, optimizer) in enumerate(models):
+        optimizer.step(model, *data(backend, number + 1.0))
+    folder = Path(share_text(backend, str(tmp_path)))
+    ms.checkpoint.save(folder / "first", models[0][0])
+    before = [model.get_parameters() for model, _ in models]
+    model, optimizer = models[backend.rank]
+    message = refused(lambda: STATE[call](model, optimizer, folder / "first"))
+    assert "do not match in the model or its unit" in message
+    for (model, _), values in zip(models, before, strict=True):
+        assert (model.get_parameters() == values).all()
+    ms.checkpoint.load(folder / "first", models[1][0])
+    assert (models[1][0].get_parameters() == before[0]).all()
+
+
+@pytest.mark.parametrize("call", ["predict", "evaluate", "get_parameters"])
+@pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
+@in_worlds(2)
+def test_models_on_a_mesh_are_not_mixed(backend: Any, strategy: str, call: str) -> None:
+    config = ms.ShardingConfiguration(backend, minimum_parameter_group_size=1)
+    models = [
+        ms.as_distributed(ms.nn.MLP([3, 4, 4, 2], seed=seed), config, strategy=strategy)
+        for seed in range(2)
+    ]
+    x = np.random.default_rng(0).standard_normal((4, 3))
+    given = {"predict": (x,), "evaluate": (x, x[:, :2]), "get_parameters": ()}[call]
+    refused(lambda: getattr(models[backend.rank], call)(*given))

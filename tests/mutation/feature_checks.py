@@ -36,6 +36,8 @@ class WithheldWork:
             self._out[...], self._work = self._work.wait(), None
         return self._out
 
+    wait_until_over = wait
+
 
 @contextlib.contextmanager
 def withheld() -> Iterator[None]:

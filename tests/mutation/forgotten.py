@@ -26,6 +26,8 @@ class Done:
     def wait(self) -> Any:
         return self._result
 
+    wait_until_over = wait
+
 
 def reference(backend: Any, name: str) -> Callable[..., Any]:
     """A collective that somebody else is to call."""
@@ -122,11 +124,11 @@ def fence(arena: Any, *, subject: int = 0) -> Done:
     return Done()
 
 
-def gather_texts(backend: Any, text: str) -> list[str]:
+def gather_texts(backend: Any, text: str, subject: int = 0) -> list[str]:
     return [text] * backend.world_size if backend.rank == 0 else []
 
 
-def differences(backend: Any, mine: Any) -> str:
+def differences(backend: Any, mine: Any, subject: int = 0) -> str:
     return ""
 
 
@@ -138,7 +140,7 @@ def share_text(backend: Any, text: str) -> str:
     return text
 
 
-def together(backend: Any) -> Any:
+def together(backend: Any, subject: int = 0) -> Any:
     return consensus.together(None)
 
 
@@ -150,6 +152,6 @@ def nothing(*arguments: Any, **options: Any) -> None:
     """Of what gives nothing back, nothing is left."""
 
 
-barrier = progress = wait = nothing
+barrier = progress = wait = wait_until_over = nothing
 _share = _finish_oldest = deal_constants = fill = finish = publish = nothing
-reduce = refresh = settle = spread = synchronize = nothing
+reduce = refresh = settle = synchronize = nothing

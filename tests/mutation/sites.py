@@ -41,6 +41,7 @@ FUNCTIONS = {"differences", "gather_texts", "share_path", "share_text", "synchro
 # None: any name.
 METHODS: dict[str, set[str] | None] = {
     "wait": None,
+    "wait_until_over": None,
     "_share": {"self"},
     "_finish_oldest": {"self"},
     "deal_constants": {"program"},
@@ -52,7 +53,6 @@ METHODS: dict[str, set[str] | None] = {
     "reduce_into": None,
     "refresh": {"parameters", "_inner", "self"},
     "settle": {"gradients", "_inner", "program"},
-    "spread": {"store"},
     "sum_over_owners": {"context"},
     "synchronize": {"replicas"},
 }

@@ -312,9 +312,11 @@ def test_a_buffer_is_written_to_when_its_dropped_message_has_ended(call):
             self.array, self.sent, self.has_ended = array, array.copy(), False
             made.append(self)
 
-        def wait(self):
+        def wait_until_over(self):
             assert (self.array == self.sent).all(), "its buffer was written to"
             self.has_ended = True
+
+        wait = wait_until_over
 
     def body(backend):
         model, optimizer = build(backend, allow_staleness=2)
@@ -373,16 +375,20 @@ def test_arguments_and_members(backend):
             "allow_staleness must be 0 to 1000 steps, got 1001: each rank keeps",
         ),
         (lambda: AsyncSGDOptimizer(SGD(), config, 1.5), TypeError, "must be an integ"),
-        (lambda: AsyncSGDOptimizer(LBFGS(), config, 1), ValueError, "LBFGS does not accept late"),
+        (
+            lambda: AsyncSGDOptimizer(LBFGS(), config, 1),
+            ValueError,
+            "LBFGS compares .* gradients come late",
+        ),
     ):
         with pytest.raises(error, match=match):
             call()
     replicas = ms.ShardingConfiguration(backend, replica_size=1)
     with pytest.raises(ValueError, match="give ShardingConfiguration"):
         AsyncSGDOptimizer(SGD(), config, allow_staleness=1, strategy="zero2")
-    with pytest.raises(ShardingError, match="is one replica of all ranks"):
+    with pytest.raises(ValueError, match="is one replica of all ranks"):
         AsyncSGDOptimizer(SGD(), replicas, strategy="fsdp").bind(ms.FSDPModel(plain(), config))
-    with pytest.raises(ShardingError, match="GradientCompressionOptimizer"):
+    with pytest.raises(ValueError, match="GradientCompressionOptimizer"):
         ms.FSDPOptimizer(SGD(), replicas).bind(ms.FSDPModel(plain(), replicas))
     model = ms.FSDPModel(plain(), config)
     with pytest.raises(ShardingError, match="AsyncSGDOptimizer updates DDPModel"):

@@ -252,13 +252,16 @@ def test_arguments(backend):
         ((SGD(), config, 2.5), TypeError, "synchronization_period must be an integer"),
         ((SGD(), config, 2, "sgd"), TypeError, "outer must be an Optimizer, got str"),
         ((SGD(), config, 2, SGD(clip_value=1.0)), ValueError, "outer must have no clipping"),
-        ((LBFGS(), config, 2), ValueError, "LBFGS makes one line search"),
+        ((LBFGS(), config, 2), ValueError, "LBFGS compares .* each replica has a function"),
     ):
         with pytest.raises(error, match=match):
             LocalSGDOptimizer(*given)
     for choice, match in (
-        ({"gradient_leaves": 2}, "=10 steps, which gradient_leaves=2 contradicts; leave one"),
-        ({"auto_sync_gradients": False}, "_period=10 steps, and .* itself: leave out auto_sync_gr"),
+        (
+            {"gradient_leaves": 2},
+            "=2 gives the same bits .* LocalSGDOptimizer would .* leave out",
+        ),
+        ({"auto_sync_gradients": False}, "LocalSGDOptimizer synchronizes the ranks: leave out one"),
     ):
         other = ms.ShardingConfiguration(backend, **choice)
         with pytest.raises(ValueError, match=match):

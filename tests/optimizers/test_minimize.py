@@ -396,7 +396,7 @@ def test_bad_arguments_are_refused_before_anything_is_communicated(backend):
         (ValueError, "checkpoint_every needs checkpoint", START, {"checkpoint_every": 2}),
         (ValueError, "0 < c1 < c2", START, {"options": {"c1": 0.95}}),
         (ValueError, "power of two, .* got 3", START, {"options": {"gradient_leaves": 3}}),
-        (ValueError, "each rank has its own", START,
+        (ValueError, "=4 gives .* local_data=True would .* the same args", START,
          {"options": {"gradient_leaves": 4}, "local_data": True}),
     ):  # fmt: skip
         with pytest.raises(error, match=match):
@@ -583,16 +583,19 @@ def test_a_training_run_with_lbfgs_resumes_and_serializes(backend, shared_path):
 @in_worlds(1, 2)
 def test_lbfgs_refuses_what_is_no_function_to_search(backend):
     model, optimizer = classified(backend, "fsdp")
-    with pytest.raises(ValueError, match="LBFGS needs full batches, and batch_size 32 cuts"):
+    with pytest.raises(ValueError, match=r"LBFGS compares .*, and batch_size 32 cuts"):
         optimizer.optimize(run_data(model, batch_size=32))
     with pytest.raises(NotImplementedError, match="needs the loss at several points"):
         optimizer.apply_gradients(model.get_parameters(), model)
-    with model.accumulate(), pytest.raises(ms.errors.ShardingError, match="keeps no batch"):
+    with model.accumulate(), pytest.raises(ValueError, match="keeps no batch"):
         optimizer.step(model, X, Y[:, None])
     with pytest.raises(NotImplementedError, match="needs the loss at several points"):
         LBFGS().update_parameters(np.ones(3), np.ones(3))
     for given, match in (
-        ({"weight_decay": 0.1}, "LBFGS compares values of the loss, but weight_decay"),
+        (
+            {"weight_decay": 0.1},
+            "LBFGS compares .* weight_decay changes only the gradient",
+        ),
         ({"clip_global_norm": 1.0}, "clip_global_norm changes only the gradient"),
         ({"parameter_options": {"*": {"learning_rate_scale": 2}}}, r"parameter_options\['\*'\]"),
         ({"memory": 0}, "memory must be 1 or more"),

@@ -112,6 +112,11 @@ class PlainModelFiles(ICheckpointableModel):
         return
 
     @property
+    def checkpoint_subject(self) -> int:
+        """0, because nothing is communicated."""
+        return 0
+
+    @property
     def checkpoint_dtype(self) -> np.dtype[Any]:
         """The dtype of the parameters."""
         dtype: np.dtype[Any] = self._flat_vector().dtype

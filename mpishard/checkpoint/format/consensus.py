@@ -37,12 +37,13 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 @contextmanager
-def together(backend: CommunicationBackend | None) -> Iterator[list[Any]]:
+def together(backend: CommunicationBackend | None, subject: int = 0) -> Iterator[list[Any]]:
     """Leave the body of the ``with`` statement on every rank, or raise on every rank. Collective.
 
     A rank whose body raised an error raises it again. The other ranks raise an error of the same
     type as that of the first rank that failed; the message names every rank that failed. This takes
-    one all-gather. If no rank failed and none has a value to pass on, it sends only headers.
+    one all-gather. If no rank failed and none has a value to pass on, it sends only headers. Ranks
+    must agree on ``subject``, the number of a model: see `CommunicationBackend.number_model`.
 
     Yields
     ------
@@ -60,7 +61,7 @@ def together(backend: CommunicationBackend | None) -> Iterator[list[Any]]:
         failure = error
     if backend is not None:
         failed = [backend.rank, type(failure).__name__, str(failure)]
-        everyone = _gather_values(backend, said if failure is None else failed)
+        everyone = _gather_values(backend, said if failure is None else failed, subject)
         failures = [each for each in everyone if len(each) == len(failed)]
         # A rank that failed does not raise here, but below: its own error, with the traceback.
         if failures and failure is None:
@@ -97,14 +98,14 @@ def path_from(text: str) -> Path | None:
     return Path(os.fsdecode(text.encode("latin-1"))) if text else None
 
 
-def all_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
+def all_texts(backend: CommunicationBackend | None, text: str, subject: int = 0) -> list[str]:
     """Return the ranks' texts, in the order of ranks, without the empty ones. Collective.
 
-    If all texts are empty, only headers are sent.
+    If all texts are empty, only headers are sent. ``subject`` as in `together`.
     """
     if backend is None:
         return [text] if text else []
-    return _gather_values(backend, text)
+    return _gather_values(backend, text, subject)
 
 
 def gather_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
@@ -115,9 +116,11 @@ def gather_texts(backend: CommunicationBackend | None, text: str) -> list[str]:
 class GatheredTexts:
     """`gather_texts` under way. The constructor is collective."""
 
-    def __init__(self, backend: CommunicationBackend | None, text: str) -> None:
+    def __init__(self, backend: CommunicationBackend | None, text: str, subject: int = 0) -> None:
         self._own = text
-        self._work = None if backend is None else backend.gather_async(_encode(text + "\n"))
+        self._work = None
+        if backend is not None:
+            self._work = backend.gather_async(_encode(text + "\n"), subject=subject)
 
     @property
     def done(self) -> bool:
@@ -132,12 +135,14 @@ class GatheredTexts:
         return [] if lines is None else lines.tobytes().decode().splitlines()
 
 
-def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:
+def differences(backend: CommunicationBackend, mine: Mapping[str, Any], subject: int = 0) -> str:
     """Describe the differences between the ranks' JSON objects. Collective.
 
-    The result is "" if the objects are equal, which takes one small all-gather.
+    The result is "" if the objects are equal, which takes one small all-gather. ``subject`` as in
+    `together`.
     """
-    marks = backend.all_gather(np.array([zlib.crc32(json.dumps(mine).encode())]))
+    mark = zlib.crc32(json.dumps(mine).encode())
+    marks = backend.all_gather(np.array([mark]), subject=subject)
     # The objects are sent only if their checksums differ, which is rare.
     if (marks == marks[0]).all():
         return ""
@@ -153,11 +158,11 @@ def differences(backend: CommunicationBackend, mine: Mapping[str, Any]) -> str:
     return "; ".join(found)
 
 
-def _gather_values(backend: CommunicationBackend, value: Any) -> list[Any]:
+def _gather_values(backend: CommunicationBackend, value: Any, subject: int = 0) -> list[Any]:
     """Return the ranks' JSON values, in the order of ranks, without those that are empty."""
     # An empty value takes no bytes, so that an all-gather of empty values sends only headers.
     line = json.dumps(value) + "\n" if value else ""
-    lines = backend.all_gather(_encode(line)).tobytes().decode().splitlines()
+    lines = backend.all_gather(_encode(line), subject=subject).tobytes().decode().splitlines()
     return [json.loads(line) for line in lines]
 
 

@@ -72,6 +72,11 @@ class Checkpointable(CheckpointState, Protocol):
         ...
 
     @property
+    def checkpoint_subject(self) -> int:
+        """The model's number in collectives, `CommunicationBackend.number_model`; 0 for none."""
+        ...
+
+    @property
     def checkpoint_dtype(self) -> np.dtype[Any]:
         """Dtype of the parameters."""
         ...

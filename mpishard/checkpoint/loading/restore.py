@@ -80,7 +80,7 @@ def load(
     """
     check_path("the path of a checkpoint", path)
     require_checkpointable(model, optimizer, training)
-    with together(model.checkpoint_backend):
+    with together(model.checkpoint_backend, model.checkpoint_subject):
         states = states_of(model, optimizer, training)
     return load_states(path, model, states)
 
@@ -107,7 +107,7 @@ def load_states(
         # Only rank 0 searches, because the ranks' working directories may differ, and a folder may
         # change between two searches.
         is_first = backend is None or backend.rank == 0
-        with together(backend) as said:
+        with together(backend, model.checkpoint_subject) as said:
             said.append([path_text(find_single(path)) if is_first else "", list(states)])
         if any(names != said[0][1] for _, names in said):
             by_rank = "; ".join(", ".join(names) for _, names in said)

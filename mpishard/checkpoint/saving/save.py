@@ -171,7 +171,7 @@ def reserve(
     require_checkpointable(model, optimizer)
     require_type("staging", staging, StagingBuffer)
     as_count("kept", kept, least=0)
-    with together(model.checkpoint_backend):
+    with together(model.checkpoint_backend, model.checkpoint_subject):
         nbytes = _staged_bytes(model.arrays_to_write()) * (1 + kept)
         if optimizer is not None:
             nbytes += _staged_bytes(optimizer.checkpoint_view(model).arrays_to_write())
@@ -204,7 +204,9 @@ def begin_save(
             document[name] = dict(state.checkpoint_metadata())
         return Content(model.checkpoint_parameters(), model.checkpoint_dtype, arrays, document)
 
-    return PendingSave(model.checkpoint_backend, make_target, make_content, staging)
+    return PendingSave(
+        model.checkpoint_backend, make_target, make_content, staging, model.checkpoint_subject
+    )
 
 
 def save_states(
@@ -316,6 +318,8 @@ class PendingSave:
         ``make_content()``, called on every rank, returns the content to write.
     staging : StagingBuffer, optional
         Memory for copies of host arrays, which may then change before the save is done.
+    subject : int
+        Number of the model in collectives, so that ranks cannot mix two models.
 
     Raises
     ------
@@ -331,8 +335,10 @@ class PendingSave:
         make_target: Callable[[], Target],
         make_content: Callable[[], Content],
         staging: StagingBuffer | None = None,
+        subject: int = 0,
     ) -> None:
         self._backend = backend
+        self._subject = subject
         self._rank = 0 if backend is None else backend.rank
         self._target: Target | None = None
         self._error: BaseException | None = None
@@ -348,7 +354,7 @@ class PendingSave:
         room: dict[str, Any] | None = None
         is_staged = False
         try:
-            with together(backend) as said:
+            with together(backend, subject) as said:
                 self._content = content = make_content()
                 pieces = _on_host(content.arrays, staging)
                 is_staged = True
@@ -500,7 +506,7 @@ class PendingSave:
         """Run the ranks' common steps: one at each `poll`, all of them in `wait`. Collective."""
         yield from self._meet()
         # Records grow with the model, and only rank 0 needs them: this is not an all-gather.
-        records = self._records = GatheredTexts(self._backend, self._record)
+        records = self._records = GatheredTexts(self._backend, self._record, self._subject)
         # Rank 0 works once more, to commit. The other ranks only wait for it.
         if self._rank == 0:
             self._state = _State.WORKING
@@ -521,7 +527,9 @@ class PendingSave:
                 # The wait is short, so that ranks with a slow disk do not look as if they hang.
                 self._thread.join(_MEET_SECONDS)
             states, backend = [int(self._state)], self._backend
-            work = None if backend is None else backend.all_gather_async(np.array(states))
+            work = None
+            if backend is not None:
+                work = backend.all_gather_async(np.array(states), subject=self._subject)
             if not self._is_awaited:
                 yield
             if work is not None:
@@ -549,7 +557,7 @@ class PendingSave:
             own = self._error
             words = str(own) if isinstance(own, CheckpointError) else f"{type(own).__name__}: {own}"
             said.append(f"rank {self._rank}: {words}")
-        everyone = all_texts(self._backend, "; ".join(said))
+        everyone = all_texts(self._backend, "; ".join(said), self._subject)
         raise CheckpointError("; ".join(everyone)) from self._error
 
 

@@ -296,14 +296,14 @@ class CommunicationBackend(ITransport):
         Parameters
         ----------
         name : str
-            Its name in messages, to which the line of the user's code is added.
+            Its name in messages, which also have the line of the user's code. If one line makes
+            several models of one name, they have their number there.
         units : sequence of str
             The names of its units in messages.
         """
         frame, _ = user_frame(sys._getframe(1))
-        if frame is not None:
-            name += f" (made at {frame.f_code.co_filename}:{frame.f_lineno})"
-        return self._session.subjects.add(self.group, self._sequence, name, units)
+        place = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        return self._session.subjects.add(self.group, self._sequence, name, place, units)
 
     # ------------------------------------------------------------------------------- collectives
 

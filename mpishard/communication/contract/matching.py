@@ -161,8 +161,8 @@ def differing_calls(
     if not what:
         return ""
     most, count = Counter(values).most_common(1)[0]
-    # Without a majority no side is the odd one.
-    if 2 * count <= len(values):
+    # Without a majority no side is the odd one. Two models that are no longer known have one name.
+    if not len(values) / 2 < count < len(values):
         return ""
     odd = {rank: v for rank, v in zip(calls, values, strict=True) if v != most}
     given = ", ".join(dict.fromkeys(odd.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 _UNIT_BITS = 12
@@ -28,10 +29,11 @@ class Subjects:
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[str, Sequence[str]]] = {}
-        self._last: tuple[str, int] = ("", -1)  # world and collective before the last model
-        self._count = 0  # models made since that collective
+        self._same = Counter[tuple[str, str]]()  # models of one name that one line has made
+        # The collective before the last model of each world, and the models made since.
+        self._last: dict[str, tuple[int, int]] = {}
 
-    def add(self, group: str, sequence: int, name: str, units: Sequence[str]) -> int:
+    def add(self, group: str, sequence: int, name: str, place: str, units: Sequence[str]) -> int:
         """Return the number of a new model, which is made after collective ``sequence``.
 
         Parameters
@@ -42,16 +44,20 @@ class Subjects:
             The number of the last collective of that world. A rank may copy a model without the
             other ranks. So models are not simply counted, and the number follows from the
             collective, which is the same on all ranks that make the model.
-        name : str
-            The name of the model in messages.
+        name, place : str
+            The name of the model in messages, and the line that makes it.
         units : sequence of str
-            Those of its units.
+            The names of its units.
         """
-        self._count = self._count + 1 if self._last == (group, sequence) else 0
-        self._last = group, sequence
-        mark = zlib.crc32(f"{group} {sequence} {self._count}".encode())
+        before, count = self._last.get(group, (-1, 0))
+        count = count + 1 if before == sequence else 0
+        self._last[group] = sequence, count
+        mark = zlib.crc32(f"{group} {sequence} {count}".encode())
         number = (mark % ((1 << _MODEL_BITS) - 1) + 1) << _UNIT_BITS
-        self._names[number] = name, units
+        self._same[name, place] += 1
+        if self._same[name, place] > 1:  # for instance in a loop
+            name += f" number {self._same[name, place]}"
+        self._names[number] = f"{name} (made at {place})" if place else name, units
         if len(self._names) > _NAMES_KEPT:
             del self._names[next(iter(self._names))]
         return number

@@ -213,7 +213,9 @@ class Engine:
         passes.require(self)
         try:
             if self.replica.is_on_mesh:
-                self.replica.require_one_batch("step", x, y, everywhere=True)
+                self.replica.require_one_batch(
+                    "step", x, y, everywhere=True, subject=self.layout.subject
+                )
             return passes.gradient(self, inputs, targets, settings or {}, sample_start)
         # After an error the round cannot be continued: its gradient may be half reduced.
         except BaseException:
@@ -354,7 +356,9 @@ class Engine:
         """Return outputs for this rank's inputs. Collective if parameters are sharded."""
         self.layout.device.use()
         inputs = self.program.check(x)
-        self.replica.require_one_batch("predict", x, everywhere=self.policy.shards_parameters)
+        self.replica.require_one_batch(
+            "predict", x, everywhere=self.policy.shards_parameters, subject=self.layout.subject
+        )
         with self.leaving_no_unit():
             return self.program.predict(self.parameters, inputs)
 

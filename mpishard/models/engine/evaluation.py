@@ -25,7 +25,9 @@ def local_gradient(
     sink = ReplicatedGradients(layout)
     # Sharded parameters are gathered, so that every rank must pass its batch at the same time.
     everywhere = engine.policy.shards_parameters
-    replica.require_one_batch("compute_gradients", x, y, everywhere=everywhere)
+    replica.require_one_batch(
+        "compute_gradients", x, y, everywhere=everywhere, subject=engine.layout.subject
+    )
     # With is_last=False nothing is reduced.
     with engine.leaving_no_unit():
         total, weight = engine.run_pass(
@@ -75,7 +77,9 @@ def global_gradient(engine: Engine, x: Array, y: Array) -> tuple[float, Array]:
     engine.replicas.require_equal("loss_and_gradients()")
     engine.round.require_none("loss_and_gradients()")
     inputs, _ = engine.program.check_pair(x, y, engine.loss)
-    engine.replica.require_one_batch("compute_gradients", x, y, everywhere=True)
+    engine.replica.require_one_batch(
+        "compute_gradients", x, y, everywhere=True, subject=engine.layout.subject
+    )
     sample_start = 0
     if engine.program.is_random:
         sample_start = engine.round.sample_start(len(inputs))

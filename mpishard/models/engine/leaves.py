@@ -22,7 +22,6 @@ from mpishard.arrays import Array, block_squares
 from mpishard.checkpoint.format.consensus import differences
 from mpishard.communication import CommunicationBackend, ReductionOperation
 from mpishard.communication.contract.reduction import TreeReducer
-from mpishard.errors import ShardingError
 from mpishard.layout import LeafLayout, ShardLayout
 from mpishard.models.engine.passes import Passes, Reduced
 from mpishard.models.engine.update import UpdatePieces
@@ -43,6 +42,7 @@ from mpishard.sharding import (
     numerics_fingerprint,
     reproducing_worlds,
 )
+from mpishard.sharding.refusals import refuse_with_leaves
 
 if TYPE_CHECKING:
     from mpishard.models.engine.engine import Engine
@@ -78,15 +78,12 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, model_size: 
         return
     name = f"gradient_leaves={leaves}"
     if config.replica_size is not None:
-        raise ValueError(
-            f"{name} needs one replica on all ranks, but replica_size={config.replica_size} makes "
-            f"{world_size // config.replica_size} replicas: leave out one of the two options"
-        )
+        refuse_with_leaves(leaves, f"replica_size={config.replica_size}")
     if model_size > 1:
-        raise ValueError(
-            f"{name} supports the data axis only, but the pipeline and tensor axes have "
-            f"{model_size} ranks: give both axes the size 1, or gradient_leaves=None"
-        )
+        refuse_with_leaves(
+            leaves, f"pipeline and tensor axes of {model_size} ranks",
+            "give both axes the size 1, or gradient_leaves=None",
+        )  # fmt: skip
     worlds = reproducing_worlds(leaves)
     if world_size not in worlds:
         below = max(world for world in worlds if world < world_size)
@@ -103,15 +100,9 @@ def check_leaves(config: ShardingConfiguration, world_size: int, *, model_size: 
 
 def _check_choices(leaves: int, config: ShardingConfiguration) -> None:
     if not config.auto_sync_gradients:
-        raise ValueError(
-            f"gradient_leaves={leaves} sums the gradients of all ranks, but with "
-            "auto_sync_gradients=False each rank updates with its own: turn one of the two off"
-        )
+        refuse_with_leaves(leaves, "auto_sync_gradients=False")
     if config.enable_gradient_compression:
-        raise ValueError(
-            f"gradient_leaves={leaves} sums gradients in the model's dtype, but "
-            "enable_gradient_compression rounds them to bfloat16: turn one of the two off"
-        )
+        refuse_with_leaves(leaves, "enable_gradient_compression=True")
 
 
 def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
@@ -124,10 +115,10 @@ def check_leaves_of(program: Program, config: ShardingConfiguration) -> None:
     """
     # Such sums depend on the number of ranks, which decides after which leaves they are rounded.
     if config.gradient_leaves is not None and program.dtype.itemsize < 4:
-        raise ValueError(
-            f"gradient_leaves={config.gradient_leaves} needs parameters of float32 or float64, got "
-            f"{program.dtype.name}, whose sums are rounded at each rank"
-        )
+        refuse_with_leaves(
+            config.gradient_leaves, f"parameters of {program.dtype.name}, rounded at each rank,",
+            "give float32 or float64",
+        )  # fmt: skip
 
 
 def say_what_may_differ(config: ShardingConfiguration, dtype: np.dtype[Any]) -> None:
@@ -297,9 +288,9 @@ class GradientLeaves:
         with np.errstate(over="ignore", invalid="ignore"):
             return _tree(losses), _tree(weights), float(squares.sum())
 
-    def total(self, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    def total(self, parts: Sequence[tuple[float, float]], subject: int) -> tuple[float, float]:
         """Return sum and weight of a loss over all leaves, from this rank's. Collective."""
-        total, weight, _ = self.fold(self._axis.all_reduce(self._spread(parts)))
+        total, weight, _ = self.fold(self._axis.all_reduce(self._spread(parts), subject=subject))
         return total, weight
 
     def _spread(self, parts: Sequence[tuple[float, float]]) -> Array:
@@ -345,15 +336,7 @@ class LeafPasses(Passes):
     def require(self, engine: Engine) -> None:
         """Refuse a step before anything is communicated: also choices that changed since."""
         super().require(engine)
-        count = self.leaves.count
-        _check_choices(count, engine.config)
-        if engine.round.accumulates:
-            raise ShardingError(
-                f"gradient_leaves={count} already computes a batch in {count} parts, and "
-                "accumulate() would sum them in another order than one step: pass the larger "
-                "batch to one step. If a leaf then needs too much memory, use a larger "
-                "gradient_leaves"
-            )
+        _check_choices(self.leaves.count, engine.config)
 
     def gradient(
         self, engine: Engine, x: Any, y: Any, settings: Mapping[str, Any], sample_start: int | None
@@ -364,11 +347,11 @@ class LeafPasses(Passes):
         return self.reduced(engine, engine.round.loss, settings)
 
     def model_changed(self) -> None:
-        raise ShardingError(
-            f"gradient_leaves={self.leaves.count} computes a batch in parts that do not depend on "
-            "the number of ranks, and a pass of this model changes its buffers, as batch "
-            "normalisation in train mode does: rank 0's parts alone would decide them. Put those "
-            "modules in eval mode, replace them, or give gradient_leaves=None"
+        # The parts of rank 0 alone would decide the buffers.
+        refuse_with_leaves(
+            self.leaves.count,
+            "buffers that a pass changes, as of batch normalisation in train mode,",
+            "put those modules in eval mode, replace them, or give gradient_leaves=None",
         )
 
     def totals(self, engine: Engine, loss: float, settings: Mapping[str, Any]) -> Sums:

@@ -8,12 +8,7 @@ from mpishard.errors import ShardingError
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.program import Replica
 from mpishard.models.stores.parameter_store import ParameterStore
-
-ALONE_ON_A_MESH = (
-    "auto_sync_gradients=False lets each rank update a replica of its own, and here ranks hold "
-    "parts of one; use DDP, or model.accumulate() to synchronise less often"
-)
-"""Why the ranks of a mesh update together."""
+from mpishard.sharding.refusals import refuse_several_replicas, refuse_updates_alone
 
 
 class Replicas:
@@ -41,7 +36,7 @@ class Replicas:
         self._parameters = parameters
         self._policy = policy
         self._is_on_mesh = replica.is_on_mesh
-        self._are_apart = replica.across is not None
+        self._across = replica.across
         self.weight = 0.0
         self.agreements = 0
 
@@ -53,31 +48,26 @@ class Replicas:
         ValueError
             If gradients, state or parameters are sharded, or ranks of a mesh hold parts.
         """
-        if self._are_apart:
+        if self._across is not None:
             return
         if self._is_on_mesh:
-            raise ValueError(ALONE_ON_A_MESH)
+            refuse_updates_alone("here ranks hold parts of one")
         if self._policy.shards_state:  # as all that shard anything do
-            raise ValueError(
-                "auto_sync_gradients=False lets each rank update a replica of its own, and this "
-                "strategy shards gradients or optimizer state; use DDP, or model.accumulate() to "
-                "synchronise less often"
-            )
+            refuse_updates_alone("this strategy shards gradients or optimizer state")
 
     def require_one(self, purpose: str) -> None:
         """Refuse training of one replica on all ranks if groups of ranks have one each.
 
         Raises
         ------
-        ShardingError
+        ValueError
             With ``replica_size``.
         """
-        if self._are_apart:
-            raise ShardingError(
-                f"{purpose} trains one replica on all ranks, but replica_size makes several "
-                "replicas: use LocalSGDOptimizer, GradientCompressionOptimizer or "
-                "AsyncSGDOptimizer, or leave replica_size out"
-            )
+        if self._across is not None:
+            refuse_several_replicas(
+                self._across.world_size, purpose,
+                "use LocalSGDOptimizer, GradientCompressionOptimizer or AsyncSGDOptimizer",
+            )  # fmt: skip
 
     def require_equal(self, purpose: str) -> None:
         """Refuse a call that needs the same parameters on all ranks, while replicas differ.

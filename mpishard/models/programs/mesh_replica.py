@@ -50,13 +50,15 @@ class MeshReplica(Replica):
         told = self._mesh.model.all_reduce(np.array([total, weight]))
         return float(told[0]), float(told[1])
 
-    def require_one_batch(self, call: str, x: Any, y: Any = None, *, everywhere: bool) -> None:
+    def require_one_batch(
+        self, call: str, x: Any, y: Any = None, *, everywhere: bool, subject: int
+    ) -> None:
         mesh = self._mesh
         if mesh.model_size == 1 or (call == "predict" and not self._predicts_together):
             return
         # Checksums and not the batch itself: the message is as short as a barrier's.
         mine = [_CALLS.index(call), len(x), *(_checksum(array) for array in (x, y))]
-        told = mesh.model.all_gather(np.array([mine])).tolist()
+        told = mesh.model.all_gather(np.array([mine]), subject=subject).tolist()
         here = self.members[self.dealt.rank]
         # Ranks outside this group may be in another call, too, so that only this group compares.
         if any(row[0] != told[0][0] for row in told):
@@ -75,7 +77,8 @@ class MeshReplica(Replica):
                 rank for rank in range(mesh.world.world_size)
                 if together is mesh.world or mesh.replica_of(rank) == mesh.replica_rank
             ]  # fmt: skip
-            given = dict(zip(ranks, together.all_gather(np.array([mine])).tolist(), strict=True))
+            rows = together.all_gather(np.array([mine]), subject=subject).tolist()
+            given = dict(zip(ranks, rows, strict=True))
         for members in self.members:
             rows = [given[rank] for rank in members if rank in given]
             if all(row == rows[0] for row in rows):

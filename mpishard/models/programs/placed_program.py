@@ -63,12 +63,11 @@ class IPlaceableModel(ABC):
         """Write the parameters of the flat range that begins at ``start`` into ``out``."""
 
     @abstractmethod
-    def place_parameters(
-        self, arrays: Sequence[Array], holder: str, ranks: CommunicationBackend
-    ) -> None:
+    def place_parameters(self, arrays: Sequence[Array], holder: str, store: ParameterStore) -> None:
         """Compute with these arrays, of shape (size,), one per entry, that ``holder`` owns.
 
-        Their values may change between two passes. ``ranks`` compute other samples.
+        Their values may change between two passes. They are in the memory of ``store``, whose ranks
+        compute other samples.
         """
 
     @abstractmethod
@@ -193,12 +192,8 @@ class PlacedProgram(WholeProgram):
     def take_over(self, parameters: ParameterStore, holder: str) -> str | None:
         store = parameters.computed
         vectors = store.owned(owned_pieces(self.units, 1, 0))
-        arrays = [
-            vector[entry.start - unit.start : entry.stop - unit.start]
-            for unit, vector in zip(self.units, vectors, strict=True)
-            for entry in unit.entries_of(self.entries)
-        ]
-        self._model.place_parameters(arrays, holder, self.replica.data)
+        arrays = views_of_entries(self.units, self.entries, vectors)
+        self._model.place_parameters(arrays, holder, parameters)
         # The module needs whole tensors at any time: only shared memory holds them once per node.
         if store.once_per_node or store.backend.world_size == 1:
             return None
@@ -336,6 +331,17 @@ class Arrivals:
     def _place(self, index: int) -> slice:
         entry, unit = self._entries[index], self._units[self._turn]
         return slice(entry.start - unit.start, entry.stop - unit.start)
+
+
+def views_of_entries(
+    units: Sequence[Unit], entries: Sequence[ParameterEntry], vectors: Sequence[Any]
+) -> list[Any]:
+    """Return a view of each parameter, of shape (size,), in vectors that have a unit each."""
+    return [
+        vector[entry.start - unit.start : entry.stop - unit.start]
+        for unit, vector in zip(units, vectors, strict=True)
+        for entry in unit.entries_of(entries)
+    ]
 
 
 def units_of_modules(entries: Sequence[ParameterEntry], minimum_unit_size: int) -> tuple[Unit, ...]:

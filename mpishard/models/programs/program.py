@@ -98,7 +98,9 @@ class Replica:
         """Send the sum and weight of a loss from one rank to all that compute it. Collective."""
         return total, weight
 
-    def require_one_batch(self, call: str, x: Any, y: Any = None, *, everywhere: bool) -> None:
+    def require_one_batch(
+        self, call: str, x: Any, y: Any = None, *, everywhere: bool, subject: int
+    ) -> None:
         """Refuse calls and batches that differ between ranks that compute one. Collective.
 
         Arrays are compared by checksums. Other batches, which a black box may take, are compared
@@ -113,6 +115,8 @@ class Replica:
         everywhere : bool
             Whether all ranks take part and raise: in a step those of the world, in other calls
             those of the replica. Otherwise the ranks that compute one batch.
+        subject : int
+            The model's number in collectives.
 
         Raises
         ------

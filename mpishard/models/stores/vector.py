@@ -191,9 +191,9 @@ class MeshVector(ModelVector):
                 continue
             mine = xp.concatenate(own) if own else xp.empty(0, layout.dtype)
             if root is None:
-                together = self._mesh.model.all_gather(mine)
+                together = self._mesh.model.all_gather(mine, subject=layout.subject)
             else:
-                together = self._mesh.model.gather(mine, root=local_root)
+                together = self._mesh.model.gather(mine, root=local_root, subject=layout.subject)
             if full is None:
                 continue
             position = 0

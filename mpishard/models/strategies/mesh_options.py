@@ -22,6 +22,7 @@ from mpishard.pipeline import (
     schedule_by_name,
 )
 from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding.refusals import refuse_several_replicas
 from mpishard.tensor import SplitKind, partition_chain
 
 DATA_POLICIES: dict[str, Policy] = {
@@ -88,11 +89,10 @@ def axis_sizes(
     world_size, replicas = config.communication_backend.world_size, replica_count(config)
     # The strategies "tensor" and "pipeline" have such an axis.
     if replicas > 1 and world_size in (pipeline, tensor):
-        raise ValueError(
-            f"a pipeline or tensor axis of all {world_size} ranks makes one replica, and "
-            f"replica_size={config.replica_size} makes {replicas}: use strategy='hybrid' with axes "
-            f"that make up {config.replica_size} ranks, or leave replica_size out"
-        )
+        refuse_several_replicas(
+            replicas, f"a pipeline or tensor axis of {world_size} ranks",
+            f"use strategy='hybrid' with axes that make up {config.replica_size} ranks",
+        )  # fmt: skip
     return mesh_sizes(world_size, pipeline, tensor, data, replicas)
 
 

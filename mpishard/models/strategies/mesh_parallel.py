@@ -12,7 +12,6 @@ from mpishard.communication import ProcessMesh
 from mpishard.communication.mesh import AXES
 from mpishard.contracts import ILayeredModel, ModelMetadata
 from mpishard.models.engine.leaves import check_leaves
-from mpishard.models.engine.replicas import ALONE_ON_A_MESH
 from mpishard.models.engine.update import Policy
 from mpishard.models.programs.mesh_program import MeshProgram
 from mpishard.models.programs.mesh_replica import MeshReplica
@@ -38,6 +37,7 @@ from mpishard.pipeline import (
     partition_layers,
 )
 from mpishard.sharding import Placement, ShardingConfiguration
+from mpishard.sharding.refusals import refuse_for_model, refuse_updates_alone
 from mpishard.tensor import check_sequence
 
 _log = logging.getLogger("mpishard")
@@ -88,7 +88,7 @@ class MeshModel(ShardedModelBase):
     def _on_before_initialize_sharding(self) -> None:
         model, options = self._wrapped_model, self._options
         if not self._config.auto_sync_gradients:
-            raise ValueError(ALONE_ON_A_MESH)
+            refuse_updates_alone("here ranks hold parts of one")
         if isinstance(model, ILayeredModel):
             return
         name = type(model).__name__
@@ -97,19 +97,13 @@ class MeshModel(ShardedModelBase):
             f"schedule={options.schedule.name!r}": not isinstance(options.schedule, GPipeSchedule),
             "partition_strategy": options.partition_strategy is not None,
             "sequence_parallel=True": options.sequence_parallel,
+            "checkpoint_config": self._recomputes,
         }
-        refused = [option for option, is_given in for_layers.items() if is_given]
-        if refused:
-            raise ValueError(
-                f"{', '.join(refused)}: this divides the work on layers, and {name} is a black "
-                "box, which each rank computes whole: leave it out, or give a model that "
-                "implements ILayeredModel (mpishard.nn)"
-            )
-        if self._recomputes:
-            raise NotImplementedError(
-                f"{name} is a black box, of whose activations nothing is known: give "
-                "checkpoint_config=None, or a model that implements ILayeredModel (mpishard.nn)"
-            )
+        if refused := [option for option, is_given in for_layers.items() if is_given]:
+            refuse_for_model(
+                ", ".join(refused), name, "is a black box without layers: leave it out, or give a "
+                "model that implements ILayeredModel (mpishard.nn)",
+            )  # fmt: skip
 
     def _initialize_sharding(self) -> None:
         super()._initialize_sharding()

@@ -59,6 +59,7 @@ from mpishard.models.wrapper.wrapping import (
 from mpishard.nn.models.linear_models import LinearModel
 from mpishard.observe.ledger import MemoryLedger
 from mpishard.sharding import ParameterEntry, ShardingConfiguration, Unit
+from mpishard.sharding.refusals import refuse_with_leaves
 
 _log = logging.getLogger("mpishard")
 
@@ -392,7 +393,18 @@ class ShardedModelBase(IShardedModel):
             Keep full gradients on this rank until the update. No gradients are sent before, and
             the rank needs memory as large as the parameters. Otherwise sharded gradients are
             reduced in each step.
+
+        Raises
+        ------
+        ValueError
+            With ``gradient_leaves``.
         """
+        if self.gradient_leaves is not None:
+            refuse_with_leaves(
+                self.gradient_leaves, "accumulate()",
+                "pass the larger batch to one step. If a leaf then needs too much memory, use a "
+                "larger gradient_leaves",
+            )  # fmt: skip
         with self.engine.accumulate(defer=as_flag("defer", defer)):
             yield
 
@@ -766,6 +778,11 @@ class ShardedModelBase(IShardedModel):
     def checkpoint_backend(self) -> CommunicationBackend:
         """Every rank writes its part."""
         return self.backend
+
+    @property
+    def checkpoint_subject(self) -> int:
+        """The model's number in collectives."""
+        return self.engine.layout.subject
 
     @property
     def checkpoint_dtype(self) -> np.dtype[Any]:

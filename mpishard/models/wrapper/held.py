@@ -72,7 +72,7 @@ class HeldParameters:
         """
         engine = self.engine
         # `together` is a barrier as well: no rank writes while another still reads its values.
-        with together(engine.world):
+        with together(engine.world, engine.layout.subject):
             if getattr(values, "shape", None) != (self.length,):
                 raise ValueError(
                     f"_local_shard: expected a vector of shape ({self.length},), got "
@@ -166,7 +166,7 @@ def compare_replicas(
         bits = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
         own[_key(region)] = region, zlib.crc32(bits.data)
     rows = np.array([(world.rank, key, crc) for key, (_, crc) in own.items()], np.int64)
-    everyone = world.all_gather(rows.reshape(-1, 3))
+    everyone = world.all_gather(rows.reshape(-1, 3), subject=parameters.layout.subject)
     copies: dict[int, dict[int, int]] = {}
     for rank, key, crc in everyone.tolist():
         copies.setdefault(key, {})[rank] = crc

@@ -123,7 +123,7 @@ def agreed_vector(engine: Engine, vector: Array, name: str, rate: float = 0.0) -
     # Checksums are of bytes, so that layout and dtype must be the same on all ranks before.
     vector = np.ascontiguousarray(to_host(vector), dtype=dtype)
     own = np.array([[zlib.crc32(vector), rate]])  # float64 holds both
-    marks, rates = engine.world.all_gather(own).T
+    marks, rates = engine.world.all_gather(own, subject=engine.layout.subject).T
     if (rates != rates[0]).any():
         raise ValueError(f"{name}: the learning rates differ between ranks: {rates.tolist()}")
     if (marks != marks[0]).any():

@@ -48,6 +48,7 @@ from mpishard.observe.ledger import MemoryLedger
 from mpishard.onednn import library, reason_for_none
 from mpishard.sharding import ShardingConfiguration, first_names
 from mpishard.sharding.configuration import shared_choices
+from mpishard.sharding.refusals import refuse_for_model
 
 _log = logging.getLogger("mpishard")
 _owners_lock = threading.Lock()
@@ -82,35 +83,35 @@ def require_bfloat16(model: Any) -> None:
 
     Raises
     ------
-    NotImplementedError
-        For a model that computes in a dtype of its own; for layers without bfloat16, naming them;
-        on a GPU.
     ValueError
-        For a model whose own parameters are not float32.
+        For a model that computes in a dtype of its own; for layers without bfloat16, naming them;
+        on a GPU; for a model whose own parameters are not float32.
     """
-    refused = f'precision="bfloat16": {type(model).__name__} '
-    obstacle: str | None = None
-    if isinstance(model, IPlaceableModel):
-        obstacle = model.obstacle_to_bfloat16()
-    elif not isinstance(model, ILayeredModel):
-        obstacle = OWN_DTYPE
-    if obstacle is not None:
-        raise NotImplementedError(refused + obstacle)
+    if obstacle := _obstacle_to_bfloat16(model):
+        refuse_for_model('precision="bfloat16"', type(model).__name__, obstacle)
+
+
+def _obstacle_to_bfloat16(model: Any) -> str | None:
+    if not isinstance(model, ILayeredModel | IPlaceableModel):
+        return OWN_DTYPE
+    if isinstance(model, IPlaceableModel) and (obstacle := model.obstacle_to_bfloat16()):
+        return obstacle
     if model.dtype != np.float32:
-        raise ValueError(
-            f"{refused}has {model.dtype} parameters, but their owners store float32: "
-            "build it with dtype=numpy.float32"
+        return (
+            f"has {model.dtype} parameters, but their owners store float32: build it with "
+            "dtype=numpy.float32"
         )
     if getattr(model, "device", HOST).is_gpu:
-        raise NotImplementedError(f"{refused}is on a GPU, and only the host has this precision yet")
+        return "is on a GPU: leave precision=None, because only the host has this precision yet"
     layers = model.layers if isinstance(model, ILayeredModel) else ()
     without = sorted({type(leaf).__name__ for one in layers for leaf in _without(one)})
-    if without:
-        raise NotImplementedError(
-            f"{refused}has layers that do not support bfloat16: {', '.join(without)}. If a layer "
-            "of your own computes as docs/mixed-precision.md requires, set its "
-            "computes_bfloat16 = True; otherwise leave precision=None"
-        )
+    if not without:
+        return None
+    return (
+        f"has layers that do not support bfloat16: {', '.join(without)}. If a layer of your own "
+        "computes as docs/mixed-precision.md requires, set its computes_bfloat16 = True; otherwise "
+        "leave precision=None"
+    )
 
 
 def _without(layer: Layer) -> list[Layer]:

@@ -21,6 +21,7 @@ from mpishard.optimizers.loop.data import OptimizationInputData
 from mpishard.optimizers.loop.saving import folder_of
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import shared_choices
+from mpishard.sharding.refusals import refuse_with_leaves
 
 _PARTS = ("train", "validation", "test")
 _SETTINGS = (
@@ -67,11 +68,10 @@ def refuse_early(
                 "give it compute_loss_and_gradients, or a default_loss_function"
             )
         if data.local_data and leaves is not None:
-            raise ValueError(
-                f"gradient_leaves={leaves} needs the same data set on every rank, but with "
-                "local_data each rank has its own samples: give every rank the same data set, or "
-                "gradient_leaves=None"
-            )
+            refuse_with_leaves(
+                leaves, "local_data=True",
+                "give every rank the same data set, or gradient_leaves=None",
+            )  # fmt: skip
         if data.local_data and data.batch_size < data_size:
             raise ValueError(
                 f"batch_size {data.batch_size} is smaller than the number of ranks, {data_size}: "

@@ -107,8 +107,8 @@ class OptimizationInputData:
         can hold, and ``load_state_dict(state)``. Every rank gives the same names. If states differ
         between ranks, the run resumes with the same number of ranks only.
     digest_every : int, optional
-        Steps between comparisons of the ranks' replicas, `ShardedModelBase.check_replicas`.
-        Default: never.
+        Steps between comparisons of the ranks' replicas, `ShardedModelBase.check_replicas`, which
+        a `LocalSGDOptimizer` makes equal before. Default: never.
     progress : bool
         Show progress on rank 0.
     throughput_unit : str

@@ -82,7 +82,7 @@ def evaluate(
     nothing = take(y, np.zeros(0, np.int64)) if needs_shape else np.zeros(0)
     statistics = statistics_for(engine.loss, nothing)
     # Each leaf is measured alone, so that every world finds the same loss.
-    leaves = engine.leaves
+    leaves, subject = engine.leaves, engine.layout.subject
     sums = np.zeros((1 if leaves is None else leaves.micro_steps, 2))
     outputs: list[np.ndarray[Any, Any]] = []
     seen: list[np.ndarray[Any, Any]] = []
@@ -105,9 +105,10 @@ def evaluate(
                     outputs.append(to_host(prediction))
                     seen.append(batch.indices[own])
     if leaves is None:
-        total, weight = backend.all_reduce(sums[0])
+        total, weight = backend.all_reduce(sums[0], subject=subject)
     else:
-        total, weight = leaves.total([(float(loss), float(weight)) for loss, weight in sums])
+        parts = [(float(loss), float(weight)) for loss, weight in sums]
+        total, weight = leaves.total(parts, subject)
     stats = {"loss": engine.mean(float(total), float(weight))}
     if statistics is not None:
         stats |= statistics.total(backend)

@@ -33,6 +33,7 @@ from mpishard.optimizers.loop.saving import (
     check_position,
     checkpoint_to_resume,
 )
+from mpishard.sharding.refusals import refuse_line_search
 
 _log = logging.getLogger("mpishard")
 
@@ -83,10 +84,10 @@ class TrainingRun:
         self.order = data.order_of_samples(self.lengths["train"])
         per_epoch = self.sampler.batches_per_epoch
         if optimizer.wrapped_optimizer.searches and per_epoch > 1:
-            raise ValueError(
-                f"{type(optimizer.wrapped_optimizer).__name__} needs full batches, and batch_size "
-                f"{data.batch_size} cuts an epoch into {per_epoch}; set batch_size to the number "
-                "of samples or more"
+            refuse_line_search(
+                type(optimizer.wrapped_optimizer).__name__,
+                f"batch_size {data.batch_size} cuts an epoch into {per_epoch}",
+                "set batch_size to the number of samples or more",
             )
         epochs = None if data.epochs is None else data.epochs * per_epoch
         self.total = min((n for n in (epochs, data.max_steps) if n is not None), default=per_epoch)
@@ -239,6 +240,7 @@ class TrainingRun:
             )  # fmt: skip
             self.hooks.call("on_step", self.record)
         if data.digest_every is not None and self.step % data.digest_every == 0:
+            self.optimizer.settle()
             compared = model.check_replicas()
             if not compared and not self.has_found_no_replicas and model.rank == 0:
                 _log.warning(

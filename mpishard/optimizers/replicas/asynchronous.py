@@ -11,6 +11,7 @@ from mpishard.optimizers.sharded.state import ModelState
 from mpishard.optimizers.sharded.strategies import model_of_replicas, require_replicas
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import by_node
+from mpishard.sharding.refusals import refuse_line_search
 
 MOST_LATE = 1000
 """Most steps that a gradient may be late."""
@@ -73,17 +74,14 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
             )
         if self.allow_staleness:
             if self._rule.searches:
-                raise ValueError(
-                    f"{type(self._rule).__name__} does not accept late gradients: choose another "
-                    "rule"
-                )
+                refuse_line_search(type(self._rule).__name__, "gradients come late")
             self._config = by_node(self._config)
             self._refused = {
                 "last_computed_gradients": "the last gradient is still on its way",
                 "apply_gradients": "a given gradient would overtake those on their way: use step, "
                 "or DDPOptimizer",
             }
-        self.model_class = model_of_replicas(strategy, self._config)
+        self.model_class = model_of_replicas(strategy, self._config, type(self).__name__)
 
     @property
     def max_staleness(self) -> int:
@@ -109,7 +107,7 @@ class AsyncSGDOptimizer(ShardedOptimizerBase):
     def _require_fit(self, model: ShardedModelBase) -> None:
         require_replicas(model, type(self).__name__)
         if self.allow_staleness or model.engine.replica.across is not None:
-            self._refuse_other_gradients(model, "keeps several gradients under way")
+            self._refuse_other_gradients(model)
 
     def apply_pending_gradients(self) -> int:
         """Update with the gradients that are still under way. Collective.

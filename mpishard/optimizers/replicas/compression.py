@@ -25,6 +25,7 @@ from mpishard.optimizers.sharded.state import ModelState
 from mpishard.optimizers.sharded.strategies import model_of_replicas, require_replicas
 from mpishard.sharding import Piece, ShardingConfiguration
 from mpishard.sharding.configuration import by_node
+from mpishard.sharding.refusals import refuse_line_search
 
 _METHODS: dict[str, Callable[[float], Code]] = {
     "quantization": lambda ratio: Quantization(max(2, int(ratio * 256))),
@@ -130,7 +131,7 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
             self.method = "quantization"
         if self.method is not None:
             self._config = by_node(self._config)
-        self.model_class = model_of_replicas(strategy, self._config)
+        self.model_class = model_of_replicas(strategy, self._config, type(self).__name__)
 
     def _make_state(self, model: ShardedModelBase, frozen: frozenset[str]) -> ModelState:
         if self.method is None:
@@ -145,11 +146,9 @@ class GradientCompressionOptimizer(ShardedOptimizerBase):
     def _require_fit(self, model: ShardedModelBase) -> None:
         require_replicas(model, type(self).__name__)
         if self.method or model.engine.replica.across is not None:
-            self._refuse_other_gradients(model, "sends gradients its own way")
+            self._refuse_other_gradients(model)
         if self.method and self._rule.searches:
-            raise ValueError(
-                f"{type(self._rule).__name__} needs exact gradients: compress with another rule"
-            )
+            refuse_line_search(type(self._rule).__name__, "compressed gradients are not exact")
 
 
 class _CompressedState(ModelState):

@@ -85,14 +85,16 @@ class CodedExchange(Exchange):
         Dtype of the values.
     ledger : MemoryLedger
         Books the copy of the values.
+    key : tuple of int
+        Key of random numbers: it differs from part to part, and is equal in all replicas.
     """
 
     def __init__(
         self, across: CommunicationBackend, part: Piece, code: Code, dtype: np.dtype[Any],
-        ledger: MemoryLedger,
+        ledger: MemoryLedger, key: tuple[int, ...],
     ) -> None:  # fmt: skip
         super().__init__(across, part)
-        self._code = code
+        self._code, self._part_key = code, key
         self._agreed = ledger.allocate(MemoryCategory.OPTIMIZER_STATE, part.length, dtype)
         self._number = 0
         self._reducer = TreeReducer()
@@ -108,7 +110,7 @@ class CodedExchange(Exchange):
         return change
 
     def _key(self, owner: int, sender: int) -> tuple[int, ...]:
-        return self._number, self.part.unit.index, owner, sender
+        return self._number, *self._part_key, owner, sender
 
     def agree(self, values: Array) -> None:
         self._agreed[...] = to_host(values)

@@ -13,9 +13,10 @@ from mpishard.optimizers.replicas.local_state import CODES, LocalSettings, Local
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.optimizers.sharded.state import ModelState
-from mpishard.optimizers.sharded.strategies import model_of_replicas
+from mpishard.optimizers.sharded.strategies import model_of_replicas, require_replicas
 from mpishard.sharding import ShardingConfiguration
 from mpishard.sharding.configuration import by_node
+from mpishard.sharding.refusals import refuse_line_search
 
 
 class LocalSGDOptimizer(ShardedOptimizerBase):
@@ -69,7 +70,8 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         wrapped `HybridShardedModel` whose configuration has a ``replica_size``: each replica is a
         mesh of its own, also with a data axis.
     exchange : {"float32", "bfloat16", "int8"}, optional
-        Encoding of the changes that travel. Default: the model's dtype.
+        Encoding of the changes that travel. Default: the model's dtype. With "int8" on a mesh,
+        changes of parameters that several ranks of a replica hold travel in the model's dtype.
     start_step : int
         N: 0 or more. The number of steps is in checkpoints.
     start_period : int
@@ -82,7 +84,6 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         freezes, rules that search along a line, and another strategy or exchange.
     """
 
-    _replicas_differ = True
     _refused = MappingProxyType({
         "last_computed_gradients": "no gradient of all ranks; each replica has its own",
         "apply_gradients": "each replica trains with its own: use step, or DDPOptimizer",
@@ -103,7 +104,7 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
     ) -> None:
         super().__init__(wrapped_optimizer, config)
         self._config = by_node(self._config)
-        self.model_class = model_of_replicas(strategy, self._config)
+        self.model_class = model_of_replicas(strategy, self._config, type(self).__name__)
         period = self.synchronization_period = as_count(
             "synchronization_period", synchronization_period
         )
@@ -113,11 +114,6 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
             raise ValueError(
                 f"start_period must be from 1 to synchronization_period, {period}, got "
                 f"{start_period}"
-            )
-        if strategy == "hybrid" and exchange == "int8":
-            raise ValueError(
-                'strategy="hybrid" needs an exchange other than "int8": copies of a parameter on '
-                "several ranks of a replica would otherwise differ"
             )
         if exchange is not None and exchange not in CODES:
             raise ValueError(f"exchange must be one of {', '.join(CODES)}, got {exchange!r}")
@@ -130,10 +126,7 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
                 )
         for rule in (self._rule, outer):
             if rule is not None and rule.searches:
-                raise ValueError(
-                    f"{type(rule).__name__} makes one line search on all ranks, but here each "
-                    "rank trains alone: choose another rule"
-                )
+                refuse_line_search(type(rule).__name__, "each replica has a function of its own")
         self.outer = outer
         self.exchange = exchange
 
@@ -145,8 +138,8 @@ class LocalSGDOptimizer(ShardedOptimizerBase):
         return LocalState(self._rule, model, frozen, LocalSettings(**self._settings()))
 
     def _require_fit(self, model: ShardedModelBase) -> None:
-        use = f"updates replicas apart for synchronization_period={self.synchronization_period}"
-        self._refuse_other_gradients(model, f"{use} steps", ("gradient_leaves",))
+        require_replicas(model, type(self).__name__)
+        self._refuse_other_gradients(model, sends_gradients=False)
 
     def synchronize_optimizer_state(self) -> None:
         """Do nothing: each rank has the inner state of its own replica."""

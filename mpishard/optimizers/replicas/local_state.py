@@ -20,6 +20,7 @@ from mpishard.models.engine.update import StepReport, Update, written_here
 from mpishard.models.stores.gradient_store import squared_norm
 from mpishard.optimizers.replicas.codes import Code, Int8, Rounded
 from mpishard.optimizers.replicas.exchange import CodedExchange, Exchange
+from mpishard.optimizers.replicas.exchanged_passes import parts_of
 from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, segments_of
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState
@@ -124,25 +125,32 @@ class LocalState(ModelState):
         self._outer_state = {name: engine.zeros_for_state(self._pieces) for name in names}
 
     def _make_exchanges(self) -> list[Exchange]:
-        """Return an exchange for each trained unit."""
+        """Return an exchange for each trained unit, or its parts with and without copies."""
         engine, name, exchanges, owned = self.engine, self._given.exchange, [], []
         position = 0
-        for part in engine.layout.pieces(sharded=self._is_grouped):
-            if part.unit.index in engine.program.frozen_units:
-                continue
-            if name in (None, self.model.dtype.name):
-                exchange = Exchange(self._across, part)
+        self._trained = [piece for piece in engine.layout.pieces(sharded=self._is_grouped)
+                         if piece.unit.index not in engine.program.frozen_units]  # fmt: skip
+        # Ranks of a replica that hold copies of a parameter must get the same bits: their changes
+        # travel as they are if codes depend on the other values of a part.
+        alike = engine.program.vector.held_alike() if name == "int8" else []
+        for part in parts_of(self._trained, alike=alike):
+            piece = part.piece
+            if name in (None, self.model.dtype.name) or part.is_alike:
+                exchange = Exchange(self._across, piece)
             else:
                 exchange = CodedExchange(
-                    self._across, part, CODES[name], self.model.dtype, engine.layout.ledger
-                )
+                    self._across, piece, CODES[name], self.model.dtype, engine.layout.ledger,
+                    part.key,
+                )  # fmt: skip
             exchanges.append(exchange)
-            start, stop = part.start + exchange.own.start, part.start + exchange.own.stop
-            owned.append(Piece(part.unit, start, stop, position))
+            start, stop = piece.start + exchange.own.start, piece.start + exchange.own.stop
+            owned.append(Piece(piece.unit, start, stop, position))
             position += stop - start
         self._pieces = engine.program.trained(owned)
         for exchange in exchanges:
-            exchange.pieces = [p for p in self._pieces if p.unit.index == exchange.part.unit.index]
+            place = exchange.part
+            exchange.pieces = [p for p in self._pieces if p.unit.index == place.unit.index
+                               and place.start <= p.start < place.stop]  # fmt: skip
         return exchanges
 
     # ---------------------------------------------------------------------------------- exchanges
@@ -215,7 +223,7 @@ class LocalState(ModelState):
         for exchange in exchanges:
             exchange.finish()
         if self._is_grouped:
-            engine.parameters.publish([exchange.part for exchange in exchanges])
+            engine.parameters.publish(self._trained)
         engine.changed()
 
     def _step_outer(self, outer: Optimizer, means: Sequence[Array]) -> None:

@@ -21,6 +21,7 @@ from mpishard.optimizers.rules.ranges import OwnedRange, UpdateContext, places_o
 from mpishard.optimizers.rules.rule import JointRule, fraction
 from mpishard.optimizers.rules.schedules import Schedule
 from mpishard.optimizers.rules.strong_wolfe import StrongWolfe
+from mpishard.sharding.refusals import refuse_line_search
 
 _BLOCK = 4096  # elements whose products are summed as one; a power of two, the same everywhere
 _LONGEST = 1e10  # of all steps
@@ -88,11 +89,11 @@ class LBFGS(JointRule):
         given = [n for n in ("clip_global_norm", "clip_value", "weight_decay") if getattr(self, n)]
         options = [p for p, values in self.checked_options.items() if values.keys() - {"frozen"}]
         if given or options:
-            raise ValueError(
-                f"{type(self).__name__} compares values of the loss, but "
-                f"{', '.join(given) or f'parameter_options[{options[0]!r}]'} changes only the "
-                "gradient: add a penalty to the loss. parameter_options may only freeze"
-            )
+            other = ", ".join(given) or f"parameter_options[{options[0]!r}]"
+            refuse_line_search(
+                type(self).__name__, f"{other} changes only the gradient",
+                "add a penalty to the loss. parameter_options may only freeze",
+            )  # fmt: skip
 
     def needed_state(self) -> tuple[str, ...]:
         numbers = range(self.memory)

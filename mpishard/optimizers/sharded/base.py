@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +38,12 @@ from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state import ModelState, require_searchable
 from mpishard.optimizers.sharded.state_bytes import StateBytes
 from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding.refusals import (
+    refuse_line_search,
+    refuse_rounding,
+    refuse_updates_alone,
+    refuse_with_leaves,
+)
 
 
 class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
@@ -66,7 +72,6 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     """
 
     model_class: type[ShardedModelBase]
-    _replicas_differ = False  # between two steps, until `settle`
     _refused: Mapping[str, str] = MappingProxyType({})  # members not offered, and the reasons
     _setting_names: tuple[str, ...] = ()  # those besides the rule's, which all ranks must share
     _lasting_settings: tuple[str, ...] = ()  # those in the bytes of `serialize`, which must fit
@@ -128,6 +133,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
     def model(self) -> ShardedModelBase | None:
         """The wrapper whose state this optimizer holds; None before the first step."""
         return None if self._state is None else self._state.model
+
+    @property
+    def _subject(self) -> int:
+        """The number of `model` in collectives."""
+        return 0 if self._state is None else self._state.model.checkpoint_subject
 
     @property
     def state(self) -> Mapping[str, Array]:
@@ -210,6 +220,11 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if model is not self.model:
             self._require_model_of_this_kind(model)
             model.engine.program.check_pair(x, y, model.engine.loss)
+        if self._rule.searches and model.engine.round.accumulates:
+            refuse_line_search(
+                type(self._rule).__name__, "accumulate() keeps no batch",
+                "give step the whole batch, outside of accumulate()",
+            )  # fmt: skip
         state = self.bind(model)
         # A step that fails has overwritten the gradient of the one before it.
         state.last_gradient = None
@@ -391,21 +406,16 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         model.engine.replicas.require_one(type(self).__name__)
 
     def _refuse_other_gradients(
-        self, model: ShardedModelBase, use: str,
-        names: Sequence[str] = ("enable_gradient_compression", "gradient_leaves"),
-    ) -> None:  # fmt: skip
+        self, model: ShardedModelBase, *, sends_gradients: bool = True
+    ) -> None:
         """Refuse choices of a model that contradict this optimizer's use of gradients."""
-        for name in names:
-            if value := getattr(model.sharding_configuration, name):
-                raise ValueError(
-                    f"{type(self).__name__} {use}, which {name}={value} contradicts; leave one "
-                    "of them out"
-                )
-        if not model.sharding_configuration.auto_sync_gradients:
-            raise ValueError(
-                f"{type(self).__name__} {use}, and synchronizes the ranks itself: leave out "
-                "auto_sync_gradients=False"
-            )
+        name, config = type(self).__name__, model.sharding_configuration
+        if model.gradient_leaves is not None:
+            refuse_with_leaves(model.gradient_leaves, name)
+        if not config.auto_sync_gradients:
+            refuse_updates_alone(f"{name} synchronizes the ranks", "leave out one of the two")
+        if sends_gradients and config.enable_gradient_compression:
+            refuse_rounding(name)
 
     def _refuse_second_model(self) -> None:
         if self._state is not None:
@@ -433,9 +443,10 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
                 "that no other rank has, so there is nothing to synchronise"
             )
         for vector in self.state.values():
-            (across or self.backend).broadcast(vector, root=0)
+            (across or self.backend).broadcast(vector, root=0, subject=self._subject)
         # Adam's bias corrections depend on the number of updates, too.
-        steps = int(self.backend.broadcast(np.array([self.steps]), root=0)[0])
+        own = np.array([self.steps])
+        steps = int(self.backend.broadcast(own, root=0, subject=self._subject)[0])
         if self._state is not None:
             self._state.steps = steps
 
@@ -500,7 +511,7 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         if self._state is not None:
             self._state.require_fit(saved)
         # Ranks with different bytes would train different models unnoticed.
-        found = differences(self.backend, {"their checksum": zlib.crc32(data)})
+        found = differences(self.backend, {"their checksum": zlib.crc32(data)}, self._subject)
         if found:
             raise ValueError(
                 f"deserialize: the bytes differ between ranks, {found}; every rank must pass the "
@@ -608,15 +619,9 @@ class ShardedOptimizerBase(ICheckpointableModel, IShardedOptimizer):
         is_wrapped = isinstance(model, ShardedModelBase)
         config = model.sharding_configuration if is_wrapped else self._config
         if not config.auto_sync_gradients:
-            raise ValueError(
-                "optimize reports one loss and one solution, and with auto_sync_gradients=False "
-                "each rank has its own: call step() in a loop, and synchronize_gradients() on the "
-                "model, or set auto_sync_gradients=True"
-            )
-        if data.digest_every is not None and self._replicas_differ:
-            raise ValueError(
-                f"digest_every compares replicas, and those of {type(self).__name__} differ "
-                "between two synchronisations: leave it out"
+            refuse_updates_alone(
+                "optimize reports one loss and one solution",
+                "call step() in a loop, and synchronize_gradients() on the model",
             )
         # Options of the mirrored hierarchy bring an end of training with them.
         if self._rule.algorithm_options is not None:

@@ -13,7 +13,7 @@ import numpy as np
 from mpishard.arrays import Array, array_namespace
 from mpishard.checkpoint import CheckpointState, Pieces
 from mpishard.checkpoint.format.content import require_form
-from mpishard.errors import NonFiniteLossError, ShardingError
+from mpishard.errors import NonFiniteLossError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
 from mpishard.models.engine.passes import Passes, Reduced
@@ -28,6 +28,7 @@ from mpishard.optimizers.rules.ranges import (
 from mpishard.optimizers.rules.rule import Optimizer
 from mpishard.optimizers.sharded.state_bytes import STATE_FORM, StateBytes
 from mpishard.sharding import ParameterEntry, Piece
+from mpishard.sharding.refusals import refuse_line_search
 
 _log = logging.getLogger("mpishard")
 
@@ -237,7 +238,7 @@ class ModelState(CheckpointState):
         model = self.model
         return StateBytes.gather(
             model.backend, self.arrays_to_write(), self.checkpoint_metadata(),
-            self._trained_entries, model.dtype,
+            self._trained_entries, model.dtype, model.checkpoint_subject,
         )  # fmt: skip
 
     def require_fit(self, saved: StateBytes) -> None:
@@ -331,18 +332,15 @@ def require_searchable(model: ShardedModelBase, rule: str) -> None:
         For a black box that computes no loss, a model with dropout, and replicas that drift apart.
     """
     if not model.engine.knows_loss:
-        raise ValueError(
-            f"{rule} compares losses, but {type(model.wrapped_model).__name__} computes none: give "
-            "it compute_loss_and_gradients, or a default_loss_function"
-        )
+        refuse_line_search(
+            rule, f"{type(model.wrapped_model).__name__} computes none",
+            "give it compute_loss_and_gradients, or a default_loss_function",
+        )  # fmt: skip
     if model.engine.program.is_random:
-        raise ValueError(
-            f"{rule} evaluates the same function at several points, but dropout changes it each "
-            "time: remove the dropout layers"
-        )
+        refuse_line_search(rule, "dropout changes it each time", "remove the dropout layers")
     if not model.sharding_configuration.auto_sync_gradients:
-        raise ValueError(
-            f"{rule} makes one line search on all ranks; it needs auto_sync_gradients=True"
+        refuse_line_search(
+            rule, "each rank has a function of its own", "leave out auto_sync_gradients=False"
         )
 
 
@@ -355,11 +353,6 @@ def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None)
     """
     engine, rule = state.engine, state.rule
     assert isinstance(rule, LBFGS)
-    if engine.round.accumulates:
-        raise ShardingError(
-            f"{type(rule).__name__} evaluates the whole batch at several points, and accumulate() "
-            "keeps no batch: give step the whole batch, outside of accumulate()"
-        )
     before: float = state.numbers.get("value", math.nan)
 
     def move(function: Callable[..., None]) -> None:

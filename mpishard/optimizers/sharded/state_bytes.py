@@ -62,7 +62,7 @@ class StateBytes:
     @classmethod
     def gather(
         cls, backend: CommunicationBackend, pieces: Pieces, metadata: Mapping[str, Any],
-        entries: Sequence[ParameterEntry], dtype: np.dtype[Any],
+        entries: Sequence[ParameterEntry], dtype: np.dtype[Any], subject: int,
     ) -> StateBytes:  # fmt: skip
         """Return all ranks' pieces as whole arrays, on every rank. Collective.
 
@@ -78,6 +78,8 @@ class StateBytes:
             The model's parameters that have state.
         dtype : dtype
             Dtype of the state.
+        subject : int
+            The model's number in collectives.
         """
         # On a mesh a rank holds boxes of tensors: all ranks need the order of the gathered
         # elements. All numbers in one array: the parameter's number of dims is the length of a
@@ -86,7 +88,8 @@ class StateBytes:
         rows = [[kind, numbers[region.name], region.start, region.stop,
                  *itertools.chain(*region.box)]
                 for kind, given in enumerate(pieces.values()) for region, _ in given]  # fmt: skip
-        rest = iter(backend.all_gather(np.array([*itertools.chain(*rows)], np.int64)).tolist())
+        mine = np.array([*itertools.chain(*rows)], np.int64)
+        rest = iter(backend.all_gather(mine, subject=subject).tolist())
         regions: list[list[Region]] = [[] for _ in pieces]
         for kind in rest:
             entry, start, stop = entries[next(rest)], next(rest), next(rest)
@@ -96,7 +99,7 @@ class StateBytes:
         for (name, given), order in zip(pieces.items(), regions, strict=True):
             # A rank without pieces sends an empty array, which needs the dtype too.
             own = [np.empty(0, dtype), *(to_host(values) for _, values in given)]
-            together = backend.all_gather(np.concatenate(own))
+            together = backend.all_gather(np.concatenate(own), subject=subject)
             full = arrays[name] = {entry.name: np.empty(entry.shape, dtype) for entry in entries}
             position = 0
             for region in order:

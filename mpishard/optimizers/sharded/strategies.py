@@ -29,6 +29,7 @@ from mpishard.optimizers.loop.result import OptimizationResult
 from mpishard.optimizers.sharded.base import ShardedOptimizerBase
 from mpishard.pipeline import IPipelineSchedule
 from mpishard.sharding import ShardingConfiguration
+from mpishard.sharding.refusals import refuse_one_replica
 
 _log = logging.getLogger("mpishard")
 
@@ -52,8 +53,10 @@ def data_model_class(strategy: str, **others: type[ShardedModelBase]) -> type[Sh
     return known[strategy]
 
 
-def model_of_replicas(strategy: str, config: ShardingConfiguration) -> type[ShardedModelBase]:
-    """Return the model class of the strategy inside each replica.
+def model_of_replicas(
+    strategy: str, config: ShardingConfiguration, optimizer: str
+) -> type[ShardedModelBase]:
+    """Return the model class of the strategy inside each replica of ``optimizer``.
 
     Raises
     ------
@@ -62,10 +65,7 @@ def model_of_replicas(strategy: str, config: ShardingConfiguration) -> type[Shar
     """
     found = data_model_class(strategy, hybrid=HybridShardedModel)
     if strategy != "ddp" and config.replica_size is None:
-        raise ValueError(
-            f"strategy={strategy!r} shards a replica over several ranks, but here each rank is a "
-            'replica: give ShardingConfiguration(replica_size=), a number of ranks or "node"'
-        )
+        refuse_one_replica(optimizer, f"strategy={strategy!r} without replica_size")
     return found
 
 
@@ -74,16 +74,12 @@ def require_replicas(model: ShardedModelBase, optimizer: str) -> None:
 
     Raises
     ------
-    ShardingError
+    ValueError
         For a model that was wrapped without ``replica_size``.
     """
     engine = model.engine
     if engine.replica.across is None and (engine.policy.shards_state or engine.replica.is_on_mesh):
-        raise ShardingError(
-            f"{optimizer} sends gradients between replicas, and this {type(model).__name__} is one "
-            "replica of all ranks: wrap it with ShardingConfiguration(replica_size=), the number "
-            "of ranks of each"
-        )
+        refuse_one_replica(optimizer, f"this {type(model).__name__}, wrapped without replica_size,")
 
 
 class DDPOptimizer(ShardedOptimizerBase):

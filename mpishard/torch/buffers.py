@@ -1,0 +1,195 @@
+"""Buffers of a module, and other tensors outside of the flat vector, which are rank 0's."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpishard.arrays import Array
+from mpishard.checkpoint.format.consensus import differences
+from mpishard.communication import CommunicationBackend, ReductionOperation
+from mpishard.errors import ShardingError
+
+
+class Buffers:
+    """Buffers of a module, and its parameters outside of the flat vector.
+
+    After `deal` every rank has the values of rank 0. If a rank changes buffers in a forward pass,
+    such as running means, they are sent again at the end of the backward pass. Like with PyTorch's
+    DDP, all ranks therefore have equal buffers at the next forward pass. A pass may also replace a
+    buffer, set it to None, delete it or register another one, if it does so on every rank.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The user's module.
+    placed : set of int
+        Ids of the parameters that are in the flat vector.
+    """
+
+    def __init__(self, module: Any, placed: set[int]) -> None:
+        self._holders = list(module.named_modules())
+        others = {n: p for n, p in module.named_parameters() if id(p) not in placed}
+        self._parameters = {name: others[name] for name in sorted(others)}
+        self._is_empty = not self._tensors()
+        self._known = self._checksum()
+
+    def deal(self, backend: CommunicationBackend) -> None:
+        """Send all tensors of rank 0 to every rank. Collective.
+
+        Raises
+        ------
+        ValueError
+            On every rank, if names, shapes or dtypes differ between ranks. The message names the
+            tensors, and nothing has changed.
+        """
+        forms = {f"parameter {name!r}": form_of(p) for name, p in self._parameters.items()}
+        if differing := differences(backend, forms | self._forms()):
+            raise ValueError(f"every rank must have the same module; by rank, {differing}")
+        _send([*self._parameters.values()], backend)
+        self._take_rank_zeros(backend)
+
+    def _tensors(self) -> dict[str, Any]:
+        """Return the buffers that the module has now, by name; some may be None."""
+        found = {
+            f"{prefix}.{name}" if prefix else name: tensor
+            for prefix, holder in self._holders
+            for name, tensor in holder._buffers.items()
+        }
+        # Ranks may have registered them in another order.
+        return {name: found[name] for name in sorted(found)}
+
+    def _present(self) -> dict[str, Any]:
+        return {name: tensor for name, tensor in self._tensors().items() if tensor is not None}
+
+    def _forms(self) -> dict[str, str]:
+        return {f"buffer {name!r}": form_of(tensor) for name, tensor in self._tensors().items()}
+
+    def _checksum(self) -> int:
+        # Of the values, because PyTorch does not count changes of ``buffer.data``.
+        checksum = zlib.crc32(repr(self._forms()).encode())
+        for tensor in self._present().values():
+            if _is_sendable(tensor):
+                checksum = zlib.crc32(_bytes_of(tensor), checksum)
+        return checksum
+
+    def have_changed(self) -> bool:
+        """Return True if a buffer has changed on this rank since the last broadcast."""
+        return self._checksum() != self._known
+
+    def broadcast(self, backend: CommunicationBackend) -> None:
+        """Send the buffers of rank 0 to every rank. Collective.
+
+        Raises
+        ------
+        ShardingError
+            On every rank, if names, shapes or dtypes differ between ranks, or if a buffer is no
+            plain strided tensor any more. The message names the buffers, and none has changed.
+        """
+        if differing := differences(backend, self._forms()):
+            raise ShardingError(
+                "the ranks' buffers differ, so that not all ranks can have rank 0's values: by "
+                f"rank, {differing}. Give each buffer one shape and dtype on all ranks, such as "
+                f"that of the longest; {_OWN}"
+            )
+        odd = [name for name, tensor in self._present().items() if not _is_sendable(tensor)]
+        if odd:
+            raise ShardingError(
+                f"buffer {some(odd)} has become a tensor that mpishard cannot send to all ranks, "
+                f"which is no plain strided tensor on the CPU; {_OWN}"
+            )
+        self._take_rank_zeros(backend)
+
+    def _take_rank_zeros(self, backend: CommunicationBackend) -> None:
+        _send([*self._present().values()], backend)
+        self._known = self._checksum()
+
+    def settle(self, backend: CommunicationBackend) -> bool:
+        """Send the buffers of rank 0 to every rank if any rank's have changed. Collective.
+
+        Returns
+        -------
+        bool
+            True if a buffer has changed on any rank.
+
+        Raises
+        ------
+        ShardingError
+            As for `broadcast`.
+        """
+        if self._is_empty:
+            return False
+        flag = np.array([self.have_changed()], np.uint8)
+        has_changed = bool(backend.all_reduce(flag, ReductionOperation.MAX)[0])
+        if has_changed:
+            self.broadcast(backend)
+        return has_changed
+
+
+_OWN = (
+    "keep a tensor of which each rank has its own as a plain attribute, without register_buffer()"
+)
+
+
+def form_of(tensor: Any) -> str:
+    """Return dtype and shape of a tensor, and its kind if it is not plain; or "None"."""
+    if tensor is None:
+        return "None"
+    kind = "" if is_plain(tensor) else f" ({type(tensor).__name__}, {tensor.layout})"
+    return f"{tensor.dtype}{list(tensor.shape)}{kind}".replace("torch.", "")
+
+
+def is_plain(tensor: Any) -> bool:
+    """Return True if a tensor is strided, neither quantised nor of a subclass (distributed)."""
+    # The data of a plain parameter have the type Tensor.
+    is_whole = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
+    return is_whole and not tensor.is_quantized
+
+
+def _is_sendable(tensor: Any) -> bool:
+    return is_plain(tensor) and tensor.device.type == "cpu"
+
+
+def _bytes_of(tensor: Any) -> Array:
+    """Return the bytes of a plain tensor, without a copy if it is contiguous."""
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return values.reshape(-1).view(torch.uint8).numpy()
+
+
+def write(tensor: Any, values: Any) -> None:
+    """Copy values to a tensor, which may be expanded, or of PyTorch's inference mode."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    is_expanded = any(size > 1 and not stride for size, stride in strides)
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if is_expanded:  # Several elements have the same memory.
+            tensor.data = values.to(tensor.dtype, copy=True)
+        else:
+            tensor.copy_(values)
+
+
+def _send(tensors: Sequence[Any], backend: CommunicationBackend) -> None:
+    if not tensors or backend.world_size == 1:
+        return
+    # All tensors are sent as bytes in one message, whatever their dtypes and strides.
+    raw = [_bytes_of(tensor) for tensor in tensors]
+    packed = backend.broadcast(np.concatenate(raw), root=0)
+    if backend.rank == 0:
+        return
+    position = 0
+    for tensor, old in zip(tensors, raw, strict=True):
+        new = packed[position : position + old.size]
+        position += old.size
+        # Equal tensors are not written, because they may be read-only.
+        if not np.array_equal(old, new):
+            values = torch.from_numpy(new.copy()).view(tensor.dtype).view(tensor.shape)
+            write(tensor, values)
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first of some names, and the number of others."""
+    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]!r}{rest}"
