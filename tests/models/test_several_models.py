@@ -156,3 +156,38 @@ def test_models_on_a_mesh_are_not_mixed(backend: Any, strategy: str, call: str) 
     x = np.random.default_rng(0).standard_normal((4, 3))
     given = {"predict": (x,), "evaluate": (x, x[:, :2]), "get_parameters": ()}[call]
     refused(lambda: getattr(models[backend.rank], call)(*given))
+
+
+REPLICAS = {
+    "local": lambda rule, config: ms.optimizers.LocalSGDOptimizer(rule, config, 5),
+    "compressed": ms.optimizers.GradientCompressionOptimizer,
+    "late": lambda rule, config: ms.optimizers.AsyncSGDOptimizer(rule, config, 1),
+}
+
+
+@pytest.mark.parametrize("call", ["local step", "compressed step", "late step", "local settle"])
+@in_worlds(2, 3)
+def test_replicas_exchange_only_with_those_of_the_same_model(backend: Any, call: str) -> None:
+    exchange_in_another_order(backend, *call.split(), size=None)
+
+
+@in_worlds(4)
+def test_replicas_of_two_ranks_settle_only_with_those_of_the_same_model(backend: Any) -> None:
+    exchange_in_another_order(backend, "local", "settle", size=2)
+
+
+def exchange_in_another_order(backend: Any, name: str, verb: str, size: int | None) -> None:
+    pairs = []
+    for seed in (0, 1):
+        config = ms.ShardingConfiguration(backend, replica_size=size)
+        model = ms.DDPModel(ms.nn.MLP([3, 4, 4, 1], seed=seed), config)
+        pairs.append((model, REPLICAS[name](ms.optimizers.SGD(0.1), config)))
+    x, y = data(backend, 1.0)
+    for model, optimizer in pairs:
+        optimizer.step(model, x, y)
+    parameters = [model.engine.parameters.owned(model.engine.pieces.updated) for model, _ in pairs]
+    before = [[values.copy() for values in own] for own in parameters]
+    model, optimizer = pairs[backend.rank == backend.world_size - 1]
+    refused(optimizer.settle if verb == "settle" else lambda: optimizer.step(model, x, y))
+    for own, kept in zip(parameters, before, strict=True):
+        assert all((values == old).all() for values, old in zip(own, kept, strict=True))

@@ -107,7 +107,7 @@ def test_a_gradient_travels_while_the_next_steps_are_computed(backend, layout):
     model, optimizer = build(backend, layout=layout, allow_staleness=2)
     train(backend, model, optimizer, 0, 5)
     assert optimizer._state.sums.pending == 2
-    length = sum(piece.length for piece in model.engine.own_pieces)
+    length = sum(piece.length for piece in model.engine.layout.pieces())
     mine = model.parameter_count if layout == "ddp" else length
     assert model.memory.held("gradients") == 3 * 8 * mine
 

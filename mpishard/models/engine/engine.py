@@ -67,8 +67,6 @@ class Engine:
         The pieces of an update, for the parameters that are trained now.
     layout : StoreLayout
         Units, ranks, and the ledger in which memory is booked.
-    own_pieces : tuple of Piece
-        The pieces of the parameters that this rank owns.
     backend : CommunicationBackend
         The ranks that hold the same part of the model, and compute other samples.
     world : CommunicationBackend
@@ -100,7 +98,6 @@ class Engine:
         self.computed: tuple[Array, float, float] | None = None
         self.observer: Callable[[list[Update]], AbstractContextManager[None]] | None = None
         self.layout = parameters.layout
-        self.own_pieces = parameters.layout.pieces()
         self._is_on_gpu = parameters.layout.device.is_gpu
         self.backend = parameters.backend
         self.world = config.communication_backend
@@ -298,12 +295,6 @@ class Engine:
         pieces = [placement.part(gradient, p.start, p.stop) for p in self.pieces.updated]
         # It is the gradient of a mean already: with a weight of 1 the rule does not divide it.
         return Reduced(pieces, StepReport(math.nan, 1.0, norm))
-
-    def no_gradient(self) -> Reduced:
-        """Return the input of a rule that reads no gradient."""
-        # The parameters take its place, so that none is allocated.
-        unused = self.parameters.owned(self.pieces.updated)
-        return Reduced(unused, StepReport(math.nan, 1.0, 0.0))
 
     def report(self, total: float, weight: float, squared: float) -> StepReport:
         """Return the report of summed losses and weights, and the summed gradient's squares."""

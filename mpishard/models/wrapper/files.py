@@ -82,7 +82,7 @@ class ModelFiles:
         self.engine.replicas.require_equal("a checkpoint")
         # Of replicas that are trained apart one is saved; the others' ranks write nothing, but take
         # part in the collectives.
-        pieces = self.engine.own_pieces if self.engine.replica.is_writer else ()
+        pieces = self.engine.layout.pieces() if self.engine.replica.is_writer else ()
         return self._regions(pieces, written=True)
 
     def arrays_to_read(self) -> checkpoint.Pieces:

@@ -201,7 +201,8 @@ class LocalState(ModelState):
         # Over all ranks, which is a barrier: ranks of a replica may still read the memory that is
         # changed below. One rank of each replica gives its weight.
         tells = not self._is_grouped or engine.replica.together.rank == 0
-        total = float(self.model.backend.all_reduce(np.array([weight * tells]))[0])
+        mine = np.array([weight * tells])
+        total = float(engine.world.all_reduce(mine, subject=engine.layout.subject)[0])
         if total:  # otherwise no replica has used a sample
             self._average(weight / total)
         engine.mark_equal()

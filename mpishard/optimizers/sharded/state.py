@@ -16,7 +16,7 @@ from mpishard.checkpoint.format.content import require_form
 from mpishard.errors import NonFiniteLossError
 from mpishard.models import ShardedModelBase
 from mpishard.models.engine.engine import Engine
-from mpishard.models.engine.passes import Passes
+from mpishard.models.engine.passes import Passes, Reduced
 from mpishard.models.engine.update import StepReport, Update
 from mpishard.optimizers.rules.lbfgs import LBFGS
 from mpishard.optimizers.rules.ranges import (
@@ -357,8 +357,11 @@ def search_step(state: ModelState, x: Array, y: Array, sample_start: int | None)
 
     def move(function: Callable[..., None]) -> None:
         """Let the rule change the parameters without a gradient."""
+        # The parameters take its place, so that none is allocated.
+        unused = engine.parameters.owned(engine.pieces.updated)
         engine.change(
-            lambda updates, report: state.run(function, updates, report), engine.no_gradient()
+            lambda updates, report: state.run(function, updates, report),
+            Reduced(unused, StepReport(math.nan, 1.0, 0.0)),
         )
 
     move(rule.begin)
