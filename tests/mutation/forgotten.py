@@ -126,7 +126,7 @@ def gather_texts(backend: Any, text: str) -> list[str]:
     return [text] * backend.world_size if backend.rank == 0 else []
 
 
-def differences(backend: Any, mine: Any) -> str:
+def differences(backend: Any, mine: Any, subject: int = 0) -> str:
     return ""
 
 
@@ -138,7 +138,7 @@ def share_text(backend: Any, text: str) -> str:
     return text
 
 
-def together(backend: Any) -> Any:
+def together(backend: Any, subject: int = 0) -> Any:
     return consensus.together(None)
 
 
