@@ -74,7 +74,8 @@ TESTED = {
     ("DelayedState.apply_pending",
      "differences(self.model.backend, {name: str(value) for name, value in mine.items()})"):
         "optimizers/test_async_sgd.py::test_ranks_with_other_pending_gradients_are_refused",
-    ("compare_replicas", "world.all_gather(rows.reshape(-1, 3), subject=parameters.layout.subject)"):
+    ("compare_replicas",
+     "world.all_gather(rows.reshape(-1, 3), subject=parameters.layout.subject)"):
         "models/test_digest.py::test_names_the_rank_and_the_parameter",
     ("TrainingRun._resume", "together(self.model.backend)"):
         f"{_RESUME}::test_state_that_one_rank_cannot_take_back_ends_all",
