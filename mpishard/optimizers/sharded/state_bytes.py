@@ -62,7 +62,7 @@ class StateBytes:
     @classmethod
     def gather(
         cls, backend: CommunicationBackend, pieces: Pieces, metadata: Mapping[str, Any],
-        entries: Sequence[ParameterEntry], dtype: np.dtype[Any], subject: int,
+        entries: Sequence[ParameterEntry], dtype: np.dtype[Any], subject: int = 0,
     ) -> StateBytes:  # fmt: skip
         """Return all ranks' pieces as whole arrays, on every rank. Collective.
 
