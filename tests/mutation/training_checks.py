@@ -289,6 +289,23 @@ def replicas_of_a_placed_model(problems: Any) -> None:
     run(body, "messages")
 
 
+@check
+def replicas_of_two_ranks_of_a_placed_model(problems: Any) -> None:
+    """State that passes change beside parameters is equal in a replica after each step."""
+
+    def body(backend: Any) -> None:
+        model, _ = of(backend, Drifting(backend.rank), "ddp", replica_size=2)
+        optimizer = ms.optimizers.LocalSGDOptimizer(
+            ms.optimizers.SGD(0.05), model.sharding_configuration, 3
+        )
+        optimizer.step(model, *problems.batch("mlp", 0))
+        shifts = backend.all_gather(model.wrapped_model.shift[None])
+        close(shifts[0], shifts[1])
+        close(shifts[2], shifts[3])
+
+    run(body, "messages", 4)
+
+
 OFFLOADED = ("optimizer", "gradients", "parameters")
 
 

@@ -52,12 +52,12 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The report of one step, the same on every rank unless ranks update alone.
+    """The report of one step, the same on every rank unless replicas train alone.
 
     ``loss`` is the mean over all samples of the round, NaN if a black box computes none;
     ``weight`` is their total weight. ``gradient_norm`` is the Euclidean norm of the mean gradient
-    before clipping, None for a step that only accumulated. Ranks that update replicas apart have
-    norms of their own; a rank that steps alone reports on its own samples.
+    before clipping, None for a step that only accumulated. With `LocalSGDOptimizer` it is the norm
+    of this rank's replica; with ``auto_sync_gradients=False`` all three are of its own samples.
     """
 
     loss: float
