@@ -288,7 +288,7 @@ class GradientLeaves:
         with np.errstate(over="ignore", invalid="ignore"):
             return _tree(losses), _tree(weights), float(squares.sum())
 
-    def total(self, parts: Sequence[tuple[float, float]], subject: int) -> tuple[float, float]:
+    def total(self, parts: Sequence[tuple[float, float]], subject: int = 0) -> tuple[float, float]:
         """Return sum and weight of a loss over all leaves, from this rank's. Collective."""
         total, weight, _ = self.fold(self._axis.all_reduce(self._spread(parts), subject=subject))
         return total, weight
