@@ -15,20 +15,9 @@ from mpishard.communication import CommunicationBackend
 from mpishard.contracts import ILossFunction
 from mpishard.models.engine.passes import OwnPasses, Passes, Reduced
 from mpishard.models.engine.replicas import Replicas
-from mpishard.models.engine.update import (
-    Policy,
-    Round,
-    Rule,
-    StepReport,
-    TrainingRecord,
-    Update,
-)
+from mpishard.models.engine.update import Policy, Round, Rule, StepReport, TrainingRecord, Update
 from mpishard.models.programs.program import Batch, Program
-from mpishard.models.stores.gradient_store import (
-    BackwardPass,
-    GradientStore,
-    squared_norm,
-)
+from mpishard.models.stores.gradient_store import BackwardPass, GradientStore, squared_norm
 from mpishard.models.stores.offload import UpdateStage
 from mpishard.models.stores.parameter_store import ParameterStore
 from mpishard.models.stores.store_layout import StoreLayout
