@@ -679,7 +679,7 @@ def test_a_black_box_is_trained_on_a_mesh(file: str, without_mpi: None) -> None:
     first, *lines = ended.stdout.splitlines()
     assert "pipeline (2 pipeline x 1 tensor x 1 data) on 2 thread-ranks against" in first
     assert len([line for line in lines if line.startswith("EQUAL")]) == 1
-    assert ended.stderr.count("divided over") == 1
+    assert ended.stderr.count("repeat each other's work") == 1
 
 
 @pytest.mark.spawned
